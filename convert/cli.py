@@ -1,0 +1,168 @@
+"""convert-to-hybrid MODEL OUT: flags and YAML to a `ConversionConfig`, and errors to one line. No other logic."""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+# flags of the command itself, not of the conversion
+SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
+# flags of the command itself, not of the conversion
+SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
+TEACHER, LAYERS, MIXER, OUTPUT, RUN = "Teacher", "Layers", "Mixer", "Output", "Run"
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+def _option(panel: str, help: str, *names: str):
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)
+
+
+@app.command(no_args_is_help=True)
+def convert_command(
+    model: Annotated[str | None, typer.Argument(help="Hub id, local folder or GGUF file.", show_default=False)] = None,
+    output: Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write.", show_default=False)] = None,
+    revision: Annotated[str | None, _option(TEACHER, "Branch, tag or commit of a Hub repository.")] = None,
+    gguf_file: Annotated[str | None, _option(TEACHER, "GGUF file inside the folder or repository.")] = None,
+    trust_remote_code: Annotated[
+        bool | None, _option(TEACHER, "Run code from the teacher's repository.", "--trust-remote-code")
+    ] = None,
+    attention_layers: Annotated[
+        str | None, _option(LAYERS, "Layers that stay attention: 1,3,5, or a published choice by name.")
+    ] = None,
+    attention_ratio: Annotated[
+        float | None, _option(LAYERS, "Share of layers that stay attention, evenly placed (default 0.5).")
+    ] = None,
+    layer_pattern: Annotated[
+        str | None, _option(LAYERS, "M (mixer) and A (attention), repeated over the layers: MA, MMMA.")
+    ] = None,
+    mixer: Annotated[str | None, _option(MIXER, "discrete_mamba2 (default), mamba2 or mamba1.")] = None,
+    d_state: Annotated[int | None, _option(MIXER, "State size per head (default: the head dimension).")] = None,
+    norm: Annotated[str | None, _option(MIXER, "Gated norm of mamba2: none, head (default) or whole.")] = None,
+    expand_kv_heads: Annotated[
+        bool | None,
+        _option(
+            MIXER,
+            "One head of x and B per query head, as published checkpoints have it.",
+            "--expand-kv-heads/--share-kv-heads",
+        ),
+    ] = None,  # fmt: skip
+    rotary: Annotated[
+        bool | None, _option(MIXER, "Keep the teacher's rotary embedding on B and C.", "--rotary/--no-rotary")
+    ] = None,
+    decay_bias: Annotated[
+        bool | None, _option(MIXER, "A bias on the decay of discrete_mamba2.", "--decay-bias/--no-decay-bias")
+    ] = None,
+    out_bias: Annotated[bool | None, _option(MIXER, "A bias on out_proj.", "--out-bias/--no-out-bias")] = None,
+    initial_decay: Annotated[float | None, _option(MIXER, "Decay per token before alignment (default 0.9).")] = None,
+    align: Annotated[str | None, _option(MIXER, "Alignment to the teacher: none.")] = None,
+    dtype: Annotated[str | None, _option(OUTPUT, "auto (default), float32, bfloat16 or float16.")] = None,
+    max_shard_size: Annotated[str | None, _option(OUTPUT, "Largest weights file (default 5GB).")] = None,
+    overwrite: Annotated[bool | None, _option(OUTPUT, "Replace OUT, once all is well.", "--overwrite")] = None,
+    push_to_hub: Annotated[str | None, _option(OUTPUT, "Upload the result to this repository.")] = None,
+    private: Annotated[bool | None, _option(OUTPUT, "Make that repository private.", "--private")] = None,
+    config: Annotated[str | None, _option(RUN, "YAML file with the same options; flags win.")] = None,
+    device: Annotated[str | None, _option(RUN, "Where alignment runs.")] = None,
+    seed: Annotated[int | None, _option(RUN, "Of tensors the teacher says nothing about.")] = None,
+    dry_run: Annotated[bool, _option(RUN, "Print the plan; read no weights, write nothing.", "--dry-run")] = False,
+    as_json: Annotated[bool, _option(RUN, "Print the plan as JSON on stdout.", "--json")] = False,
+    quiet: Annotated[bool, _option(RUN, "Errors only.", "--quiet", "-q")] = False,
+    verbose: Annotated[bool, _option(RUN, "Tracebacks and library messages.", "--verbose", "-v")] = False,
+) -> None:
+    """Turn a pretrained Transformer into a hybrid Mamba/attention model.
+
+    The result loads with AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
+    """
+    flags = {name: value for name, value in locals().items() if name not in SWITCHES}
+    _set_verbosity(verbose)
+    with _one_line_errors(verbose):
+        # after the verbosity is set, and inside: importing torch takes seconds
+        from .config import make_config
+        from .pipeline import plan_conversion, run
+        from .plan import describe, human_bytes
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            options = make_config(config, **flags)
+        for warning in caught:
+            console.print(f"[yellow]warning:[/] {warning.message}")
+        if dry_run:
+            plan = plan_conversion(options)
+            _print_plan(plan, describe, as_json, quiet)
+            return
+        with _progress(quiet) as advance:
+            plan = run(options, lambda plan: _print_plan(plan, describe, False, quiet or as_json), advance)
+        if as_json:
+            sys.stdout.write(json.dumps(plan.summary() | {"output": options.output}, indent=2) + "\n")
+        if not quiet:
+            size = human_bytes(plan.summary()["bytes_to_write"])
+            console.print(f"[green]done[/] {options.output} ({size})")
+            if options.push_to_hub:
+                console.print(f"[green]pushed[/] {options.push_to_hub}")
+
+
+def _print_plan(plan, describe, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(plan.summary(), indent=2) + "\n")
+    elif not quiet:
+        console.print(describe(plan), markup=False)
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator:
+    """A bar that starts with the first bytes and whose total is not needed: the file sizes say enough."""
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("weights", total=None)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextlib.contextmanager
+def _one_line_errors(verbose: bool) -> Iterator[None]:
+    """What went wrong and what to do, in one line, with a non-zero exit; the traceback with --verbose."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was written.", 130)
+    except (ValueError, OSError) as error:
+        if verbose:
+            raise
+        _fail(_message(error), 1)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full; nothing was written. Free some space or choose another OUT."
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to write {error.filename}."
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fail(message: str, code: int) -> None:
+    console.print(f"[red]error:[/] {message}", markup=True)
+    raise typer.Exit(code)
+
+
+def _set_verbosity(verbose: bool) -> None:
+    if not verbose:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        logging.disable(logging.WARNING)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

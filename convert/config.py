@@ -1,0 +1,169 @@
+"""What a conversion is told: one dataclass, filled from a YAML file and from flags."""
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ALIGNMENTS = ("none",)
+MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+NORMS = ("none", "head", "whole")
+LAYER_CHOICES = {"attention_layers", "attention_ratio", "layer_pattern"}
+SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionConfig:
+    """Options of one conversion; the YAML keys are the field names."""
+
+    model: str
+    """Hub id, local folder, or GGUF file."""
+    output: str
+    """Folder to write the hybrid to."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub repository."""
+    gguf_file: str | None = None
+    """Name of a GGUF file inside the folder or repository."""
+    trust_remote_code: bool = False
+    """Run code from the teacher's repository (its tokenizer may need it)."""
+    attention_layers: str | None = None
+    """Layers that stay attention: "1,3,5", or a published choice by name."""
+    attention_ratio: float | None = None
+    """Share of layers that stay attention, evenly placed; 0.5 when nothing else is said."""
+    layer_pattern: str | None = None
+    """M (mixer) and A (attention), repeated over the layers, such as MA or MMMA."""
+    mixer: str = "discrete_mamba2"
+    """Matrix mixer of the replaced layers."""
+    d_state: int | None = None
+    """State size per head (N); the head dimension by default, 16 for mamba1."""
+    norm: str | None = None
+    """Gated norm before out_proj of the mamba2 mixer; "head" by default."""
+    expand_kv_heads: bool = False
+    """Give x and B one head per query head, as the published checkpoints have it."""
+    rotary: bool | None = None
+    """Keep the teacher's rotary embedding on B and C; on by default where the mixer can hold it."""
+    decay_bias: bool = True
+    """A bias that sets how long the memory of a discrete_mamba2 head is."""
+    out_bias: bool = True
+    """A bias on out_proj."""
+    initial_decay: float = 0.9
+    """Decay per token of every head before alignment, in (0, 1]."""
+    align: str = "none"
+    """How the mixers are fitted to the teacher after the weights are mapped."""
+    dtype: str = "auto"
+    """Type of the weights written; auto keeps the teacher's."""
+    device: str = "cpu"
+    """Where alignment runs."""
+    max_shard_size: str = "5GB"
+    """Largest weights file."""
+    seed: int = 0
+    """Of the tensors the teacher says nothing about."""
+    overwrite: bool = False
+    """Replace OUT if it exists, once the new checkpoint is complete."""
+    push_to_hub: str | None = None
+    """Repository to upload the result to."""
+    private: bool = False
+    """Make that repository private."""
+
+    def __post_init__(self):
+        for name, allowed in (("mixer", MIXERS), ("align", ALIGNMENTS), ("dtype", DTYPES), ("norm", (None, *NORMS))):
+            if getattr(self, name) not in allowed:
+                values = ", ".join(str(value) for value in allowed if value is not None)
+                raise ValueError(f"{name} must be one of {values}; got {getattr(self, name)!r}.")
+        chosen = sorted(n for n in LAYER_CHOICES if getattr(self, n) is not None)
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} contradict each other; give one of them.")
+        if not 0 < self.initial_decay <= 1:
+            raise ValueError(f"initial_decay must lie in (0, 1], not {self.initial_decay}.")
+        if self.d_state is not None and self.d_state < 1:
+            raise ValueError(f"d_state must be positive, not {self.d_state}.")
+        if self.norm is not None and self.mixer != "mamba2":
+            raise ValueError(f"norm exists for the mamba2 mixer only; the mixer is {self.mixer}.")
+        if self.private and self.push_to_hub is None:
+            raise ValueError("private says who may see the uploaded repository; it needs push_to_hub.")
+        parse_size(self.max_shard_size)
+        if self.device != "cpu" and self.align == "none":
+            warnings.warn("device has no effect without alignment: mapping weights is disk-bound.", stacklevel=3)
+
+    def options(self) -> dict[str, Any]:
+        """Every option that is not its default, for the record."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in "5GB", "500MB", "2GiB" or a plain number.
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    cleaned = str(text).strip().upper().replace(" ", "")
+    unit = next((u for u in sorted(SIZE_UNITS, key=len, reverse=True) if cleaned.endswith(u)), "")
+    try:
+        size = int(float(cleaned.removesuffix(unit)) * SIZE_UNITS.get(unit, 1))
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size; write for example 5GB or 500MB.")
+    return size
+
+
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """The options in a YAML file.
+
+    Raises:
+        ValueError: the file is not there, is not a mapping, or has a key that is no option.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"Config file {path} does not exist.")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"Config file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"Config file {path} must hold `option: value` lines.")
+    known = {field.name for field in dataclasses.fields(ConversionConfig)}
+    values = {str(key).replace("-", "_"): value for key, value in values.items()}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"Unknown key {unknown[0]!r} in {path}; known keys: {', '.join(sorted(known))}.")
+    if isinstance(values.get("attention_layers"), list | int):
+        layers = values["attention_layers"]
+        values["attention_layers"] = ",".join(str(i) for i in (layers if isinstance(layers, list) else [layers]))
+    return values
+
+
+def make_config(config_file: str | Path | None = None, **flags: Any) -> ConversionConfig:
+    """Options from a YAML file and from flags; a flag that is not None wins.
+
+    Raises:
+        ValueError: unknown or contradictory options, or no model or output.
+    """
+    values = {} if config_file is None else read_config_file(config_file)
+    flags = {name: value for name, value in flags.items() if value is not None}
+    if LAYER_CHOICES & flags.keys():  # a choice of layers on the command line replaces the file's, of whatever kind
+        values = {name: value for name, value in values.items() if name not in LAYER_CHOICES}
+    values |= flags
+    for name in ("model", "output"):
+        if not values.get(name):
+            raise ValueError(f"No {name} given: convert-to-hybrid MODEL OUT, or `{name}:` in the config file.")
+    known = {field.name: field for field in dataclasses.fields(ConversionConfig)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"Unknown option {unknown[0]!r}; known options: {', '.join(sorted(known))}.")
+    for name, value in values.items():
+        _check_type(name, value, known[name].type)
+    return ConversionConfig(**values)
+
+
+def _check_type(name: str, value: Any, annotation: Any) -> None:
+    """YAML turns a typo into another type silently; say so."""
+    if annotation is float or annotation == float | None:
+        annotation = annotation | int
+    is_bool_for_number = isinstance(value, bool) and annotation not in (bool, bool | None)
+    if is_bool_for_number or not isinstance(value, annotation):
+        raise ValueError(f"{name} must be {annotation}, got {value!r}.".replace("<class '", "").replace("'>", ""))

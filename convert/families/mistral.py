@@ -1,0 +1,11 @@
+"""Mistral 7B, Zephyr: Llama's tensors, a sliding window in the early releases."""
+
+from .base import TeacherFamily
+from .llama import LLAMA
+
+MISTRAL = TeacherFamily(
+    model_type="mistral",
+    student="llamba",
+    tensors=LLAMA.tensors,
+    fields={"head_dim": "head_dim", "rms_norm_eps": "rms_norm_eps"},
+)

@@ -1,0 +1,78 @@
+"""The README.md of a converted model."""
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from .plan import Plan, human_bytes
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ teacher }} with {{ num_mixer }} of its {{ num_layers }} attention layers replaced by a {{ mixer }} mixer, made by
+[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/).
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{{ path }}")
+model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=True)
+```
+
+{{ alignment_note }}
+
+## Layers
+
+`{{ layers }}` (A keeps attention, M is a mixer)
+
+| per sequence | teacher | this model |
+|---|---|---|
+{{ cache_rows }}
+
+## Provenance
+
+| | |
+|---|---|
+{{ provenance_rows }}
+"""
+
+ALIGNMENT_NOTES = {
+    "none": "**Not aligned.** The attention weights were mapped (Q to C, K to B, V to x, O to out_proj) and nothing "
+    "was fitted: this is a starting point for alignment and distillation, not yet a language model.",
+}
+
+
+def make_card(plan: Plan, name: str) -> ModelCard:
+    """The card of the model in folder or repository `name`.
+
+    Raises:
+        KeyError: the alignment has no note; whoever adds one says what it did.
+    """
+    summary, conversion = plan.summary(), plan.config.conversion
+    replaced = summary["mixer_layers"]
+    cache_rows = [
+        f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
+        for context, size in summary["cache_bytes"].items()
+    ]
+    provenance = {k: v for k, v in conversion.items() if k != "teacher_layer_types" and v not in (None, {})}
+    is_hub_id = plan.teacher.revision is not None
+    return ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            base_model=plan.teacher.name if is_hub_id else None,
+            tags=["convert-to-hybrid", "hybrid", "mamba", summary["mixer"]],
+        ),
+        template_str=TEMPLATE,
+        title=name.split("/")[-1],
+        path=name,
+        teacher=summary["teacher"],
+        mixer=summary["mixer"],
+        num_mixer=len(replaced),
+        num_layers=len(summary["layer_types"]),
+        layers="".join("M" if kind == "linear_attention" else "A" for kind in summary["layer_types"]),
+        cache_rows="\n".join(cache_rows),
+        alignment_note=ALIGNMENT_NOTES[conversion["align"]] if replaced else "Every layer is the teacher's own.",
+        provenance_rows="\n".join(f"| {key} | `{value}` |" for key, value in provenance.items()),
+    )

@@ -1,0 +1,273 @@
+"""A conversion, from the teacher's name to a folder that `from_pretrained` loads.
+
+find the teacher -> read its configuration and tensor headers -> plan -> stream the weights -> add tokenizer, code,
+configuration and card -> put the folder in place -> push.
+"""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+import transformers
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoTokenizer, GenerationConfig
+
+import modeling_llamba
+import modeling_phimamba
+
+from .config import ConversionConfig, make_config, parse_size
+from .model_card import make_card
+from .plan import Plan, make_plan
+from .teacher import Teacher, find_teacher
+from .writer import plan_shards, write_shards
+
+PACKAGES = {"llamba": (modeling_llamba, "Llamba"), "phimamba": (modeling_phimamba, "PhiMamba")}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
+    """Convert a teacher to a hybrid in one call.
+
+    Args:
+        model: Hub id, local folder or GGUF file. output: folder to write.
+        options: fields of `ConversionConfig`.
+
+    Raises:
+        ValueError: bad options, teacher or weights. OSError: the disk.
+
+    Example:
+        >>> convert("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", attention_ratio=0.25)  # doctest: +SKIP
+    """
+    return run(make_config(model=model, output=os.fspath(output), **options))
+
+
+def plan_conversion(options: ConversionConfig) -> Plan:
+    """What `run` would do; reads configuration and tensor headers only."""
+    teacher = find_teacher(options.model, options.revision, options.gguf_file)
+    return make_plan(teacher, options, teacher.open_weights())
+
+
+def run(
+    options: ConversionConfig,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Plan:
+    """Carry out a conversion.
+
+    Args:
+        on_plan: called once the plan stands, before anything is written.
+        progress: called with the number of bytes of weights just written.
+
+    Raises:
+        ValueError: bad options, teacher or weights. OSError: the disk.
+    """
+    output = Path(options.output).expanduser()
+    check_output(output, options.overwrite)
+    repository = prepare_repository(options)
+    teacher = find_teacher(options.model, options.revision, options.gguf_file)
+    checkpoint = teacher.open_weights()
+    plan = make_plan(teacher, options, checkpoint)
+    on_plan(plan)
+    shards = plan_shards(plan.rules, plan.dtype, parse_size(options.max_shard_size))
+    with staged(output, options.overwrite) as folder, concurrent.futures.ThreadPoolExecutor(1) as background:
+        hashes = background.submit(hash_files, checkpoint.files)
+        try:
+            write_shards(shards, checkpoint, plan.dtype, folder, progress)
+        except BaseException:
+            hashes.cancel()
+            raise
+        add_tokenizer(teacher, folder, options.trust_remote_code)
+        add_generation_config(teacher, folder)
+        record_provenance(plan, options, hashes.result())
+        add_config_and_code(plan, folder)
+        make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
+    if repository is not None:
+        with _push_errors(repository):
+            HfApi().upload_folder(repo_id=repository, folder_path=output, commit_message="Add hybrid")
+    return plan
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuse an output that exists or cannot be written, before any work.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file; OUT must be a folder that does not exist yet.")
+    if output.is_dir() and any(output.iterdir()) and not overwrite:
+        raise ValueError(f"{output} exists and is not empty; choose another OUT or say --overwrite.")
+    parent = output.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{output} cannot be written: no permission in {parent}.")
+
+
+@contextlib.contextmanager
+def staged(output: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside OUT that takes its name when the block ends well, and vanishes when it does not.
+
+    What an earlier, killed run left behind is removed first: such a folder has no config.json, which is written last,
+    so nothing takes it for a checkpoint.
+    """
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for stale in output.parent.glob(f".{output.name}.partial-*"):
+        if not _is_running(int(stale.name.split("-")[-2])):
+            shutil.rmtree(stale)
+    folder = output.parent / f".{output.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    previous = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
+    try:
+        yield folder
+        if output.exists() and (overwrite or not any(output.iterdir())):
+            replaced = folder.with_name(f".{output.name}.replaced-{uuid.uuid4().hex[:8]}")
+            output.rename(replaced)
+            folder.rename(output)
+            shutil.rmtree(replaced)
+        else:
+            folder.rename(output)
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
+
+
+def _interrupt(signum, frame) -> None:
+    raise KeyboardInterrupt
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def hash_files(files: list[Path]) -> dict[str, str]:
+    """sha256 of each weights file, as `sha256sum` and the Hub show it."""
+    hashes = {}
+    for path in files:
+        with open(path, "rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
+    """Copy the teacher's tokenizer files as they are; a GGUF file's tokenizer is read out of it."""
+    if teacher.gguf_file is not None:
+        AutoTokenizer.from_pretrained(teacher.folder, gguf_file=teacher.gguf_file).save_pretrained(folder)
+        return
+    for name in TOKENIZER_FILES:
+        if (teacher.folder / name).is_file():
+            shutil.copyfile(teacher.folder / name, folder / name)
+    templates = teacher.folder / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, folder / templates.name)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if has_tokenizer and "tokenizer_class" not in settings:
+        # without it, transformers looks the class up by model type, and ours has none
+        tokenizer = AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
+        tokenizer.save_pretrained(folder)
+
+
+def add_generation_config(teacher: Teacher, folder: Path) -> None:
+    """The teacher's generation settings, or its special tokens where it has none."""
+    source = teacher.folder / "generation_config.json"
+    if teacher.gguf_file is None and source.is_file():
+        shutil.copyfile(source, folder / source.name)
+    else:
+        GenerationConfig.from_model_config(teacher.config).save_pretrained(folder)
+
+
+def record_provenance(plan: Plan, options: ConversionConfig, weight_hashes: dict[str, str]) -> None:
+    """Write into the student's configuration where it comes from."""
+    plan.config.conversion |= {
+        "teacher": plan.teacher.name,
+        "teacher_revision": plan.teacher.revision,
+        "teacher_model_type": plan.teacher.family.model_type,
+        "teacher_sha256": weight_hashes,
+        "align": options.align,
+        "options": {k: v for k, v in options.options().items() if k not in ("model", "output", "overwrite")},
+        "versions": {
+            "convert-to-hybrid": importlib.metadata.version("convert-to-hybrid"),
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
+    }
+
+
+def add_config_and_code(plan: Plan, folder: Path) -> None:
+    """The remote code, then config.json, whose presence makes the folder a checkpoint."""
+    package, prefix = PACKAGES[plan.config.model_type]
+    for path in Path(package.__file__).parent.glob("*.py"):
+        if path.name != "__init__.py":
+            shutil.copyfile(path, folder / path.name)
+    config, name = plan.config, plan.config.model_type
+    config.architectures = [f"{prefix}ForCausalLM"]
+    config.dtype = plan.dtype
+    config.auto_map = {
+        "AutoConfig": f"configuration_{name}.{prefix}Config",
+        "AutoModel": f"modeling_{name}.{prefix}Model",
+        "AutoModelForCausalLM": f"modeling_{name}.{prefix}ForCausalLM",
+    }
+    config.to_json_file(folder / "config.json")
+
+
+def prepare_repository(options: ConversionConfig) -> str | None:
+    """Make sure the Hub will take the result, before the work rather than after it.
+
+    Raises:
+        ValueError: no token, or the Hub refuses.
+    """
+    if options.push_to_hub is None:
+        return None
+    if get_token() is None:
+        raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
+    with _push_errors(options.push_to_hub):
+        return HfApi().create_repo(options.push_to_hub, private=options.private or None, exist_ok=True).repo_id
+
+
+@contextlib.contextmanager
+def _push_errors(repository: str) -> Iterator[None]:
+    try:
+        yield
+    except (HfHubHTTPError, httpx2.HTTPError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"The Hub did not take {repository}: {reason}") from error

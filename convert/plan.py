@@ -1,0 +1,294 @@
+"""The plan of a conversion: the student's configuration, a rule for every tensor, and what it will cost."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from modeling_llamba import LlambaConfig, LlambaForCausalLM
+from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
+
+from .checkpoint import BLOCK_BYTES, Checkpoint, TensorInfo
+from .config import ConversionConfig
+from .families import COMMON_FIELDS, TeacherFamily
+from .layer_selection import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
+from .mixer_mapping import LayerMapping, fold_out_bias
+from .teacher import Teacher
+from .weight_mapping import Rule, canonical_sources, moved
+
+STUDENTS = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
+CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a weight is read."""
+
+    teacher: Teacher
+    config: PreTrainedConfig
+    """The student's."""
+    rules: list[Rule]
+    """One per tensor of the student, in the order they are written."""
+    dropped: dict[str, str]
+    dtype: torch.dtype
+    parameters_before: int
+
+    @property
+    def parameters_after(self) -> int:
+        """Of the student."""
+        return sum(math.prod(rule.shape) for rule in self.rules)
+
+    def summary(self) -> dict[str, Any]:
+        """The plan as plain data, for `--dry-run --json`, the card and the console."""
+        kinds = Counter(rule.kind for rule in self.rules)
+        layers = self.config.layer_types
+        return {
+            "teacher": self.teacher.name,
+            "revision": self.teacher.revision,
+            "teacher_family": self.teacher.family.model_type,
+            "student_family": self.config.model_type,
+            "mixer": self.config.mixer,
+            "layer_types": layers,
+            "attention_layers": [i for i, kind in enumerate(layers) if kind != "linear_attention"],
+            "mixer_layers": [i for i, kind in enumerate(layers) if kind == "linear_attention"],
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tensors": {kind: kinds[kind] for kind in ("moved", "derived", "initialised")}
+            | {"dropped": len(self.dropped)},
+            "derived": {rule.target: list(rule.sources) for rule in self.rules if rule.kind == "derived"},
+            "initialised": [rule.target for rule in self.rules if rule.kind == "initialised"],
+            "dropped": dict(self.dropped),
+            "parameters": {"teacher": self.parameters_before, "hybrid": self.parameters_after},
+            "bytes_to_write": sum(math.prod(rule.shape) for rule in self.rules) * self.dtype.itemsize,
+            "expected_peak_memory_bytes": self.expected_peak_memory(),
+            "cache_bytes": {
+                name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
+                for name, length in CONTEXTS.items()
+            },
+        }
+
+    def expected_peak_memory(self) -> int:
+        """Bytes above the interpreter's own: the blocks of a moved tensor, or one mixer's projections in float32."""
+        derived = [4 * math.prod(rule.shape) for rule in self.rules if rule.kind == "derived"]
+        return 4 * BLOCK_BYTES + 2 * max(derived, default=0)
+
+
+def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes one sequence of `length` tokens keeps while generating: the teacher's, and the hybrid's.
+
+    Keys and values in `dtype`; recurrent states in float32; a sliding window keeps its window.
+    """
+    per_token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    inner = config.mixer_num_heads * config.mixer_head_dim
+    recurrent = inner * config.mixer_d_state * 4
+    channels = inner
+    if config.mixer != "mamba1":
+        channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
+        channels += config.mixer_num_heads * config.mixer_d_state
+    state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
+
+    def tokens(layer_type: str) -> int:
+        return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
+
+    teacher_types = config.conversion["teacher_layer_types"]
+    teacher = sum(per_token * tokens(kind) for kind in teacher_types)
+    hybrid = sum(state if kind == "linear_attention" else per_token * tokens(kind) for kind in config.layer_types)
+    return teacher, hybrid
+
+
+def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
+    """Full or sliding attention, per layer of the teacher.
+
+    Raises:
+        ValueError: a kind of layer that this project does not know.
+    """
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        sliding = getattr(config, "sliding_window", None) is not None
+        types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"The teacher has layers of type {unknown[0]}, which are not supported.")
+    return list(types)
+
+
+def choose_attention_layers(options: ConversionConfig, num_layers: int) -> tuple[int, ...]:
+    """The layers that stay attention, by whichever option names them."""
+    if options.attention_layers is not None:
+        return parse_attention_layers(num_layers, options.attention_layers)
+    if options.layer_pattern is not None:
+        return pattern_attention_layers(num_layers, options.layer_pattern)
+    ratio = 0.5 if options.attention_ratio is None else options.attention_ratio
+    return uniform_attention_layers(num_layers, ratio)
+
+
+def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedConfig:
+    """The hybrid's configuration.
+
+    Raises:
+        ValueError: an option that this teacher or mixer cannot have.
+    """
+    config, family = teacher.config, teacher.family
+    fields = {name: getattr(config, name) for name in COMMON_FIELDS}
+    fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()}
+    fields |= family.constants
+    fields |= family.special(config) if family.special else {}
+    fields["head_dim"] = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    teacher_types = teacher_layer_types(config)
+    if "sliding_attention" in teacher_types:
+        fields["sliding_window"] = config.sliding_window
+    kept = choose_attention_layers(options, config.num_hidden_layers)
+    fields["layer_types"] = [kind if i in kept else "linear_attention" for i, kind in enumerate(teacher_types)]
+    config_class = STUDENTS[family.student][0]
+    has_bias = fields.get("attention_bias", family.student == "phimamba")
+    fields |= mixer_fields(options, fields, has_bias)
+    return config_class(**fields, conversion={"teacher_layer_types": teacher_types})
+
+
+def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bool) -> dict[str, Any]:
+    """The mixer's part of the configuration.
+
+    Raises:
+        ValueError: the state size cannot go with the rotary embedding or the norms of this teacher.
+    """
+    head_dim, heads = fields["head_dim"], fields["num_attention_heads"]
+    default_state = min(16, head_dim) if options.mixer == "mamba1" else head_dim
+    d_state = default_state if options.d_state is None else options.d_state
+    # mamba1 cuts a head into pieces of N channels, and a piece of a rotated head is not a rotated piece
+    can_rotate = d_state >= head_dim
+    rotary = can_rotate if options.rotary is None else options.rotary
+    qk_norm = fields.get("qk_norm")
+    if rotary and not can_rotate:
+        raise ValueError(
+            f"d_state {d_state} is smaller than the head dimension {head_dim}, and rotary embedding needs all of it; "
+            "say --no-rotary."
+        )
+    if qk_norm and options.mixer != "mamba1" and d_state != head_dim:
+        raise ValueError(f"This teacher normalises queries and keys per head, so d_state must be {head_dim}.")
+    expanded = options.expand_kv_heads
+    return {
+        "mixer": options.mixer,
+        "mixer_num_heads": heads,
+        "mixer_num_kv_heads": heads if expanded else fields["num_key_value_heads"] or heads,
+        "mixer_head_dim": head_dim,
+        "mixer_d_state": d_state,
+        "mixer_activation": "identity",
+        "mixer_norm": options.norm or ("head" if options.mixer == "mamba2" else "none"),
+        "mixer_rotary": rotary,
+        "mixer_qk_norm": qk_norm,
+        "mixer_decay_bias": options.decay_bias and options.mixer == "discrete_mamba2",
+        "mixer_in_bias": has_bias and options.mixer == "mamba1",
+        "mixer_out_bias": options.out_bias,
+    }
+
+
+def tensor_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the student's tensors, a tied head left out, without allocating any."""
+    model_class = STUDENTS[config.model_type][1]
+    with torch.device("meta"):
+        model = model_class(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight")
+    return shapes
+
+
+def make_plan(teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoint) -> Plan:
+    """Decide everything, reading no weights.
+
+    Raises:
+        ValueError: the options, the configuration and the tensors do not fit together.
+    """
+    config = student_config(teacher, options)
+    all_attention = config.__class__(
+        **{**config.to_dict(), "layer_types": config.conversion["teacher_layer_types"], "conversion": None}
+    )
+    attention_shapes, shapes = tensor_shapes(all_attention), tensor_shapes(config)
+    family, num_layers = teacher.family, config.num_hidden_layers
+    sources, dropped = canonical_sources(family, num_layers, checkpoint.tensors, attention_shapes)
+    rules = {name: moved(name, sources[name]) for name in shapes if name in sources}
+    for layer, kind in enumerate(config.layer_types):
+        if kind == "linear_attention":
+            mixer_shapes = {n: s for n, s in shapes.items() if n.startswith(f"model.layers.{layer}.mixer.")}
+            mapping = LayerMapping(config, layer, sources, options.initial_decay, options.seed)
+            rules |= {rule.target: rule for rule in mapping.rules(mixer_shapes)}
+            if not config.mixer_out_bias and "o_proj.bias" in mapping.attention:
+                rules |= _folded_bias(family, layer, sources)
+    assert rules.keys() == shapes.keys(), sorted(rules.keys() ^ shapes.keys())
+    used = {name for rule in rules.values() for name in rule.sources}
+    unused = set(checkpoint.tensors) - used - set(dropped)
+    assert not unused, f"teacher tensors without a place: {sorted(unused)}"
+    return Plan(
+        teacher=teacher,
+        config=config,
+        rules=_in_reading_order(rules, checkpoint.tensors),
+        dropped=dropped,
+        dtype=_output_dtype(options.dtype, checkpoint.tensors),
+        parameters_before=sum(math.prod(checkpoint.tensors[name].shape) for name in used),
+    )
+
+
+def _folded_bias(family: TeacherFamily, layer: int, sources) -> dict[str, Rule]:
+    if family.student != "phimamba":
+        raise ValueError("This teacher has a bias on o_proj; it needs a bias on out_proj (leave out --no-out-bias).")
+    target = f"model.layers.{layer}.mlp.fc2.bias"
+    return {target: fold_out_bias(target, sources[target], sources[f"model.layers.{layer}.self_attn.o_proj.bias"])}
+
+
+def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) -> list[Rule]:
+    """The teacher's own order, so that files are read front to back; what has no source stays with its module."""
+    position = {name: index for index, name in enumerate(teacher)}
+    keys, last = {}, 0
+    for target, rule in rules.items():
+        last = min((position[name] for name in rule.sources), default=last)
+        keys[target] = last
+    return sorted(rules.values(), key=lambda rule: keys[rule.target])
+
+
+def _output_dtype(name: str, teacher: dict[str, TensorInfo]) -> torch.dtype:
+    if name != "auto":
+        return getattr(torch, name)
+    sizes = Counter()
+    for info in teacher.values():
+        if info.dtype.is_floating_point:
+            sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def describe(plan: Plan) -> str:
+    """The plan in a few lines for the console."""
+    s = plan.summary()
+    layers = "".join("M" if kind == "linear_attention" else "A" for kind in s["layer_types"])
+    counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
+    lines = [
+        f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {s['mixer']}, {s['dtype']}",
+        f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} mixer)",
+        f"tensors     {counts}",
+        f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
+        f"to write    {human_bytes(s['bytes_to_write'])}; peak memory about "
+        f"{human_bytes(s['expected_peak_memory_bytes'])} above the interpreter's own",
+    ]
+    for context, size in s["cache_bytes"].items():
+        share = size["hybrid"] / size["teacher"]
+        lines.append(
+            f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
+            f"({share:.1%})"
+        )
+    for name, reason in s["dropped"].items():
+        lines.append(f"dropped     {name}: {reason}")
+    return "\n".join(lines)
+
+
+def human_bytes(size: int) -> str:
+    """1500000 -> "1.5 MB"."""
+    amount = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.4g} {unit}"
+        amount /= 1000
+    return f"{amount:.4g} TB"
+
+
+__all__ = ["CONTEXTS", "Plan", "cache_bytes", "describe", "human_bytes", "make_plan", "student_config"]

@@ -1,0 +1,28 @@
+"""Configuration of Llamba: Llama-like blocks with some attention layers replaced by a matrix mixer."""
+
+from .hybrid_config import HybridConfig
+
+
+class LlambaConfig(HybridConfig):
+    """Fields of `HybridConfig`, plus those of the Llama block.
+
+    Args:
+        hidden_act: activation of the gated MLP. rms_norm_eps: of every RMSNorm. mlp_bias: bias on its projections.
+        resid_pdrop, embd_pdrop: dropout on the residual branches (Phi-3 has it) and on the embeddings.
+    """
+
+    model_type = "llamba"
+
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    mlp_bias: bool = False
+    resid_pdrop: float | int = 0.0
+    embd_pdrop: float | int = 0.0
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of every norm."""
+        return self.rms_norm_eps
+
+
+__all__ = ["LlambaConfig"]

@@ -1,0 +1,302 @@
+"""The parts of a hybrid model that do not depend on the block: initialisation, masks, caches, the decoder loop, loss.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+A family subclasses these three and says what its blocks are.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_recurrent_attention_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import is_torchdynamo_compiling, logging
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention import SoftmaxAttention
+from .discrete_mamba2 import DiscreteMamba2
+from .hybrid_cache import RecurrentCache, advance, cache_length, has_attention_layer, new_cache
+from .mamba1 import Mamba1
+from .mamba2 import Mamba2
+from .matrix_mixer import OPEN_GATE
+from .short_conv import ShortConv
+
+logger = logging.get_logger(__name__)
+
+MIXER_CLASSES = {"discrete_mamba2": DiscreteMamba2, "mamba2": Mamba2, "mamba1": Mamba1}
+
+
+class HybridDecoderLayer(GradientCheckpointingLayer):
+    """A block whose sequence mixer is attention (`self_attn`) or a matrix mixer (`mixer`), by layer type."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.layer_type = config.layer_types[layer_idx]
+        if self.layer_type == "linear_attention":
+            self.mixer = MIXER_CLASSES[config.mixer](config, layer_idx)
+        else:
+            self.self_attn = SoftmaxAttention(config, layer_idx)
+
+    def mix(
+        self,
+        hidden_states: torch.Tensor,
+        masks: dict[str, torch.Tensor | None],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        seq_idx: torch.Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """The sequence mixer's output (B, L, hidden) for the normalised input (B, L, hidden)."""
+        mask = masks[self.layer_type]
+        if self.layer_type == "linear_attention":
+            return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
+        return self.self_attn(hidden_states, position_embeddings, mask, past_key_values, **kwargs)[0]
+
+
+class HybridPreTrainedModel(PreTrainedModel):
+    """Flags and weight initialisation."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    # A recurrent state cannot be cropped, so transformers must not try assisted generation.
+    _is_stateful = True
+    _can_record_outputs = {
+        "hidden_states": HybridDecoderLayer,
+        "attentions": OutputRecorder(SoftmaxAttention, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ShortConv):
+            # identity: the last tap is the current token
+            init.zeros_(module.weight)
+            init.copy_(module.weight, torch.zeros_like(module.weight).index_fill_(-1, _last(module.weight), 1.0))
+        if isinstance(module, DiscreteMamba2 | Mamba2 | Mamba1):
+            init.ones_(module.D)
+            if module.z_bias is not None:
+                init.constant_(module.z_bias, OPEN_GATE)
+        if isinstance(module, DiscreteMamba2) and module.A_log_bias is not None:
+            init.zeros_(module.A_log_bias)
+        if isinstance(module, Mamba2):
+            init.copy_(module.dt_bias, _inverse_softplus_step(module.dt_bias))
+            init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1, 16).log())
+        if isinstance(module, Mamba1):
+            init.copy_(module.dt_proj.bias, _inverse_softplus_step(module.dt_proj.bias))
+            states = torch.arange(1, module.d_state + 1, dtype=torch.float32, device=module.A_log.device)
+            init.copy_(module.A_log, states.log().expand_as(module.A_log))
+
+
+def _last(weight: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([weight.shape[-1] - 1], device=weight.device)
+
+
+def _inverse_softplus_step(like: torch.Tensor) -> torch.Tensor:
+    """Step sizes log-uniform in [1e-3, 1e-1], as Mamba draws them, before the softplus."""
+    dt = torch.empty_like(like, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp().clamp_min(1e-4)
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+def packed_sequence_ids(
+    position_ids: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    batch_shape: tuple[int, int],
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+) -> torch.Tensor | None:
+    """(B, L) ids of the packed sequences, from whichever of the three forms was given; None when nothing is packed.
+
+    Restarting `position_ids` count only in a fresh forward without padding: a padded batch has restarts of its own.
+
+    Raises:
+        ValueError: `cu_seqlens` does not describe this batch.
+    """
+    if seq_idx is not None:
+        return seq_idx.expand(batch_shape)
+    if cu_seqlens is not None:
+        num_tokens = batch_shape[0] * batch_shape[1]
+        if batch_shape[0] != 1 or (not torch.compiler.is_compiling() and int(cu_seqlens[-1]) != num_tokens):
+            raise ValueError(f"cu_seqlens packs one row of {num_tokens} tokens; got a batch of shape {batch_shape}.")
+        positions = torch.arange(batch_shape[1], device=cu_seqlens.device)
+        return torch.bucketize(positions, cu_seqlens[1:], right=True)[None].int()
+    if position_ids is None or attention_mask is not None or cache_length(past_key_values):
+        return None
+    restarts = torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1
+    if not is_torchdynamo_compiling() and not restarts.any():
+        return None
+    return restarts.cumsum(-1, dtype=torch.int32).expand(batch_shape)
+
+
+def positions_in_sequence(seq_idx: torch.Tensor) -> torch.Tensor:
+    """Position of each token within its packed sequence, (B, L)."""
+    index = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand(seq_idx.shape)
+    starts = torch.ones_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+class HybridModel(HybridPreTrainedModel):
+    """Embedding, blocks, final norm. A family fills embed_tokens, layers, norm and rotary_emb."""
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states after the final norm.
+
+        Args:
+            input_ids: (B, L); or inputs_embeds: (B, L, hidden).
+            attention_mask: (B, past + L), 0 at padding; or what `generate` prepared.
+            position_ids: (B, L) or (1, L). Where they restart without a mask or a past, sequences are packed.
+            past_key_values: cache to continue from; `use_cache` makes one when there is none.
+            seq_idx: (B, L) ids of packed sequences. cu_seqlens: (number of sequences + 1,) their offsets; the
+                `cu_seq_lens_q` of transformers' flattening collator is read the same way.
+
+        Raises:
+            ValueError: both or neither of input_ids and inputs_embeds were given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        shape = tuple(inputs_embeds.shape[:2])
+        attention_mask = _drop_full_mask(attention_mask)
+        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, attention_mask, past_key_values)
+        if use_cache and past_key_values is None and seq_idx is None:
+            past_key_values = new_cache(self.config)
+        if position_ids is None and seq_idx is not None:
+            position_ids = positions_in_sequence(seq_idx)
+        elif position_ids is None:
+            position_ids = torch.arange(shape[1], device=inputs_embeds.device)[None] + cache_length(past_key_values)
+        masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
+        hidden_states = self.embed_dropout(inputs_embeds)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                masks=masks,
+                position_embeddings=position_embeddings,
+                seq_idx=seq_idx,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        advance(past_key_values, shape[1])
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids):
+        """One mask per layer type that occurs."""
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        makers = {
+            "full_attention": create_causal_mask,
+            "sliding_attention": create_sliding_window_causal_mask,
+            "linear_attention": create_recurrent_attention_mask,
+        }
+        return {
+            layer_type: makers[layer_type](
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+            for layer_type in dict.fromkeys(self.config.layer_types)
+        }
+
+
+def _drop_full_mask(attention_mask):
+    """A mask of ones says nothing, but its presence would hide packed sequences."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and not is_torchdynamo_compiling():
+        return None if bool(attention_mask.all()) else attention_mask
+    return attention_mask
+
+
+class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
+    """Language model head on a hybrid. A family fills model and lm_head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Logits (B, L or logits_to_keep, vocab), and the shifted cross entropy when `labels` (B, L) are given.
+
+        The other arguments are those of the base model; labels of -100 are ignored.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        given = model_kwargs.get("past_key_values")
+        if isinstance(given, Cache) and given.layers and not has_attention_layer(given):
+            if not isinstance(given, RecurrentCache):
+                raise ValueError(
+                    "This model has no attention layer, and a plain DynamicCache cannot count tokens without one; "
+                    "pass the past_key_values that the model itself returned, or none."
+                )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        # transformers calls the cache of any class with "mamba" in its name `cache_params`; ours has one name.
+        if "cache_params" in model_kwargs:
+            prepared = model_kwargs.pop("cache_params")
+            model_kwargs.setdefault("past_key_values", prepared)
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache) and cache is not given and cache.layers and not has_attention_layer(cache):
+            model_kwargs["past_key_values"] = RecurrentCache(self.config)

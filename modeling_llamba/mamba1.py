@@ -1,0 +1,114 @@
+"""Mamba-1: the first mixer of Mamba-in-the-Llama.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+A state of N numbers per channel, with a step size per channel and a decay per channel and state. in_proj gives
+[z, x, B, C, dt]; dt is low rank. x is expanded from the key/value heads to all heads before the convolution; B and
+C are not convolved. Each head of P channels is cut into P / N pieces that pair the matching N features of query and
+key, so with N = P the mixer can represent linear attention head by head, and with N < P its diagonal blocks.
+Wang et al. 2024 (The Mamba in the Llama), section 2; the expansion is aligned with the heads, which the released
+code is not under grouped queries.
+
+Shapes: B batch, L length, H heads, G key/value heads, P head dim, N state, D = H P channels, S = D / N pieces.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from .matrix_mixer import OPEN_GATE, convolve_with_cache
+from .norms import head_norm
+from .rotary import apply_rotary
+from .selective_scan import selective_matrix, selective_scan, selective_step
+from .short_conv import ShortConv
+from .ssd import repeat_groups
+
+
+class Mamba1(nn.Module):
+    """Selective scan mixer with the interface of `SSDMixer`; its matrix has one "head" per channel."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_groups = config.mixer_num_heads, config.mixer_num_kv_heads
+        self.head_dim, self.d_state = config.mixer_head_dim, config.mixer_d_state
+        self.inner_size, self.x_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
+        self.sizes = [self.inner_size, self.x_size, self.x_size, self.inner_size, config.mixer_dt_rank]
+        self.in_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.mixer_in_bias)
+        self.conv1d = ShortConv(self.inner_size, config.mixer_d_conv, True, config.mixer_activation)
+        self.dt_proj = nn.Linear(config.mixer_dt_rank, self.inner_size, bias=True)
+        self.A_log = nn.Parameter(torch.zeros(self.inner_size, self.d_state))
+        self.D = nn.Parameter(torch.ones(self.inner_size))
+        self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
+        self.B_norm = head_norm(config.mixer_qk_norm, self.head_dim, config.norm_eps)
+        self.C_norm = head_norm(config.mixer_qk_norm, self.head_dim, config.norm_eps)
+        self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """x, dt (B, L, D), B, C (B, L, S, N) and the gate (B, L, D)."""
+        z, x, B, C, dt = self.in_proj(hidden_states).split(self.sizes, dim=-1)
+        x = repeat_groups(x.unflatten(-1, (self.num_groups, self.head_dim)), self.num_heads).flatten(2)
+        mask = None if padding_mask is None else padding_mask[..., None].to(x.dtype)
+        x = x if mask is None else x * mask
+        x = convolve_with_cache(self.conv1d, x, seq_idx, past_key_values, self.layer_idx)
+        dt = self.dt_proj(dt)
+        dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32)))
+        if mask is not None:  # a step of size zero neither decays the state nor adds to it
+            x, dt = x * mask, dt * mask.to(dt.dtype)
+        B = B.unflatten(-1, (self.num_groups, self.head_dim))
+        C = C.unflatten(-1, (self.num_heads, self.head_dim))
+        if self.B_norm is not None:
+            B, C = self.B_norm(B), self.C_norm(C)
+        if self.config.mixer_rotary:
+            B, C = (apply_rotary(t, *position_embeddings, head_dim_axis=2) for t in (B, C))
+        B = repeat_groups(B, self.num_heads)
+        pieces = (self.inner_size // self.d_state, self.d_state)
+        return x, dt, B.flatten(2).unflatten(-1, pieces), C.flatten(2).unflatten(-1, pieces), z
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden); arguments as in `SSDMixer.forward`."""
+        x, dt, B, C, z = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
+        A = -self.A_log.to(dt.dtype).exp()
+        state = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
+        if state is not None and x.shape[1] == 1 and seq_idx is None:
+            y, state = selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])
+            y = y[:, None]
+        else:
+            y, state = selective_scan(x, dt, A, B, C, state, seq_idx)
+        if past_key_values is not None:
+            past_key_values.update_recurrent_state(state, self.layer_idx)
+        return self.finish(y + self.D.to(y.dtype) * x.to(y.dtype), z)
+
+    def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Gate (B, L, D) and project to (B, L, hidden)."""
+        gate = gate if self.z_bias is None else gate + self.z_bias
+        return self.out_proj((y * F.silu(gate.to(y.dtype))).to(gate.dtype))
+
+    def materialize(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The unrolled matrix per channel (B, D, L, L), skip included, and x (B, D, L, 1) with y = M x."""
+        x, dt, B, C, _ = self.project(hidden_states, position_embeddings, padding_mask, seq_idx)
+        matrix = selective_matrix(dt, -self.A_log.to(dt.dtype).exp(), B, C, seq_idx)
+        matrix = matrix + torch.diag_embed(self.D.to(matrix.dtype)[:, None].expand(-1, matrix.shape[-1]))
+        return matrix, x.transpose(1, 2)[..., None]

@@ -1,0 +1,181 @@
+"""The interface every mixer shares: project the input, mix along the sequence, gate and project out.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+A matrix mixer is a linear map y = M x along the sequence whose matrix M (L, L, per head) depends on the input.
+`forward` computes it by a scan; `materialize` returns M itself, which MOHAWK stage 1 compares with attention.
+
+Shapes: B batch, L length, H heads, G groups (heads of x and B), P head dim, N state.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from .norms import RMSNorm, head_norm
+from .rotary import apply_rotary
+from .short_conv import ShortConv
+from .ssd import repeat_groups, ssd_matrix, ssd_scan, ssd_step
+
+# silu(z) = 1 here, so a gate whose projection is zero lets everything through.
+OPEN_GATE = 1.278464542761074
+
+
+class Streams(NamedTuple):
+    """What the projections feed to the recurrence.
+
+    x (B, L, G, P), log_a (B, L, H), B (B, L, G, N), C (B, L, H, N), gate (B, L, H P), and the step size
+    (B, L, H) that multiplies x, or None.
+    """
+
+    x: torch.Tensor
+    log_a: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    gate: torch.Tensor
+    step: torch.Tensor | None
+
+
+class SSDMixer(nn.Module):
+    """Base of the two mixers with a scalar decay per head; a subclass says how the streams are projected."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_groups = config.mixer_num_heads, config.mixer_num_kv_heads
+        self.head_dim, self.d_state = config.mixer_head_dim, config.mixer_d_state
+        self.inner_size = self.num_heads * self.head_dim
+        self.x_size, self.B_size = self.num_groups * self.head_dim, self.num_groups * self.d_state
+        self.C_size = self.num_heads * self.d_state
+        self.conv_size = self.x_size + self.B_size + self.C_size
+        in_size = self.conv_size + self.inner_size + self.num_heads
+        self.in_proj = nn.Linear(config.hidden_size, in_size, bias=config.mixer_in_bias)
+        self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, True, config.mixer_activation)
+        self.D = nn.Parameter(torch.ones(self.num_heads))
+        self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
+        self.B_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)
+        self.C_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)
+        group = self.head_dim if config.mixer_norm == "head" else None
+        self.norm = None if config.mixer_norm == "none" else RMSNorm(self.inner_size, config.norm_eps, group)
+        self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Streams:
+        """The input (B, L, hidden) after projection, convolution, norm and rotary embedding."""
+        raise NotImplementedError(f"{type(self).__name__} must say how its streams are projected.")
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """Mix along the sequence.
+
+        Args:
+            hidden_states: (B, L, hidden).
+            position_embeddings: cos and sin (B, L, rotary dims); used when `config.mixer_rotary`.
+            padding_mask: (B, L), 0 at padding, or None. seq_idx: (B, L) ids of packed sequences, or None.
+            past_key_values: the cache to continue from and to update, or None.
+
+        Returns:
+            (B, L, hidden).
+        """
+        streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
+        state = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
+        y, new_state = self.mix(streams, state, seq_idx)
+        if past_key_values is not None and new_state is not state:
+            past_key_values.update_recurrent_state(new_state, self.layer_idx)
+        return self.finish(y, streams.gate)
+
+    def mix(
+        self, streams: Streams, state: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the recurrence from `state` (B, H, P, N): y (B, L, H, P) and the final state, float32 or wider."""
+        x, B = self._stepped_x(streams)
+        if state is not None and x.shape[1] == 1 and seq_idx is None:
+            y, state = ssd_step(state, x[:, 0], streams.log_a[:, 0], B[:, 0], streams.C[:, 0])
+            y = y[:, None]
+        else:
+            size, backend = self.config.mixer_chunk_size, self.config.mixer_backend
+            y, state = ssd_scan(x, streams.log_a, B, streams.C, state, seq_idx, size, backend)
+        return y + self.D.to(y.dtype)[:, None] * repeat_groups(streams.x, self.num_heads).to(y.dtype), state
+
+    def _stepped_x(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor]:
+        if streams.step is None:
+            return streams.x, streams.B
+        x = repeat_groups(streams.x, self.num_heads) * streams.step[..., None]
+        return x, repeat_groups(streams.B, self.num_heads)
+
+    def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Gate (B, L, H, P), normalise if asked, and project to (B, L, hidden)."""
+        gate = gate if self.z_bias is None else gate + self.z_bias
+        y = y.flatten(2) * F.silu(gate.to(y.dtype))
+        y = y if self.norm is None else self.norm(y)
+        return self.out_proj(y.to(gate.dtype))
+
+    def materialize(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The unrolled matrix M (B, H, L, L), skip connection included, and x (B, H, L, P) with y = M x."""
+        streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx)
+        matrix = ssd_matrix(streams.log_a, streams.B, streams.C, seq_idx)
+        if streams.step is not None:
+            matrix = matrix * streams.step.transpose(1, 2)[..., None, :].to(matrix.dtype)
+        matrix = matrix + torch.diag_embed(self.D.to(matrix.dtype)[:, None].expand(-1, matrix.shape[-1]))
+        return matrix, repeat_groups(streams.x, self.num_heads).transpose(1, 2)
+
+    def _convolve(self, xBC, padding_mask, seq_idx, past_key_values):
+        """The short convolution over [x, B, C] with its cached inputs; padding stays zero before and after."""
+        if padding_mask is not None:
+            xBC = xBC * padding_mask[..., None].to(xBC.dtype)
+        xBC = convolve_with_cache(self.conv1d, xBC, seq_idx, past_key_values, self.layer_idx)
+        if padding_mask is not None:
+            xBC = xBC * padding_mask[..., None].to(xBC.dtype)
+        x, B, C = xBC.split([self.x_size, self.B_size, self.C_size], dim=-1)
+        return (
+            x.unflatten(-1, (self.num_groups, self.head_dim)),
+            B.unflatten(-1, (self.num_groups, self.d_state)),
+            C.unflatten(-1, (self.num_heads, self.d_state)),
+        )
+
+    def _norm_and_rotate(self, B, C, position_embeddings):
+        if self.B_norm is not None:
+            B, C = self.B_norm(B), self.C_norm(C)
+        if self.config.mixer_rotary:
+            cos, sin = position_embeddings
+            B, C = (apply_rotary(t, cos, sin, head_dim_axis=2) for t in (B, C))
+        return B, C
+
+
+def convolve_with_cache(
+    conv: ShortConv, x: torch.Tensor, seq_idx: torch.Tensor | None, cache: Cache | None, layer_idx: int
+) -> torch.Tensor:
+    """Convolve (B, L, C), continuing from and updating the inputs the cache remembers."""
+    if cache is None:
+        return conv(x, seq_idx)
+    past = cache.get_conv_state(layer_idx)
+    past = past.clone() if past is not None else None
+    cache.update_conv_state(x.transpose(1, 2), layer_idx, conv_kernel_size=conv.kernel_size[0])
+    return conv(x, seq_idx, past)
+
+
+def hold_state_at_padding(log_a: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
+    """Decay 1 at padding: together with x = 0 it leaves the state as it was."""
+    return log_a if padding_mask is None else log_a * padding_mask[..., None].to(log_a.dtype)

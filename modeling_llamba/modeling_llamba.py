@@ -1,0 +1,78 @@
+"""Llamba: RMSNorm, attention or a matrix mixer, RMSNorm, gated MLP, each added to the residual stream."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from .configuration_llamba import LlambaConfig
+from .hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
+from .norms import RMSNorm
+from .rotary import RotaryEmbedding
+
+
+class LlambaMLP(nn.Module):
+    """Gated MLP: down(act(gate) * up)."""
+
+    def __init__(self, config: LlambaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden)."""
+        return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class LlambaDecoderLayer(HybridDecoderLayer):
+    """Sequential pre-norm block."""
+
+    def __init__(self, config: LlambaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.mlp = LlambaMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, hidden_states: torch.Tensor, **mixer_inputs) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden); the keyword arguments are those of `mix`."""
+        mixed = self.mix(self.input_layernorm(hidden_states), **mixer_inputs)
+        hidden_states = hidden_states + self.resid_dropout(mixed)
+        return hidden_states + self.resid_dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+class LlambaPreTrainedModel(HybridPreTrainedModel):
+    """Ties the shared machinery to this family's configuration."""
+
+    config_class = LlambaConfig
+    config: LlambaConfig
+    _no_split_modules = ["LlambaDecoderLayer"]
+
+
+class LlambaModel(LlambaPreTrainedModel, HybridModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: LlambaConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_dropout = nn.Dropout(config.embd_pdrop)
+        self.layers = nn.ModuleList([LlambaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM):
+    """The language model."""
+
+    def __init__(self, config: LlambaConfig):
+        super().__init__(config)
+        self.model = LlambaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.post_init()
+
+
+__all__ = ["LlambaForCausalLM", "LlambaModel", "LlambaPreTrainedModel"]

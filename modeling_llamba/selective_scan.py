@@ -1,0 +1,156 @@
+"""Selective scan (S6): the diagonal recurrence of Mamba-1.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+Per channel d, with state h_t of shape (D, N):
+
+    h_t[d] = exp(dt_t[d] A[d]) h_{t-1}[d] + dt_t[d] x_t[d] B_t[g(d)]        y_t[d] = h_t[d] . C_t[g(d)]
+
+(Gu and Dao 2023, "Mamba", section 3.) Channels come in G consecutive groups that share B and C.
+
+Shapes: B batch, L length, D channels, G groups, N state, T chunks, Q tokens a chunk.
+"""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+# Tokens whose states are held at once when training; each such segment is recomputed in the backward.
+SEGMENT = 512
+
+
+def _starts(seq_idx: torch.Tensor) -> torch.Tensor:
+    starts = torch.zeros_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return starts
+
+
+def selective_recurrence(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence, one token after the other in float64: the judge of `selective_scan`.
+
+    Args:
+        x, dt: (B, L, D), dt >= 0. A: (D, N), negative. B, C: (B, L, G, N).
+        initial_state: (B, D, N) or None. seq_idx: (B, L) or None.
+
+    Returns:
+        y (B, L, D) and the final state (B, D, N), both float64.
+    """
+    x, dt, A, B, C = (t.double() for t in (x, dt, A, B, C))
+    D, per_group = x.shape[-1], x.shape[-1] // B.shape[2]
+    state = x.new_zeros(x.shape[0], D, A.shape[-1]) if initial_state is None else initial_state.double()
+    starts = None if seq_idx is None else _starts(seq_idx)
+    y = []
+    for t in range(x.shape[1]):
+        if starts is not None:
+            state = state.masked_fill(starts[:, t, None, None], 0.0)
+        Bt, Ct = (g[:, t].repeat_interleave(per_group, dim=1) for g in (B, C))
+        state = (dt[:, t, :, None] * A).exp() * state + (dt[:, t] * x[:, t])[..., None] * Bt
+        y.append((state * Ct).sum(-1))
+    return torch.stack(y, dim=1), state
+
+
+def selective_matrix(
+    dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, seq_idx: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Unrolled matrix per channel: M[l, s] = sum_n C_l[n] exp(A[n] sum_{s<k<=l} dt_k) dt_s B_s[n] for s <= l.
+
+    Returns:
+        M (B, D, L, L), with y[..., d] = M[d] x[..., d].
+    """
+    L, D = dt.shape[1], dt.shape[2]
+    per_group = D // B.shape[2]
+    total = dt.double().cumsum(1).transpose(1, 2)  # (B, D, L)
+    elapsed = total[..., :, None] - total[..., None, :]
+    hidden = torch.ones(L, L, dtype=torch.bool, device=dt.device).triu(1)
+    if seq_idx is not None:
+        hidden = hidden | (seq_idx[:, None, :, None] != seq_idx[:, None, None, :])
+    matrix = torch.zeros_like(elapsed)
+    for n in range(A.shape[-1]):
+        Bn, Cn = (t[..., n].double().transpose(1, 2).repeat_interleave(per_group, dim=1) for t in (B, C))
+        matrix = matrix + Cn[..., :, None] * (elapsed * A[:, n, None, None].double()).exp() * Bn[..., None, :]
+    return (matrix * dt.double().transpose(1, 2)[..., None, :]).masked_fill(hidden, 0.0).to(dt.dtype)
+
+
+def selective_step(
+    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token. state: (B, D, N); x, dt: (B, D); B, C: (B, G, N). Returns y (B, D) and the new state."""
+    x, dt, A, B, C = (t.to(state.dtype) for t in (x, dt, A, B, C))
+    per_group = x.shape[-1] // B.shape[1]
+    B, C = (t.repeat_interleave(per_group, dim=1) for t in (B, C))
+    state = (dt[..., None] * A).exp() * state + (dt * x)[..., None] * B
+    return (state * C).sum(-1), state
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    chunk_size: int = 32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same map as `selective_recurrence` in about 2 Q + L / Q vectorised steps instead of L.
+
+    All chunks advance side by side from a zero state; the true start states then follow chunk by chunk, and their
+    share is added. Only decays <= 1 are ever multiplied, so strong decay cannot overflow.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
+    state = x.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state.to(dtype)
+    keep = torch.ones_like(dt[..., :1]) if seq_idx is None else (~_starts(seq_idx)).to(dtype)[..., None]
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, A, B, C, state))
+    outputs = []
+    for start in range(0, x.shape[1], SEGMENT):
+        part = (*(t[:, start : start + SEGMENT] for t in (x, dt, B, C, keep)), A, state, chunk_size)
+        if recording and not torch.compiler.is_compiling():
+            y, state = checkpoint(_segment, *part, use_reentrant=False)
+        else:
+            y, state = _segment(*part)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1), state
+
+
+def _segment(x, dt, B, C, keep, A, state, chunk_size):
+    batch, L, D = x.shape
+    G, N = B.shape[2:]
+    Q = min(chunk_size, L)
+    T = -(-L // Q)
+
+    def chunks(t, fill=0.0):
+        padded = torch.nn.functional.pad(t.flatten(2), (0, 0, 0, T * Q - L), value=fill)
+        return padded.view(batch, T, Q, *t.shape[2:])
+
+    # Padding has dt = 0 and keep = 1: it leaves the state alone.
+    x, dt, B, C, keep = chunks(x), chunks(dt), chunks(B), chunks(C), chunks(keep, 1.0)
+    A = A.view(G, D // G, N)
+    local = x.new_zeros(batch, T, G, D // G, N)
+    carried = torch.ones_like(local)
+    local_y, decays = [], []
+    for q in range(Q):
+        step = dt[:, :, q].view(batch, T, G, D // G, 1)
+        decay = (step * A).exp() * keep[:, :, q, :, None, None]
+        local = decay * local + step * x[:, :, q].view_as(step) * B[:, :, q, :, None, :]
+        carried = carried * decay
+        local_y.append((local * C[:, :, q, :, None, :]).sum(-1))
+        decays.append(carried)
+    starts = []
+    state = state.view(batch, G, D // G, N)
+    for t in range(T):
+        starts.append(state)
+        state = carried[:, t] * state + local[:, t]
+    start = torch.stack(starts, dim=1)
+    y = [
+        ly + (d * start * C[:, :, q, :, None, :]).sum(-1)
+        for q, (ly, d) in enumerate(zip(local_y, decays, strict=True))
+    ]
+    return torch.stack(y, dim=2).reshape(batch, T * Q, D)[:, :L], state.reshape(batch, D, N)

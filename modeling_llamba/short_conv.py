@@ -1,0 +1,57 @@
+"""The short causal depthwise convolution before the scan.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+Shapes: B batch, L length, C channels, K kernel width.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+try:
+    from causal_conv1d import causal_conv1d_fn
+except ImportError:
+    causal_conv1d_fn = None
+
+
+class ShortConv(nn.Conv1d):
+    """Depthwise causal convolution that can start from the last inputs of an earlier call."""
+
+    def __init__(self, channels: int, kernel_size: int, bias: bool, activation: str):
+        super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
+        self.activation = activation
+
+    def forward(
+        self, x: torch.Tensor, seq_idx: torch.Tensor | None = None, past: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Convolve.
+
+        Args:
+            x: (B, L, C). seq_idx: (B, L) or None; the kernel does not look across sequences.
+            past: (B, C, >= K - 1) inputs right before x, or None for zeros.
+
+        Returns:
+            (B, L, C), after the activation.
+        """
+        L, K = x.shape[1], self.kernel_size[0]
+        x = x.transpose(1, 2)
+        if past is None and causal_conv1d_fn is not None and x.is_cuda:
+            seq = None if seq_idx is None else seq_idx.int().contiguous()
+            activation = None if self.activation == "identity" else self.activation
+            return causal_conv1d_fn(x, self.weight.squeeze(1), self.bias, seq_idx=seq, activation=activation).mT
+        if seq_idx is not None:
+            y = self._packed(x, seq_idx)
+        else:
+            left = x.new_zeros(x.shape[0], x.shape[1], K - 1) if past is None else past[..., past.shape[-1] - K + 1 :]
+            y = F.conv1d(torch.cat([left, x], dim=-1), self.weight, self.bias, groups=self.groups)[..., :L]
+        y = F.silu(y) if self.activation == "silu" else y
+        return y.transpose(1, 2)
+
+    def _packed(self, x: torch.Tensor, seq_idx: torch.Tensor) -> torch.Tensor:
+        K = self.kernel_size[0]
+        y = x * self.weight[:, :, K - 1]
+        for shift in range(1, min(K, x.shape[-1])):
+            same = (seq_idx[:, shift:] == seq_idx[:, :-shift]).unsqueeze(1)
+            y = y + F.pad(x[..., :-shift] * same, (shift, 0)) * self.weight[:, :, K - 1 - shift]
+        return y if self.bias is None else y + self.bias[:, None]

@@ -1,0 +1,30 @@
+"""Configuration of PhiMamba: Phi's parallel block with some attention layers replaced by a matrix mixer."""
+
+from .hybrid_config import HybridConfig
+
+
+class PhiMambaConfig(HybridConfig):
+    """Fields of `HybridConfig`, plus those of the Phi block.
+
+    Args:
+        hidden_act: activation of the MLP. layer_norm_eps: of every LayerNorm.
+        resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
+    """
+
+    model_type = "phimamba"
+
+    hidden_act: str = "gelu_new"
+    layer_norm_eps: float = 1e-5
+    resid_pdrop: float | int = 0.0
+    embd_pdrop: float | int = 0.0
+    lm_head_bias: bool = True
+    attention_bias: bool = True
+    attention_out_bias: bool = True
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of every norm."""
+        return self.layer_norm_eps
+
+
+__all__ = ["PhiMambaConfig"]

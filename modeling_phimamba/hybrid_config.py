@@ -1,0 +1,146 @@
+"""What both hybrid families have in common in their configuration: attention, mixers, and which layer is which.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+ACTIVATIONS = ("identity", "silu")
+MIXER_NORMS = ("none", "head", "whole")
+QK_NORMS = (None, "rms", "layer")
+BACKENDS = ("auto", "torch", "mamba_ssm")
+
+
+class HybridConfig(PreTrainedConfig):
+    """Fields shared by LlambaConfig and PhiMambaConfig.
+
+    Args:
+        layer_types: one of "full_attention", "sliding_attention", "linear_attention" (a mixer) per layer.
+        attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
+        qk_norm: norm per head on queries and keys: None, "rms" or "layer".
+        mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1".
+        mixer_num_heads (H), mixer_num_kv_heads (G, heads of x and B), mixer_head_dim (P), mixer_d_state (N).
+        mixer_d_conv: width of the short convolution. mixer_activation: after it, "identity" or "silu".
+        mixer_norm: before out_proj, "none", "head" (gated RMSNorm per head) or "whole" (over all heads).
+        mixer_rotary: apply the model's rotary embedding to B and C.
+        mixer_qk_norm: norm per head on C and B, as qk_norm.
+        mixer_decay_bias: a learned bias on the decay logit (discrete_mamba2 only; the others have dt_bias).
+        mixer_gate_bias: a learned bias z_bias inside the gate.
+        mixer_in_bias, mixer_out_bias: bias on in_proj and out_proj.
+        mixer_dt_rank: rank of the step size projection (mamba1 only).
+        mixer_chunk_size: tokens per chunk of the scan. mixer_backend: "auto", "torch" or "mamba_ssm".
+        conversion: where the weights come from; written by convert-to-hybrid.
+    """
+
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    lm_head_bias: bool = False
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    attention_dropout: float | int = 0.0
+    qk_norm: str | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    mixer: str = "discrete_mamba2"
+    mixer_num_heads: int | None = None
+    mixer_num_kv_heads: int | None = None
+    mixer_head_dim: int | None = None
+    mixer_d_state: int | None = None
+    mixer_d_conv: int = 4
+    mixer_activation: str | None = None
+    mixer_norm: str | None = None
+    mixer_rotary: bool = False
+    mixer_qk_norm: str | None = None
+    mixer_decay_bias: bool = False
+    mixer_gate_bias: bool = True
+    mixer_in_bias: bool = False
+    mixer_out_bias: bool = False
+    mixer_dt_rank: int | None = None
+    mixer_chunk_size: int = 64
+    mixer_backend: str = "auto"
+    conversion: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        if self.mixer_num_heads is None:
+            self.mixer_num_heads = self.num_attention_heads
+        if self.mixer_num_kv_heads is None:
+            self.mixer_num_kv_heads = self.mixer_num_heads
+        if self.mixer_head_dim is None:
+            self.mixer_head_dim = self.head_dim
+        if self.mixer_d_state is None:
+            self.mixer_d_state = 16 if self.mixer == "mamba1" else self.mixer_head_dim
+        if self.mixer_activation is None:
+            self.mixer_activation = "identity" if self.mixer == "discrete_mamba2" else "silu"
+        if self.mixer_norm is None:
+            self.mixer_norm = "head" if self.mixer == "mamba2" else "none"
+        if self.mixer_dt_rank is None and self.mixer == "mamba1":
+            self.mixer_dt_rank = -(-self.hidden_size // 16)
+        super().__post_init__(**kwargs)
+        self.validate_hybrid()
+
+    def validate_hybrid(self) -> None:
+        """Refuse contradictory fields.
+
+        Raises:
+            ValueError: naming the field and what it may be.
+        """
+        for name, allowed in {
+            "mixer": MIXERS,
+            "mixer_activation": ACTIVATIONS,
+            "mixer_norm": MIXER_NORMS,
+            "qk_norm": QK_NORMS,
+            "mixer_qk_norm": QK_NORMS,
+            "mixer_backend": BACKENDS,
+        }.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
+        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
+        if unknown or len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types needs {self.num_hidden_layers} entries out of {LAYER_TYPES}; "
+                f"got {len(self.layer_types)}" + (f", unknown: {unknown}." if unknown else ".")
+            )
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads.")
+        if self.mixer_num_heads % self.mixer_num_kv_heads:
+            raise ValueError("mixer_num_heads must be a multiple of mixer_num_kv_heads.")
+        if self.mixer == "mamba1" and self.mixer_head_dim % self.mixer_d_state:
+            raise ValueError(
+                "mamba1 cuts each head into pieces of mixer_d_state channels, so mixer_head_dim "
+                f"({self.mixer_head_dim}) must be a multiple of it ({self.mixer_d_state})."
+            )
+        if self.mixer == "mamba1" and (self.mixer_rotary and self.mixer_d_state != self.mixer_head_dim):
+            raise ValueError("mamba1 with mixer_rotary needs mixer_d_state == mixer_head_dim.")
+        if self.mixer_decay_bias and self.mixer != "discrete_mamba2":
+            raise ValueError("mixer_decay_bias exists for discrete_mamba2 only; the other mixers have dt_bias.")
+        if self.mixer_backend == "mamba_ssm" and self.mixer == "mamba1":
+            raise ValueError("mamba1 runs on the torch scan only; use mixer_backend 'auto' or 'torch'.")
+        if self.mixer_norm != "none" and self.mixer != "mamba2":
+            raise ValueError("mixer_norm exists for the mamba2 mixer only; use 'none'.")

@@ -1,0 +1,36 @@
+"""Mamba-2: the mixer of Mamba-in-the-Llama.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+    dt_t = softplus(dt_t + dt_bias)      S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t x_t B_t^T
+    y_t = S_t C_t + D x_t                out = out_proj(norm(y * silu(z)))
+
+in_proj gives [z, x, B, C, dt]; x, B, C pass through the short convolution and SiLU; x and B have the teacher's
+key/value heads and are repeated per head after it. Wang et al. 2024 (The Mamba in the Llama), section 2.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .matrix_mixer import SSDMixer, Streams, hold_state_at_padding
+
+
+class Mamba2(SSDMixer):
+    """A learned rate A per head times a step size per head and token."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.A_log = nn.Parameter(torch.zeros(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(self.num_heads))
+
+    def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
+        """See `SSDMixer.project`."""
+        sizes = [self.inner_size, self.conv_size, self.num_heads]
+        z, xBC, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
+        x, B, C = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
+        B, C = self._norm_and_rotate(B, C, position_embeddings)
+        dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+        dt = F.softplus(dt + self.dt_bias.to(dt.dtype))
+        log_a = hold_state_at_padding(-self.A_log.to(dt.dtype).exp() * dt, padding_mask)
+        return Streams(x, log_a, B, C, z, dt)

@@ -1,0 +1,78 @@
+"""PhiMamba: one LayerNorm, then attention or a matrix mixer beside the MLP, both added to the residual stream.
+
+h + mixer(u) + mlp(u) with u = LayerNorm(h), as in Phi (1, 1.5, 2) and Phi-Mamba.
+"""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from .configuration_phimamba import PhiMambaConfig
+from .hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
+from .rotary import RotaryEmbedding
+
+
+class PhiMambaMLP(nn.Module):
+    """Two projections with a bias and an activation between them."""
+
+    def __init__(self, config: PhiMambaConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden)."""
+        return self.fc2(self.activation(self.fc1(hidden_states)))
+
+
+class PhiMambaDecoderLayer(HybridDecoderLayer):
+    """Parallel block."""
+
+    def __init__(self, config: PhiMambaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.mlp = PhiMambaMLP(config)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, hidden_states: torch.Tensor, **mixer_inputs) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden); the keyword arguments are those of `mix`."""
+        normed = self.input_layernorm(hidden_states)
+        mixed = self.resid_dropout(self.mix(normed, **mixer_inputs))
+        return mixed + self.resid_dropout(self.mlp(normed)) + hidden_states
+
+
+class PhiMambaPreTrainedModel(HybridPreTrainedModel):
+    """Ties the shared machinery to this family's configuration."""
+
+    config_class = PhiMambaConfig
+    config: PhiMambaConfig
+    _no_split_modules = ["PhiMambaDecoderLayer"]
+
+
+class PhiMambaModel(PhiMambaPreTrainedModel, HybridModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: PhiMambaConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_dropout = nn.Dropout(config.embd_pdrop)
+        self.layers = nn.ModuleList([PhiMambaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class PhiMambaForCausalLM(PhiMambaPreTrainedModel, HybridForCausalLM):
+    """The language model."""
+
+    def __init__(self, config: PhiMambaConfig):
+        super().__init__(config)
+        self.model = PhiMambaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.post_init()
+
+
+__all__ = ["PhiMambaForCausalLM", "PhiMambaModel", "PhiMambaPreTrainedModel"]

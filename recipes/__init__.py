@@ -1,0 +1,1 @@
+"""Train, measure and use a hybrid."""
