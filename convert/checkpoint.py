@@ -167,7 +167,10 @@ class GgufCheckpoint(Checkpoint):
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(teacher_config)
         names = get_gguf_hf_weights_map(skeleton, self._processor)
-        self._stored = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
+        unknown = [tensor.name for tensor in reader.tensors if tensor.name not in names]
+        if unknown:  # rope_freqs.weight of Llama 3.1, for one: transformers would leave it out and change the model
+            raise ValueError(f"{path.name} holds {unknown[0]}, which transformers cannot place; use the safetensors.")
+        self._stored = {names[tensor.name]: tensor for tensor in reader.tensors}
         self.tensors = {
             name: TensorInfo(tuple(int(size) for size in reversed(tensor.shape)), torch.float32)
             for name, tensor in self._stored.items()

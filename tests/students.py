@@ -1,0 +1,56 @@
+"""Tiny hybrids of both families, with weights large enough that a leak shows."""
+
+import torch
+
+from modeling_llamba import LlambaConfig, LlambaForCausalLM
+from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
+from tests.teachers import TINY
+
+FAMILIES = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
+MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
+PATTERNS = {
+    "pure": ["linear_attention"] * 4,
+    "hybrid": ["linear_attention", "full_attention"] * 2,
+    "attention": ["full_attention"] * 4,
+    "window": ["sliding_attention", "linear_attention"] * 2,
+    "attention-first": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+
+
+def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", **overrides):
+    options = dict(
+        mixer=mixer,
+        layer_types=PATTERNS[pattern],
+        mixer_num_kv_heads=2,
+        mixer_rotary=mixer != "mamba1",
+        mixer_d_state=4 if mixer == "mamba1" else 8,
+        mixer_decay_bias=mixer == "discrete_mamba2",
+        mixer_out_bias=True,
+        mixer_chunk_size=16,
+        sliding_window=8,
+    )
+    return FAMILIES[family][0](**TINY | options | overrides)
+
+
+def make_student(family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", dtype=torch.float64, **overrides):
+    """Random weights everywhere, convolutions included, and decays that reach back many tokens.
+
+    In float64, where two ways to the same result agree to rounding and anything more is a fault.
+    """
+    torch.manual_seed(0)
+    model = FAMILIES[family][1](student_config(family, mixer, pattern, **overrides)).eval().to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            elif name.endswith("A_log_bias"):
+                parameter.copy_(-2 + torch.randn_like(parameter))
+            elif name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
+                parameter.copy_(-1 + 0.5 * torch.randn_like(parameter))
+            elif "conv1d" in name:
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            elif parameter.ndim == 1:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model
