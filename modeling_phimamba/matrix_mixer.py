@@ -167,7 +167,13 @@ class SSDMixer(nn.Module):
 def convolve_with_cache(
     conv: ShortConv, x: torch.Tensor, seq_idx: torch.Tensor | None, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """Convolve (B, L, C), continuing from and updating the inputs the cache remembers."""
+    """Convolve (B, L, C), continuing from and updating the inputs the cache remembers.
+
+    Raises:
+        ValueError: an adapter wraps the convolution; it would see neither the cached inputs nor the packing.
+    """
+    if hasattr(conv, "base_layer"):
+        raise ValueError("Adapters cannot wrap conv1d: train it whole, with modules_to_save=['conv1d'].")
     if cache is None:
         return conv(x, seq_idx)
     past = cache.get_conv_state(layer_idx)

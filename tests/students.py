@@ -32,7 +32,9 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
     return FAMILIES[family][0](**TINY | options | overrides)
 
 
-def make_student(family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", dtype=torch.float64, **overrides):
+def make_student(
+    family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", dtype=torch.float64, **overrides
+):
     """Random weights everywhere, convolutions included, and decays that reach back many tokens.
 
     In float64, where two ways to the same result agree to rounding and anything more is a fault.

@@ -83,7 +83,9 @@ def test_mamba1_from_its_equations():
     m, u, _ = mixer_and_input("mamba1", mixer_out_bias=False, mixer_gate_bias=False)
     with torch.no_grad():
         z, x, B, C, dt = (u @ m.in_proj.weight.T).split([32, 16, 16, 32, 2], dim=-1)
-        x = F.silu(conv_by_hand(m.conv1d.weight, m.conv1d.bias, x.unflatten(-1, (2, 8))[:, :, [0, 0, 1, 1]].flatten(2)))
+        x = F.silu(
+            conv_by_hand(m.conv1d.weight, m.conv1d.bias, x.unflatten(-1, (2, 8))[:, :, [0, 0, 1, 1]].flatten(2))
+        )
         B = B.unflatten(-1, (2, 8))[:, :, [0, 0, 1, 1]].flatten(2).unflatten(-1, (8, 4))
         C = C.unflatten(-1, (8, 4))
         dt = F.softplus(dt @ m.dt_proj.weight.T + m.dt_proj.bias)

@@ -1,0 +1,188 @@
+"""Every family: all attention kept = the teacher; all replaced = the teacher's linearised attention, exactly."""
+
+import contextlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import convert.mixer_mapping as mixer_mapping
+from convert import convert
+from tests.teachers import TEACHERS, make_teacher, random_ids
+
+every_teacher = pytest.mark.parametrize("name", TEACHERS)
+
+
+def converted(folder, output, **options):
+    plan = convert(str(folder), output, **options)
+    return AutoModelForCausalLM.from_pretrained(output).eval(), plan
+
+
+@every_teacher
+@torch.no_grad()
+def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
+    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", attention_ratio=1.0)
+    teacher = make_teacher(name)
+    ids = random_ids(2, 40)
+    assert type(hybrid).__name__ == (
+        "PhiMambaForCausalLM" if name.startswith("phi-") or name == "phi" else "LlambaForCausalLM"
+    )
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
+    assert {rule.kind for rule in plan.rules} == {"moved"}
+    assert plan.parameters_before == plan.parameters_after == sum(p.numel() for p in teacher.parameters())
+
+
+@every_teacher
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
+def test_every_other_tensor_is_the_teachers_bit_for_bit(name, mixer, saved_teacher, tmp_path):
+    _, plan = converted(saved_teacher(name), tmp_path / "out", mixer=mixer, attention_layers="0,2")
+    teacher = load_file(saved_teacher(name) / "model.safetensors")
+    student = load_file(tmp_path / "out" / "model.safetensors")
+    moved = [rule for rule in plan.rules if rule.kind == "moved"]
+    for rule in moved:
+        (source,) = rule.sources
+        rows = teacher[source]
+        if rows.shape != student[rule.target].shape:  # fused: the rows must be in there, in one piece
+            assert any(torch.equal(part, student[rule.target])
+                       for part in rows.unfold(0, student[rule.target].shape[0], 1).transpose(1, 2))  # fmt: skip
+        else:
+            assert torch.equal(rows, student[rule.target]), rule.target
+    assert {rule.target for rule in plan.rules} == set(student)
+    assert all(".mixer." in rule.target for rule in plan.rules if rule.kind != "moved")
+    assert {s for rule in plan.rules for s in rule.sources} | set(plan.dropped) == set(teacher)
+
+
+@contextlib.contextmanager
+def linearised_attention(teacher, rotary=True):
+    """The teacher with its softmax taken out: causal Q K^T / sqrt(d) times V, by its own code up to there."""
+    matrices = []
+
+    def linear(module, query, key, value, attention_mask, scaling, **kwargs):
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+        matrices.append((query @ key.mT * scaling).tril())
+        return (matrices[-1] @ value).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("linearised", linear)
+    teacher.config._attn_implementation = "linearised"
+    if not rotary:
+        original = teacher.model.rotary_emb.forward
+        teacher.model.rotary_emb.forward = lambda *args, **kwargs: tuple(
+            torch.full_like(t, float(i == 0)) for i, t in enumerate(original(*args, **kwargs))
+        )
+    yield matrices
+
+
+@torch.no_grad()
+def check_exact_mapping(name, folder, output, **options):
+    """Per head and layer the same matrix, and in the end the same logits."""
+    mixer = options.get("mixer", "discrete_mamba2")
+    head_dim = TEACHERS[name][1].head_dim if getattr(TEACHERS[name][1], "head_dim", None) else 8
+    hybrid, _ = converted(
+        folder, output, attention_ratio=0.0, initial_decay=1.0, d_state=options.pop("d_state", head_dim), **options
+    )
+    hybrid = hybrid.double()
+    teacher = make_teacher(name).double()
+    ids = random_ids(2, 12)
+    inputs = []
+    for layer in hybrid.model.layers:
+        layer.mixer.register_forward_pre_hook(lambda module, args: inputs.append((module, args[:2])))
+    with linearised_attention(teacher, rotary=options.get("rotary", True)) as matrices:
+        expected = teacher(ids, use_cache=False).logits
+    if mixer == "mamba2":
+        for layer in hybrid.model.layers:
+            layer.mixer.norm = None
+    logits = hybrid(ids, use_cache=False).logits
+    for (module, (u, rotary)), matrix in zip(inputs, matrices, strict=True):
+        unrolled, _ = module.materialize(u, rotary)
+        if mixer == "mamba1":
+            matrix = matrix.repeat_interleave(module.head_dim, dim=1)
+        torch.testing.assert_close(unrolled, matrix, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@every_teacher
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
+@pytest.mark.parametrize("rotary", [True, False])
+@pytest.mark.parametrize("expand", [True, False])
+def test_mapping_is_exact_head_by_head(name, mixer, rotary, expand, saved_teacher, tmp_path):
+    check_exact_mapping(
+        name, saved_teacher(name), tmp_path / "out", mixer=mixer, rotary=rotary, expand_kv_heads=expand
+    )
+
+
+def repeat_rows(weight, kv_heads, heads):
+    return weight.repeat_interleave(heads // kv_heads, dim=0)
+
+
+def tile_heads(weight, kv_heads, heads):
+    return weight.repeat(heads // kv_heads, *[1] * (weight.ndim - 1))
+
+
+@pytest.mark.parametrize("mistake", [repeat_rows, tile_heads])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "qwen3"])
+def test_the_check_catches_both_ways_to_expand_heads_wrongly(name, mistake, saved_teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(mixer_mapping, "repeat_heads", mistake)
+    with pytest.raises(AssertionError, match="not close"):
+        check_exact_mapping(name, saved_teacher(name), tmp_path / "out", expand_kv_heads=True)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "phi"])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_a_larger_state_keeps_the_mapping_exact(name, rotary, saved_teacher, tmp_path):
+    check_exact_mapping(name, saved_teacher(name), tmp_path / "out", d_state=12, rotary=rotary)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])
+def test_a_smaller_state_is_the_best_low_rank_fit(name, saved_teacher, tmp_path):
+    """Of all matrices of that rank, the products C^T B of one key head's queries are the closest to q^T k."""
+    folder = saved_teacher(name)
+    convert(str(folder), tmp_path / "out", attention_ratio=0.0, d_state=5, rotary=False)
+    teacher = load_file(folder / "model.safetensors")
+    in_proj = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mixer.in_proj.weight"]
+    q, k = (teacher[f"model.layers.1.self_attn.{p}_proj.weight"].view(-1, 8, 32) for p in "qk")
+    B, C = in_proj[16:26].view(2, 5, 32), in_proj[26:46].view(4, 5, 32)
+    for head in range(2):
+        products = torch.cat([q[h].T @ k[head] / 8**0.5 for h in (2 * head, 2 * head + 1)])
+        ours = torch.cat([C[h].T @ B[head] for h in (2 * head, 2 * head + 1)])
+        if "bias" not in "".join(teacher):
+            best = torch.linalg.svdvals(products)[5:].norm()
+            torch.testing.assert_close((ours - products).norm(), best, rtol=1e-4, atol=1e-5)
+        assert (ours - products).norm() < 0.7 * products.norm()
+
+
+@pytest.mark.parametrize("name", ["phi", "phi-gqa-qk-norm"])
+def test_phi_output_bias_folds_into_the_mlp(name, saved_teacher, tmp_path):
+    """Without a bias on out_proj, as in the published layout, the parallel MLP carries it: the same function."""
+    outputs = []
+    for out_bias in (True, False):
+        hybrid, _ = converted(saved_teacher(name), tmp_path / str(out_bias), attention_layers="1", out_bias=out_bias)
+        assert (hybrid.model.layers[0].mixer.out_proj.bias is not None) == out_bias
+        outputs.append(hybrid(random_ids(2, 9)).logits)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_an_output_bias_without_a_place_is_an_error(saved_teacher, tmp_path):
+    with pytest.raises(ValueError, match="needs a bias on out_proj"):
+        convert(str(saved_teacher("llama-biases")), tmp_path / "out", out_bias=False)
+
+
+def test_initial_decay_is_what_was_asked(saved_teacher, tmp_path):
+    for mixer in ("discrete_mamba2", "mamba2", "mamba1"):
+        hybrid, _ = converted(saved_teacher("llama-gqa"), tmp_path / mixer, mixer=mixer, initial_decay=0.97)
+        module = hybrid.model.layers[0].mixer
+        u = torch.randn(1, 5, 32)
+        rotary = hybrid.model.rotary_emb(u, torch.arange(5)[None])
+        streams = module.project(u, rotary)
+        decay = (streams[1][..., None] * -module.A_log.exp()).exp() if mixer == "mamba1" else streams.log_a.exp()
+        torch.testing.assert_close(decay, torch.full_like(decay, 0.97), rtol=1e-4, atol=1e-5)
+
+
+def test_the_seed_decides_what_the_teacher_does_not(saved_teacher, tmp_path):
+    weights = []
+    for run, seed in enumerate((0, 0, 1)):
+        convert(str(saved_teacher("llama-gqa")), tmp_path / str(run), mixer="mamba1", seed=seed)
+        weights.append((tmp_path / str(run) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
