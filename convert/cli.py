@@ -83,7 +83,7 @@ def convert_command(
     The result loads with AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
     """
     flags = {name: value for name, value in locals().items() if name not in SWITCHES}
-    _set_verbosity(verbose)
+    _set_verbosity(verbose, quiet)
     with _one_line_errors(verbose):
         # after the verbosity is set, and inside: importing torch takes seconds
         from .config import make_config
@@ -152,11 +152,13 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _set_verbosity(verbose: bool) -> None:
+def _set_verbosity(verbose: bool, quiet: bool) -> None:
+    """Set before the libraries are imported, which is when they look."""
     if not verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         logging.disable(logging.WARNING)
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def main() -> None:

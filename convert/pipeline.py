@@ -67,7 +67,7 @@ def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
 
 def plan_conversion(options: ConversionConfig) -> Plan:
     """What `run` would do; reads configuration and tensor headers only."""
-    teacher = find_teacher(options.model, options.revision, options.gguf_file)
+    teacher = find_teacher(options.model, options.revision, options.gguf_file, with_weights=False)
     return make_plan(teacher, options, teacher.open_weights())
 
 
@@ -106,7 +106,7 @@ def run(
         add_config_and_code(plan, folder)
         make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
     if repository is not None:
-        with _push_errors(repository):
+        with _push_errors(f"{repository} (the checkpoint is complete in {output})"):
             HfApi().upload_folder(repo_id=repository, folder_path=output, commit_message="Add hybrid")
     return plan
 

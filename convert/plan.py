@@ -62,6 +62,7 @@ class Plan:
             "dropped": dict(self.dropped),
             "parameters": {"teacher": self.parameters_before, "hybrid": self.parameters_after},
             "bytes_to_write": sum(math.prod(rule.shape) for rule in self.rules) * self.dtype.itemsize,
+            "state_bytes": cache_bytes(self.config, 0, self.dtype)[1],
             "expected_peak_memory_bytes": self.expected_peak_memory(),
             "cache_bytes": {
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
@@ -276,6 +277,7 @@ def describe(plan: Plan) -> str:
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
             f"({share:.1%})"
         )
+    lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     for name, reason in s["dropped"].items():
         lines.append(f"dropped     {name}: {reason}")
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, PreTrainedConfig
 
-from .checkpoint import Checkpoint, GgufCheckpoint, open_weights
+from .checkpoint import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights
 from .families import TeacherFamily, get_family
 
 SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -41,6 +41,8 @@ class Teacher:
     revision: str | None = None
     """Commit, when it came from the Hub."""
     gguf_file: str | None = None
+    headers_only: bool = False
+    """The weights were left on the Hub."""
 
     def open_weights(self) -> Checkpoint:
         """Read the headers of the weights.
@@ -50,6 +52,9 @@ class Teacher:
         """
         if self.gguf_file is not None:
             return GgufCheckpoint(self.folder / self.gguf_file, self.config)
+        if self.headers_only:
+            with _hub_errors(self.name, self.revision):
+                return RemoteHeaders(self.name, self.revision)
         return open_weights(self.folder)
 
 
@@ -66,14 +71,18 @@ def embedded_teacher() -> Path:
     return path
 
 
-def find_teacher(model: str, revision: str | None = None, gguf_file: str | None = None) -> Teacher:
+def find_teacher(
+    model: str, revision: str | None = None, gguf_file: str | None = None, with_weights: bool = True
+) -> Teacher:
     """Find a teacher and read its configuration; downloads a Hub repository's files into the cache.
+
+    `with_weights=False` leaves safetensors on the Hub: enough for a plan.
 
     Raises:
         ValueError: it does not exist, cannot be reached, or is of an unsupported kind.
     """
     path = Path(model).expanduser()
-    commit = None
+    commit, headers_only = None, False
     if path.is_file():
         if gguf_file is not None:
             raise ValueError(f"{model} is a file already; gguf_file names one inside a folder or repository.")
@@ -83,18 +92,24 @@ def find_teacher(model: str, revision: str | None = None, gguf_file: str | None 
     elif path.is_dir():
         folder = path
     else:
-        folder, commit = _download(model, revision, gguf_file)
+        folder, commit, headers_only = _download(model, revision, gguf_file, with_weights)
     if revision is not None and path.exists():
         raise ValueError(f"{model} is local; a revision exists on the Hub only.")
     if gguf_file is not None:
         config = _gguf_config(folder, gguf_file)
     else:
         config = _folder_config(folder)
-    return Teacher(model, folder, config, get_family(config.model_type), commit, gguf_file)
+    return Teacher(model, folder, config, get_family(config.model_type), commit, gguf_file, headers_only)
 
 
-def _download(model: str, revision: str | None, gguf_file: str | None) -> tuple[Path, str | None]:
-    """Fetch what a conversion needs of a repository: the newest commit's, or the cached one when offline."""
+def _download(
+    model: str, revision: str | None, gguf_file: str | None, with_weights: bool
+) -> tuple[Path, str | None, bool]:
+    """Fetch what is needed of a repository: the newest commit's, or the cached one when offline.
+
+    Returns:
+        The folder, the commit, and whether the weights were left on the Hub.
+    """
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
     if looks_like_path:
         raise ValueError(f"{model} does not exist; give a local folder, a GGUF file, or a Hub id such as org/name.")
@@ -104,20 +119,17 @@ def _download(model: str, revision: str | None, gguf_file: str | None) -> tuple[
         except (OfflineModeIsEnabled, httpx2.HTTPError) as error:
             if isinstance(error, HfHubHTTPError):
                 raise
-            return _cached(model, revision, gguf_file), None
+            return _cached(model, revision, gguf_file), None, False
         names = [sibling.rfilename for sibling in info.siblings or []]
         if gguf_file is not None and gguf_file not in names:
             found = [name for name in names if name.endswith(".gguf")] or ["none"]
             raise ValueError(f"{model} has no file {gguf_file}; its GGUF files: {', '.join(found)}.")
-        patterns = _wanted_files(names, gguf_file)
-        return Path(snapshot_download(model, revision=info.sha, allow_patterns=patterns)), info.sha
-
-
-def _wanted_files(names: list[str], gguf_file: str | None) -> list[str]:
-    if gguf_file is not None:
-        return [gguf_file, *SIDE_FILES]
-    has_safetensors = any(name.endswith(".safetensors") for name in names)
-    return [*SIDE_FILES, "model*.safetensors" if has_safetensors else "pytorch_model*.bin"]
+        has_safetensors = any(name.endswith(".safetensors") for name in names)
+        headers_only = has_safetensors and gguf_file is None and not with_weights
+        weights = gguf_file or ("model*.safetensors" if has_safetensors else "pytorch_model*.bin")
+        patterns = SIDE_FILES if headers_only else [*SIDE_FILES, weights]
+        folder = Path(snapshot_download(model, revision=info.sha, allow_patterns=patterns))
+        return folder, info.sha, headers_only
 
 
 def _cached(model: str, revision: str | None, gguf_file: str | None) -> Path:

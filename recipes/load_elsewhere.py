@@ -1,0 +1,59 @@
+"""Load a converted folder as somebody does who has never heard of this project; run by path, not imported.
+
+    python -I recipes/load_elsewhere.py JOB.json
+
+JOB names a folder, chat prompts, a text and a file for the results: what the model answers, and its logits over the
+text. The finder below makes this project's packages impossible to import, so only what the folder ships is used.
+"""
+
+import json
+import sys
+
+
+class ProjectNotInstalled:
+    """Refuses this project's packages."""
+
+    packages = ("convert", "modeling_llamba", "modeling_phimamba", "recipes")
+
+    def find_spec(self, name, path=None, target=None):
+        """Called by the import system first."""
+        if name.split(".")[0] in self.packages:
+            raise ModuleNotFoundError(f"{name} is not installed here")
+
+
+sys.meta_path.insert(0, ProjectNotInstalled())
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+
+def answer(model, tokenizer, prompt: str, max_new_tokens: int) -> str:
+    """The model's greedy answer to one chat message."""
+    chat = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    generated = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    return tokenizer.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def main(job: dict) -> None:
+    """Carry out the job."""
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(job["folder"], trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=True, dtype=torch.float32).eval()
+    ids = tokenizer(job["text"], return_tensors="pt").input_ids[:, : job["max_tokens"]]
+    torch.save(
+        {
+            "class": f"{type(model).__module__}.{type(model).__name__}",
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "answers": [answer(model, tokenizer, prompt, job["max_new_tokens"]) for prompt in job["prompts"]],
+            "logits": model(ids).logits[0],
+        },
+        job["results"],
+    )
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as file:
+        main(json.load(file))
