@@ -1,0 +1,353 @@
+"""What a user sees when something is wrong: one line, a non-zero exit, nothing lost or half-written."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, MixtralConfig
+
+from convert.cli import app
+from tests.teachers import TEACHERS, TINY
+
+
+def run(*args):
+    """The command in this process: importing torch anew for each case would take minutes."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app([str(arg) for arg in args])
+        except SystemExit as stop:
+            code = stop.code
+        finally:
+            logging.disable(logging.NOTSET)
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+def run_alone(*args, env=None, **kwargs):
+    """The command as a process of its own."""
+    command = [sys.executable, "-m", "convert.cli", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}), **kwargs)
+
+
+def one_line_error(done, *expected, code=1):
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and done.stderr.strip().endswith(errors[0]), done.stderr
+    assert "Traceback" not in done.stderr
+    for text in expected:
+        assert text in errors[0], errors[0]
+
+
+def nothing_left(folder, *allowed):
+    assert sorted(os.listdir(folder)) == sorted(allowed)
+
+
+@pytest.fixture
+def teacher(saved_teacher, tmp_path):
+    """A copy to damage."""
+    shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher")
+    return tmp_path / "teacher"
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def poison(value):
+    def change(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+
+    return change
+
+
+NAME = "model.layers.2.self_attn.k_proj.weight"
+DAMAGED_WEIGHTS = {
+    "missing tensor": (lambda t: t.pop(NAME), ["missing tensor", NAME]),
+    "unexpected tensor": (
+        lambda t: t.update({"model.layers.0.extra": torch.ones(2)}),
+        ["unexpected", "layers.0.extra"],
+    ),
+    "bias the configuration denies": (
+        lambda t: t.update({NAME.replace("weight", "bias"): torch.ones(16)}),
+        ["unexpected", "k_proj.bias"],
+    ),
+    "wrong shape": (lambda t: t.update({NAME: torch.ones(16, 31)}), [NAME, "(16, 31)", "(16, 32)"]),
+    "wrong dtype": (lambda t: t.update({NAME: torch.ones(16, 32, dtype=torch.int8)}), [NAME, "quantised"]),
+    "NaN": (poison(float("nan")), ["layers.1.mlp.up_proj.weight", "NaN"]),
+    "infinity": (poison(float("inf")), ["layers.1.mlp.up_proj.weight", "infinite"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_WEIGHTS)
+def test_damaged_weights(name, teacher, tmp_path):
+    change, expected = DAMAGED_WEIGHTS[name]
+    edit_weights(teacher, change)
+    one_line_error(run(teacher, tmp_path / "out"), *expected)
+    nothing_left(tmp_path, "teacher")
+
+
+def test_truncated_shard(teacher, tmp_path):
+    path = teacher / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    one_line_error(run(teacher, tmp_path / "out"), "model.safetensors", "truncated")
+    path.write_bytes(b"not safetensors")
+    one_line_error(run(teacher, tmp_path / "out"), "corrupt")
+    nothing_left(tmp_path, "teacher")
+
+
+def test_index_naming_an_absent_shard(teacher, tmp_path):
+    (teacher / "model.safetensors").rename(teacher / "model-00001-of-00002.safetensors")
+    index = {
+        "metadata": {},
+        "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+    }
+    (teacher / "model.safetensors.index.json").write_text(json.dumps(index))
+    one_line_error(run(teacher, tmp_path / "out"), "model-00002-of-00002.safetensors")
+    (teacher / "model.safetensors.index.json").write_text("{")
+    one_line_error(run(teacher, tmp_path / "out"), "not a valid shard index")
+
+
+def test_no_weights_no_config_no_folder(teacher, tmp_path):
+    (teacher / "model.safetensors").unlink()
+    one_line_error(run(teacher, tmp_path / "out"), "holds no weights")
+    (teacher / "config.json").unlink()
+    one_line_error(run(teacher, tmp_path / "out"), "no config.json")
+    one_line_error(run(tmp_path / "nowhere", tmp_path / "out"), "does not exist")
+    one_line_error(run("no/such/thing/at/all", tmp_path / "out"), "does not exist")
+    one_line_error(run("not a model id!", tmp_path / "out"), "neither a local folder nor")
+
+
+def test_unreachable_hub(tmp_path):
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+    one_line_error(run_alone("org/model", tmp_path / "out", env=env), "org/model", "cannot be reached")
+    one_line_error(run_alone("org/model", tmp_path / "out", env=env | {"HF_HUB_OFFLINE": "1"}), "cannot be reached")
+
+
+def test_unsupported_architectures(tmp_path):
+    tiny = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    BertModel(BertConfig(**tiny)).save_pretrained(tmp_path / "bert")
+    one_line_error(run(tmp_path / "bert", tmp_path / "out"), "'bert'", "not supported", "llama")
+    MixtralConfig(**TINY).save_pretrained(tmp_path / "moe")
+    one_line_error(run(tmp_path / "moe", tmp_path / "out"), "'mixtral'", "not supported")
+
+
+def test_contradictory_or_quantised_configurations(teacher, tmp_path):
+    edit_config(teacher, quantization_config={"quant_method": "bitsandbytes"})
+    one_line_error(run(teacher, tmp_path / "out"), "quantised (bitsandbytes)")
+    edit_config(teacher, quantization_config=None, hidden_size=30)
+    one_line_error(run(teacher, tmp_path / "out"), "hidden")
+    edit_config(teacher, hidden_size=32, intermediate_size=64)
+    one_line_error(run(teacher, tmp_path / "out"), "mlp", "(64, 32)")
+    (teacher / "config.json").write_text("{")
+    one_line_error(run(teacher, tmp_path / "out"), "not valid JSON")
+
+
+def test_pickles_that_could_run_code(teacher, tmp_path):
+    tensors = load_file(teacher / "model.safetensors")
+    (teacher / "model.safetensors").unlink()
+    torch.save(tensors, teacher / "pytorch_model.bin")
+    assert run(teacher, tmp_path / "good").returncode == 0
+    torch.save(tensors | {"hook": Hook()}, teacher / "pytorch_model.bin")
+    one_line_error(run(teacher, tmp_path / "out"), "pytorch_model.bin", "could run code")
+    (teacher / "pytorch_model.bin").write_bytes(b"PK\x03\x04 torn")
+    one_line_error(run(teacher, tmp_path / "out"), "pytorch_model.bin", "corrupt")
+    nothing_left(tmp_path, "teacher", "good")
+
+
+class Hook:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_existing_output(teacher, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious.txt").write_text("mine")
+    one_line_error(run(teacher, out), "exists and is not empty", "--overwrite")
+    edit_weights(teacher, poison(float("nan")))
+    one_line_error(run(teacher, out, "--overwrite"), "NaN")
+    assert (out / "precious.txt").read_text() == "mine"  # a failed run replaces nothing
+    edit_weights(teacher, poison(0.0))
+    assert run(teacher, out, "--overwrite").returncode == 0
+    assert not (out / "precious.txt").exists() and (out / "config.json").exists()
+    (tmp_path / "file").write_text("")
+    one_line_error(run(teacher, tmp_path / "file"), "is a file")
+    one_line_error(run(teacher, tmp_path / "file" / "below"), "cannot be written")
+    nothing_left(tmp_path, "file", "out", "teacher")
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may write everywhere")
+def test_output_not_writable(teacher, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    code = "import sys; from convert.pipeline import check_output; from pathlib import Path; check_output(Path(sys.argv[1]), False)"
+    prefix = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
+    for folder in (tmp_path, *tmp_path.parents):
+        if (
+            os.stat(folder).st_uid == os.geteuid()
+            and folder != locked
+            and str(folder).startswith(str(tmp_path.parents[1]))
+        ):
+            folder.chmod(0o755)
+    done = subprocess.run([*prefix, sys.executable, "-c", code, str(locked / "out")], capture_output=True, text=True)
+    assert done.returncode == 1 and ("no permission" in done.stderr or "Permission denied" in done.stderr), done.stderr
+
+
+def test_disk_full(saved_teacher, tmp_path):
+    """A limit on file size stands in for a full disk: the same write fails, with another number."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    one_line_error(run_alone(saved_teacher("llama-gqa"), tmp_path / "out", preexec_fn=limit), "File too large")
+    nothing_left(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_disk_really_full(saved_teacher, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine does not let us mount a tmpfs")
+    try:
+        one_line_error(run(saved_teacher("llama-gqa"), small / "out"), "disk is full")
+        nothing_left(small)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+SLOW_WRITER = """
+import sys, time, convert.writer, convert.cli
+write_all = convert.writer._write_all
+def slow(file, data):
+    write_all(file, data)
+    print("writing", flush=True)
+    time.sleep(0.2)
+convert.writer._write_all = slow
+sys.argv = ["convert-to-hybrid", *sys.argv[1:]]
+convert.cli.main()
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_half_way(kind, teacher, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_WRITER, str(teacher), str(out), "-q"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(3):
+        assert process.stdout.readline() == "writing\n"
+    process.send_signal(kind)
+    _, errors = process.communicate(timeout=30)
+    assert not out.exists()
+    if kind == signal.SIGKILL:
+        (partial,) = tmp_path.glob(".out.partial-*")
+        assert not (partial / "config.json").exists()  # nothing takes it for a checkpoint
+    else:
+        assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
+        nothing_left(tmp_path, "teacher")
+    assert run(teacher, out).returncode == 0
+    nothing_left(tmp_path, "out", "teacher")  # the rerun cleaned up behind the killed one
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--attention-layers", "1,4"], ["layer 4 is out of range", "0 to 3"]),
+        (["--attention-layers", "-1"], ["out of range"]),
+        (["--attention-layers", "1,1"], ["listed twice"]),
+        (["--attention-layers", "some"], ["'some'", "hybrid-phi-mamba"]),
+        (["--attention-layers", "hybrid-phi-mamba"], ["24 layers", "has 4"]),
+        (["--attention-ratio", "1.5"], ["between 0 and 1"]),
+        (["--layer-pattern", "MX"], ["M (mixer) and A (attention)"]),
+        (["--layer-pattern", "MMMMA"], ["5 letters", "4 layers"]),
+        (["--attention-layers", "1", "--attention-ratio", "0.5"], ["contradict"]),
+        (["--mixer", "mamba3"], ["mixer must be one of"]),
+        (["--align", "magic"], ["align must be one of"]),
+        (["--dtype", "int4"], ["dtype must be one of"]),
+        (["--initial-decay", "0"], ["initial_decay"]),
+        (["--norm", "head"], ["mamba2 mixer only"]),
+        (["--d-state", "4", "--rotary"], ["--no-rotary"]),
+        (["--d-state", "0"], ["d_state must be positive"]),
+        (["--mixer", "mamba1", "--d-state", "5"], ["multiple"]),
+        (["--max-shard-size", "lots"], ["'lots' is not a size"]),
+        (["--private"], ["push_to_hub"]),
+        (["--revision", "main"], ["local", "revision"]),
+        (["--gguf-file", "x.gguf"], ["no file x.gguf"]),
+        (["--push-to-hub", "me/model"], ["token"]),
+    ],
+)
+def test_bad_options(flags, expected, saved_teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.pipeline.get_token", lambda: None)
+    one_line_error(run(saved_teacher("llama-gqa"), tmp_path / "out", *flags), *expected)
+    nothing_left(tmp_path)
+
+
+def test_missing_and_misspelt_arguments(tmp_path):
+    one_line_error(run("--dry-run"), "No model given")
+    one_line_error(run("model", "--dry-run"), "No output given")
+    done = run("model", "out", "--atention-ratio", "0.5")
+    assert done.returncode == 2 and "No such option" in done.stderr
+
+
+def test_verbose_shows_the_traceback(tmp_path):
+    done = run_alone(tmp_path / "nowhere", tmp_path / "out", "--verbose")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_float16_that_overflows(teacher, tmp_path):
+    edit_weights(teacher, poison(1e6))
+    one_line_error(run(teacher, tmp_path / "out", "--dtype", "float16"), "does not fit into float16", "bfloat16")
+    nothing_left(tmp_path, "teacher")
+
+
+def test_bad_gguf(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF but not really")
+    one_line_error(run(tmp_path / "model.gguf", tmp_path / "out"), "model.gguf")
+    (tmp_path / "model.onnx").write_bytes(b"")
+    one_line_error(run(tmp_path / "model.onnx", tmp_path / "out"), "neither a folder nor a GGUF file")
+
+
+def test_every_family_refuses_a_stranger_tensor(saved_teacher, tmp_path):
+    for name in ("phi", "phi3", "qwen3"):
+        shutil.copytree(saved_teacher(name), tmp_path / name)
+        edit_weights(tmp_path / name, lambda t: t.update({"model.stray": torch.ones(1)}))
+        from convert import convert
+
+        with pytest.raises(ValueError, match="unexpected tensor model.stray"):
+            convert(str(tmp_path / name), tmp_path / "out")
+    assert len(TEACHERS) > 10
+
+
+def test_killed_runs_of_others_are_left_alone(saved_teacher, tmp_path):
+    """Only folders of processes that no longer run are swept."""
+    mine = tmp_path / f".out.partial-{os.getpid()}-00000000"
+    dead = tmp_path / ".out.partial-999999999-00000000"
+    mine.mkdir()
+    dead.mkdir()
+    assert run(saved_teacher("llama-gqa"), tmp_path / "out").returncode == 0
+    nothing_left(tmp_path, mine.name, "out")
+    assert time.time() - mine.stat().st_mtime < 120
