@@ -198,7 +198,10 @@ def test_existing_output(teacher, tmp_path):
 def test_output_not_writable(teacher, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    code = "import sys; from convert.pipeline import check_output; from pathlib import Path; check_output(Path(sys.argv[1]), False)"
+    code = (
+        "import sys; from pathlib import Path; from convert.pipeline import check_output\n"
+        "check_output(Path(sys.argv[1]), False)"
+    )
     prefix = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
     for folder in (tmp_path, *tmp_path.parents):
         if (

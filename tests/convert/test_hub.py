@@ -1,0 +1,79 @@
+"""Pull from and push to a stand-in Hub with the real client over HTTP."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.hub_server import COMMIT, HubServer
+from tests.teachers import make_teacher, random_ids
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    make_teacher("llama-gqa").save_pretrained(folder / "org" / "teacher", max_shard_size="50KB")
+    torch.save(make_teacher("llama-gqa").state_dict(), folder / "pytorch_model.bin")
+    with HubServer(folder) as server:
+        yield server
+
+
+def client(hub, tmp_path, *args, **kwargs):
+    command = [sys.executable, "-m", "convert.cli", *map(str, args)]
+    environment = os.environ | hub.environment(tmp_path / "cache", **kwargs)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_pull_convert_push_and_pull_again(hub, tmp_path):
+    done = client(hub, tmp_path, "org/teacher", tmp_path / "out", "--push-to-hub", "me/hybrid", "--private",
+                  "--max-shard-size", "60KB")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert hub.private["me/hybrid"]
+    pushed = {p.name for p in (hub.root / "me" / "hybrid").iterdir()}
+    assert {p.name for p in (tmp_path / "out").iterdir()} <= pushed and "model.safetensors.index.json" in pushed
+    conversion = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]
+    assert conversion["teacher"] == "org/teacher" and conversion["teacher_revision"] == COMMIT
+    assert "base_model: org/teacher" in (hub.root / "me" / "hybrid" / "README.md").read_text()
+    code = (
+        "import torch; from transformers import AutoModelForCausalLM as A; import sys\n"
+        "m = A.from_pretrained('me/hybrid', trust_remote_code=True)\n"
+        "ids = torch.tensor(eval(sys.argv[1])); torch.save(m(ids).logits, sys.argv[2])"
+    )
+    ids = random_ids(1, 7)
+    environment = os.environ | hub.environment(tmp_path / "another-cache")
+    done = subprocess.run([sys.executable, "-c", code, str(ids.tolist()), str(tmp_path / "logits.pt")],
+                          env=environment, capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    from modeling_llamba import LlambaForCausalLM
+
+    local = LlambaForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(ids).logits)
+
+
+def test_a_plan_leaves_the_weights_on_the_hub(hub, tmp_path):
+    hub.requests.clear()
+    done = client(hub, tmp_path, "org/teacher", tmp_path / "out", "--dry-run", "--json", "-q")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tensors"]["moved"] == 31
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "arguments, token, expected",
+    [
+        (["org/nothing"], True, "neither a local folder nor a Hub model"),
+        (["org/teacher", "--revision", "v9"], True, "no revision 'v9'"),
+        (["org/teacher", "--gguf-file", "a.gguf"], True, "no file a.gguf"),
+        (["org/teacher", "--push-to-hub", "me/x"], False, "needs a Hub token"),
+        (["org/teacher", "--push-to-hub", "me/x"], "hf_wrong", "did not take me/x"),
+    ],
+)
+def test_errors_come_before_the_work(arguments, token, expected, hub, tmp_path):
+    options = {} if token is True else {"token": token or None}
+    model, *flags = arguments
+    done = client(hub, tmp_path, model, tmp_path / "out", *flags, **options)
+    assert done.returncode == 1 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,103 @@
+"""Streaming: shards, exact bytes, bounded memory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from convert import convert
+from convert.checkpoint import PickledCheckpoint, SafetensorsCheckpoint, open_weights
+from convert.weight_mapping import Rule
+from convert.writer import plan_shards
+from recipes.bench import CONVERT, synthetic_llama
+from tests.teachers import make_teacher, random_ids
+
+
+def test_shards_hold_what_one_file_holds(saved_teacher, tmp_path):
+    convert(str(saved_teacher("llama-mha-tied")), tmp_path / "one")
+    convert(str(saved_teacher("llama-mha-tied")), tmp_path / "many", max_shard_size="20KB")
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    shards = {name: load_file(tmp_path / "many" / name) for name in set(index["weight_map"].values())}
+    assert len(shards) > 3 and set(index["weight_map"]) == set(one)
+    for name, value in one.items():
+        assert torch.equal(shards[index["weight_map"][name]][name], value)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in one.values())
+    for file in (tmp_path / "many").glob("*.safetensors"):
+        sizes = [t.numel() * t.element_size() for t in shards[file.name].values()]
+        assert sum(sizes) <= 20_000 or len(sizes) == 1
+    ids = random_ids(1, 6)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / n)(ids).logits for n in ("one", "many"))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["llama-mha-tied", "qwen2-mixed-window"])
+def test_a_tied_head_in_the_checkpoint_is_dropped_and_said(name, tmp_path):
+    from safetensors.torch import save_file
+
+    teacher = make_teacher(name)
+    teacher.save_pretrained(tmp_path / "teacher")
+    tensors = load_file(tmp_path / "teacher" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, tmp_path / "teacher" / "model.safetensors", metadata={"format": "pt"})
+    plan = convert(str(tmp_path / "teacher"), tmp_path / "out", attention_ratio=1.0)
+    assert set(plan.dropped) == {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    ids = random_ids(1, 6)
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(dtype, saved_teacher, tmp_path):
+    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", dtype=dtype)
+    wanted = getattr(torch, dtype)
+    assert plan.dtype == wanted
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {t.dtype for t in stored.values()} == {wanted}
+    original = make_teacher("llama-gqa").state_dict()["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(stored["model.layers.1.mlp.up_proj.weight"], original.to(wanted))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == wanted
+
+
+def test_pickled_and_safetensors_teachers_give_the_same_files(saved_teacher, tmp_path):
+    import shutil
+
+    shutil.copytree(saved_teacher("phi"), tmp_path / "bin")
+    tensors = load_file(tmp_path / "bin" / "model.safetensors")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"pytorch_model-1.bin": names[::2], "pytorch_model-2.bin": names[1::2]}
+    for file, part in shards.items():
+        torch.save({n: tensors[n] for n in part}, tmp_path / "bin" / file)
+    index = {"weight_map": {n: file for file, part in shards.items() for n in part}}
+    (tmp_path / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert isinstance(open_weights(tmp_path / "bin"), PickledCheckpoint)
+    assert isinstance(open_weights(saved_teacher("phi")), SafetensorsCheckpoint)
+    convert(str(tmp_path / "bin"), tmp_path / "from-bin")
+    convert(str(saved_teacher("phi")), tmp_path / "from-safetensors")
+    a, b = (load_file(tmp_path / f"from-{k}" / "model.safetensors") for k in ("bin", "safetensors"))
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
+    rules = [Rule(str(i), (n,), "moved", (), None) for i, n in enumerate((2, 100, 3, 3))]
+    assert [[r.target for r in s.rules] for s in plan_shards(rules, torch.float32, 24)] == [["0"], ["1"], ["2", "3"]]
+
+
+def test_peak_memory_stays_below_a_shard(tmp_path):
+    """Above the interpreter's own, at most 1.2 times the largest output shard, whatever the model's size."""
+    synthetic_llama(tmp_path / "teacher", gigabytes=0.6, num_shards=4)
+    command = [sys.executable, "-c", CONVERT, str(tmp_path / "teacher"), str(tmp_path / "out"), "150MB"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    largest = max(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert report["peak"] <= 1.2 * largest, (report["peak"] / largest, report)
+    plan = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert plan["conversion"]["teacher_sha256"].keys() == {
+        p.name for p in (tmp_path / "teacher").glob("*.safetensors")
+    }

@@ -1,0 +1,117 @@
+"""Rules of the tree: copies, imports, what ships."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SHARED = re.search(r"^SHARED := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M)[1].replace("\\", "").split()
+RANKS = {"modeling_phimamba": 0, "modeling_llamba": 0, "convert": 1, "recipes": 2, "tests": 3}
+MODELING = ("modeling_phimamba", "modeling_llamba")
+
+
+def imports(path):
+    """(module, level, inside try) of every import in a file."""
+    guarded = set()
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and any(
+            "ImportError" in ast.unparse(h.type or ast.Name("")) for h in node.handlers
+        ):
+            guarded |= {id(child) for child in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, 0, id(node) in guarded, node
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module, node.level, id(node) in guarded, node
+
+
+def test_shared_files_are_identical_copies():
+    for name in SHARED:
+        first, second = (ROOT / package / f"{name}.py" for package in MODELING)
+        assert first.read_bytes() == second.read_bytes(), (
+            f"{name}.py differs: edit modeling_phimamba, `make fix-copies`"
+        )
+    for package in MODELING:
+        own = {"__init__", f"configuration_{package[9:]}", f"modeling_{package[9:]}"}
+        assert {p.stem for p in (ROOT / package).glob("*.py")} == own | set(SHARED)
+        assert not [p for p in (ROOT / package).iterdir() if p.is_dir() and p.name != "__pycache__"]
+
+
+@pytest.mark.parametrize("package", RANKS)
+def test_imports_point_down_only(package):
+    for path in (ROOT / package).rglob("*.py"):
+        for module, level, _, _ in imports(path):
+            top = (module or "").split(".")[0]
+            if level == 0 and top in RANKS and top != package:
+                assert RANKS[top] < RANKS[package], f"{path.relative_to(ROOT)} imports {module}"
+
+
+@pytest.mark.parametrize("package", MODELING)
+def test_remote_code_is_self_contained(package):
+    for path in (ROOT / package).glob("*.py"):
+        for module, level, guarded, node in imports(path):
+            where = f"{path.name}:{node.lineno}"
+            if level:
+                assert level == 1 and module and "." not in module, f"{where}: only `from .file import name`"
+                assert (ROOT / package / f"{module}.py").exists(), where
+            else:
+                top = module.split(".")[0]
+                assert guarded or top in ("torch", "transformers") or top in sys.stdlib_module_names, where
+        # transformers' scanner reads text: a docstring line that looks like an import is one to it
+        in_text = set(re.findall(r"^\s*from\s+\.(\S+)\s+import", path.read_text(), re.M))
+        assert in_text == {module for module, level, _, _ in imports(path) if level}
+
+
+def test_family_tables_hold_no_tensor_code():
+    for path in (ROOT / "convert" / "families").glob("*.py"):
+        assert not {module.split(".")[0] for module, level, _, _ in imports(path) if not level} & {
+            "torch",
+            "transformers",
+        }
+
+
+def test_packages_are_listed_by_name():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    present = {
+        str(p.parent.relative_to(ROOT)).replace("/", ".")
+        for package in RANKS
+        if package != "tests"
+        for p in (ROOT / package).rglob("__init__.py")
+    }
+    assert listed == present
+    assert project["project"]["scripts"] == {"convert-to-hybrid": "convert.cli:main"}
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert pins["torch"] == "2.13.0"
+
+
+def test_readme_commands_exist():
+    """Every `make` target and every long flag that the README mentions is real."""
+    import inspect
+
+    from convert.cli import convert_command
+
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    mentioned = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(re.findall(r"`[^`]+`|```.*?```", readme, re.S))))
+    assert mentioned and mentioned <= targets, mentioned - targets
+    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(convert_command).parameters}
+    flags |= {"--no-rotary", "--no-out-bias", "--no-decay-bias", "--share-kv-heads", "--json"}
+    for line in readme.splitlines():
+        if line.strip().startswith("convert-to-hybrid"):
+            assert set(re.findall(r"--[a-z-]+", line)) <= flags, line
+    for module in re.findall(r"python -m (recipes\.\w+)", readme):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
+def test_workflow_and_hooks_are_valid_yaml():
+    for path in (ROOT / ".github/workflows/ci.yml", ROOT / ".pre-commit-config.yaml"):
+        assert isinstance(yaml.safe_load(path.read_text()), dict)
