@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start..stop of a tensor (the whole of a scalar)."""
+
+    def buffer_bytes(self) -> int:
+        """Memory that reading the largest tensor takes."""
+        return BLOCK_BYTES
 
     def blocks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
         """Rows start..stop in consecutive blocks, checked to be finite.
@@ -131,7 +136,8 @@ class PickledCheckpoint(Checkpoint):
         self._values: dict[str, torch.Tensor] = {}
         for path in files:
             try:
-                shard = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                # files from before torch 1.6 are no zip archives and cannot be mapped
+                shard = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
             except (RuntimeError, EOFError, OSError) as error:
                 raise ValueError(f"Shard {path.name} is corrupt or truncated; download it again.") from error
             except pickle.UnpicklingError as error:
@@ -139,6 +145,8 @@ class PickledCheckpoint(Checkpoint):
                     f"Shard {path.name} holds more than plain tensors, and unpickling it could run code; "
                     "convert it to safetensors first."
                 ) from error
+            if not isinstance(shard, dict):
+                raise ValueError(f"Shard {path.name} holds no named tensors.")
             self._values |= {name: t for name, t in shard.items() if isinstance(t, torch.Tensor)}
         self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._values.items()}
 
@@ -178,6 +186,10 @@ class GgufCheckpoint(Checkpoint):
         }
         self._last: tuple[str, torch.Tensor] | None = None
 
+    def buffer_bytes(self) -> int:
+        """A tensor is dequantised whole: once as numpy made it, once reordered, once kept for its rows."""
+        return 3 * max(info.nbytes for info in self.tensors.values())
+
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See `Checkpoint.read_rows`."""
         from gguf import dequantize
@@ -197,7 +209,7 @@ class RemoteHeaders(Checkpoint):
         self.files = []
         metadata = HfApi().get_safetensors_metadata(repository, revision=revision)
         self.tensors = {
-            name: TensorInfo(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
+            name: TensorInfo(tuple(tensor.shape), SAFETENSORS_DTYPES.get(tensor.dtype, torch.uint8))
             for file in metadata.files_metadata.values()
             for name, tensor in file.tensors.items()
         }
@@ -227,9 +239,9 @@ def open_weights(folder: Path) -> Checkpoint:
 def _shards(index: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError) as error:
+        shards = [index.parent / name for name in sorted(set(weight_map.values()))]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a valid shard index.") from error
-    shards = [index.parent / name for name in sorted(set(weight_map.values()))]
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
         raise ValueError(f"{index.name} names {absent[0]}, which is not in {index.parent}; download it again.")

@@ -12,10 +12,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-# flags of the command itself, not of the conversion
-SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
 # flags of the command itself, not of the conversion
 SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
 TEACHER, LAYERS, MIXER, OUTPUT, RUN = "Teacher", "Layers", "Mixer", "Output", "Run"
@@ -48,6 +47,10 @@ def convert_command(
     mixer: Annotated[str | None, _option(MIXER, "discrete_mamba2 (default), mamba2 or mamba1.")] = None,
     d_state: Annotated[int | None, _option(MIXER, "State size per head (default: the head dimension).")] = None,
     norm: Annotated[str | None, _option(MIXER, "Gated norm of mamba2: none, head (default) or whole.")] = None,
+    activation: Annotated[str | None, _option(MIXER, "After the convolution: identity (default) or silu.")] = None,
+    gate_bias: Annotated[
+        bool | None, _option(MIXER, "A bias that opens the gate.", "--gate-bias/--no-gate-bias")
+    ] = None,
     expand_kv_heads: Annotated[
         bool | None,
         _option(
@@ -94,18 +97,23 @@ def convert_command(
             warnings.simplefilter("always", UserWarning)
             options = make_config(config, **flags)
         for warning in caught:
-            console.print(f"[yellow]warning:[/] {warning.message}")
+            console.print(f"[yellow]warning:[/] {escape(str(warning.message))}")
         if dry_run:
             plan = plan_conversion(options)
             _print_plan(plan, describe, as_json, quiet)
             return
-        with _progress(quiet) as advance:
-            plan = run(options, lambda plan: _print_plan(plan, describe, False, quiet or as_json), advance)
+        with _progress(quiet) as (set_total, advance):
+
+            def on_plan(plan) -> None:
+                _print_plan(plan, describe, False, quiet or as_json)
+                set_total(plan.summary()["bytes_to_write"])
+
+            plan = run(options, on_plan, advance)
         if as_json:
             sys.stdout.write(json.dumps(plan.summary() | {"output": options.output}, indent=2) + "\n")
         if not quiet:
             size = human_bytes(plan.summary()["bytes_to_write"])
-            console.print(f"[green]done[/] {options.output} ({size})")
+            console.print(f"[green]done[/] {escape(options.output)} ({size})")
             if options.push_to_hub:
                 console.print(f"[green]pushed[/] {options.push_to_hub}")
 
@@ -119,11 +127,11 @@ def _print_plan(plan, describe, as_json: bool, quiet: bool) -> None:
 
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator:
-    """A bar that starts with the first bytes and whose total is not needed: the file sizes say enough."""
+    """A bar over the bytes of weights; yields what sets its total and what advances it."""
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task("weights", total=None)
-        yield lambda nbytes: bar.advance(task, nbytes)
+        yield lambda total: bar.update(task, total=total), lambda nbytes: bar.advance(task, nbytes)
 
 
 @contextlib.contextmanager
@@ -132,7 +140,7 @@ def _one_line_errors(verbose: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was written.", 130)
+        _fail("interrupted; no half-written checkpoint is left.", 130)
     except (ValueError, OSError) as error:
         if verbose:
             raise
@@ -143,12 +151,12 @@ def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "the disk is full; nothing was written. Free some space or choose another OUT."
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission to write {error.filename}."
+        return f"no permission for {error.filename}."
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _fail(message: str, code: int) -> None:
-    console.print(f"[red]error:[/] {message}", markup=True)
+    console.print(f"[red]error:[/] {escape(message)}")
     raise typer.Exit(code)
 
 

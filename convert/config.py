@@ -11,6 +11,7 @@ import yaml
 ALIGNMENTS = ("none",)
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ACTIVATIONS = ("identity", "silu")
 NORMS = ("none", "head", "whole")
 LAYER_CHOICES = {"attention_layers", "attention_ratio", "layer_pattern"}
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -42,6 +43,11 @@ class ConversionConfig:
     """State size per head (N); the head dimension by default, 16 for mamba1."""
     norm: str | None = None
     """Gated norm before out_proj of the mamba2 mixer; "head" by default."""
+    activation: str = "identity"
+    """After the short convolution: "identity", which keeps the mapping exact, or "silu", as published mamba2 and
+    mamba1 have it."""
+    gate_bias: bool = True
+    """A bias that opens the gate; published mamba2 and mamba1 have none, and their gate starts at random."""
     expand_kv_heads: bool = False
     """Give x and B one head per query head, as the published checkpoints have it."""
     rotary: bool | None = None
@@ -70,7 +76,13 @@ class ConversionConfig:
     """Make that repository private."""
 
     def __post_init__(self):
-        for name, allowed in (("mixer", MIXERS), ("align", ALIGNMENTS), ("dtype", DTYPES), ("norm", (None, *NORMS))):
+        for name, allowed in (
+            ("mixer", MIXERS),
+            ("align", ALIGNMENTS),
+            ("dtype", DTYPES),
+            ("norm", (None, *NORMS)),
+            ("activation", ACTIVATIONS),
+        ):
             if getattr(self, name) not in allowed:
                 values = ", ".join(str(value) for value in allowed if value is not None)
                 raise ValueError(f"{name} must be one of {values}; got {getattr(self, name)!r}.")

@@ -6,12 +6,15 @@ configuration and card -> put the folder in place -> push.
 
 import concurrent.futures
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +36,7 @@ from .plan import Plan, make_plan
 from .teacher import Teacher, find_teacher
 from .writer import plan_shards, write_shards
 
+HASH_BLOCK_BYTES = 16 * 2**20
 PACKAGES = {"llamba": (modeling_llamba, "Llamba"), "phimamba": (modeling_phimamba, "PhiMamba")}
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -85,20 +89,23 @@ def run(
     Raises:
         ValueError: bad options, teacher or weights. OSError: the disk.
     """
-    output = Path(options.output).expanduser()
+    output = Path(options.output).expanduser().resolve()
     check_output(output, options.overwrite)
-    repository = prepare_repository(options)
-    teacher = find_teacher(options.model, options.revision, options.gguf_file)
+    check_token(options)
+    teacher = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code)
+    check_apart(output, teacher.folder)
     checkpoint = teacher.open_weights()
     plan = make_plan(teacher, options, checkpoint)
+    repository = prepare_repository(options)
     on_plan(plan)
     shards = plan_shards(plan.rules, plan.dtype, parse_size(options.max_shard_size))
-    with staged(output, options.overwrite) as folder, concurrent.futures.ThreadPoolExecutor(1) as background:
-        hashes = background.submit(hash_files, checkpoint.files)
+    with staged(output) as folder, concurrent.futures.ThreadPoolExecutor(1) as background:
+        stop = threading.Event()
+        hashes = background.submit(hash_files, checkpoint.files, stop)
         try:
             write_shards(shards, checkpoint, plan.dtype, folder, progress)
         except BaseException:
-            hashes.cancel()
+            stop.set()
             raise
         add_tokenizer(teacher, folder, options.trust_remote_code)
         add_generation_config(teacher, folder)
@@ -107,7 +114,13 @@ def run(
         make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
     if repository is not None:
         with _push_errors(f"{repository} (the checkpoint is complete in {output})"):
-            HfApi().upload_folder(repo_id=repository, folder_path=output, commit_message="Add hybrid")
+            HfApi().upload_folder(
+                repo_id=repository,
+                folder_path=output,
+                commit_message="Add hybrid",
+                # an older upload with other shards would win over this one's
+                delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.py"],
+            )
     return plan
 
 
@@ -119,8 +132,11 @@ def check_output(output: Path, overwrite: bool) -> None:
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; OUT must be a folder that does not exist yet.")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
-        raise ValueError(f"{output} exists and is not empty; choose another OUT or say --overwrite.")
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise ValueError(f"{output} exists and is not empty; choose another OUT or say --overwrite.")
+        if not (output / "config.json").is_file():
+            raise ValueError(f"{output} is not a checkpoint (no config.json), so --overwrite will not replace it.")
     parent = output.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -128,39 +144,65 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"{output} cannot be written: no permission in {parent}.")
 
 
+def check_apart(output: Path, teacher_folder: Path) -> None:
+    """Refuse an output whose replacement would take the teacher, or the folder we stand in, with it.
+
+    Raises:
+        ValueError: OUT is the teacher's folder or contains it, or contains the working directory.
+    """
+    for kept, what in ((teacher_folder.resolve(), "the teacher"), (Path.cwd(), "the working directory")):
+        if kept == output or output in kept.parents:
+            raise ValueError(f"{output} is or contains {what}; choose another OUT.")
+
+
 @contextlib.contextmanager
-def staged(output: Path, overwrite: bool) -> Iterator[Path]:
+def staged(output: Path) -> Iterator[Path]:
     """A folder beside OUT that takes its name when the block ends well, and vanishes when it does not.
 
     What an earlier, killed run left behind is removed first: such a folder has no config.json, which is written last,
-    so nothing takes it for a checkpoint.
+    so nothing takes it for a checkpoint. Had it died between taking the old OUT away and putting the new one in its
+    place, the old one is put back.
     """
-    output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
-    for stale in output.parent.glob(f".{output.name}.partial-*"):
-        if not _is_running(int(stale.name.split("-")[-2])):
-            shutil.rmtree(stale)
-    folder = output.parent / f".{output.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    _clean_up_after_killed_runs(output)
+    folder = output.with_name(f".{output.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     previous = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
     try:
         yield folder
-        if output.exists() and (overwrite or not any(output.iterdir())):
-            replaced = folder.with_name(f".{output.name}.replaced-{uuid.uuid4().hex[:8]}")
-            output.rename(replaced)
-            folder.rename(output)
-            shutil.rmtree(replaced)
-        else:
-            folder.rename(output)
+        _put_in_place(folder, output)
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_main_thread() -> bool:
-    import threading
+def _put_in_place(folder: Path, output: Path) -> None:
+    if not output.exists():
+        folder.rename(output)
+        return
+    replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    output.rename(replaced)
+    try:
+        folder.rename(output)
+    except BaseException:
+        replaced.rename(output)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
+
+def _clean_up_after_killed_runs(output: Path) -> None:
+    for stale in output.parent.glob(f".{glob.escape(output.name)}.*"):
+        match = re.fullmatch(rf"\.{re.escape(output.name)}\.(partial|replaced)-(\d+)-[0-9a-f]{{8}}", stale.name)
+        if match is None or _is_running(int(match[2])):
+            continue
+        if match[1] == "replaced" and not output.exists():
+            stale.rename(output)
+        else:
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
@@ -178,12 +220,15 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def hash_files(files: list[Path]) -> dict[str, str]:
-    """sha256 of each weights file, as `sha256sum` and the Hub show it."""
+def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:
+    """sha256 of each weights file, as `sha256sum` and the Hub show it; gives up when `stop` is set."""
     hashes = {}
     for path in files:
+        digest = hashlib.sha256()
         with open(path, "rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            while not stop.is_set() and (block := file.read(HASH_BLOCK_BYTES)):
+                digest.update(block)
+        hashes[path.name] = digest.hexdigest()
     return hashes
 
 
@@ -200,11 +245,25 @@ def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> No
         shutil.copytree(templates, folder / templates.name)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) if path.is_file() else {}
+    if "auto_map" in settings:
+        _copy_tokenizer_code(teacher, folder, trust_remote_code)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     if has_tokenizer and "tokenizer_class" not in settings:
         # without it, transformers looks the class up by model type, and ours has none
         tokenizer = AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
         tokenizer.save_pretrained(folder)
+
+
+def _copy_tokenizer_code(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
+    if not trust_remote_code:
+        raise ValueError(
+            f"The tokenizer of {teacher.name} is code of its own; say --trust-remote-code to take it along."
+        )
+    ours = {path.name for path in Path(PACKAGES[teacher.family.student][0].__file__).parent.glob("*.py")}
+    for path in teacher.folder.glob("*.py"):
+        if path.name in ours:
+            raise ValueError(f"The teacher's {path.name} would collide with a file of the hybrid's own code.")
+        shutil.copyfile(path, folder / path.name)
 
 
 def add_generation_config(teacher: Teacher, folder: Path) -> None:
@@ -250,18 +309,30 @@ def add_config_and_code(plan: Plan, folder: Path) -> None:
     config.to_json_file(folder / "config.json")
 
 
+def check_token(options: ConversionConfig) -> None:
+    """Refuse a push without a token before any work.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if options.push_to_hub is not None and get_token() is None:
+        raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
+
+
 def prepare_repository(options: ConversionConfig) -> str | None:
     """Make sure the Hub will take the result, before the work rather than after it.
 
     Raises:
-        ValueError: no token, or the Hub refuses.
+        ValueError: the Hub refuses, or the repository is public and was to be private.
     """
     if options.push_to_hub is None:
         return None
-    if get_token() is None:
-        raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
     with _push_errors(options.push_to_hub):
-        return HfApi().create_repo(options.push_to_hub, private=options.private or None, exist_ok=True).repo_id
+        api = HfApi()
+        repository = api.create_repo(options.push_to_hub, private=options.private or None, exist_ok=True).repo_id
+        if options.private and not api.model_info(repository).private:
+            raise ValueError(f"{repository} exists and is public; make it private on the Hub or choose another name.")
+    return repository
 
 
 @contextlib.contextmanager

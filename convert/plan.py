@@ -35,6 +35,7 @@ class Plan:
     dropped: dict[str, str]
     dtype: torch.dtype
     parameters_before: int
+    read_buffer_bytes: int
 
     @property
     def parameters_after(self) -> int:
@@ -71,9 +72,9 @@ class Plan:
         }
 
     def expected_peak_memory(self) -> int:
-        """Bytes above the interpreter's own: the blocks of a moved tensor, or one mixer's projections in float32."""
+        """Bytes above the interpreter's own: what reading takes, and a mixer's projections in float32."""
         derived = [4 * math.prod(rule.shape) for rule in self.rules if rule.kind == "derived"]
-        return 4 * BLOCK_BYTES + 2 * max(derived, default=0)
+        return 4 * BLOCK_BYTES + self.read_buffer_bytes + 2 * max(derived, default=0)
 
 
 def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -175,7 +176,8 @@ def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bo
         "mixer_num_kv_heads": heads if expanded else fields["num_key_value_heads"] or heads,
         "mixer_head_dim": head_dim,
         "mixer_d_state": d_state,
-        "mixer_activation": "identity",
+        "mixer_activation": options.activation,
+        "mixer_gate_bias": options.gate_bias,
         "mixer_norm": options.norm or ("head" if options.mixer == "mamba2" else "none"),
         "mixer_rotary": rotary,
         "mixer_qk_norm": qk_norm,
@@ -227,6 +229,7 @@ def make_plan(teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoin
         rules=_in_reading_order(rules, checkpoint.tensors),
         dropped=dropped,
         dtype=_output_dtype(options.dtype, checkpoint.tensors),
+        read_buffer_bytes=checkpoint.buffer_bytes(),
         parameters_before=sum(math.prod(checkpoint.tensors[name].shape) for name in used),
     )
 

@@ -1,6 +1,7 @@
 """Find a teacher: a Hub repository, a local folder, or a GGUF file."""
 
 import contextlib
+import fnmatch
 import importlib.util
 import json
 import os
@@ -15,9 +16,11 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    SafetensorsParsingError,
     StrictDataclassError,
 )
 from transformers import AutoConfig, PreTrainedConfig
@@ -72,11 +75,16 @@ def embedded_teacher() -> Path:
 
 
 def find_teacher(
-    model: str, revision: str | None = None, gguf_file: str | None = None, with_weights: bool = True
+    model: str,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    with_weights: bool = True,
 ) -> Teacher:
     """Find a teacher and read its configuration; downloads a Hub repository's files into the cache.
 
-    `with_weights=False` leaves safetensors on the Hub: enough for a plan.
+    `with_weights=False` leaves safetensors on the Hub: enough for a plan. `trust_remote_code` fetches the repository's
+    code, too.
 
     Raises:
         ValueError: it does not exist, cannot be reached, or is of an unsupported kind.
@@ -92,7 +100,7 @@ def find_teacher(
     elif path.is_dir():
         folder = path
     else:
-        folder, commit, headers_only = _download(model, revision, gguf_file, with_weights)
+        folder, commit, headers_only = _download(model, revision, gguf_file, trust_remote_code, with_weights)
     if revision is not None and path.exists():
         raise ValueError(f"{model} is local; a revision exists on the Hub only.")
     if gguf_file is not None:
@@ -103,7 +111,7 @@ def find_teacher(
 
 
 def _download(
-    model: str, revision: str | None, gguf_file: str | None, with_weights: bool
+    model: str, revision: str | None, gguf_file: str | None, trust_remote_code: bool, with_weights: bool
 ) -> tuple[Path, str | None, bool]:
     """Fetch what is needed of a repository: the newest commit's, or the cached one when offline.
 
@@ -119,15 +127,17 @@ def _download(
         except (OfflineModeIsEnabled, httpx2.HTTPError) as error:
             if isinstance(error, HfHubHTTPError):
                 raise
-            return _cached(model, revision, gguf_file), None, False
+            folder = _cached(model, revision, gguf_file)
+            return folder, folder.name, False
         names = [sibling.rfilename for sibling in info.siblings or []]
         if gguf_file is not None and gguf_file not in names:
             found = [name for name in names if name.endswith(".gguf")] or ["none"]
             raise ValueError(f"{model} has no file {gguf_file}; its GGUF files: {', '.join(found)}.")
-        has_safetensors = any(name.endswith(".safetensors") for name in names)
+        has_safetensors = any(fnmatch.fnmatch(name, "model*.safetensors") for name in names)
         headers_only = has_safetensors and gguf_file is None and not with_weights
         weights = gguf_file or ("model*.safetensors" if has_safetensors else "pytorch_model*.bin")
-        patterns = SIDE_FILES if headers_only else [*SIDE_FILES, weights]
+        side_files = [*SIDE_FILES, "*.py"] if trust_remote_code else SIDE_FILES
+        patterns = side_files if headers_only else [*side_files, weights]
         folder = Path(snapshot_download(model, revision=info.sha, allow_patterns=patterns))
         return folder, info.sha, headers_only
 
@@ -155,6 +165,8 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         raise ValueError(f"{model} is neither a local folder nor a Hub model (or it needs HF_TOKEN).") from error
     except HFValidationError as error:
         raise ValueError(f"{model!r} is neither a local folder nor a valid Hub id.") from error
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise ValueError(f"{model}: {_first_line(error)}") from error
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         raise ValueError(f"The Hub did not answer for {model}: {_first_line(error)}") from error
 

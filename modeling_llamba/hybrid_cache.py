@@ -24,10 +24,10 @@ def cache_length(cache: Cache | None) -> int:
     return getattr(cache, "seen_tokens", 0) if cache.has_previous_state() else 0
 
 
-def advance(cache: Cache | None, num_tokens: int) -> None:
-    """Note that the model has consumed `num_tokens`; needed where no attention layer counts them."""
+def note_length(cache: Cache | None, length: int) -> None:
+    """Note that the cache now holds `length` tokens; needed where no attention layer counts them."""
     if cache is not None and cache.layers and not has_attention_layer(cache):
-        cache.seen_tokens = getattr(cache, "seen_tokens", 0) + num_tokens
+        cache.seen_tokens = length
 
 
 class RecurrentCache(DynamicCache):

@@ -54,7 +54,7 @@ class SSDMixer(nn.Module):
         self.conv_size = self.x_size + self.B_size + self.C_size
         in_size = self.conv_size + self.inner_size + self.num_heads
         self.in_proj = nn.Linear(config.hidden_size, in_size, bias=config.mixer_in_bias)
-        self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, True, config.mixer_activation)
+        self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, config.mixer_activation)
         self.D = nn.Parameter(torch.ones(self.num_heads))
         self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
         self.B_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)
@@ -167,18 +167,12 @@ class SSDMixer(nn.Module):
 def convolve_with_cache(
     conv: ShortConv, x: torch.Tensor, seq_idx: torch.Tensor | None, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """Convolve (B, L, C), continuing from and updating the inputs the cache remembers.
-
-    Raises:
-        ValueError: an adapter wraps the convolution; it would see neither the cached inputs nor the packing.
-    """
-    if hasattr(conv, "base_layer"):
-        raise ValueError("Adapters cannot wrap conv1d: train it whole, with modules_to_save=['conv1d'].")
+    """Convolve (B, L, C), continuing from and updating the inputs the cache remembers."""
     if cache is None:
         return conv(x, seq_idx)
     past = cache.get_conv_state(layer_idx)
     past = past.clone() if past is not None else None
-    cache.update_conv_state(x.transpose(1, 2), layer_idx, conv_kernel_size=conv.kernel_size[0])
+    cache.update_conv_state(x.transpose(1, 2), layer_idx, conv_kernel_size=conv.kernel_size)
     return conv(x, seq_idx, past)
 
 

@@ -29,6 +29,11 @@ KERNEL_MIN_STEP = 1e-6
 SSD_BACKENDS = ("auto", "torch", "mamba_ssm")
 
 
+def full_precision(like: torch.Tensor) -> torch.autocast:
+    """Autocast would turn the products inside the recurrence to half precision, and its state with them."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
     """Set the decay to zero where a new packed sequence starts, so that no state crosses the boundary.
 
@@ -94,7 +99,8 @@ def ssd_matrix(
     total = reset_at_boundaries(log_a.double(), seq_idx).cumsum(1).transpose(1, 2)  # (B, H, L)
     upper = torch.ones(L, L, dtype=torch.bool, device=log_a.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()
-    scores = C.transpose(1, 2) @ repeat_groups(B, H).transpose(1, 2).transpose(-1, -2)
+    with full_precision(C):
+        scores = C.transpose(1, 2) @ repeat_groups(B, H).transpose(1, 2).transpose(-1, -2)
     return scores * decay.to(scores.dtype)
 
 
@@ -118,7 +124,8 @@ def ssd_step(
         state = decay * state + x[..., :, None] * B[..., None, :]
     else:
         state.mul_(decay).addcmul_(x[..., :, None], B[..., None, :])
-    return (state @ C[..., None]).squeeze(-1), state
+    with full_precision(state):
+        return (state @ C[..., None]).squeeze(-1), state
 
 
 def ssd_scan(
@@ -156,10 +163,11 @@ def ssd_scan(
     # (B, H, P, N) -> (B G, R N, P): every product below is then one batched matmul over groups
     state = initial_state.to(dtype).transpose(-1, -2).reshape(batch * G, -1, P)
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, log_a, B, C, state))
-    if recording and not torch.compiler.is_compiling():
-        y, state = _ChunkedSSD.apply(x, log_a, B, C, state, chunk_size)
-    else:
-        y, state, _ = _chunk_forward(x, log_a, B, C, state, chunk_size, save_states=False)
+    with full_precision(x):
+        if recording and not torch.compiler.is_compiling():
+            y, state = _ChunkedSSD.apply(x, log_a, B, C, state, chunk_size)
+        else:
+            y, state, _ = _chunk_forward(x, log_a, B, C, state, chunk_size, save_states=False)
     return y, state.view(batch, H, N, P).transpose(-1, -2)
 
 
@@ -232,12 +240,13 @@ class _ChunkedSSD(torch.autograd.Function):
         for index in reversed(range(len(saved))):
             start = index * ctx.chunk_size
             stop = min(start + ctx.chunk_size, L)
-            grads = _chunk_backward(
-                *(_chunk(t, start, stop, G) for t in (x, B, C, dy)),
-                _decays(log_a, start, stop, G),
-                saved[index],
-                dstate,
-            )
+            with full_precision(x):
+                grads = _chunk_backward(
+                    *(_chunk(t, start, stop, G) for t in (x, B, C, dy)),
+                    _decays(log_a, start, stop, G),
+                    saved[index],
+                    dstate,
+                )
             dX, dBc, dCc, dlog, dstate = grads
             store(dx, dX, start, stop)
             store(dB, dBc, start, stop)

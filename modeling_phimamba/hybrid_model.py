@@ -14,7 +14,6 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     create_causal_mask,
-    create_recurrent_attention_mask,
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,7 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
 from .discrete_mamba2 import DiscreteMamba2
-from .hybrid_cache import RecurrentCache, advance, cache_length, has_attention_layer, new_cache
+from .hybrid_cache import RecurrentCache, cache_length, has_attention_layer, new_cache, note_length
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .matrix_mixer import OPEN_GATE
@@ -86,7 +85,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, ShortConv):
             # identity: the last tap is the current token
-            init.zeros_(module.weight)
+            init.zeros_(module.bias)
             init.copy_(module.weight, torch.zeros_like(module.weight).index_fill_(-1, _last(module.weight), 1.0))
         if isinstance(module, DiscreteMamba2 | Mamba2 | Mamba1):
             init.ones_(module.D)
@@ -123,11 +122,15 @@ def packed_sequence_ids(
 ) -> torch.Tensor | None:
     """(B, L) ids of the packed sequences, from whichever of the three forms was given; None when nothing is packed.
 
-    Restarting `position_ids` count only in a fresh forward without padding: a padded batch has restarts of its own.
+    Restarting `position_ids` count in a forward without a cache, and between tokens that are not padding.
 
     Raises:
-        ValueError: `cu_seqlens` does not describe this batch.
+        ValueError: `cu_seqlens` does not describe this batch, or a packed batch comes with a cache.
     """
+    if past_key_values is not None:
+        if seq_idx is not None or cu_seqlens is not None:
+            raise ValueError("Packed sequences leave no single state to continue from: pass no past_key_values.")
+        return None
     if seq_idx is not None:
         return seq_idx.expand(batch_shape)
     if cu_seqlens is not None:
@@ -136,9 +139,12 @@ def packed_sequence_ids(
             raise ValueError(f"cu_seqlens packs one row of {num_tokens} tokens; got a batch of shape {batch_shape}.")
         positions = torch.arange(batch_shape[1], device=cu_seqlens.device)
         return torch.bucketize(positions, cu_seqlens[1:], right=True)[None].int()
-    if position_ids is None or attention_mask is not None or cache_length(past_key_values):
+    if position_ids is None or (attention_mask is not None and attention_mask.shape != batch_shape):
         return None
     restarts = torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1
+    if attention_mask is not None:
+        real = attention_mask.bool()
+        restarts = restarts & real & torch.nn.functional.pad(real[:, :-1], (1, 0))
     if not is_torchdynamo_compiling() and not restarts.any():
         return None
     return restarts.cumsum(-1, dtype=torch.int32).expand(batch_shape)
@@ -188,15 +194,17 @@ class HybridModel(HybridPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         shape = tuple(inputs_embeds.shape[:2])
         attention_mask = _drop_full_mask(attention_mask)
+        mask_2d = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-        seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, attention_mask, past_key_values)
+        seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, mask_2d, past_key_values)
         if use_cache and past_key_values is None and seq_idx is None:
             past_key_values = new_cache(self.config)
+        past_length = cache_length(past_key_values)
         if position_ids is None and seq_idx is not None:
             position_ids = positions_in_sequence(seq_idx)
         elif position_ids is None:
-            position_ids = torch.arange(shape[1], device=inputs_embeds.device)[None] + cache_length(past_key_values)
-        masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+            position_ids = torch.arange(shape[1], device=inputs_embeds.device)[None] + past_length
+        masks = self._masks(inputs_embeds, attention_mask, mask_2d, past_key_values, position_ids, seq_idx)
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
         hidden_states = self.embed_dropout(inputs_embeds)
         for layer in self.layers:
@@ -209,28 +217,36 @@ class HybridModel(HybridPreTrainedModel):
                 position_ids=position_ids,
                 **kwargs,
             )
-        advance(past_key_values, shape[1])
+        note_length(past_key_values, past_length + shape[1])
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids):
+    def _masks(self, inputs_embeds, attention_mask, mask_2d, past_key_values, position_ids, seq_idx):
         """One mask per layer type that occurs."""
         if isinstance(attention_mask, dict):
             return attention_mask
-        makers = {
-            "full_attention": create_causal_mask,
-            "sliding_attention": create_sliding_window_causal_mask,
-            "linear_attention": create_recurrent_attention_mask,
-        }
-        return {
-            layer_type: makers[layer_type](
+        padding_mask = None
+        if mask_2d is not None:
+            # A single token may be padding, too, where a prompt is fed token by token.
+            padding_mask = mask_2d[:, -inputs_embeds.shape[1] :]
+            padding_mask = _drop_full_mask(padding_mask)
+        if seq_idx is not None:
+            # transformers finds packed sequences by restarting positions and only without a mask: padding becomes a
+            # sequence of its own, and the positions those of the sequences, whatever the caller numbered.
+            seq_idx = seq_idx if mask_2d is None else seq_idx.masked_fill(mask_2d == 0, -1)
+            position_ids, attention_mask = positions_in_sequence(seq_idx), None
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        masks = {
+            layer_type: make(
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 position_ids=position_ids,
             )
-            for layer_type in dict.fromkeys(self.config.layer_types)
+            for layer_type, make in makers.items()
+            if layer_type in self.config.layer_types
         }
+        return masks | {"linear_attention": padding_mask}
 
 
 def _drop_full_mask(attention_mask):

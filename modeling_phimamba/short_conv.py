@@ -15,12 +15,19 @@ except ImportError:
     causal_conv1d_fn = None
 
 
-class ShortConv(nn.Conv1d):
-    """Depthwise causal convolution that can start from the last inputs of an earlier call."""
+class ShortConv(nn.Module):
+    """Depthwise causal convolution that can start from the last inputs of an earlier call.
 
-    def __init__(self, channels: int, kernel_size: int, bias: bool, activation: str):
-        super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
+    Not an nn.Conv1d, although its weights look like one's: PEFT would wrap that in an adapter that sees neither the
+    cached inputs nor the packing, and so refuses this one. Train it whole, with `modules_to_save=["conv1d"]`.
+    """
+
+    def __init__(self, channels: int, kernel_size: int, activation: str):
+        super().__init__()
+        self.kernel_size = kernel_size
         self.activation = activation
+        self.weight = nn.Parameter(torch.zeros(channels, 1, kernel_size))
+        self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(
         self, x: torch.Tensor, seq_idx: torch.Tensor | None = None, past: torch.Tensor | None = None
@@ -34,7 +41,7 @@ class ShortConv(nn.Conv1d):
         Returns:
             (B, L, C), after the activation.
         """
-        L, K = x.shape[1], self.kernel_size[0]
+        L, K = x.shape[1], self.kernel_size
         x = x.transpose(1, 2)
         if past is None and causal_conv1d_fn is not None and x.is_cuda:
             seq = None if seq_idx is None else seq_idx.int().contiguous()
@@ -44,14 +51,14 @@ class ShortConv(nn.Conv1d):
             y = self._packed(x, seq_idx)
         else:
             left = x.new_zeros(x.shape[0], x.shape[1], K - 1) if past is None else past[..., past.shape[-1] - K + 1 :]
-            y = F.conv1d(torch.cat([left, x], dim=-1), self.weight, self.bias, groups=self.groups)[..., :L]
+            y = F.conv1d(torch.cat([left, x], dim=-1), self.weight, self.bias, groups=x.shape[1])[..., :L]
         y = F.silu(y) if self.activation == "silu" else y
         return y.transpose(1, 2)
 
     def _packed(self, x: torch.Tensor, seq_idx: torch.Tensor) -> torch.Tensor:
-        K = self.kernel_size[0]
+        K = self.kernel_size
         y = x * self.weight[:, :, K - 1]
         for shift in range(1, min(K, x.shape[-1])):
             same = (seq_idx[:, shift:] == seq_idx[:, :-shift]).unsqueeze(1)
             y = y + F.pad(x[..., :-shift] * same, (shift, 0)) * self.weight[:, :, K - 1 - shift]
-        return y if self.bias is None else y + self.bias[:, None]
+        return y + self.bias[:, None]

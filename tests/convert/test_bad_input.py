@@ -182,16 +182,54 @@ def test_existing_output(teacher, tmp_path):
     out.mkdir()
     (out / "precious.txt").write_text("mine")
     one_line_error(run(teacher, out), "exists and is not empty", "--overwrite")
+    one_line_error(run(teacher, out, "--overwrite"), "not a checkpoint")
+    (out / "config.json").write_text("{}")
     edit_weights(teacher, poison(float("nan")))
     one_line_error(run(teacher, out, "--overwrite"), "NaN")
     assert (out / "precious.txt").read_text() == "mine"  # a failed run replaces nothing
     edit_weights(teacher, poison(0.0))
     assert run(teacher, out, "--overwrite").returncode == 0
-    assert not (out / "precious.txt").exists() and (out / "config.json").exists()
+    assert not (out / "precious.txt").exists() and (out / "model.safetensors").exists()
     (tmp_path / "file").write_text("")
     one_line_error(run(teacher, tmp_path / "file"), "is a file")
     one_line_error(run(teacher, tmp_path / "file" / "below"), "cannot be written")
     nothing_left(tmp_path, "file", "out", "teacher")
+
+
+def test_overwriting_never_takes_the_teacher_along(teacher, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    before = sorted(os.listdir(teacher))
+    for out in (teacher, tmp_path):
+        one_line_error(run(teacher, out, "--overwrite"), "is or contains the teacher")
+    monkeypatch.chdir(tmp_path / "teacher")
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    one_line_error(run(other, teacher, "--overwrite"), "working directory")
+    assert sorted(os.listdir(teacher)) == before
+
+
+def test_output_may_be_a_link(teacher, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for flags in ([], ["--overwrite"]):
+        assert run(teacher, tmp_path / "link", *flags).returncode == 0
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").exists()
+    nothing_left(tmp_path, "link", "real", "teacher")
+
+
+def test_a_run_killed_while_swapping_loses_nothing(teacher, tmp_path):
+    """The old checkpoint was moved away and the new one not yet there: the next run brings it back first."""
+    assert run(teacher, tmp_path / "out").returncode == 0
+    (tmp_path / "out").rename(tmp_path / ".out.replaced-999999999-0123abcd")
+    (tmp_path / ".out.partial-mine").mkdir()
+    edit_weights(teacher, poison(float("nan")))
+    one_line_error(run(teacher, tmp_path / "out"), "NaN")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    nothing_left(tmp_path, ".out.partial-mine", "out", "teacher")
+
+
+def test_error_text_is_printed_as_it_is(tmp_path):
+    one_line_error(run(tmp_path / "a[/b]", tmp_path / "out"), "a[/b]")
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may write everywhere")
@@ -260,6 +298,8 @@ def test_interrupted_half_way(kind, teacher, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a background job's children ignore Ctrl-C; a terminal's do not
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for _ in range(3):
         assert process.stdout.readline() == "writing\n"

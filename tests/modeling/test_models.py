@@ -50,6 +50,12 @@ def test_left_padding_does_not_change_logits(family, mixer, pattern):
     padded, mask = left_padded(ids, 6)
     whole = model(ids).logits
     torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 6:], whole, **CLOSE)
+    steps, cache = [], None  # padding arrives one token at a time, too
+    for t in range(padded.shape[1]):
+        out = model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1)[:, 6:], whole, **CLOSE)
     # padding inside the second of two prefill chunks would otherwise leak through the state
     first = model(padded[:, :4], attention_mask=mask[:, :4], use_cache=True)
     second = model(padded[:, 4:], attention_mask=mask, past_key_values=first.past_key_values)
@@ -70,10 +76,36 @@ def test_packed_sequences_do_not_leak(family, mixer, pattern):
         "position_ids": dict(position_ids=position_ids),
         "with a full mask": dict(position_ids=position_ids, attention_mask=torch.ones_like(ids)),
         "seq_idx": dict(seq_idx=seq_idx),
+        "seq_idx with positions that do not restart": dict(seq_idx=seq_idx, position_ids=torch.arange(37)[None]),
         "cu_seqlens": dict(cu_seqlens=cu_seqlens),
         "flattening collator": dict(position_ids=position_ids, cu_seq_lens_q=cu_seqlens, seq_idx=seq_idx),
     }.items():
         torch.testing.assert_close(model(ids, **packing).logits, alone, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@every_case
+@torch.no_grad()
+def test_packed_and_padded_rows_do_not_leak(family, mixer, pattern):
+    """A row of two sequences and right padding beside a row of one, told by restarting positions or by ids."""
+    model = make_student(family, mixer, pattern)
+    first, second, other = random_ids(1, 9), random_ids(1, 7, seed=1), random_ids(1, 20, seed=2)
+    ids = torch.cat([torch.cat([first, second, torch.zeros(1, 4, dtype=torch.long)], 1), other])
+    mask = torch.ones_like(ids)
+    mask[0, 16:] = 0
+    positions = torch.stack([torch.cat([torch.arange(9), torch.arange(7), torch.ones(4).long()]), torch.arange(20)])
+    seq_idx = torch.stack([torch.cat([torch.zeros(9), torch.ones(11)]), torch.zeros(20)]).long()
+    for packing in (dict(position_ids=positions), dict(seq_idx=seq_idx)):
+        logits = model(ids, attention_mask=mask, **packing).logits
+        torch.testing.assert_close(logits[:1, :9], model(first).logits, **CLOSE)
+        torch.testing.assert_close(logits[:1, 9:16], model(second).logits, **CLOSE)
+        torch.testing.assert_close(logits[1:], model(other).logits, **CLOSE)
+
+
+def test_packing_with_a_cache_is_refused():
+    model = make_student()
+    cache = model(random_ids(1, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="no single state"):
+        model(random_ids(1, 8), seq_idx=torch.arange(8)[None] // 4, past_key_values=cache)
 
 
 def test_packing_that_does_not_fit_the_batch_is_refused():
@@ -129,8 +161,8 @@ def test_beam_search_and_sampling(family, pattern):
     with_cache = model.generate(ids, **options)
     assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
     torch.manual_seed(1)
-    sampled = model.generate(ids, max_new_tokens=8, eos_token_id=None, do_sample=True, num_return_sequences=3)
-    assert sampled.shape == (6, 17) and len({tuple(row.tolist()) for row in sampled}) > 1
+    sampled = model.generate(ids[:1], max_new_tokens=8, eos_token_id=None, do_sample=True, num_return_sequences=3)
+    assert sampled.shape == (3, 17) and len({tuple(row.tolist()) for row in sampled}) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
