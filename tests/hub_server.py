@@ -99,6 +99,10 @@ class _Handler(BaseHTTPRequestHandler):
             request = json.loads(self._body())
             name = "/".join(part for part in (request.get("organization"), request["name"]) if part)
             (hub.root / name).mkdir(parents=True, exist_ok=True)
+            if name in hub.private:  # creating again changes nothing, as on the Hub
+                self.close_connection = True
+                return self._send(409, {"url": f"{hub.endpoint}/{name}", "error": "You already created this"},
+                                  {"X-Error-Message": "You already created this repo"})  # fmt: skip
             hub.private[name] = bool(request.get("private") or request.get("visibility") == "private")
             return self._send(200, {"url": f"{hub.endpoint}/{name}", "name": name, "id": name})
         if path == "/api/validate-yaml":
@@ -126,6 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
                 value = operation["value"]
                 if operation["key"] == "file":
                     self._store(repository / value["path"], base64.b64decode(value["content"]))
+                elif operation["key"] == "deletedFile":
+                    (repository / value["path"]).unlink()
                 elif operation["key"] == "lfsFile":
                     target = repository / value["path"]
                     target.parent.mkdir(parents=True, exist_ok=True)

@@ -53,6 +53,19 @@ def test_pull_convert_push_and_pull_again(hub, tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(ids).logits)
 
 
+def test_pushing_again_leaves_no_stale_weights_and_never_publishes(hub, tmp_path):
+    for run, size in enumerate(("5GB", "60KB")):
+        done = client(
+            hub, tmp_path, "org/teacher", tmp_path / str(run), "--push-to-hub", "me/again", "--max-shard-size", size
+        )
+        assert done.returncode == 0, done.stderr
+    weights = {p.name for p in (hub.root / "me" / "again").glob("*.safetensors")}
+    assert weights == {p.name for p in (tmp_path / "1").glob("*.safetensors")} and "model.safetensors" not in weights
+    done = client(hub, tmp_path, "org/teacher", tmp_path / "2", "--push-to-hub", "me/again", "--private")
+    assert done.returncode == 1 and "exists and is public" in done.stderr, done.stderr
+    assert not (tmp_path / "2").exists()
+
+
 def test_a_plan_leaves_the_weights_on_the_hub(hub, tmp_path):
     hub.requests.clear()
     done = client(hub, tmp_path, "org/teacher", tmp_path / "out", "--dry-run", "--json", "-q")
