@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install ## convert the embedded teacher to a 50 % hybrid, reload it elsewhere, compare
-	$(BIN)/python -m recipes.demo
+	TQDM_DISABLE=1 $(BIN)/python -m recipes.demo
 
 test: install ## what CI runs: CPU only, offline
 	$(BIN)/python -m pytest

@@ -140,7 +140,9 @@ def check_output(output: Path, overwrite: bool) -> None:
     parent = output.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if not parent.is_dir():
+        raise ValueError(f"{output} cannot be written: {parent} is a file.")
+    if not os.access(parent, os.W_OK):
         raise ValueError(f"{output} cannot be written: no permission in {parent}.")
 
 

@@ -141,7 +141,8 @@ def ssd_scan(
     """The same map as `ssd_recurrence`, in chunks, in float32 (float64 for float64 input).
 
     `backend`: "torch", "mamba_ssm" (CUDA kernels), or "auto": mamba_ssm when it is importable and the tensors are
-    on CUDA, else torch.
+    on CUDA and no gradient is wanted, else torch. The kernel divides x by -log_a, and near a = 1 the gradient of that
+    is a small difference of large numbers; asking for "mamba_ssm" by name accepts it.
 
     Raises:
         ValueError: the backend is unknown, or asked for by name and not usable here.
@@ -151,7 +152,8 @@ def ssd_scan(
     kernel_usable = mamba_chunk_scan_combined is not None and x.is_cuda
     if backend == "mamba_ssm" and not kernel_usable:
         raise ValueError("The mamba_ssm backend needs the package mamba-ssm and CUDA tensors; use backend 'torch'.")
-    if kernel_usable and backend != "torch":
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, log_a, B, C))
+    if kernel_usable and (backend == "mamba_ssm" or (backend == "auto" and not recording)):
         return _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size)
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, B, C = (t.to(dtype) for t in (x, B, C))
@@ -162,7 +164,7 @@ def ssd_scan(
         initial_state = x.new_zeros(batch, H, P, N)
     # (B, H, P, N) -> (B G, R N, P): every product below is then one batched matmul over groups
     state = initial_state.to(dtype).transpose(-1, -2).reshape(batch * G, -1, P)
-    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, log_a, B, C, state))
+    recording = recording or (torch.is_grad_enabled() and state.requires_grad)
     with full_precision(x):
         if recording and not torch.compiler.is_compiling():
             y, state = _ChunkedSSD.apply(x, log_a, B, C, state, chunk_size)

@@ -40,7 +40,7 @@ def run_alone(*args, env=None, **kwargs):
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}), **kwargs)
 
 
-def one_line_error(done, *expected, code=1):
+def check_one_line_error(done, *expected, code=1):
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and done.stderr.strip().endswith(errors[0]), done.stderr
@@ -100,16 +100,16 @@ DAMAGED_WEIGHTS = {
 def test_damaged_weights(name, teacher, tmp_path):
     change, expected = DAMAGED_WEIGHTS[name]
     edit_weights(teacher, change)
-    one_line_error(run(teacher, tmp_path / "out"), *expected)
+    check_one_line_error(run(teacher, tmp_path / "out"), *expected)
     nothing_left(tmp_path, "teacher")
 
 
 def test_truncated_shard(teacher, tmp_path):
     path = teacher / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    one_line_error(run(teacher, tmp_path / "out"), "model.safetensors", "truncated")
+    check_one_line_error(run(teacher, tmp_path / "out"), "model.safetensors", "truncated")
     path.write_bytes(b"not safetensors")
-    one_line_error(run(teacher, tmp_path / "out"), "corrupt")
+    check_one_line_error(run(teacher, tmp_path / "out"), "corrupt")
     nothing_left(tmp_path, "teacher")
 
 
@@ -120,44 +120,46 @@ def test_index_naming_an_absent_shard(teacher, tmp_path):
         "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
     }
     (teacher / "model.safetensors.index.json").write_text(json.dumps(index))
-    one_line_error(run(teacher, tmp_path / "out"), "model-00002-of-00002.safetensors")
+    check_one_line_error(run(teacher, tmp_path / "out"), "model-00002-of-00002.safetensors")
     (teacher / "model.safetensors.index.json").write_text("{")
-    one_line_error(run(teacher, tmp_path / "out"), "not a valid shard index")
+    check_one_line_error(run(teacher, tmp_path / "out"), "not a valid shard index")
 
 
 def test_no_weights_no_config_no_folder(teacher, tmp_path):
     (teacher / "model.safetensors").unlink()
-    one_line_error(run(teacher, tmp_path / "out"), "holds no weights")
+    check_one_line_error(run(teacher, tmp_path / "out"), "holds no weights")
     (teacher / "config.json").unlink()
-    one_line_error(run(teacher, tmp_path / "out"), "no config.json")
-    one_line_error(run(tmp_path / "nowhere", tmp_path / "out"), "does not exist")
-    one_line_error(run("no/such/thing/at/all", tmp_path / "out"), "does not exist")
-    one_line_error(run("not a model id!", tmp_path / "out"), "neither a local folder nor")
+    check_one_line_error(run(teacher, tmp_path / "out"), "no config.json")
+    check_one_line_error(run(tmp_path / "nowhere", tmp_path / "out"), "does not exist")
+    check_one_line_error(run("no/such/thing/at/all", tmp_path / "out"), "does not exist")
+    check_one_line_error(run("not a model id!", tmp_path / "out"), "neither a local folder nor")
 
 
 def test_unreachable_hub(tmp_path):
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
-    one_line_error(run_alone("org/model", tmp_path / "out", env=env), "org/model", "cannot be reached")
-    one_line_error(run_alone("org/model", tmp_path / "out", env=env | {"HF_HUB_OFFLINE": "1"}), "cannot be reached")
+    check_one_line_error(run_alone("org/model", tmp_path / "out", env=env), "org/model", "cannot be reached")
+    check_one_line_error(
+        run_alone("org/model", tmp_path / "out", env=env | {"HF_HUB_OFFLINE": "1"}), "cannot be reached"
+    )
 
 
 def test_unsupported_architectures(tmp_path):
     tiny = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     BertModel(BertConfig(**tiny)).save_pretrained(tmp_path / "bert")
-    one_line_error(run(tmp_path / "bert", tmp_path / "out"), "'bert'", "not supported", "llama")
+    check_one_line_error(run(tmp_path / "bert", tmp_path / "out"), "'bert'", "not supported", "llama")
     MixtralConfig(**TINY).save_pretrained(tmp_path / "moe")
-    one_line_error(run(tmp_path / "moe", tmp_path / "out"), "'mixtral'", "not supported")
+    check_one_line_error(run(tmp_path / "moe", tmp_path / "out"), "'mixtral'", "not supported")
 
 
 def test_contradictory_or_quantised_configurations(teacher, tmp_path):
     edit_config(teacher, quantization_config={"quant_method": "bitsandbytes"})
-    one_line_error(run(teacher, tmp_path / "out"), "quantised (bitsandbytes)")
+    check_one_line_error(run(teacher, tmp_path / "out"), "quantised (bitsandbytes)")
     edit_config(teacher, quantization_config=None, hidden_size=30)
-    one_line_error(run(teacher, tmp_path / "out"), "hidden")
+    check_one_line_error(run(teacher, tmp_path / "out"), "hidden")
     edit_config(teacher, hidden_size=32, intermediate_size=64)
-    one_line_error(run(teacher, tmp_path / "out"), "mlp", "(64, 32)")
+    check_one_line_error(run(teacher, tmp_path / "out"), "mlp", "(64, 32)")
     (teacher / "config.json").write_text("{")
-    one_line_error(run(teacher, tmp_path / "out"), "not valid JSON")
+    check_one_line_error(run(teacher, tmp_path / "out"), "not valid JSON")
 
 
 def test_pickles_that_could_run_code(teacher, tmp_path):
@@ -166,9 +168,9 @@ def test_pickles_that_could_run_code(teacher, tmp_path):
     torch.save(tensors, teacher / "pytorch_model.bin")
     assert run(teacher, tmp_path / "good").returncode == 0
     torch.save(tensors | {"hook": Hook()}, teacher / "pytorch_model.bin")
-    one_line_error(run(teacher, tmp_path / "out"), "pytorch_model.bin", "could run code")
+    check_one_line_error(run(teacher, tmp_path / "out"), "pytorch_model.bin", "could run code")
     (teacher / "pytorch_model.bin").write_bytes(b"PK\x03\x04 torn")
-    one_line_error(run(teacher, tmp_path / "out"), "pytorch_model.bin", "corrupt")
+    check_one_line_error(run(teacher, tmp_path / "out"), "pytorch_model.bin", "corrupt")
     nothing_left(tmp_path, "teacher", "good")
 
 
@@ -181,18 +183,18 @@ def test_existing_output(teacher, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious.txt").write_text("mine")
-    one_line_error(run(teacher, out), "exists and is not empty", "--overwrite")
-    one_line_error(run(teacher, out, "--overwrite"), "not a checkpoint")
+    check_one_line_error(run(teacher, out), "exists and is not empty", "--overwrite")
+    check_one_line_error(run(teacher, out, "--overwrite"), "not a checkpoint")
     (out / "config.json").write_text("{}")
     edit_weights(teacher, poison(float("nan")))
-    one_line_error(run(teacher, out, "--overwrite"), "NaN")
+    check_one_line_error(run(teacher, out, "--overwrite"), "NaN")
     assert (out / "precious.txt").read_text() == "mine"  # a failed run replaces nothing
     edit_weights(teacher, poison(0.0))
     assert run(teacher, out, "--overwrite").returncode == 0
     assert not (out / "precious.txt").exists() and (out / "model.safetensors").exists()
     (tmp_path / "file").write_text("")
-    one_line_error(run(teacher, tmp_path / "file"), "is a file")
-    one_line_error(run(teacher, tmp_path / "file" / "below"), "cannot be written")
+    check_one_line_error(run(teacher, tmp_path / "file"), "is a file")
+    check_one_line_error(run(teacher, tmp_path / "file" / "below"), "cannot be written")
     nothing_left(tmp_path, "file", "out", "teacher")
 
 
@@ -200,11 +202,11 @@ def test_overwriting_never_takes_the_teacher_along(teacher, tmp_path, monkeypatc
     (tmp_path / "config.json").write_text("{}")
     before = sorted(os.listdir(teacher))
     for out in (teacher, tmp_path):
-        one_line_error(run(teacher, out, "--overwrite"), "is or contains the teacher")
+        check_one_line_error(run(teacher, out, "--overwrite"), "is or contains the teacher")
     monkeypatch.chdir(tmp_path / "teacher")
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
-    one_line_error(run(other, teacher, "--overwrite"), "working directory")
+    check_one_line_error(run(other, teacher, "--overwrite"), "working directory")
     assert sorted(os.listdir(teacher)) == before
 
 
@@ -223,13 +225,13 @@ def test_a_run_killed_while_swapping_loses_nothing(teacher, tmp_path):
     (tmp_path / "out").rename(tmp_path / ".out.replaced-999999999-0123abcd")
     (tmp_path / ".out.partial-mine").mkdir()
     edit_weights(teacher, poison(float("nan")))
-    one_line_error(run(teacher, tmp_path / "out"), "NaN")
+    check_one_line_error(run(teacher, tmp_path / "out"), "NaN")
     assert (tmp_path / "out" / "model.safetensors").exists()
     nothing_left(tmp_path, ".out.partial-mine", "out", "teacher")
 
 
 def test_error_text_is_printed_as_it_is(tmp_path):
-    one_line_error(run(tmp_path / "a[/b]", tmp_path / "out"), "a[/b]")
+    check_one_line_error(run(tmp_path / "a[/b]", tmp_path / "out"), "a[/b]")
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may write everywhere")
@@ -259,7 +261,7 @@ def test_disk_full(saved_teacher, tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 
-    one_line_error(run_alone(saved_teacher("llama-gqa"), tmp_path / "out", preexec_fn=limit), "File too large")
+    check_one_line_error(run_alone(saved_teacher("llama-gqa"), tmp_path / "out", preexec_fn=limit), "File too large")
     nothing_left(tmp_path)
 
 
@@ -271,7 +273,7 @@ def test_disk_really_full(saved_teacher, tmp_path):
     if mounted.returncode:
         pytest.skip("this machine does not let us mount a tmpfs")
     try:
-        one_line_error(run(saved_teacher("llama-gqa"), small / "out"), "disk is full")
+        check_one_line_error(run(saved_teacher("llama-gqa"), small / "out"), "disk is full")
         nothing_left(small)
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -345,13 +347,13 @@ def test_interrupted_half_way(kind, teacher, tmp_path):
 )
 def test_bad_options(flags, expected, saved_teacher, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.pipeline.get_token", lambda: None)
-    one_line_error(run(saved_teacher("llama-gqa"), tmp_path / "out", *flags), *expected)
+    check_one_line_error(run(saved_teacher("llama-gqa"), tmp_path / "out", *flags), *expected)
     nothing_left(tmp_path)
 
 
 def test_missing_and_misspelt_arguments(tmp_path):
-    one_line_error(run("--dry-run"), "No model given")
-    one_line_error(run("model", "--dry-run"), "No output given")
+    check_one_line_error(run("--dry-run"), "No model given")
+    check_one_line_error(run("model", "--dry-run"), "No output given")
     done = run("model", "out", "--atention-ratio", "0.5")
     assert done.returncode == 2 and "No such option" in done.stderr
 
@@ -363,15 +365,15 @@ def test_verbose_shows_the_traceback(tmp_path):
 
 def test_float16_that_overflows(teacher, tmp_path):
     edit_weights(teacher, poison(1e6))
-    one_line_error(run(teacher, tmp_path / "out", "--dtype", "float16"), "does not fit into float16", "bfloat16")
+    check_one_line_error(run(teacher, tmp_path / "out", "--dtype", "float16"), "does not fit into float16", "bfloat16")
     nothing_left(tmp_path, "teacher")
 
 
 def test_bad_gguf(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF but not really")
-    one_line_error(run(tmp_path / "model.gguf", tmp_path / "out"), "model.gguf")
+    check_one_line_error(run(tmp_path / "model.gguf", tmp_path / "out"), "model.gguf")
     (tmp_path / "model.onnx").write_bytes(b"")
-    one_line_error(run(tmp_path / "model.onnx", tmp_path / "out"), "neither a folder nor a GGUF file")
+    check_one_line_error(run(tmp_path / "model.onnx", tmp_path / "out"), "neither a folder nor a GGUF file")
 
 
 def test_every_family_refuses_a_stranger_tensor(saved_teacher, tmp_path):

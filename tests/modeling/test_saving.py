@@ -82,7 +82,7 @@ def test_shards_and_tied_embeddings(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_resizing_the_vocabulary(family, tied):
-    model = make_student(family, dtype=torch.float32, tie_word_embeddings=tied, lm_head_bias=False)
+    model = make_student(family, dtype=torch.float32, tie_word_embeddings=tied, lm_head_bias=not tied)
     before = model(random_ids(1, 6)).logits
     model.resize_token_embeddings(140, mean_resizing=False)
     after = model(random_ids(1, 6)).logits

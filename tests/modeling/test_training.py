@@ -197,3 +197,19 @@ def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer):
             gradient.isfinite().all()
             and torch.nn.functional.cosine_similarity(gradient.flatten(), plain[name].flatten(), dim=0) > 0.9
         ), name
+
+
+@every_family
+@torch.no_grad()
+def test_compiled_decoding_step_with_a_static_cache(family):
+    from transformers import StaticCache
+
+    torch.compiler.reset()
+    model = make_student(family)
+    ids = random_ids(1, 12)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(ids[:, :10], past_key_values=cache, use_cache=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for t in (10, 11):
+        step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.tensor([[t]]), use_cache=True)
+        torch.testing.assert_close(step.logits[:, 0], model(ids[:, : t + 1]).logits[:, -1], rtol=1e-4, atol=1e-5)
