@@ -28,7 +28,9 @@ def _option(panel: str, help: str, *names: str):
 
 @app.command(no_args_is_help=True)
 def convert_command(
-    model: Annotated[str | None, typer.Argument(help="Hub id, local folder or GGUF file.", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Hub id, local folder or GGUF file.", show_default=False)
+    ] = None,
     output: Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write.", show_default=False)] = None,
     revision: Annotated[str | None, _option(TEACHER, "Branch, tag or commit of a Hub repository.")] = None,
     gguf_file: Annotated[str | None, _option(TEACHER, "GGUF file inside the folder or repository.")] = None,

@@ -1,5 +1,7 @@
 """The README.md of a converted model."""
 
+import json
+
 from huggingface_hub import ModelCard, ModelCardData
 
 from .plan import Plan, human_bytes
@@ -35,6 +37,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 | | |
 |---|---|
 {{ provenance_rows }}
+
 """
 
 ALIGNMENT_NOTES = {
@@ -67,12 +70,15 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         template_str=TEMPLATE,
         title=name.split("/")[-1],
         path=name,
-        teacher=summary["teacher"],
+        teacher=plan.teacher.public_name,
         mixer=summary["mixer"],
         num_mixer=len(replaced),
         num_layers=len(summary["layer_types"]),
         layers="".join("M" if kind == "linear_attention" else "A" for kind in summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
         alignment_note=ALIGNMENT_NOTES[conversion["align"]] if replaced else "Every layer is the teacher's own.",
-        provenance_rows="\n".join(f"| {key} | `{value}` |" for key, value in provenance.items()),
+        provenance_rows="\n".join(
+            f"| {key} | `{value if isinstance(value, str) else json.dumps(value)}` |"
+            for key, value in provenance.items()
+        ),
     )

@@ -280,7 +280,7 @@ def add_generation_config(teacher: Teacher, folder: Path) -> None:
 def record_provenance(plan: Plan, options: ConversionConfig, weight_hashes: dict[str, str]) -> None:
     """Write into the student's configuration where it comes from."""
     plan.config.conversion |= {
-        "teacher": plan.teacher.name,
+        "teacher": plan.teacher.public_name,
         "teacher_revision": plan.teacher.revision,
         "teacher_model_type": plan.teacher.family.model_type,
         "teacher_sha256": weight_hashes,

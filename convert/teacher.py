@@ -47,6 +47,11 @@ class Teacher:
     headers_only: bool = False
     """The weights were left on the Hub."""
 
+    @property
+    def public_name(self) -> str:
+        """What may be published: the Hub id, or the last part of a local path."""
+        return self.name if self.revision is not None else Path(self.name).name
+
     def open_weights(self) -> Checkpoint:
         """Read the headers of the weights.
 
