@@ -100,7 +100,6 @@ class _Handler(BaseHTTPRequestHandler):
             name = "/".join(part for part in (request.get("organization"), request["name"]) if part)
             (hub.root / name).mkdir(parents=True, exist_ok=True)
             if name in hub.private:  # creating again changes nothing, as on the Hub
-                self.close_connection = True
                 return self._send(409, {"url": f"{hub.endpoint}/{name}", "error": "You already created this"},
                                   {"X-Error-Message": "You already created this repo"})  # fmt: skip
             hub.private[name] = bool(request.get("private") or request.get("visibility") == "private")
