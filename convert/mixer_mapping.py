@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from modeling_llamba.matrix_mixer import OPEN_GATE
+
 from .checkpoint import Checkpoint
 from .weight_mapping import Rule, Source, in_blocks
 
 # sigmoid(100) is 1 in every float type, and 100 is exact in all of them
 CERTAIN = 100.0
-OPEN_GATE = 1.278464542761074  # silu(OPEN_GATE) = 1
 UNIT_STEP = math.log(math.e - 1)  # softplus(UNIT_STEP) = 1
 
 Blocks = Callable[[Checkpoint], Iterator[torch.Tensor]]

@@ -15,8 +15,6 @@ import torch
 from .checkpoint import BLOCK_BYTES, Checkpoint, TensorInfo
 from .families import TeacherFamily
 
-LAYER_PREFIX = "model.layers.{i}."
-
 
 @dataclass(frozen=True)
 class Source:
@@ -41,14 +39,6 @@ class Rule:
     kind: Literal["moved", "derived", "initialised"]
     sources: tuple[str, ...]
     blocks: Callable[[Checkpoint], Iterator[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class WeightMapping:
-    """Every tensor of the student, and the teacher's tensors that have no place in it with the reason."""
-
-    rules: list[Rule]
-    dropped: dict[str, str]
 
 
 def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | tuple[str, ...] | None]:
