@@ -13,11 +13,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 # flags of the command itself, not of the conversion
 SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
-TEACHER, LAYERS, MIXER, OUTPUT, RUN = "Teacher", "Layers", "Mixer", "Output", "Run"
+TEACHER, LAYERS, MIXER, ALIGN, OUTPUT, RUN = "Teacher", "Layers", "Mixer", "Alignment", "Output", "Run"
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -41,7 +41,14 @@ def convert_command(
         str | None, _option(LAYERS, "Layers that stay attention: 1,3,5, or a published choice by name.")
     ] = None,
     attention_ratio: Annotated[
-        float | None, _option(LAYERS, "Share of layers that stay attention, evenly placed (default 0.5).")
+        float | None, _option(LAYERS, "Share of layers that stay attention (default 0.5).")
+    ] = None,
+    cache_bytes: Annotated[
+        str | None, _option(LAYERS, "As many attention layers as keep the cache within this size: 50MB.")
+    ] = None,
+    context: Annotated[int | None, _option(LAYERS, "Tokens that --cache-bytes speaks of (default 4096).")] = None,
+    layer_selection: Annotated[
+        str | None, _option(LAYERS, "uniform, kl or kl+recall (default): which layers stay attention.")
     ] = None,
     layer_pattern: Annotated[
         str | None, _option(LAYERS, "M (mixer) and A (attention), repeated over the layers: MA, MMMA.")
@@ -69,14 +76,27 @@ def convert_command(
     ] = None,
     out_bias: Annotated[bool | None, _option(MIXER, "A bias on out_proj.", "--out-bias/--no-out-bias")] = None,
     initial_decay: Annotated[float | None, _option(MIXER, "Decay per token before alignment (default 0.9).")] = None,
-    align: Annotated[str | None, _option(MIXER, "Alignment to the teacher: none.")] = None,
+    align: Annotated[str | None, _option(ALIGN, "none, closed-form (default) or mohawk.")] = None,
+    align_config: Annotated[str | None, _option(ALIGN, "YAML file with the alignment's settings.")] = None,
+    calibration_dataset: Annotated[
+        str | None,
+        _option(ALIGN, "Text: default (in the package), sampled (from the teacher), a file, a Hub data set."),
+    ] = None,
+    calibration_column: Annotated[str | None, _option(ALIGN, "Column that holds the text (default text).")] = None,
+    calibration_split: Annotated[str | None, _option(ALIGN, "Split of a Hub data set (default train).")] = None,
+    calibration_tokens: Annotated[int | None, _option(ALIGN, "Tokens to align on (default 20480).")] = None,
+    activation_memory: Annotated[str | None, _option(ALIGN, "Memory for activations; more goes to disk.")] = None,
+    low_memory: Annotated[
+        bool | None, _option(ALIGN, "Hold one block of the teacher at a time.", "--low-memory")
+    ] = None,
+    work_dir: Annotated[str | None, _option(ALIGN, "Folder that keeps fits and scores, to resume.")] = None,
+    device: Annotated[str | None, _option(ALIGN, "Where alignment runs (default cpu).")] = None,
     dtype: Annotated[str | None, _option(OUTPUT, "auto (default), float32, bfloat16 or float16.")] = None,
     max_shard_size: Annotated[str | None, _option(OUTPUT, "Largest weights file (default 5GB).")] = None,
     overwrite: Annotated[bool | None, _option(OUTPUT, "Replace OUT, once all is well.", "--overwrite")] = None,
     push_to_hub: Annotated[str | None, _option(OUTPUT, "Upload the result to this repository.")] = None,
     private: Annotated[bool | None, _option(OUTPUT, "Make that repository private.", "--private")] = None,
     config: Annotated[str | None, _option(RUN, "YAML file with the same options; flags win.")] = None,
-    device: Annotated[str | None, _option(RUN, "Where alignment runs.")] = None,
     seed: Annotated[int | None, _option(RUN, "Of tensors the teacher says nothing about.")] = None,
     dry_run: Annotated[bool, _option(RUN, "Print the plan; read no weights, write nothing.", "--dry-run")] = False,
     as_json: Annotated[bool, _option(RUN, "Print the plan as JSON on stdout.", "--json")] = False,
@@ -88,8 +108,8 @@ def convert_command(
     The result loads with AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True).
     """
     flags = {name: value for name, value in locals().items() if name not in SWITCHES}
-    _set_verbosity(verbose, quiet)
-    with _one_line_errors(verbose):
+    set_verbosity(verbose, quiet)
+    with one_line_errors(verbose):
         # after the verbosity is set, and inside: importing torch takes seconds
         from .config import make_config
         from .pipeline import plan_conversion, run
@@ -104,13 +124,13 @@ def convert_command(
             plan = plan_conversion(options)
             _print_plan(plan, describe, as_json, quiet)
             return
-        with _progress(quiet) as (set_total, advance):
+        with progress_bars(quiet) as (set_total, advance, on_align):
 
             def on_plan(plan) -> None:
                 _print_plan(plan, describe, False, quiet or as_json)
                 set_total(plan.summary()["bytes_to_write"])
 
-            plan = run(options, on_plan, advance)
+            plan = run(options, on_plan, advance, on_align)
         if as_json:
             sys.stdout.write(json.dumps(plan.summary() | {"output": options.output}, indent=2) + "\n")
         if not quiet:
@@ -128,16 +148,25 @@ def _print_plan(plan, describe, as_json: bool, quiet: bool) -> None:
 
 
 @contextlib.contextmanager
-def _progress(quiet: bool) -> Iterator:
-    """A bar over the bytes of weights; yields what sets its total and what advances it."""
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+def progress_bars(quiet: bool) -> Iterator:
+    """Bars over alignment and over the bytes of weights; yields what sets the total, advances, and notes alignment."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("weights", total=None)
-        yield lambda total: bar.update(task, total=total), lambda nbytes: bar.advance(task, nbytes)
+        tasks: dict[str, TaskID] = {}
+
+        def on_align(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        def set_total(total: int) -> None:
+            tasks["writing"] = bar.add_task("writing", total=total)
+
+        yield set_total, lambda nbytes: bar.advance(tasks["writing"], nbytes), on_align
 
 
 @contextlib.contextmanager
-def _one_line_errors(verbose: bool) -> Iterator[None]:
+def one_line_errors(verbose: bool) -> Iterator[None]:
     """What went wrong and what to do, in one line, with a non-zero exit; the traceback with --verbose."""
     try:
         yield
@@ -162,7 +191,7 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _set_verbosity(verbose: bool, quiet: bool) -> None:
+def set_verbosity(verbose: bool, quiet: bool) -> None:
     """Set before the libraries are imported, which is when they look."""
     if not verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -8,12 +8,24 @@ from typing import Any
 
 import yaml
 
-ALIGNMENTS = ("none",)
+ALIGNMENTS = ("none", "closed-form", "mohawk")
+SELECTIONS = ("uniform", "kl", "kl+recall")
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ACTIVATIONS = ("identity", "silu")
 NORMS = ("none", "head", "whole")
-LAYER_CHOICES = {"attention_layers", "attention_ratio", "layer_pattern"}
+LAYER_CHOICES = {"attention_layers", "attention_ratio", "cache_bytes", "layer_pattern"}
+# what these say goes without effect when nothing is aligned
+ALIGNMENT_ONLY = (
+    "align_config",
+    "calibration_dataset",
+    "calibration_column",
+    "calibration_split",
+    "calibration_tokens",
+    "activation_memory",
+    "low_memory",
+    "work_dir",
+)
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -34,7 +46,14 @@ class ConversionConfig:
     attention_layers: str | None = None
     """Layers that stay attention: "1,3,5", or a published choice by name."""
     attention_ratio: float | None = None
-    """Share of layers that stay attention, evenly placed; 0.5 when nothing else is said."""
+    """Share of layers that stay attention; 0.5 when nothing else is said."""
+    cache_bytes: str | None = None
+    """Instead of a share: as many attention layers as keep a sequence's cache within this size, such as 50MB."""
+    context: int = 4096
+    """Tokens of the sequence that cache_bytes speaks of."""
+    layer_selection: str | None = None
+    """Which layers stay attention: uniform (evenly placed), kl (those that cost most to replace) or kl+recall (the
+    same, recall probes counted); kl+recall by default when the mixers are aligned, else uniform."""
     layer_pattern: str | None = None
     """M (mixer) and A (attention), repeated over the layers, such as MA or MMMA."""
     mixer: str = "discrete_mamba2"
@@ -58,8 +77,26 @@ class ConversionConfig:
     """A bias on out_proj."""
     initial_decay: float = 0.9
     """Decay per token of every head before alignment, in (0, 1]."""
-    align: str = "none"
-    """How the mixers are fitted to the teacher after the weights are mapped."""
+    align: str = "closed-form"
+    """How the mixers are fitted to the teacher after the weights are mapped: none, closed-form, or mohawk
+    (closed-form, then the stages of the alignment file)."""
+    align_config: str | None = None
+    """YAML file with the settings of the alignment."""
+    calibration_dataset: str = "default"
+    """Text to align on: default (ships with the package), sampled (drawn from the teacher), a .jsonl, .txt or .parquet
+    file, a folder of them, or a Hub data set."""
+    calibration_column: str = "text"
+    """Column of the data set that holds the text."""
+    calibration_split: str = "train"
+    """Split of a Hub data set."""
+    calibration_tokens: int = 20480
+    """Tokens of closed-form alignment."""
+    activation_memory: str = "4GB"
+    """Memory for activations; what exceeds it goes to disk."""
+    low_memory: bool = False
+    """Hold one block of the teacher at a time; layers are then not selected by score."""
+    work_dir: str | None = None
+    """Folder that keeps fits and scores, so that an interrupted or repeated alignment does not start again."""
     dtype: str = "auto"
     """Type of the weights written; auto keeps the teacher's."""
     device: str = "cpu"
@@ -82,6 +119,7 @@ class ConversionConfig:
             ("dtype", DTYPES),
             ("norm", (None, *NORMS)),
             ("activation", ACTIVATIONS),
+            ("layer_selection", (None, *SELECTIONS)),
         ):
             if getattr(self, name) not in allowed:
                 values = ", ".join(str(value) for value in allowed if value is not None)
@@ -98,8 +136,33 @@ class ConversionConfig:
         if self.private and self.push_to_hub is None:
             raise ValueError("private says who may see the uploaded repository; it needs push_to_hub.")
         parse_size(self.max_shard_size)
-        if self.device != "cpu" and self.align == "none":
-            warnings.warn("device has no effect without alignment: mapping weights is disk-bound.", stacklevel=3)
+        parse_size(self.activation_memory)
+        if self.cache_bytes is not None:
+            parse_size(self.cache_bytes)
+        self._check_alignment()
+
+    def _check_alignment(self) -> None:
+        """Options that contradict the alignment, or have no effect without one."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.calibration_tokens < 1 or self.context < 1:
+            raise ValueError("calibration_tokens and context must be positive.")
+        by_score = self.layer_selection in ("kl", "kl+recall")
+        if by_score and self.align == "none":
+            raise ValueError(f"layer_selection {self.layer_selection} scores fitted mixers; it needs an alignment.")
+        if by_score and self.low_memory:
+            raise ValueError(
+                f"layer_selection {self.layer_selection} needs the whole teacher in memory; leave out low_memory or "
+                "say layer_selection uniform."
+            )
+        if self.layer_selection is not None and (self.attention_layers is not None or self.layer_pattern is not None):
+            raise ValueError("layer_selection chooses the layers; attention_layers and layer_pattern name them.")
+        if self.align != "none":
+            return
+        if self.device != "cpu":
+            warnings.warn("device has no effect without alignment: mapping weights is disk-bound.", stacklevel=4)
+        for name in ALIGNMENT_ONLY:
+            if getattr(self, name) != defaults[name]:
+                warnings.warn(f"{name} has no effect without alignment.", stacklevel=4)
 
     def options(self) -> dict[str, Any]:
         """Every option that is not its default, for the record."""

@@ -165,8 +165,8 @@ class LayerMapping:
             value[..., -1] = 1.0
         else:
             constants = {
-                "A_log_bias": -CERTAIN if self.decay == 1 else math.log1p(-self.decay) - math.log(self.decay),
-                "A_log": -CERTAIN if self.decay == 1 else math.log(-math.log(self.decay)),
+                "A_log_bias": decay_logit(self.decay),
+                "A_log": log_rate(self.decay),
                 "dt_bias": UNIT_STEP,
                 "dt_proj.bias": UNIT_STEP,
                 "z_bias": OPEN_GATE,
@@ -185,6 +185,31 @@ class LayerMapping:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 101 + len(name))
         bound = self.D**-0.5
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def set_decay(mixer: torch.nn.Module, decay: float) -> bool:
+    """Give every head of a mixer `decay` per token, in place; False where a mixer has no parameter for it.
+
+    With a step size, the decay holds at the step the mixer starts with, 1.
+    """
+    if mixer.config.mixer == "discrete_mamba2":
+        if mixer.A_log_bias is None:
+            return False
+        mixer.A_log_bias.fill_(decay_logit(decay))
+    else:
+        mixer.A_log.fill_(log_rate(decay))
+    return True
+
+
+def decay_logit(decay: float) -> float:
+    """A_log of discrete_mamba2 with sigmoid(-A_log) = decay."""
+    return -CERTAIN if decay == 1 else math.log1p(-decay) - math.log(decay)
+
+
+def log_rate(decay: float) -> float:
+    """A_log of mamba1 and mamba2 with exp(-exp(A_log)) = decay."""
+    return -CERTAIN if decay == 1 else math.log(-math.log(decay))
 
 
 def fold_out_bias(target: str, own: Source, added: Source) -> Rule:

@@ -43,6 +43,12 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 ALIGNMENT_NOTES = {
     "none": "**Not aligned.** The attention weights were mapped (Q to C, K to B, V to x, O to out_proj) and nothing "
     "was fitted: this is a starting point for alignment and distillation, not yet a language model.",
+    "closed-form": "**Aligned in closed form.** The attention weights were mapped (Q to C, K to B, V to x, O to "
+    "out_proj), and each mixer was fitted by itself to the attention it replaces, without training end to end; "
+    "`alignment.json` holds the text's size and every layer's held-out error. Recall over a distance suffers first.",
+    "mohawk": "**Aligned with MOHAWK.** The mixers were fitted to the attention they replace and then trained (matrix "
+    "orientation, hidden-state alignment, distillation; `alignment.json` says which, on how many tokens, and what "
+    "each stage changed).",
 }
 
 

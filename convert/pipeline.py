@@ -6,6 +6,7 @@ configuration and card -> put the folder in place -> push.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import glob
 import hashlib
 import importlib.metadata
@@ -30,12 +31,15 @@ from transformers import AutoTokenizer, GenerationConfig
 import modeling_llamba
 import modeling_phimamba
 
-from .config import ConversionConfig, make_config, parse_size
+from .alignment import Alignment, ClosedFormAligner, Progress
+from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .model_card import make_card
-from .plan import Plan, make_plan
+from .plan import Plan, make_plan, with_cache_budget
 from .teacher import Teacher, find_teacher
 from .writer import plan_shards, write_shards
 
+# where things lie on this machine; not for publication
+LOCAL_OPTIONS = ("model", "output", "overwrite", "work_dir", "align_config", "calibration_dataset")
 HASH_BLOCK_BYTES = 16 * 2**20
 PACKAGES = {"llamba": (modeling_llamba, "Llamba"), "phimamba": (modeling_phimamba, "PhiMamba")}
 TOKENIZER_FILES = (
@@ -72,19 +76,22 @@ def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
 def plan_conversion(options: ConversionConfig) -> Plan:
     """What `run` would do; reads configuration and tensor headers only."""
     teacher = find_teacher(options.model, options.revision, options.gguf_file, with_weights=False)
-    return make_plan(teacher, options, teacher.open_weights())
+    checkpoint = teacher.open_weights()
+    return make_plan(teacher, with_cache_budget(options, teacher, checkpoint), checkpoint)
 
 
 def run(
     options: ConversionConfig,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     progress: Callable[[int], None] = lambda nbytes: None,
+    align_progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """Carry out a conversion.
 
     Args:
-        on_plan: called once the plan stands, before anything is written.
+        on_plan: called once the plan stands, before anything is fitted or written.
         progress: called with the number of bytes of weights just written.
+        align_progress: called with what alignment is doing, how much of it is done, and of how much.
 
     Raises:
         ValueError: bad options, teacher or weights. OSError: the disk.
@@ -95,9 +102,18 @@ def run(
     teacher = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code)
     check_apart(output, teacher.folder)
     checkpoint = teacher.open_weights()
-    plan = make_plan(teacher, options, checkpoint)
+    placed = with_cache_budget(options, teacher, checkpoint)
+    plan = make_plan(teacher, placed, checkpoint)
     repository = prepare_repository(options)
+    aligner, alignment = None, None
+    if options.align != "none" and "linear_attention" in plan.config.layer_types:
+        aligner = ClosedFormAligner(teacher, placed, checkpoint, align_progress)
+        if aligner.selects:
+            plan = make_plan(teacher, with_layers(placed, aligner.choose_layers()), checkpoint)
     on_plan(plan)
+    if aligner is not None:
+        alignment = aligner.fit_layers(plan.config.layer_types)
+        plan = alignment.applied_to(plan)
     shards = plan_shards(plan.rules, plan.dtype, parse_size(options.max_shard_size))
     with staged(output) as folder, concurrent.futures.ThreadPoolExecutor(1) as background:
         stop = threading.Event()
@@ -109,9 +125,14 @@ def run(
             raise
         add_tokenizer(teacher, folder, options.trust_remote_code)
         add_generation_config(teacher, folder)
-        record_provenance(plan, options, hashes.result())
+        record_provenance(plan, options, alignment, hashes.result())
         add_config_and_code(plan, folder)
         make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
+        if alignment is not None:
+            (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
+        if options.align == "mohawk" and aligner is not None:
+            work = Path(options.work_dir or output.with_name(f"{output.name}.work"))
+            aligner.train(folder, work / "stages", plan.dtype)
     if repository is not None:
         with _push_errors(f"{repository} (the checkpoint is complete in {output})"):
             HfApi().upload_folder(
@@ -121,7 +142,17 @@ def run(
                 # an older upload with other shards would win over this one's
                 delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.py"],
             )
+    if aligner is not None:
+        aligner.finished()
+        if options.align == "mohawk" and options.work_dir is None:
+            shutil.rmtree(output.with_name(f"{output.name}.work"), ignore_errors=True)
     return plan
+
+
+def with_layers(options: ConversionConfig, attention_layers: tuple[int, ...]) -> ConversionConfig:
+    """The options with the layers that stay attention named instead of described."""
+    described = dict.fromkeys((*LAYER_CHOICES, "layer_selection"))
+    return dataclasses.replace(options, **described | {"attention_layers": ",".join(map(str, attention_layers))})
 
 
 def check_output(output: Path, overwrite: bool) -> None:
@@ -277,15 +308,18 @@ def add_generation_config(teacher: Teacher, folder: Path) -> None:
         GenerationConfig.from_model_config(teacher.config).save_pretrained(folder)
 
 
-def record_provenance(plan: Plan, options: ConversionConfig, weight_hashes: dict[str, str]) -> None:
+def record_provenance(
+    plan: Plan, options: ConversionConfig, alignment: Alignment | None, weight_hashes: dict[str, str]
+) -> None:
     """Write into the student's configuration where it comes from."""
     plan.config.conversion |= {
         "teacher": plan.teacher.public_name,
         "teacher_revision": plan.teacher.revision,
         "teacher_model_type": plan.teacher.family.model_type,
         "teacher_sha256": weight_hashes,
-        "align": options.align,
-        "options": {k: v for k, v in options.options().items() if k not in ("model", "output", "overwrite")},
+        "align": options.align if alignment is not None else "none",
+        "calibration": {} if alignment is None else {k: alignment.report[k] for k in ("text", "tokens")},
+        "options": {k: v for k, v in options.options().items() if k not in LOCAL_OPTIONS},
         "versions": {
             "convert-to-hybrid": importlib.metadata.version("convert-to-hybrid"),
             "transformers": transformers.__version__,

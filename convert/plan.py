@@ -1,5 +1,6 @@
 """The plan of a conversion: the student's configuration, a rule for every tensor, and what it will cost."""
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 
 from .checkpoint import BLOCK_BYTES, Checkpoint, TensorInfo
-from .config import ConversionConfig
+from .config import ConversionConfig, parse_size
 from .families import COMMON_FIELDS, TeacherFamily
 from .layer_selection import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
 from .mixer_mapping import LayerMapping, fold_out_bias
@@ -124,6 +125,35 @@ def choose_attention_layers(options: ConversionConfig, num_layers: int) -> tuple
         return pattern_attention_layers(num_layers, options.layer_pattern)
     ratio = 0.5 if options.attention_ratio is None else options.attention_ratio
     return uniform_attention_layers(num_layers, ratio)
+
+
+def attention_budget(options: ConversionConfig, num_layers: int) -> int:
+    """How many layers stay attention when scores choose them."""
+    ratio = 0.5 if options.attention_ratio is None else options.attention_ratio
+    return len(uniform_attention_layers(num_layers, ratio))
+
+
+def with_cache_budget(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoint) -> ConversionConfig:
+    """The options with `cache_bytes` turned into the largest share of attention layers that keeps within it.
+
+    Raises:
+        ValueError: not even the recurrent states fit.
+    """
+    if options.cache_bytes is None:
+        return options
+    options, budget = dataclasses.replace(options, cache_bytes=None, attention_ratio=0.0), options.cache_bytes
+    config = student_config(teacher, options)
+    dtype, kinds = _output_dtype(options.dtype, checkpoint.tensors), config.conversion["teacher_layer_types"]
+    for count in range(len(kinds), -1, -1):
+        # the layers that keep most are counted, so that whichever are chosen, the budget holds
+        kept = sorted(kinds)[:count]
+        config.layer_types = [*kept, *["linear_attention"] * (len(kinds) - count)]
+        if cache_bytes(config, options.context, dtype)[1] <= parse_size(budget):
+            return dataclasses.replace(options, attention_ratio=count / len(kinds))
+    need = human_bytes(cache_bytes(config, options.context, dtype)[1])
+    raise ValueError(
+        f"cache_bytes {budget} is too little: the mixers' states alone take {need}; give more or a smaller d_state."
+    )
 
 
 def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedConfig:
@@ -296,4 +326,14 @@ def human_bytes(size: int) -> str:
     return f"{amount:.4g} TB"
 
 
-__all__ = ["CONTEXTS", "Plan", "cache_bytes", "describe", "human_bytes", "make_plan", "student_config"]
+__all__ = [
+    "CONTEXTS",
+    "Plan",
+    "attention_budget",
+    "cache_bytes",
+    "describe",
+    "human_bytes",
+    "make_plan",
+    "student_config",
+    "with_cache_budget",
+]

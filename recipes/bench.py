@@ -36,7 +36,7 @@ def memory(key):
 before = memory("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
 started = time.perf_counter()
-convert(sys.argv[1], sys.argv[2], overwrite=True, max_shard_size=sys.argv[3])
+convert(sys.argv[1], sys.argv[2], overwrite=True, max_shard_size=sys.argv[3], align='none')
 print(json.dumps({"seconds": time.perf_counter() - started, "peak": memory("VmHWM") - before, "own": before}))
 """
 

@@ -21,8 +21,17 @@ from convert.cli import app
 from tests.teachers import TEACHERS, TINY
 
 
+def unaligned(args):
+    """The arguments, and no alignment unless they speak of it."""
+    return [str(arg) for arg in args] + ([] if "--align" in args else ["--align", "none"])
+
+
 def run(*args):
-    """The command in this process: importing torch anew for each case would take minutes."""
+    """The command in this process, without alignment: importing torch anew for each case would take minutes."""
+    return run_as_is(*unaligned(args))
+
+
+def run_as_is(*args):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -36,7 +45,7 @@ def run(*args):
 
 def run_alone(*args, env=None, **kwargs):
     """The command as a process of its own."""
-    command = [sys.executable, "-m", "convert.cli", *map(str, args)]
+    command = [sys.executable, "-m", "convert.cli", *unaligned(args)]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}), **kwargs)
 
 
@@ -296,7 +305,7 @@ convert.cli.main()
 def test_interrupted_half_way(kind, teacher, tmp_path):
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_WRITER, str(teacher), str(out), "-q"],
+        [sys.executable, "-c", SLOW_WRITER, str(teacher), str(out), "-q", "--align", "none"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -383,7 +392,7 @@ def test_every_family_refuses_a_stranger_tensor(saved_teacher, tmp_path):
         from convert import convert
 
         with pytest.raises(ValueError, match="unexpected tensor model.stray"):
-            convert(str(tmp_path / name), tmp_path / "out")
+            convert(str(tmp_path / name), tmp_path / "out", align="none")
     assert len(TEACHERS) > 10
 
 

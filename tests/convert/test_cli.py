@@ -35,7 +35,7 @@ def test_plan_figures_are_right(saved_teacher):
     from modeling_llamba import LlambaForCausalLM
     from tests.teachers import random_ids
 
-    plan = plan_conversion(make_config(model=str(saved_teacher("llama-gqa")), output="unused"))
+    plan = plan_conversion(make_config(model=str(saved_teacher("llama-gqa")), output="unused", align="none"))
     model = LlambaForCausalLM(plan.config)
     assert plan.parameters_after == sum(p.numel() for p in model.parameters())
     assert plan.parameters_before == sum(p.numel() for p in make_teacher("llama-gqa").parameters())
@@ -158,7 +158,11 @@ def test_provenance_is_recorded(saved_teacher, tmp_path):
     folder = saved_teacher("llama-gqa")
     assert run(folder, tmp_path / "out", "--mixer", "mamba2", "--seed", "7").returncode == 0
     conversion = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]
-    assert conversion["teacher"] == folder.name and conversion["options"] == {"mixer": "mamba2", "seed": 7}
+    assert conversion["teacher"] == folder.name and conversion["options"] == {
+        "align": "none",
+        "mixer": "mamba2",
+        "seed": 7,
+    }
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert conversion["teacher_sha256"] == {"model.safetensors": digest}
     assert set(conversion["versions"]) == {"convert-to-hybrid", "transformers", "torch"}

@@ -16,7 +16,7 @@ every_teacher = pytest.mark.parametrize("name", TEACHERS)
 
 
 def converted(folder, output, **options):
-    plan = convert(str(folder), output, **options)
+    plan = convert(str(folder), output, align="none", **options)
     return AutoModelForCausalLM.from_pretrained(output).eval(), plan
 
 
@@ -138,7 +138,7 @@ def test_a_larger_state_keeps_the_mapping_exact(name, rotary, saved_teacher, tmp
 def test_a_smaller_state_is_the_best_low_rank_fit(name, saved_teacher, tmp_path):
     """Of all matrices of that rank, the products C^T B of one key head's queries are the closest to q^T k."""
     folder = saved_teacher(name)
-    convert(str(folder), tmp_path / "out", attention_ratio=0.0, d_state=5, rotary=False)
+    convert(str(folder), tmp_path / "out", attention_ratio=0.0, d_state=5, rotary=False, align="none")
     teacher = load_file(folder / "model.safetensors")
     in_proj = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mixer.in_proj.weight"]
     q, k = (teacher[f"model.layers.1.self_attn.{p}_proj.weight"].view(-1, 8, 32) for p in "qk")
@@ -165,7 +165,7 @@ def test_phi_output_bias_folds_into_the_mlp(name, saved_teacher, tmp_path):
 
 def test_an_output_bias_without_a_place_is_an_error(saved_teacher, tmp_path):
     with pytest.raises(ValueError, match="needs a bias on out_proj"):
-        convert(str(saved_teacher("llama-biases")), tmp_path / "out", out_bias=False)
+        convert(str(saved_teacher("llama-biases")), tmp_path / "out", out_bias=False, align="none")
 
 
 def test_initial_decay_is_what_was_asked(saved_teacher, tmp_path):
@@ -182,6 +182,6 @@ def test_initial_decay_is_what_was_asked(saved_teacher, tmp_path):
 def test_the_seed_decides_what_the_teacher_does_not(saved_teacher, tmp_path):
     weights = []
     for run, seed in enumerate((0, 0, 1)):
-        convert(str(saved_teacher("llama-gqa")), tmp_path / str(run), mixer="mamba1", seed=seed)
+        convert(str(saved_teacher("llama-gqa")), tmp_path / str(run), mixer="mamba1", seed=seed, align="none")
         weights.append((tmp_path / str(run) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]

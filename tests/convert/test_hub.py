@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests.convert.test_bad_input import unaligned
 from tests.hub_server import COMMIT, HubServer
 from tests.teachers import make_teacher, random_ids
 
@@ -22,7 +23,7 @@ def hub(tmp_path_factory):
 
 
 def client(hub, tmp_path, *args, **kwargs):
-    command = [sys.executable, "-m", "convert.cli", *map(str, args)]
+    command = [sys.executable, "-m", "convert.cli", *unaligned(args)]
     environment = os.environ | hub.environment(tmp_path / "cache", **kwargs)
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 

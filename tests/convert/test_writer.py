@@ -18,8 +18,8 @@ from tests.teachers import make_teacher, random_ids
 
 
 def test_shards_hold_what_one_file_holds(saved_teacher, tmp_path):
-    convert(str(saved_teacher("llama-mha-tied")), tmp_path / "one")
-    convert(str(saved_teacher("llama-mha-tied")), tmp_path / "many", max_shard_size="20KB")
+    convert(str(saved_teacher("llama-mha-tied")), tmp_path / "one", align="none")
+    convert(str(saved_teacher("llama-mha-tied")), tmp_path / "many", max_shard_size="20KB", align="none")
     one = load_file(tmp_path / "one" / "model.safetensors")
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     shards = {name: load_file(tmp_path / "many" / name) for name in set(index["weight_map"].values())}
@@ -45,7 +45,7 @@ def test_a_tied_head_in_the_checkpoint_is_dropped_and_said(name, tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "teacher" / "model.safetensors", metadata={"format": "pt"})
-    plan = convert(str(tmp_path / "teacher"), tmp_path / "out", attention_ratio=1.0)
+    plan = convert(str(tmp_path / "teacher"), tmp_path / "out", attention_ratio=1.0, align="none")
     assert set(plan.dropped) == {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     ids = random_ids(1, 6)
@@ -55,7 +55,7 @@ def test_a_tied_head_in_the_checkpoint_is_dropped_and_said(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(dtype, saved_teacher, tmp_path):
-    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", dtype=dtype)
+    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", dtype=dtype, align="none")
     wanted = getattr(torch, dtype)
     assert plan.dtype == wanted
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -79,8 +79,8 @@ def test_pickled_and_safetensors_teachers_give_the_same_files(saved_teacher, tmp
     (tmp_path / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     assert isinstance(open_weights(tmp_path / "bin"), PickledCheckpoint)
     assert isinstance(open_weights(saved_teacher("phi")), SafetensorsCheckpoint)
-    convert(str(tmp_path / "bin"), tmp_path / "from-bin")
-    convert(str(saved_teacher("phi")), tmp_path / "from-safetensors")
+    convert(str(tmp_path / "bin"), tmp_path / "from-bin", align="none")
+    convert(str(saved_teacher("phi")), tmp_path / "from-safetensors", align="none")
     a, b = (load_file(tmp_path / f"from-{k}" / "model.safetensors") for k in ("bin", "safetensors"))
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 

@@ -1,0 +1,77 @@
+"""Stream text through the teacher block by block, giving each layer's attention inputs and outputs.
+
+Only one layer's activations exist at a time: the residual stream in float32, the attention's input and output in
+bfloat16 (a relative rounding error of 4e-3, squared 1e-5, far below any fit's). They lie in memory, or on disk where
+they would take more than they may.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .closed_form import LayerData
+from .teacher_model import TeacherModel
+
+STREAM_SEQUENCES = 4
+
+
+class ActivationStream:
+    """The residual stream of some sequences, and how to move it through a block.
+
+    Args:
+        ids: (S, L) token ids. held_out: how many of the last sequences judge instead of fit.
+        memory: bytes the activations may take in memory; more goes to a temporary file in `folder`.
+    """
+
+    def __init__(
+        self, teacher: TeacherModel, ids: torch.Tensor, held_out: int, memory: int, folder: Path | None = None
+    ):
+        if not 0 < held_out < len(ids):
+            raise ValueError(f"{len(ids)} calibration sequences cannot be split into fitting and {held_out} held-out.")
+        self.teacher, self.ids, self.held_out = teacher, ids, held_out
+        shape = (*ids.shape, teacher.config.hidden_size)
+        on_disk = ids.numel() * shape[-1] * (4 + 2 + 2) > memory
+        self._folder = tempfile.TemporaryDirectory(dir=folder, prefix=".activations-") if on_disk else None
+        self.hidden = self._array("hidden", shape, torch.float32)
+        self.u = self._array("u", shape, torch.bfloat16)
+        self.y = self._array("y", shape, torch.bfloat16)
+        for rows in self._rows():
+            self.hidden[rows] = teacher.embed(ids[rows]).cpu()
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self._folder is None:
+            return torch.empty(shape, dtype=dtype)
+        size = torch.Size(shape).numel()
+        return torch.from_file(f"{self._folder.name}/{name}", shared=True, size=size, dtype=dtype).view(shape)
+
+    def _rows(self) -> Iterator[slice]:
+        for first in range(0, len(self.ids), STREAM_SEQUENCES):
+            yield slice(first, first + STREAM_SEQUENCES)
+
+    @torch.no_grad()
+    def attention_data(self, layer: int) -> LayerData:
+        """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way."""
+        block = self.teacher.block(layer)
+        seen = []
+        handle = block.self_attn.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
+        try:
+            for rows in self._rows():
+                hidden = self.hidden[rows].to(self.teacher.device)
+                self.hidden[rows] = block(hidden, **self.teacher.block_inputs(hidden)).cpu()
+                ((u, y),) = seen
+                self.u[rows], self.y[rows] = u.cpu(), y.cpu()
+                seen.clear()
+        finally:
+            handle.remove()
+        folded = self.teacher.folded_bias(layer)
+        if folded is not None:
+            self.y -= folded.cpu().to(self.y.dtype)
+        return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1]), self.held_out)
+
+    def close(self) -> None:
+        """Let go of the arrays and their file."""
+        self.hidden = self.u = self.y = None
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -1,0 +1,233 @@
+"""Fit one mixer to the attention it replaces: a linear solve, a short list of decays, and a refinement.
+
+Given everything before it, out_proj (with its bias) is the solution of a ridge regression of the attention's output on
+the mixer's features, shrunk towards the out_proj at hand (the teacher's own, at first). The decay is chosen from a
+list, and every choice, the ridge strength included, is judged on sequences kept out of the fit. What enters
+nonlinearly (B, C, x, the gate, the convolution, input-dependent decays) is refined by a fixed number of gradient
+steps on the same cached activations, after which out_proj is solved once more.
+
+Shapes: S sequences, L length, D model width, E features before out_proj.
+"""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..mixer_mapping import set_decay
+
+BATCH_SEQUENCES = 4
+DECAY_SEQUENCES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """How one mixer is fitted."""
+
+    decays: tuple[float, ...] = (0.5, 0.7, 0.85, 0.95)
+    """Decays per token to choose from, one per layer."""
+    ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
+    """Ridge strengths to choose from, in units of the mean squared feature."""
+    refine_steps: int = 160
+    """Gradient steps after the solve; 0 leaves the closed form as it is."""
+    refine_sequences: int = 2
+    """Sequences per step."""
+    refine_learning_rate: float = 2e-3
+    """Peak learning rate (AdamW); 10 % warm-up, then linearly to 0."""
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """What a fit reached; errors are ||mixer(u) - y||^2 / ||y||^2 on the held-out sequences."""
+
+    decay: float | None
+    """The decay chosen; None where the mixer has no parameter for it."""
+    ridge: float | None
+    """The ridge chosen; None where out_proj was best left as it was."""
+    mapped: float
+    """With the weights mapped and nothing fitted."""
+    solved: float
+    """After the closed form."""
+    refined: float
+    """At the end."""
+
+
+@dataclass
+class LayerData:
+    """One layer's inputs u and targets y (S, L, D), the last `held_out` sequences for judging."""
+
+    u: torch.Tensor
+    y: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    held_out: int
+
+    def fewer(self, fitting: int) -> "LayerData":
+        """The same with at most so many fitting sequences."""
+        rows = fitting + self.held_out
+        return LayerData(self.u[-rows:], self.y[-rows:], self.rotary, self.held_out)
+
+    def fitting(self) -> range:
+        """Indices of the sequences to fit on."""
+        return range(len(self.u) - self.held_out)
+
+    def judging(self) -> range:
+        """Indices of the sequences to judge on."""
+        return range(len(self.u) - self.held_out, len(self.u))
+
+    def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:
+        """u and y of some sequences in float32 on the mixer's device."""
+        device, index = self.rotary[0].device, torch.as_tensor(rows)
+        return self.u[index].to(device, torch.float32), self.y[index].to(device, torch.float32)
+
+
+def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int = 0) -> tuple[nn.Module, LayerFit]:
+    """Fit a mapped mixer to (u, y).
+
+    Returns:
+        The fitted mixer and its errors. A step that does not lower the held-out error is taken back.
+
+    Raises:
+        ValueError: the activations are not finite, or no candidate gives a finite error.
+    """
+    if not (torch.isfinite(data.u).all() and torch.isfinite(data.y).all()):
+        raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
+    with torch.no_grad():
+        mapped = held_out_error(mixer, data)
+        decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
+        solved, ridge = solve_out_proj(mixer, data, settings.ridges)
+    if not math.isfinite(solved):
+        raise ValueError("No decay gives a finite error: the normal equations are singular or the features overflow.")
+    refined = solved
+    if settings.refine_steps:
+        candidate = copy.deepcopy(mixer)
+        refine(candidate, data, settings, seed)
+        with torch.no_grad():
+            error, _ = solve_out_proj(candidate, data, settings.ridges)
+        if error < solved:
+            refined, mixer = error, candidate
+    return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined)
+
+
+@torch.no_grad()
+def best_decay(mixer: nn.Module, data: LayerData, settings: FitSettings) -> tuple[float | None, nn.Module]:
+    """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
+    best_error, best, best_mixer = math.inf, None, mixer
+    for decay in settings.decays:
+        candidate = copy.deepcopy(mixer)
+        if not set_decay(candidate, decay):
+            break
+        error, _ = solve_out_proj(candidate, data, settings.ridges)
+        if error < best_error:
+            best_error, best, best_mixer = error, decay, candidate
+    return best, best_mixer
+
+
+def features(mixer: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """What the mixer feeds to out_proj (B, L, E)."""
+    seen = []
+    handle = mixer.out_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    try:
+        mixer(u, rotary)
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+@torch.no_grad()
+def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...]) -> tuple[float, float | None]:
+    """Put the best out_proj (and bias) into the mixer, in place.
+
+    Ridge regression with normal equations in float64: min ||F W - Y||^2 + r ||W - W0||^2 with W0 the out_proj at hand
+    and r the ridge times the mean squared feature; the bias is hardly shrunk. The ridge is the one with the lowest
+    held-out error; W0 itself is a candidate.
+
+    Returns:
+        The held-out relative error, and the ridge, None if W0 was best.
+    """
+    out = mixer.out_proj
+    gram, moment = normal_equations(mixer, data)
+    prior = _augmented(out)
+    scale = gram.diagonal()[: out.in_features].mean()
+    judged = [_pair(mixer, data, rows) for rows in _batches(data.judging())]
+    best_error, best_ridge, best = _error_of(prior, judged), None, prior
+    for ridge in ridges:
+        penalty = torch.full_like(gram.diagonal(), float(ridge * scale))
+        penalty[out.in_features :] *= 1e-6
+        factor, info = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
+        if info.item():
+            continue
+        weights = torch.cholesky_solve(moment + penalty[:, None] * prior, factor)
+        error = _error_of(weights, judged)
+        if error < best_error:
+            best_error, best_ridge, best = error, ridge, weights
+    out.weight.copy_(best[: out.in_features].T)
+    if out.bias is not None:
+        out.bias.copy_(best[out.in_features])
+    return best_error, best_ridge
+
+
+def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
+    """F^T F (E', E') and F^T Y (E', D) in float64 over the fitting sequences; E' = E + 1 with a bias."""
+    gram = moment = 0.0
+    for rows in _batches(data.fitting()):
+        F, y = _pair(mixer, data, rows)
+        gram, moment = gram + F.T @ F, moment + F.T @ y
+    return gram, moment
+
+
+def _pair(mixer: nn.Module, data: LayerData, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    u, y = data.batch(rows)
+    F = features(mixer, u, data.rotary).flatten(0, 1).double()
+    if mixer.out_proj.bias is not None:
+        F = torch.cat([F, F.new_ones(len(F), 1)], 1)
+    return F, y.flatten(0, 1).double()
+
+
+def _augmented(out: nn.Linear) -> torch.Tensor:
+    """(E or E + 1, D) in float64: the weight transposed, the bias as its last row."""
+    weight = out.weight.detach().double().T
+    return weight if out.bias is None else torch.cat([weight, out.bias.detach().double()[None]])
+
+
+def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    error = sum(((F @ weights - y) ** 2).sum() for F, y in pairs)
+    return (error / sum((y**2).sum() for _, y in pairs)).item()
+
+
+def _batches(rows: range) -> list[range]:
+    return [rows[i : i + BATCH_SEQUENCES] for i in range(0, len(rows), BATCH_SEQUENCES)]
+
+
+@torch.no_grad()
+def held_out_error(mixer: nn.Module, data: LayerData) -> float:
+    """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit."""
+    error = total = 0.0
+    for rows in _batches(data.judging()):
+        u, y = data.batch(rows)
+        error += ((mixer(u, data.rotary) - y) ** 2).sum().item()
+        total += (y**2).sum().item()
+    return error / total
+
+
+def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) -> None:
+    """A fixed number of AdamW steps on every parameter of the mixer, in place, towards the lowest squared error."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 1 / data.y[list(data.fitting())].float().pow(2).mean().item()
+    optimizer = torch.optim.AdamW(
+        mixer.parameters(), lr=settings.refine_learning_rate, betas=(0.9, 0.95), weight_decay=0
+    )
+    steps, order = settings.refine_steps, []
+    for step in range(steps):
+        warm, left = (step + 1) / (0.1 * steps), 1 - step / steps
+        optimizer.param_groups[0]["lr"] = settings.refine_learning_rate * min(1.0, warm) * left
+        if len(order) < settings.refine_sequences:
+            order = torch.randperm(len(data.fitting()), generator=generator).tolist()
+        rows, order = order[: settings.refine_sequences], order[settings.refine_sequences :]
+        u, y = data.batch(rows)
+        loss = (mixer(u, data.rotary) - y).pow(2).mean() * scale
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(mixer.parameters(), 1.0)
+        optimizer.step()

@@ -1,0 +1,117 @@
+"""MOHAWK stage 1: turn the mixer's unrolled matrix towards the teacher's attention matrix.
+
+    loss = mean over sequences and heads of ||Attention(u) - Mixer(u)||_F                 (Bick et al. 2024, eq. 5)
+
+u is the teacher's own layer input, so layers are independent. The matrices are compared a tile of rows at a time: the
+norm is summed over the tiles in a first pass, and the second pass computes every tile again and sends its gradient
+back to the streams (B, C, decay, step, D), from where one backward pass reaches the projections. Memory is
+O(B H tile L), not O(B H L^2), and the result is the same.
+
+Shapes: B batch, L length, H heads, K key heads, N state, d head dim, T rows of a tile.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from modeling_llamba.rotary import apply_rotary
+from modeling_llamba.ssd import repeat_groups
+
+
+def matrix_orientation_loss(
+    mixer: nn.Module,
+    attention: nn.Module,
+    u: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    tile: int = 128,
+) -> float:
+    """Stage-1 loss of one layer; its gradients are added to the mixer's parameters where autograd is on.
+
+    Args:
+        u: (B, L, D), what both see. tile: rows compared at a time.
+
+    Raises:
+        ValueError: the mixer has no matrix per head.
+    """
+    check_comparable(mixer, attention)
+    with torch.autocast(u.device.type, enabled=False):
+        u = u.to(torch.promote_types(u.dtype, torch.float32))
+        tiles = partial(attention_rows, attention, u, rotary, tile)
+        streams = mixer.project(u, rotary)
+        parts = [streams.log_a, streams.B, streams.C, mixer.D]
+        parts += [] if streams.step is None else [streams.step]
+        leaves = [part.detach().requires_grad_(torch.is_grad_enabled()) for part in parts]
+        with torch.no_grad():
+            squares = sum((mixer_rows(leaves, rows) - target).square().sum((-2, -1)) for rows, target in tiles())
+        norms = squares.double().sqrt()
+        if torch.is_grad_enabled():
+            _send_back(parts, leaves, tiles, norms)
+    return norms.mean().item()
+
+
+def _send_back(parts, leaves, tiles, norms) -> None:
+    """d ||E||_F = <E, dE> / ||E||_F, tile by tile; a norm of zero has gradient zero."""
+    weights = torch.where(norms > 0, 0.5 / norms, 0.0) / norms.numel()
+    for rows, target in tiles():
+        squares = (mixer_rows(leaves, rows) - target).square().sum((-2, -1))
+        (squares * weights.to(squares.dtype)).sum().backward()
+    reached = [(part, leaf.grad) for part, leaf in zip(parts, leaves, strict=True) if part.requires_grad]
+    torch.autograd.backward([part for part, _ in reached], [grad for _, grad in reached])
+
+
+def check_comparable(mixer: nn.Module, attention: nn.Module) -> None:
+    """Refuse a mixer whose matrices are not one per attention head.
+
+    Raises:
+        ValueError: saying which stages remain.
+    """
+    if mixer.config.mixer == "mamba1":
+        raise ValueError(
+            "mamba1 mixes every channel with a matrix of its own, so there is none per head to orient; leave stage 1 "
+            "out (matrix_orientation: {tokens: 0})."
+        )
+    heads = attention.q_proj.out_features // attention.head_dim
+    if mixer.num_heads != heads:
+        raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
+
+
+def mixer_rows(streams: list[torch.Tensor], rows: slice) -> torch.Tensor:
+    """Rows (B, H, T, L) of the unrolled matrix, skip connection included.
+
+    Args:
+        streams: log_a (B, L, H), B (B, L, G, N), C (B, L, H, N), D (H,), and the step (B, L, H) where there is one.
+    """
+    log_a, B, C, D, *step = streams
+    H, L = log_a.shape[-1], log_a.shape[1]
+    total = log_a.double().cumsum(1).transpose(1, 2)
+    position = torch.arange(L, device=log_a.device)
+    future = position[rows, None] < position
+    decay = (total[..., rows, None] - total[..., None, :]).masked_fill(future, float("-inf")).exp()
+    matrix = C[:, rows].transpose(1, 2) @ repeat_groups(B, H).transpose(1, 2).transpose(-1, -2) * decay.to(C.dtype)
+    if step:
+        matrix = matrix * step[0].transpose(1, 2)[..., None, :].to(matrix.dtype)
+    return matrix + D[:, None, None] * (position[rows, None] == position).to(matrix.dtype)
+
+
+@torch.no_grad()
+def attention_rows(
+    attention: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], tile: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window."""
+    shape = (*u.shape[:-1], -1, attention.head_dim)
+    query, key = attention.q_proj(u).view(shape), attention.k_proj(u).view(shape)
+    if attention.q_norm is not None:
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = (apply_rotary(t.transpose(1, 2), *rotary, head_dim_axis=1) for t in (query, key))
+    key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
+    position = torch.arange(u.shape[1], device=u.device)
+    for start in range(0, u.shape[1], tile):
+        rows = slice(start, min(start + tile, u.shape[1]))
+        distance = position[rows, None] - position
+        hidden = distance < 0
+        if attention.sliding_window is not None:
+            hidden = hidden | (distance >= attention.sliding_window)
+        scores = query[:, :, rows] @ key.transpose(-1, -2) * attention.scaling
+        yield rows, scores.masked_fill(hidden, float("-inf")).softmax(-1)

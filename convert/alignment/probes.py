@@ -1,0 +1,63 @@
+"""Recall probes: sequences whose marked tokens can only be known by looking back.
+
+KL on prose is blind to recall: a hybrid can lose all in-context copying at no cost in perplexity. The probes are made
+of random tokens, so that no knowledge helps, and need no data.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Probe(NamedTuple):
+    """ids (B, L), and answers (B, L) bool: which tokens must be recalled."""
+
+    ids: torch.Tensor
+    answers: torch.Tensor
+
+
+def copy_probe(vocabulary: range, rows: int, length: int, seed: int) -> Probe:
+    """`length` random tokens, then the same again; the second half, but for its first token, is to be recalled."""
+    first = _random(vocabulary, rows, length, seed)
+    answers = torch.zeros(rows, 2 * length, dtype=torch.bool)
+    answers[:, length + 1 :] = True
+    return Probe(torch.cat([first, first], 1), answers)
+
+
+def associative_probe(vocabulary: range, rows: int, pairs: int, seed: int) -> Probe:
+    """Key and value tokens in pairs, then every key again in another order with its value: recall the values."""
+    tokens = _random(vocabulary, rows, 2 * pairs, seed).view(rows, pairs, 2)
+    order = torch.stack([torch.randperm(pairs, generator=_generator(seed + 1 + i)) for i in range(rows)])
+    asked = tokens.gather(1, order[..., None].expand(-1, -1, 2)).flatten(1)
+    answers = torch.zeros(rows, 4 * pairs, dtype=torch.bool)
+    answers[:, 2 * pairs + 1 :: 2] = True
+    return Probe(torch.cat([tokens.flatten(1), asked], 1), answers)
+
+
+def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int = 8) -> Probe:
+    """A needle of random tokens early in prose; at the end its first half again: recall the second half.
+
+    Args:
+        prose: (B, L) token ids of text, which the needle and the question replace in place of L's own tokens.
+        width: tokens of the needle.
+    """
+    rows, length = prose.shape
+    needle = _random(vocabulary, rows, width, seed)
+    ids, place = prose.clone(), length // 8
+    ids[:, place : place + width] = needle
+    ids[:, -width:] = needle
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[:, -width // 2 :] = True
+    return Probe(ids, answers)
+
+
+def _random(vocabulary: range, rows: int, length: int, seed: int) -> torch.Tensor:
+    """Tokens without repetition within a row where the vocabulary allows it."""
+    if len(vocabulary) < length:
+        return torch.randint(vocabulary.start, vocabulary.stop, (rows, length), generator=_generator(seed))
+    draws = [torch.randperm(len(vocabulary), generator=_generator(seed + 7919 * i))[:length] for i in range(rows)]
+    return vocabulary.start + torch.stack(draws)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,150 @@
+"""The teacher as a model of the student's own class, every layer attention, whole or one block at a time.
+
+With every layer kept, the student's class computes the teacher exactly (the tests compare logits), so alignment needs
+no class per teacher family, and a block can hold the attention it has and the mixer it is to have side by side.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from modeling_llamba.hybrid_model import MIXER_CLASSES
+from modeling_llamba.rotary import RotaryEmbedding
+
+from ..checkpoint import Checkpoint
+from ..config import ConversionConfig
+from ..plan import STUDENTS, make_plan
+from ..teacher import Teacher
+from ..weight_mapping import Rule
+
+
+class TeacherModel:
+    """Embedding, blocks, norm and head of the teacher, loaded when they are asked for.
+
+    Args:
+        low_memory: hold one block at a time; the one before is let go.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        options: ConversionConfig,
+        checkpoint: Checkpoint,
+        device: str = "cpu",
+        low_memory: bool = False,
+    ):
+        placement = {"attention_layers": None, "layer_pattern": None}
+        self.plan = make_plan(teacher, dataclasses.replace(options, attention_ratio=1.0, **placement), checkpoint)
+        self.mixer_plan = make_plan(
+            teacher, dataclasses.replace(options, attention_ratio=0.0, **placement), checkpoint
+        )
+        self.checkpoint, self.device, self.low_memory = checkpoint, torch.device(device), low_memory
+        self.config = self.plan.config
+        with torch.device("meta"):
+            self.model = STUDENTS[self.config.model_type][1](self.config).eval().requires_grad_(False)
+        self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
+        self._rules = {rule.target: rule for rule in self.plan.rules}
+        self._mixer_rules = {rule.target: rule for rule in self.mixer_plan.rules}
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks."""
+        return self.config.num_hidden_layers
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """(B, L) -> (B, L, D)."""
+        return self._loaded("model.embed_tokens")(ids.to(self.device))
+
+    def block(self, layer: int) -> nn.Module:
+        """Block `layer` with its attention."""
+        if self.low_memory:
+            for i, block in enumerate(self.model.model.layers):
+                if i != layer and not _is_meta(block):
+                    block.to("meta")
+        return self._loaded(f"model.layers.{layer}")
+
+    def whole(self) -> nn.Module:
+        """The causal language model with everything loaded."""
+        self._loaded("model.embed_tokens")
+        for layer in range(self.num_layers):
+            self._loaded(f"model.layers.{layer}")
+        self._loaded("model.norm")
+        if self.config.tie_word_embeddings:
+            self.model.lm_head.weight = self.model.model.embed_tokens.weight
+            if self.model.lm_head.bias is not None:
+                self._fill("lm_head.bias")
+        else:
+            self._loaded("lm_head")
+        return self.model
+
+    def mixer(self, layer: int) -> nn.Module:
+        """A new mixer for `layer`, the teacher's weights mapped onto it, in float32 and trainable."""
+        mixer = MIXER_CLASSES[self.mixer_plan.config.mixer](self.mixer_plan.config, layer)
+        prefix = f"model.layers.{layer}.mixer."
+        with torch.no_grad():
+            for name, parameter in mixer.named_parameters():
+                parameter.copy_(tensor_of(self._mixer_rules[prefix + name], self.checkpoint))
+        return mixer.to(self.device)
+
+    def folded_bias(self, layer: int) -> torch.Tensor | None:
+        """The attention's output bias (D,) where the plan folds it into the MLP, which then is no mixer's work."""
+        bias = getattr(self.block(layer).self_attn.o_proj, "bias", None)
+        return None if bias is None or self.mixer_plan.config.mixer_out_bias else bias
+
+    def rotary(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (1, L, rotary dims)."""
+        return self.model.model.rotary_emb(
+            torch.zeros(1, device=self.device), torch.arange(length, device=self.device)[None]
+        )
+
+    def block_inputs(self, hidden: torch.Tensor) -> dict:
+        """The keyword arguments every block takes, for unpadded rows (B, L, D)."""
+        positions = torch.arange(hidden.shape[1], device=self.device)[None]
+        return {
+            "masks": self.model.model._masks(hidden, None, None, None, positions, None),
+            "position_embeddings": self.rotary(hidden.shape[1]),
+            "seq_idx": None,
+            "past_key_values": None,
+        }
+
+    def _loaded(self, name: str) -> nn.Module:
+        module = self.model.get_submodule(name)
+        if _is_meta(module):
+            module.to_empty(device=self.device)
+            for parameter_name, _ in module.named_parameters():
+                self._fill(f"{name}.{parameter_name}")
+        return module
+
+    @torch.no_grad()
+    def _fill(self, name: str) -> None:
+        owner, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(owner)
+        value = tensor_of(self._rules[name], self.checkpoint).to(self.device, torch.float32)
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+
+
+def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:
+    """What a rule writes, in float32, as one tensor."""
+    return torch.cat([block.float().reshape(-1) for block in rule.blocks(checkpoint)]).view(rule.shape)
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+@contextmanager
+def replaced(model: nn.Module, mixers: dict[int, nn.Module]) -> Iterator[nn.Module]:
+    """The all-attention model with `mixers` in place of those layers' attention, inside the block."""
+    layers = model.model.layers
+    before = {layer: layers[layer].layer_type for layer in mixers}
+    for layer, mixer in mixers.items():
+        layers[layer].mixer, layers[layer].layer_type = mixer, "linear_attention"
+    try:
+        yield model
+    finally:
+        for layer, kind in before.items():
+            del layers[layer].mixer
+            layers[layer].layer_type = kind

@@ -1,0 +1,114 @@
+"""Calibration and training text as sequences of token ids: the text that ships, a file, a Hub data set, or samples.
+
+Documents are joined by the end-of-sequence token and cut into rows of equal length; nothing is padded, so every
+token counts.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEFAULT_TEXT = Path(__file__).with_name("calibration_text.jsonl")
+SAMPLED = "sampled"
+LOADERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
+SAMPLE_BATCH = 64
+
+
+def documents(source: str, column: str = "text", split: str = "train") -> Iterator[str]:
+    """The texts of a data set, in order.
+
+    Args:
+        source: "default" for the text that ships, a .jsonl, .json, .txt or .parquet file, a folder of them, or the id
+            of a Hub data set.
+        column: the field that holds the text. split: of a Hub data set.
+
+    Raises:
+        ValueError: there is no such data set or no such column.
+    """
+    path = DEFAULT_TEXT if source == "default" else Path(source).expanduser()
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
+    except ImportError as error:
+        raise ValueError(
+            "Reading calibration text needs `datasets`: pip install 'convert-to-hybrid[train]'."
+        ) from error
+    try:
+        if path.exists():
+            files = [str(file) for file in _files(path)]
+            rows = load_dataset(LOADERS[Path(files[0]).suffix], data_files=files, split="train", streaming=True)
+        else:
+            rows = load_dataset(source, split=split, streaming=True)
+        for row in rows:
+            if not isinstance(row.get(column), str):
+                raise TypeError(f"no text in column {column!r}; it has {', '.join(sorted(row))}")
+            if row[column].strip():
+                yield row[column]
+    except (DatasetGenerationError, OSError, ValueError, TypeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{source} cannot be read as text: {reason}") from error
+
+
+def _files(path: Path) -> list[Path]:
+    files = sorted(f for f in path.rglob("*") if f.suffix in LOADERS) if path.is_dir() else [path]
+    kinds = {file.suffix for file in files}
+    if not files or len(kinds) > 1 or not kinds <= LOADERS.keys():
+        raise ValueError(f"{path} must be a {', '.join(LOADERS)} file or a folder with files of one of these kinds.")
+    if not any(file.stat().st_size for file in files):
+        raise ValueError(f"{path} is empty; calibration needs text.")
+    return files
+
+
+def token_rows(
+    texts: Iterator[str], tokenizer: Any, length: int, count: int, source: str, at_least: int | None = None
+) -> torch.Tensor:
+    """(count, length) token ids of documents in order, joined by the end-of-sequence token.
+
+    Args:
+        source: what to call the text in a message. at_least: rows that are enough where the text has no more.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    ids: list[int] = []
+    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in texts:
+        ids += tokenizer(text, add_special_tokens=False).input_ids + separator
+        if len(ids) >= count * length:
+            return torch.tensor(ids[: count * length]).view(count, length)
+    needed = count if at_least is None else at_least
+    if len(ids) >= needed * length:
+        return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    raise ValueError(
+        f"{source} gives {len(ids)} tokens, and {needed} sequences of {length} need {needed * length}; use a longer "
+        "text, fewer tokens or shorter sequences."
+    )
+
+
+@torch.no_grad()
+def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> torch.Tensor:
+    """(count, length) token ids drawn from the model itself at temperature 1, from its start token: no data needed."""
+    config = model.config
+    start = next((t for t in (config.bos_token_id, config.eos_token_id) if isinstance(t, int)), 0)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        rows = []
+        for first in range(0, count, SAMPLE_BATCH):
+            prompt = torch.full((min(SAMPLE_BATCH, count - first), 1), start, device=model.device)
+            drawn = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                min_new_tokens=length,
+                max_new_tokens=length,
+            )
+            rows.append(drawn[:, 1:].cpu())
+    finally:
+        torch.random.set_rng_state(state)
+    return torch.cat(rows)

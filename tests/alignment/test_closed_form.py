@@ -1,0 +1,217 @@
+"""The fit of one mixer, and of a whole teacher."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import yaml
+
+from convert import convert
+from convert.alignment.activations import ActivationStream
+from convert.alignment.align import FitCache, fit_mixers
+from convert.alignment.closed_form import (
+    FitSettings,
+    LayerData,
+    features,
+    fit_layer,
+    held_out_error,
+    normal_equations,
+    solve_out_proj,
+)
+from convert.mixer_mapping import set_decay
+from tests.alignment.tiny import layer_data, rows, teacher_model
+from tests.teachers import TEACHERS, make_teacher, random_ids
+
+EXACT = FitSettings(decays=(0.5, 0.8, 0.95), ridges=(1e-12,), refine_steps=0)
+QUICK = FitSettings(refine_steps=20)
+
+
+@pytest.mark.parametrize("mixer_name", ["discrete_mamba2", "mamba2", "mamba1"])
+@pytest.mark.parametrize("name", ["llama-gqa", "phi"])
+def test_recovers_a_known_mixer(saved_teacher, name, mixer_name):
+    """The target is the mapped mixer with a decay of the list and another out_proj: the fit finds both."""
+    model = teacher_model(saved_teacher(name), mixer=mixer_name)
+    truth = model.mixer(1)
+    with torch.no_grad():
+        set_decay(truth, 0.8)
+        truth.out_proj.weight.normal_(std=0.2)
+        truth.out_proj.bias.normal_()
+    fitted, report = fit_layer(model.mixer(1), layer_data(model, truth), EXACT)
+    assert report.decay == 0.8 and report.mapped > 0.1 and report.refined < 1e-8
+    torch.testing.assert_close(fitted.out_proj.weight, truth.out_proj.weight, atol=2e-3, rtol=0)
+    torch.testing.assert_close(fitted.out_proj.bias, truth.out_proj.bias, atol=2e-3, rtol=0)
+    torch.testing.assert_close(fitted.in_proj.weight, truth.in_proj.weight)
+
+
+def test_solution_is_the_ridge_regression_towards_the_out_proj_at_hand(saved_teacher):
+    """Against a plain least-squares solve of the stacked system."""
+    model = teacher_model(saved_teacher("llama-gqa"))
+    mixer = model.mixer(0)
+    data = layer_data(model, mixer)
+    data = dataclasses.replace(data, y=torch.randn_like(data.y) + data.y)
+    with torch.no_grad():
+        mixer.out_proj.weight.normal_()
+        prior = torch.cat([mixer.out_proj.weight.T, mixer.out_proj.bias[None]]).double()
+        u, y = data.batch(data.fitting())
+        F = features(mixer, u, data.rotary).flatten(0, 1).double()
+        F = torch.cat([F, torch.ones(len(F), 1)], 1)
+        gram, moment = normal_equations(mixer, data)
+        torch.testing.assert_close(gram, F.T @ F)
+        torch.testing.assert_close(moment, F.T @ y.flatten(0, 1).double())
+        penalty = torch.full((F.shape[1],), 0.3 * gram.diagonal()[:-1].mean().item(), dtype=torch.float64)
+        penalty[-1] *= 1e-6
+        stacked = torch.cat([F, penalty.sqrt().diag()])
+        target = torch.cat([y.flatten(0, 1).double(), penalty.sqrt()[:, None] * prior])
+        expected = torch.linalg.lstsq(stacked, target).solution
+        error, ridge = solve_out_proj(mixer, data, (0.3,))
+    assert ridge == 0.3
+    torch.testing.assert_close(mixer.out_proj.weight.double(), expected[:-1].T, atol=1e-5, rtol=1e-4)
+    assert error == pytest.approx(held_out_error(mixer, data), rel=1e-4)
+
+
+def test_a_fit_that_does_not_help_is_taken_back(saved_teacher):
+    """The mixer is already exact: no ridge and no refinement may make it worse."""
+    model = teacher_model(saved_teacher("llama-gqa"))
+    truth = model.mixer(0)
+    set_decay(truth, 0.8)
+    data = layer_data(model, truth)
+    fitted, report = fit_layer(truth, data, FitSettings(decays=(0.8,), ridges=(10.0,), refine_steps=5))
+    assert report.ridge is None and report.refined == report.solved < 1e-12
+    torch.testing.assert_close(fitted.out_proj.weight, truth.out_proj.weight)
+
+
+def test_refinement_lowers_the_error(saved_teacher):
+    model = teacher_model(saved_teacher("llama-gqa"))
+    stream = ActivationStream(model, rows(24), 4, 10**9)
+    _, report = fit_layer(model.mixer(0), stream.attention_data(0), FitSettings(refine_steps=60))
+    assert report.refined < 0.98 * report.solved < 0.1 * report.mapped
+
+
+def test_singular_system_keeps_what_it_has(saved_teacher):
+    model = teacher_model(saved_teacher("llama-gqa"))
+    mixer = model.mixer(0)
+    data = layer_data(model, mixer)
+    data = LayerData(torch.zeros_like(data.u), data.y, data.rotary, data.held_out)
+    before = mixer.out_proj.weight.clone()
+    error, ridge = solve_out_proj(mixer, data, (0.0,))
+    assert ridge is None and torch.equal(mixer.out_proj.weight, before) and 0 < error < float("inf")
+
+
+def test_activations_that_are_not_finite_are_refused(saved_teacher):
+    model = teacher_model(saved_teacher("llama-gqa"))
+    data = layer_data(model, model.mixer(0))
+    data.y[3, 5, 7] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        fit_layer(model.mixer(0), data, QUICK)
+
+
+def test_decay_without_a_parameter_is_said(saved_teacher):
+    model = teacher_model(saved_teacher("llama-gqa"), decay_bias=False)
+    fitted, report = fit_layer(model.mixer(0), layer_data(model, model.mixer(0)), EXACT)
+    assert report.decay is None and not hasattr(fitted.A_log_bias, "shape")
+
+
+@pytest.mark.parametrize("name", sorted(TEACHERS))
+def test_stream_equals_the_teacher(saved_teacher, name):
+    """The residual stream after the last block, block by block, in memory or on disk, is the teacher's own."""
+    ids = rows(6)
+    with torch.no_grad():
+        # transformers' last entry is after the final norm; a hook sees the block's own
+        seen = []
+        teacher = make_teacher(name)
+        teacher.model.layers[-1].register_forward_hook(
+            lambda m, a, o: seen.append(o[0] if isinstance(o, tuple) else o)
+        )
+        teacher(ids)
+    model = teacher_model(saved_teacher(name), low_memory=True)
+    for memory in (10**9, 1):
+        stream = ActivationStream(model, ids, 2, memory)
+        assert (stream._folder is None) == (memory > 1)
+        for layer in range(model.num_layers):
+            data = stream.attention_data(layer)
+            loaded = [i for i, b in enumerate(model.model.model.layers) if not next(b.parameters()).is_meta]
+            assert loaded == [layer]  # one block at a time
+        torch.testing.assert_close(stream.hidden, seen[0], atol=1e-4, rtol=1e-4)
+        assert data.u.dtype == torch.bfloat16 and len(data.fitting()) == 4
+        stream.close()
+
+
+def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
+    """Interrupted after two layers, the second run fits only the others and ends the same."""
+    import convert.alignment.align as align
+
+    model, ids = teacher_model(saved_teacher("llama-gqa")), rows(12)
+    whole = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(None, {}), 10**9)
+    fitted = []
+
+    def interrupted(mixer, data, settings, seed):
+        if len(fitted) == 2:
+            raise KeyboardInterrupt
+        fitted.append(seed)
+        return fit_layer(mixer, data, settings, seed)
+
+    monkeypatch.setattr(align, "fit_layer", interrupted)
+    cache = FitCache(tmp_path, {"a": 1})
+    with pytest.raises(KeyboardInterrupt):
+        fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, cache, 10**9)
+    fitted[:] = []
+    resumed = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(tmp_path, {"a": 1}), 10**9)
+    assert fitted == [2, 3]
+    for layer, (mixer, report) in whole.items():
+        assert resumed[layer][1] == report
+        for name, tensor in mixer.state_dict().items():
+            assert torch.equal(tensor, resumed[layer][0].state_dict()[name]), name
+    assert FitCache(tmp_path, {"a": 2}).load_mixer(0, model.mixer(0)) is None  # another key, another fit
+    cache.drop_mixers()
+    assert not list(tmp_path.rglob("layer-*"))
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("llama-gqa", {}),
+        ("llama-biases", {"mixer": "mamba2"}),
+        ("mistral-window", {"low_memory": True}),
+        ("qwen3", {"expand_kv_heads": True}),
+        ("phi3", {"mixer": "mamba1"}),
+        ("phi", {"out_bias": False}),
+    ],
+)
+def test_conversion_is_aligned(saved_teacher, tmp_path, name, options):
+    """Closer to the teacher than the mapping alone, on text that was not used, for every family and mixer."""
+    from modeling_llamba import LlambaForCausalLM
+    from modeling_phimamba import PhiMambaForCausalLM
+
+    config = tmp_path / "align.yaml"
+    config.write_text(yaml.safe_dump({"sequence_length": 32, "fit": {"refine_steps": 20}}))
+    align = dict(calibration_dataset="sampled", calibration_tokens=1024, align_config=str(config))
+    if options.get("low_memory"):
+        from tests.modeling.test_training import tokenizer
+
+        tokenizer().save_pretrained(tmp_path / "tokenizer")
+        folder = tmp_path / "teacher"
+        make_teacher(name).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        (tmp_path / "text.txt").write_text(
+            "\n".join(" ".join(f"w{(i * j) % 90}" for i in range(40)) for j in range(60))
+        )
+        align["calibration_dataset"] = str(tmp_path / "text.txt")
+    else:
+        folder = saved_teacher(name)
+    ids = random_ids(4, 32, seed=5)
+    teacher = make_teacher(name)(ids).logits.log_softmax(-1)
+    kl = {}
+    for kind, extra in (("none", {}), ("closed-form", align)):
+        kept = {k: v for k, v in options.items() if kind != "none" or k != "low_memory"}
+        placed = {"layer_selection": "uniform"} if kind == "closed-form" else {}
+        plan = convert(str(folder), tmp_path / kind, align=kind, **extra, **kept, **placed)
+        model_class = {"llamba": LlambaForCausalLM, "phimamba": PhiMambaForCausalLM}[plan.config.model_type]
+        student = model_class.from_pretrained(tmp_path / kind)(ids).logits.log_softmax(-1)
+        kl[kind] = (teacher.exp() * (teacher - student)).sum(-1).mean().item()
+    assert kl["closed-form"] < kl["none"], kl
+    report = json.loads((tmp_path / "closed-form" / "alignment.json").read_text())
+    assert report["held_out_error"].keys() == {"0", "2"}
+    for fit in report["held_out_error"].values():
+        assert fit["refined"] <= fit["solved"] < fit["mapped"]
+    assert plan.config.conversion["align"] == "closed-form"

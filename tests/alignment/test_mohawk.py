@@ -1,0 +1,362 @@
+"""The stages: what they lower, what they touch, resuming, ranks."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from convert import convert
+from convert.alignment.distillation import distil, mean_kl, set_trainable
+from convert.alignment.divergence import CHUNK_TOKENS, distillation_loss, kl_of_logits
+from convert.alignment.hybrid_training import load_hybrid
+from convert.alignment.layerwise import LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
+from convert.alignment.mohawk import Stages
+from convert.alignment.settings import (
+    AlignmentSettings,
+    DistillationSettings,
+    HiddenStateSettings,
+    OrientationSettings,
+)
+from modeling_llamba import LlambaConfig, LlambaForCausalLM
+from tests.alignment.tiny import LENGTH, rows, teacher_model
+from tests.convert.test_bad_input import check_one_line_error, run
+from tests.teachers import TINY
+
+TOKENS = 20 * 2 * LENGTH
+SETTINGS = AlignmentSettings(
+    sequence_length=LENGTH,
+    matrix_orientation=OrientationSettings(tokens=TOKENS, tile=8),
+    hidden_state_alignment=HiddenStateSettings(tokens=TOKENS),
+    distillation=DistillationSettings(tokens=TOKENS, other_learning_rate=1e-4),
+)
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    """name -> folder of a mapped hybrid."""
+    from tests.teachers import make_teacher
+
+    folder = tmp_path_factory.mktemp("hybrids")
+    for name in ("llama-gqa", "phi"):
+        make_teacher(name).save_pretrained(folder / f"{name}-teacher")
+        convert(str(folder / f"{name}-teacher"), folder / name, align="none")
+    return folder
+
+
+def stages(hybrids, name, tmp_path, settings=SETTINGS, **options):
+    teacher = teacher_model(hybrids / f"{name}-teacher", **options)
+    return Stages(teacher, load_hybrid(hybrids / name), rows(16), rows(4, seed=1), settings, tmp_path / "work")
+
+
+def changed(before, model):
+    return {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+def copied(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "phi"])
+def test_each_stage_lowers_its_loss_and_touches_only_what_it_should(hybrids, tmp_path, name):
+    work = stages(hybrids, name, tmp_path)
+    student = work.student
+    start = copied(student)
+    report = work.run((1,))["matrix_orientation"]
+    assert report["held_out_loss_after"] < 0.9 * report["held_out_loss_before"]
+    touched = changed(start, student)
+    assert {n.split(".mixer.")[1] for n in touched} == {
+        "in_proj.weight", "conv1d.weight", "conv1d.bias", "D", "A_log_bias"
+    }  # fmt: skip
+    x_rows = student.model.layers[0].mixer.x_size
+    in_proj = "model.layers.0.mixer.in_proj.weight"
+    assert torch.equal(student.state_dict()[in_proj][:x_rows], start[in_proj][:x_rows])  # stage 1 cannot see x
+
+    start = copied(student)
+    report = work.run((2,))["hidden_state_alignment"]
+    assert report["held_out_loss_after"] < 0.97 * report["held_out_loss_before"]
+    assert all(".mixer." in n for n in changed(start, student))
+    assert {n.split(".")[2] for n in changed(start, student)} == {"0", "2"}
+
+    start = copied(student)
+    report = work.run((3,))["distillation"]
+    assert report["held_out_kl_after"] < 0.9 * report["held_out_kl_before"]
+    assert changed(start, student) == set(start)  # other_learning_rate > 0: everything takes part
+    assert type(student).__name__ in ("LlambaForCausalLM", "PhiMambaForCausalLM")
+
+
+def test_block_target_is_the_blocks_output(saved_teacher):
+    """With the block as target, a mixer that equals the attention's output gives loss 0 and the last block too."""
+    teacher = teacher_model(saved_teacher("llama-gqa"))
+    hidden = torch.randn(2, LENGTH, 32)
+
+    class Exact(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.attention, self.layer = [teacher.block(layer).self_attn], layer
+
+        def forward(self, u, rotary, *rest):
+            return self.attention[0](u, rotary, teacher.block_inputs(u)["masks"]["full_attention"])[0]
+
+    for target in ("mixer", "block"):
+        loss = hidden_state_loss(teacher, HiddenStateSettings(target=target))
+        for layer in (0, 3):
+            with torch.no_grad():
+                output = teacher.block(layer)(hidden, **teacher.block_inputs(hidden))
+                assert loss(layer, Exact(layer), hidden, output) < 1e-12
+                assert loss(layer, teacher.mixer(layer), hidden, output) > 0.01
+    assert teacher.model.model.layers[3].layer_type == "full_attention"
+
+
+def test_layers_do_not_depend_on_each_other(hybrids, tmp_path):
+    """What makes ranks able to share layers: training some of them gives the same bits as training all."""
+    results = []
+    for layers in ([0, 1, 2, 3], split_layers([0, 1, 2, 3], 0, 2), split_layers([0, 1, 2, 3], 1, 2)):
+        teacher = teacher_model(hybrids / "llama-gqa-teacher")
+        mixers = {layer: teacher.mixer(layer) for layer in layers}
+        settings = OrientationSettings(tokens=TOKENS)
+        LayerwiseStage(teacher, mixers, orientation_loss(teacher, settings), settings).run(rows(16), rows(4))
+        results.append({layer: mixer.state_dict() for layer, mixer in mixers.items()})
+    whole, *parts = results
+    assert {layer for part in parts for layer in part} == {0, 1, 2, 3}
+    for part in parts:
+        for layer, state in part.items():
+            assert all(torch.equal(state[name], whole[layer][name]) for name in state)
+
+
+@pytest.mark.parametrize("interrupted_at", [5, 9])
+def test_layerwise_stage_resumes_to_the_same_bits(hybrids, tmp_path, interrupted_at):
+    settings = HiddenStateSettings(tokens=TOKENS // 2, save_every=4)
+
+    def run(folder, log=lambda record: None):
+        teacher = teacher_model(hybrids / "llama-gqa-teacher")
+        mixers = {layer: teacher.mixer(layer) for layer in (0, 2)}
+        stage = LayerwiseStage(teacher, mixers, hidden_state_loss(teacher, settings), settings, folder, log=log)
+        return stage.run(rows(6), rows(4)), mixers
+
+    def stop(record):
+        if record["step"] == interrupted_at:
+            raise KeyboardInterrupt
+
+    report, whole = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", stop)
+    steps = []
+    resumed_report, resumed = run(tmp_path / "cut", lambda record: steps.append(record["step"]))
+    assert steps[0] == interrupted_at // 4 * 4 + 1  # it did continue, and not from the start
+    assert (resumed_report.before, resumed_report.after) == (report.before, report.after)
+    for layer in whole:
+        for name, tensor in whole[layer].state_dict().items():
+            assert torch.equal(tensor, resumed[layer].state_dict()[name]), name
+    assert not list((tmp_path / "cut").glob("*.pt"))
+
+
+def test_distillation_resumes_to_the_same_bits(hybrids, tmp_path):
+    from transformers import TrainerCallback
+
+    settings = DistillationSettings(tokens=12 * 2 * LENGTH, other_learning_rate=1e-4, save_every=5)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 8:
+                raise KeyboardInterrupt
+
+    def run(folder, callbacks=None):
+        student = load_hybrid(hybrids / "llama-gqa")
+        teacher = teacher_model(hybrids / "llama-gqa-teacher").whole()
+        log = distil(student, teacher, rows(10), settings, folder, callbacks=callbacks)
+        return student.state_dict(), log
+
+    whole, _ = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", [Stop()])
+    assert (tmp_path / "cut" / "checkpoint-5").is_dir()
+    resumed, log = run(tmp_path / "cut")
+    assert [r["step"] for r in log if "loss" in r][-1] == 12
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("train_mlp, other", [(True, 1e-4), (False, 1e-4), (True, 0.0)])
+def test_what_distillation_freezes(hybrids, tmp_path, train_mlp, other):
+    student = load_hybrid(hybrids / "llama-gqa")
+    start = copied(student)
+    settings = DistillationSettings(tokens=4 * LENGTH, train_mlp=train_mlp, other_learning_rate=other)
+    distil(student, teacher_model(hybrids / "llama-gqa-teacher").whole(), rows(4), settings, tmp_path)
+    touched = changed(start, student)
+    assert any(".mixer." in name for name in touched)
+    assert any(".mlp." in name for name in touched) == (train_mlp and other > 0)
+    assert any("self_attn" in name for name in touched) == (other > 0)
+
+
+def test_tied_embeddings_stay_tied(tmp_path, saved_teacher):
+    convert(str(saved_teacher("llama-mha-tied")), tmp_path / "hybrid", align="none")
+    student = load_hybrid(tmp_path / "hybrid")
+    settings = DistillationSettings(tokens=4 * LENGTH, other_learning_rate=1e-3)
+    before = student.lm_head.weight.detach().clone()
+    distil(student, teacher_model(saved_teacher("llama-mha-tied")).whole(), rows(4), settings, tmp_path / "work")
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+    assert not torch.equal(student.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_chunked_loss_equals_the_plain_one(temperature, masked):
+    tokens, width, vocabulary = CHUNK_TOKENS + 37, 8, 50
+    teacher, student = (torch.randn(tokens, width) for _ in range(2))
+    heads = [torch.nn.Linear(width, vocabulary) for _ in range(2)]
+    keep = torch.rand(tokens) > 0.4 if masked else None
+    student.requires_grad_()
+    loss = distillation_loss(teacher, student, *heads, keep, temperature)
+    loss.backward()
+    found = student.grad.clone(), heads[1].weight.grad.clone()
+    student.grad = heads[1].weight.grad = None
+    p = (heads[0](teacher).detach() / temperature).log_softmax(-1)
+    q = (heads[1](student) / temperature).log_softmax(-1)
+    per_token = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1) * temperature**2
+    expected = per_token.mean() if keep is None else per_token[keep].mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, (student.grad, heads[1].weight.grad), atol=1e-6, rtol=1e-4)
+    assert heads[0].weight.grad is None
+    assert kl_of_logits(p, p).abs().max() < 1e-6
+
+
+def test_vocabularies_must_agree(hybrids, tmp_path):
+    other = LlambaForCausalLM(LlambaConfig(**TINY | {"vocab_size": 64}, layer_types=["linear_attention"] * 4))
+    teacher = teacher_model(hybrids / "llama-gqa-teacher")
+    with pytest.raises(ValueError, match="vocab_size 64 and the teacher 128"):
+        Stages(teacher, other, rows(4), rows(4), SETTINGS, tmp_path).run()
+    with pytest.raises(ValueError, match="one vocabulary"):
+        distil(other, teacher.whole(), rows(4), SETTINGS.distillation, tmp_path)
+
+
+def test_loss_that_is_not_finite_stops_the_stage(hybrids):
+    teacher = teacher_model(hybrids / "llama-gqa-teacher")
+    mixer = teacher.mixer(0)
+    with torch.no_grad():
+        mixer.out_proj.weight[0, 0] = float("nan")
+    settings = HiddenStateSettings(tokens=LENGTH)
+    with pytest.raises(ValueError, match="Layer 0: the loss is not finite"):
+        LayerwiseStage(teacher, {0: mixer}, hidden_state_loss(teacher, settings), settings).run(rows(4), rows(4))
+
+
+def mohawk(*args):
+    """python -m convert.mohawk in this process."""
+    import convert.mohawk as module
+    from tests.convert import test_bad_input
+
+    kept, test_bad_input.app = test_bad_input.app, module.app
+    try:
+        return test_bad_input.run_as_is(*args)
+    finally:
+        test_bad_input.app = kept
+
+
+def config_file(tmp_path, settings=SETTINGS):
+    path = tmp_path / "align.yaml"
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(settings)))))
+    return path
+
+
+def test_command_trains_an_existing_hybrid(hybrids, tmp_path):
+    done = mohawk(
+        hybrids / "llama-gqa", tmp_path / "out", "--teacher", hybrids / "llama-gqa-teacher", "--stage", 2,
+        "--stage", 3, "--tokens", 8 * LENGTH, "--dataset", "sampled", "--align-config", config_file(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "hidden_state_alignment" in done.stderr and "held_out_kl_after" in done.stderr
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"][0]
+    assert report.keys() == {"hidden_state_alignment", "distillation"}
+    assert report["distillation"]["settings"]["tokens"] == 8 * LENGTH
+    before, after = load_hybrid(hybrids / "llama-gqa"), load_hybrid(tmp_path / "out")
+    teacher = teacher_model(hybrids / "llama-gqa-teacher").whole()
+    assert mean_kl(after, teacher, rows(4, 9)) < mean_kl(before, teacher, rows(4, 9))
+    assert after.config.conversion["align"] == "mohawk" and not (tmp_path / "out.work").exists()
+    assert sorted(os.listdir(tmp_path)) == ["align.yaml", "out"]
+
+
+def test_command_says_what_is_wrong(hybrids, tmp_path, saved_teacher):
+    teacher = ("--teacher", hybrids / "llama-gqa-teacher", "--dataset", "sampled")
+    check_one_line_error(mohawk(tmp_path / "no", tmp_path / "out", *teacher), "no hybrid")
+    check_one_line_error(
+        mohawk(hybrids / "llama-gqa-teacher", tmp_path / "out", *teacher), "llama model, not a hybrid"
+    )
+    check_one_line_error(mohawk(hybrids / "llama-gqa", tmp_path / "out", *teacher, "--stage", 4), "no stage 4")
+    check_one_line_error(mohawk(hybrids / "llama-gqa", hybrids / "llama-gqa", *teacher), "exists and is not empty")
+    convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_ratio=1.0, align="none")
+    check_one_line_error(
+        mohawk(tmp_path / "all", tmp_path / "out", *teacher, "--stage", 2, "--tokens", 600), "no mixer to align"
+    )
+    assert sorted(os.listdir(tmp_path)) == ["all"] or "out" not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("start", ["mohawk", "mamba-in-llama"])
+def test_starts_of_the_papers(saved_teacher, tmp_path, start):
+    """One command from teacher to trained hybrid, from another method's initial mixer."""
+    settings = dataclasses.replace(SETTINGS, start=start)
+    done = run(
+        saved_teacher("llama-gqa"), tmp_path / "out", "--align", "mohawk", "--mixer", "mamba2",
+        "--calibration-dataset", "sampled", "--calibration-tokens", 16 * LENGTH, "--layer-selection", "uniform",
+        "--align-config", config_file(tmp_path, settings),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    assert report["start"] == start and "held_out_error" not in report
+    (trained,) = report["stages"]
+    assert trained["matrix_orientation"]["held_out_loss_after"] < trained["matrix_orientation"]["held_out_loss_before"]
+    assert trained["distillation"]["held_out_kl_after"] < trained["distillation"]["held_out_kl_before"]
+
+
+def two_ranks(*args):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [*command, "-m", "convert.mohawk", *map(str, args)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_two_ranks_equal_one(hybrids, tmp_path):
+    """Stages 1 and 2 share the layers, bit for bit; stage 3 shares the batch, to rounding."""
+    common = ("--teacher", hybrids / "llama-gqa-teacher", "--dataset", "sampled", "--tokens", 8 * LENGTH, "-q")
+    halved = dataclasses.replace(SETTINGS.distillation, sequences=1)
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    for stage, exact in (((1, 2), True), ((3,), False)):
+        flags = [word for number in stage for word in ("--stage", number)]
+        first, second = tmp_path / f"first-{stage[0]}", tmp_path / f"second-{stage[0]}"
+        done = mohawk(hybrids / "llama-gqa", first, *common, *flags, "--align-config", config_file(one))
+        assert done.returncode == 0, done.stderr
+        settings = config_file(two, dataclasses.replace(SETTINGS, distillation=halved))
+        two_ranks(hybrids / "llama-gqa", second, *common, *flags, "--align-config", settings)
+        alone, shared = load_hybrid(first).state_dict(), load_hybrid(second).state_dict()
+        start = load_hybrid(hybrids / "llama-gqa").state_dict()
+        assert any(not torch.equal(alone[name], start[name]) for name in alone)
+        for name in alone:
+            if exact:
+                assert torch.equal(alone[name], shared[name]), name
+            else:
+                torch.testing.assert_close(alone[name], shared[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_gradient_checkpointing_changes_nothing(hybrids, tmp_path):
+    results = []
+    for checkpointing in (False, True):
+        student = load_hybrid(hybrids / "llama-gqa")
+        settings = DistillationSettings(tokens=8 * LENGTH, gradient_checkpointing=checkpointing)
+        teacher = teacher_model(hybrids / "llama-gqa-teacher").whole()
+        distil(student, teacher, rows(8), settings, tmp_path / str(checkpointing))
+        results.append(student.state_dict())
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(tensor, results[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_mixers_alone_train_by_default(hybrids):
+    student = load_hybrid(hybrids / "phi")
+    set_trainable(student, DistillationSettings())
+    trainable = {name for name, p in student.named_parameters() if p.requires_grad}
+    assert trainable == {name for name, _ in student.named_parameters() if ".mixer." in name}

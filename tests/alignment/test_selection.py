@@ -1,0 +1,219 @@
+"""Examination, scores and the choice of layers."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from convert.alignment.align import FitCache, select_layers
+from convert.alignment.examination import Examination, Marks
+from convert.alignment.probes import associative_probe, copy_probe, needle_probe
+from convert.alignment.settings import SelectionSettings
+from convert.alignment.teacher_model import replaced
+from tests.alignment.tiny import LENGTH, rows, teacher_model
+from tests.convert.test_bad_input import check_one_line_error, run
+from tests.teachers import make_teacher
+
+VOCABULARY = range(20, 100)
+
+
+def test_probes_ask_for_what_was_said():
+    probe = copy_probe(VOCABULARY, 3, 20, seed=0)
+    assert probe.ids.shape == (3, 40) and torch.equal(probe.ids[:, :20], probe.ids[:, 20:])
+    assert probe.answers[:, 21:].all() and not probe.answers[:, :21].any()
+    assert all(len(set(row[:20])) == 20 for row in probe.ids.tolist())
+
+    probe = associative_probe(VOCABULARY, 3, 10, seed=0)
+    for ids, answers in zip(probe.ids.tolist(), probe.answers.tolist(), strict=True):
+        pairs = dict(zip(ids[0:20:2], ids[1:20:2], strict=True))
+        asked = [(ids[i - 1], ids[i]) for i, marked in enumerate(answers) if marked]
+        assert len(asked) == 10 and all(pairs[key] == value for key, value in asked)
+        assert [key for key, _ in asked] != ids[0:20:2]
+
+    prose = rows(2)
+    probe = needle_probe(prose, VOCABULARY, seed=0)
+    assert torch.equal(probe.ids[:, 4:12], probe.ids[:, -8:])
+    assert probe.answers.sum(1).tolist() == [4, 4] and probe.answers[:, -4:].all()
+    assert torch.equal(probe.ids[:, 12:-8], prose[:, 12:-8])
+    again = needle_probe(prose, VOCABULARY, seed=0)
+    assert torch.equal(again.ids, probe.ids) and not torch.equal(needle_probe(prose, VOCABULARY, 1).ids, probe.ids)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "phi"])
+def test_marks_are_those_of_the_whole_model(saved_teacher, name):
+    """A layer scored from the remembered block inputs equals the model run from its start."""
+    model = teacher_model(saved_teacher(name))
+    prose = rows(2)
+    examination = Examination(model, prose, probe_length=12)
+    nothing = examination.base({})
+    assert nothing.kl < 1e-6 and nothing == examination.teacher_marks
+    examination.base({1: model.mixer(1)})
+    marks = examination.with_layer(2, model.mixer(2))
+    with replaced(model.whole(), {1: model.mixer(1), 2: model.mixer(2)}) as student, torch.no_grad():
+        logits = student(prose, use_cache=False).logits.log_softmax(-1)
+        probe = examination.probes["copy"]
+        answered = student(probe.ids, use_cache=False).logits[:, :-1][probe.answers[:, 1:]]
+    teacher = make_teacher(name)(prose).logits.log_softmax(-1)
+    expected = (teacher.exp() * (teacher - logits)).sum(-1).mean().item()
+    assert marks.kl == pytest.approx(expected, rel=1e-3) and marks.kl > 0.01
+    truth = probe.ids[probe.answers]
+    assert marks.loss["copy"] == pytest.approx(torch.nn.functional.cross_entropy(answered, truth).item(), rel=1e-4)
+    assert marks.accuracy["copy"] == (answered.argmax(-1) == truth).float().mean().item()
+    assert all(block.layer_type != "linear_attention" for block in model.model.model.layers)
+
+
+class Graded(Examination):
+    """Marks from a table: what a layer costs, and that 0 and 1 together cost much more than apart."""
+
+    def __init__(self, kl, recall):
+        self.kl, self.recall = kl, recall
+        self.sat, self._mixers = 0, {}
+        self.teacher_marks, self.counted = Marks(0.0, {"copy": 0.0}, {"copy": 1.0}), ["copy"]
+
+    def _of(self, layers):
+        kl = sum(self.kl[layer] for layer in layers) + (1.0 if {0, 1} <= set(layers) else 0.0)
+        return Marks(kl, {"copy": sum(self.recall[layer] for layer in layers)}, {"copy": 1.0})
+
+    def base(self, mixers):
+        self._mixers = mixers
+        return self._of(mixers)
+
+    def with_layer(self, layer, mixer):
+        self.sat += 1
+        return self._of([*self._mixers, layer])
+
+
+KL, RECALL = [0.01, 0.02, 0.03, 0.9], [0.0, 0.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "weight, rounds, count, expected",
+    [
+        (0.0, 1, 3, (0, 1, 2)),  # by KL alone
+        (0.3, 1, 3, (0, 1, 3)),  # recall forbids layer 2
+        (0.0, 3, 2, (0, 2)),  # scored anew after layer 0, layer 1 has become dear
+        (0.0, 1, 2, (0, 1)),  # which one round cannot see
+        (0.0, 1, 0, ()),
+        (0.0, 2, 4, (0, 1, 2, 3)),
+    ],
+)
+def test_cheapest_layers_are_replaced(weight, rounds, count, expected):
+    mixers, settings = dict.fromkeys(range(4)), SelectionSettings(rounds=rounds)
+    chosen, scores = select_layers(None, mixers, Graded(KL, RECALL), count, weight, settings, FitCache(None, {}))
+    assert chosen == expected
+    assert [round(scores[i].kl, 6) for i in range(4)] == KL and [scores[i].recall for i in range(4)] == RECALL
+
+
+def test_scores_are_kept_and_resumed(tmp_path):
+    mixers, settings = dict.fromkeys(range(4)), SelectionSettings(rounds=2)
+    first = Graded(KL, RECALL)
+    chosen, _ = select_layers(None, mixers, first, 3, 0.0, settings, FitCache(tmp_path, {}))
+    path = next(tmp_path.rglob("scores.json"))
+    known = json.loads(path.read_text())
+    assert len(known) == first.sat
+    path.write_text(json.dumps(dict(list(known.items())[:3])))
+    again = Graded(KL, RECALL)
+    assert select_layers(None, mixers, again, 3, 0.0, settings, FitCache(tmp_path, {}))[0] == chosen
+    assert again.sat == first.sat - 3
+
+
+@pytest.fixture
+def align_file(tmp_path):
+    path = tmp_path / "align.yaml"
+    settings = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}, "selection": {"probe_length": 12}}
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def aligned(folder, out, align_file, *flags):
+    return run(
+        folder, out, "--align", "closed-form", "--align-config", align_file, "--calibration-dataset", "sampled",
+        "--calibration-tokens", 16 * LENGTH, *flags,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["kl", "kl+recall"])
+def test_layers_are_chosen_by_score(saved_teacher, tmp_path, align_file, method):
+    done = aligned(saved_teacher("qwen3"), tmp_path / "out", align_file, "--layer-selection", method)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    scores = {int(layer): score["kl"] for layer, score in report["layer_scores"].items()}
+    cheapest = sorted(sorted(scores, key=scores.get)[:2])
+    layer_types = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
+    assert [i for i, kind in enumerate(layer_types) if kind == "linear_attention"] == cheapest
+    # a random teacher recalls nothing, so no probe counts
+    assert report["probes_counted"] == [] and report["held_out_error"].keys() == {str(i) for i in cheapest}
+
+
+def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
+    """As many attention layers as fit: at 1,000 tokens a layer keeps 128 kB, a mixer 1.6 kB."""
+    from convert import plan_conversion
+    from convert.config import make_config
+
+    for budget, context, attention in (("300KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("300KB", 100, 4)):
+        plan = plan_conversion(
+            make_config(
+                model=str(saved_teacher("llama-gqa")), output="o", align="none", cache_bytes=budget, context=context
+            )
+        )
+        assert plan.config.layer_types.count("full_attention") == attention, (budget, context)
+    done = aligned(
+        saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--cache-bytes", "300KB", "--context", 1000
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"].count("full_attention") == 2
+    check_one_line_error(
+        run(saved_teacher("llama-gqa"), tmp_path / "no", "--cache-bytes", "1KB"), "too little", "states alone take"
+    )
+
+
+def test_work_dir_resumes(saved_teacher, tmp_path, align_file, monkeypatch):
+    """Interrupted while writing, the second run fits and scores nothing again; what it keeps afterwards is small."""
+    import convert.alignment.align as align
+    import convert.pipeline as pipeline
+
+    work, folder = tmp_path / "work", saved_teacher("llama-gqa")
+    whole = aligned(folder, tmp_path / "whole", align_file)
+    assert whole.returncode == 0
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "write_shards", fail)
+        check_one_line_error(aligned(folder, tmp_path / "out", align_file, "--work-dir", work), "disk is full")
+    assert not (tmp_path / "out").exists() and list(work.rglob("layer-*.safetensors"))
+    monkeypatch.setattr(align, "fit_layer", fail)
+    monkeypatch.setattr(Examination, "with_layer", fail)
+    done = aligned(folder, tmp_path / "out", align_file, "--work-dir", work)
+    assert done.returncode == 0, done.stderr
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list(work.rglob("layer-*")) and list(work.rglob("scores.json"))
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (("--layer-selection", "kl", "--align", "none"), "needs an alignment"),
+        (("--layer-selection", "kl", "--low-memory"), "whole teacher in memory"),
+        (("--layer-selection", "kl", "--attention-layers", "1"), "chooses the layers"),
+        (("--layer-selection", "best"), "layer_selection must be one of uniform, kl, kl+recall"),
+        (("--cache-bytes", "1MB", "--attention-ratio", "0.5"), "contradict"),
+        (("--low-memory", "--layer-selection", "uniform"), "needs all of it in memory"),
+    ],
+)
+def test_contradictions(saved_teacher, tmp_path, align_file, flags, expected):
+    if "none" in flags:
+        done = run(saved_teacher("llama-gqa"), tmp_path / "out", *flags)
+    else:
+        done = aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, *flags)
+    check_one_line_error(done, expected)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_without_effect_warn(saved_teacher, tmp_path):
+    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--calibration-tokens", 5, "--low-memory")
+    assert done.returncode == 0
+    assert "calibration_tokens has no effect" in done.stderr and "low_memory has no effect" in done.stderr
