@@ -84,7 +84,7 @@ def convert_command(
     ] = None,
     calibration_column: Annotated[str | None, _option(ALIGN, "Column that holds the text (default text).")] = None,
     calibration_split: Annotated[str | None, _option(ALIGN, "Split of a Hub data set (default train).")] = None,
-    calibration_tokens: Annotated[int | None, _option(ALIGN, "Tokens to align on (default 20480).")] = None,
+    calibration_tokens: Annotated[int | None, _option(ALIGN, "Tokens to align on (default 30720).")] = None,
     activation_memory: Annotated[str | None, _option(ALIGN, "Memory for activations; more goes to disk.")] = None,
     low_memory: Annotated[
         bool | None, _option(ALIGN, "Hold one block of the teacher at a time.", "--low-memory")

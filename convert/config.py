@@ -89,7 +89,7 @@ class ConversionConfig:
     """Column of the data set that holds the text."""
     calibration_split: str = "train"
     """Split of a Hub data set."""
-    calibration_tokens: int = 20480
+    calibration_tokens: int = 30720
     """Tokens of closed-form alignment."""
     activation_memory: str = "4GB"
     """Memory for activations; what exceeds it goes to disk."""

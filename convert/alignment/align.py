@@ -158,7 +158,6 @@ def fit_mixers(
 
 
 def score_layers(
-    teacher: TeacherModel,
     mixers: dict[int, nn.Module],
     examination: Examination,
     base: tuple[int, ...],
@@ -183,7 +182,6 @@ def score_layers(
 
 
 def select_layers(
-    teacher: TeacherModel,
     mixers: dict[int, nn.Module],
     examination: Examination,
     num_replaced: int,
@@ -201,7 +199,7 @@ def select_layers(
     first: dict[int, LayerScore] = {}
     for step in range(settings.rounds):
         target = round(num_replaced * (step + 1) / settings.rounds)
-        scores = score_layers(teacher, mixers, examination, tuple(sorted(chosen)), cache, progress)
+        scores = score_layers(mixers, examination, tuple(sorted(chosen)), cache, progress)
         first = first or scores
         ranked = sorted(scores, key=lambda layer: (scores[layer].total(weight), layer))
         chosen += ranked[: target - len(chosen)]

@@ -79,19 +79,24 @@ class ClosedFormAligner:
     def choose_layers(self) -> tuple[int, ...]:
         """The layers that stay attention, by what replacing each costs after a quick fit."""
         settings, started = self.settings.selection, time.perf_counter()
-        fits = self.fit(list(range(self.model.num_layers)), self._quick)
-        mixers = {layer: mixer for layer, (mixer, _) in fits.items()}
-        examination = Examination(self.model, self.prose, self.options.seed, settings.probe_length)
+        mixers, examination, cache = self.candidates()
         weight = settings.recall_weight if selection_of(self.options) == "kl+recall" else 0.0
         count = self.model.num_layers - attention_budget(self.options, self.model.num_layers)
-        cache = self._cache(self._quick, selection=dataclasses.asdict(settings))
-        chosen, scores = select_layers(self.model, mixers, examination, count, weight, settings, cache, self.progress)
+        chosen, scores = select_layers(mixers, examination, count, weight, settings, cache, self.progress)
         self.report |= {
             "layer_scores": {layer: dataclasses.asdict(score) for layer, score in sorted(scores.items())},
             "probes_counted": examination.counted,
             "selection_seconds": round(time.perf_counter() - started),
         }
         return tuple(i for i in range(self.model.num_layers) if i not in chosen)
+
+    def candidates(self) -> tuple[dict[int, torch.nn.Module], Examination, FitCache]:
+        """What layers are scored with: a quickly fitted mixer for each, the examination, and where scores are kept."""
+        settings = self.settings.selection
+        fits = self.fit(list(range(self.model.num_layers)), self._quick)
+        examination = Examination(self.model, self.prose, self.options.seed, settings.probe_length)
+        cache = self._cache(self._quick, selection=dataclasses.asdict(settings))
+        return {layer: mixer for layer, (mixer, _) in fits.items()}, examination, cache
 
     def fit_layers(self, layer_types: list[str]) -> Alignment:
         """Fit the mixers of the replaced layers."""

@@ -30,7 +30,7 @@ class FitSettings:
     """Decays per token to choose from, one per layer."""
     ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Ridge strengths to choose from, in units of the mean squared feature."""
-    refine_steps: int = 160
+    refine_steps: int = 120
     """Gradient steps after the solve; 0 leaves the closed form as it is."""
     refine_sequences: int = 2
     """Sequences per step."""

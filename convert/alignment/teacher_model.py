@@ -89,6 +89,30 @@ class TeacherModel:
                 parameter.copy_(tensor_of(self._mixer_rules[prefix + name], self.checkpoint))
         return mixer.to(self.device)
 
+    @torch.no_grad()
+    def hybrid(self, mixers: dict[int, nn.Module]) -> nn.Module:
+        """A causal language model with `mixers` in place of those layers' attention.
+
+        It shares every tensor with the teacher and the mixers, so train it only where the rest is frozen.
+        """
+        teacher = self.whole()
+        kinds = self.config.conversion["teacher_layer_types"]
+        fields = self.mixer_plan.config.to_dict()
+        fields["layer_types"] = ["linear_attention" if i in mixers else kind for i, kind in enumerate(kinds)]
+        config = type(self.config)(**{k: v for k, v in fields.items() if k != "model_type"})
+        with torch.device("meta"):
+            student = type(teacher)(config).eval()
+        state = dict(teacher.named_parameters())
+        for layer, mixer in mixers.items():
+            state |= {f"model.layers.{layer}.mixer.{name}": p for name, p in mixer.named_parameters()}
+        for name, _ in list(student.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(student.get_submodule(owner), leaf, state[name])
+        if config.tie_word_embeddings:
+            student.lm_head.weight = student.model.embed_tokens.weight
+        student.model.rotary_emb = RotaryEmbedding(config).to(self.device)
+        return student
+
     def folded_bias(self, layer: int) -> torch.Tensor | None:
         """The attention's output bias (D,) where the plan folds it into the MLP, which then is no mixer's work."""
         bias = getattr(self.block(layer).self_attn.o_proj, "bias", None)

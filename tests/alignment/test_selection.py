@@ -100,7 +100,7 @@ KL, RECALL = [0.01, 0.02, 0.03, 0.9], [0.0, 0.0, 5.0, 0.0]
 )
 def test_cheapest_layers_are_replaced(weight, rounds, count, expected):
     mixers, settings = dict.fromkeys(range(4)), SelectionSettings(rounds=rounds)
-    chosen, scores = select_layers(None, mixers, Graded(KL, RECALL), count, weight, settings, FitCache(None, {}))
+    chosen, scores = select_layers(mixers, Graded(KL, RECALL), count, weight, settings, FitCache(None, {}))
     assert chosen == expected
     assert [round(scores[i].kl, 6) for i in range(4)] == KL and [scores[i].recall for i in range(4)] == RECALL
 
@@ -108,13 +108,13 @@ def test_cheapest_layers_are_replaced(weight, rounds, count, expected):
 def test_scores_are_kept_and_resumed(tmp_path):
     mixers, settings = dict.fromkeys(range(4)), SelectionSettings(rounds=2)
     first = Graded(KL, RECALL)
-    chosen, _ = select_layers(None, mixers, first, 3, 0.0, settings, FitCache(tmp_path, {}))
+    chosen, _ = select_layers(mixers, first, 3, 0.0, settings, FitCache(tmp_path, {}))
     path = next(tmp_path.rglob("scores.json"))
     known = json.loads(path.read_text())
     assert len(known) == first.sat
     path.write_text(json.dumps(dict(list(known.items())[:3])))
     again = Graded(KL, RECALL)
-    assert select_layers(None, mixers, again, 3, 0.0, settings, FitCache(tmp_path, {}))[0] == chosen
+    assert select_layers(mixers, again, 3, 0.0, settings, FitCache(tmp_path, {}))[0] == chosen
     assert again.sat == first.sat - 3
 
 

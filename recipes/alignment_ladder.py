@@ -1,0 +1,238 @@
+"""How far each step of alignment goes, on the same layers and the same text: the ladder of the README.
+
+python -m recipes.validation_text runs/text
+python -m recipes.alignment_ladder runs/ladder --train runs/text/wikipedia_5.jsonl --validation runs/text/owt_5.jsonl
+
+Rows: a window with sinks (what one would pick instead), the mapping alone, the closed form without and with
+refinement, hidden-state alignment and distillation after it, and the same stages from the starts of MOHAWK and Mamba
+in the Llama. Columns: the share of layers that keep attention. Results go to OUT/results.jsonl as they come, and what
+is there already is not computed again.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.utils import logging
+
+from convert.alignment import ClosedFormAligner
+from convert.alignment.align import LayerScore, score_layers, start_mixer
+from convert.alignment.alignment import load_tokenizer
+from convert.alignment.closed_form import FitSettings
+from convert.alignment.distillation import distil
+from convert.alignment.layerwise import LayerwiseStage, hidden_state_loss, orientation_loss
+from convert.alignment.settings import DistillationSettings, HiddenStateSettings, OrientationSettings
+from convert.config import make_config
+from convert.teacher import embedded_teacher, find_teacher
+
+from .fidelity import Yardstick, append, summary, text_rows
+
+LENGTH = 512
+RATIOS = (0.5, 0.25, 0.125, 0.0)
+Mixers = dict[int, nn.Module]
+
+
+class Ladder:
+    """The teacher, the texts, the scores of its layers, and the results so far."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.folder, self.arguments = arguments.output, arguments
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = make_config(
+            model=arguments.model or str(embedded_teacher()), output="unused",
+            calibration_dataset=str(arguments.train), calibration_tokens=arguments.calibration_tokens,
+            work_dir=str(self.folder / "work"),
+        )  # fmt: skip
+        found = find_teacher(options.model)
+        self.aligner = ClosedFormAligner(found, options, found.open_weights(), self.progress)
+        self.teacher, self.tokenizer = self.aligner.model, load_tokenizer(found, trust_remote_code=False)
+        self.scores: dict[int, LayerScore] = {}
+        self.results_file = self.folder / "results.jsonl"
+        self.results = (
+            [json.loads(line) for line in self.results_file.read_text().splitlines()]
+            if self.results_file.is_file()
+            else []
+        )
+        whole = self.teacher.whole()
+        short = text_rows(arguments.validation, self.tokenizer, LENGTH, arguments.validation_rows)
+        long = text_rows(arguments.validation, self.tokenizer, arguments.long, 2, skip=arguments.validation_rows)
+        self.yardstick = Yardstick(whole, self.tokenizer, short, long)
+        needed = max(arguments.stage2_tokens, arguments.stage3_tokens) // LENGTH
+        fitted = len(self.aligner.ids) + len(self.aligner.prose)  # what the fits have not seen
+        self.train = text_rows(arguments.train, self.tokenizer, LENGTH, needed, skip=fitted)
+        self.held_out = text_rows(arguments.validation, self.tokenizer, LENGTH, 4)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """A line now and then."""
+        if done % 10 == 0:
+            print(f"  {time.strftime('%H:%M:%S')} {what} {done}/{total}", flush=True)
+
+    def replaced_layers(self, ratio: float) -> list[int]:
+        """The cheapest layers by KL and recall, after quick fits."""
+        if not self.scores:
+            mixers, examination, cache = self.aligner.candidates()
+            self.scores = score_layers(mixers, examination, (), cache, self.progress)
+        count = self.teacher.num_layers - round(ratio * self.teacher.num_layers)
+        return sorted(
+            sorted(self.scores, key=lambda i: self.scores[i].total(self.aligner.settings.selection.recall_weight))[
+                :count
+            ]
+        )
+
+    def row(self, name: str, ratio: float, mixers, tokens: int, started: float) -> None:
+        """Measure one cell."""
+        if self.has(name, ratio):
+            return
+        layers = self.replaced_layers(ratio)
+        if mixers is None:
+            figures = self.yardstick.measure(windowed(self.teacher, layers, self.arguments.window, 4))
+        else:
+            student = self.teacher.hybrid({layer: mixers[layer] for layer in layers})
+            figures = self.yardstick.measure(Yardstick.final_hidden(student), student)
+        seconds = round(time.perf_counter() - started)
+        record = {"row": name, "attention": ratio, "layers": layers, "tokens": tokens, "seconds": seconds} | figures
+        self.results.append(record)
+        append(self.results_file, record)
+        print(f"{name}, {ratio:.1%} attention, {tokens} tokens, {seconds} s: {summary(figures)}", flush=True)
+
+    def has(self, name: str, *ratios: float) -> bool:
+        """Whether these cells are measured."""
+        done = {(record["row"], record["attention"]) for record in self.results}
+        return all((name, ratio) in done for ratio in ratios)
+
+    def kept(self, name: str, make) -> Mixers:
+        """Mixers of every layer, from disk or made and written there."""
+        path = self.folder / f"{name.replace(' ', '-')}.safetensors"
+        if not path.is_file():
+            mixers = make()
+            save_file({f"{i}.{k}": v.contiguous() for i, m in mixers.items() for k, v in m.state_dict().items()}, path)
+            return mixers
+        state, mixers = load_file(path), {}
+        for layer in sorted({int(key.split(".")[0]) for key in state}):
+            mixers[layer] = self.teacher.mixer(layer)
+            prefix = f"{layer}."
+            mixers[layer].load_state_dict(
+                {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            )
+        return mixers
+
+    def closed_form(self, settings: FitSettings) -> Mixers:
+        """All layers in closed form."""
+        fits = self.aligner.fit(list(range(self.teacher.num_layers)), settings)
+        return {layer: mixer for layer, (mixer, _) in fits.items()}
+
+    def start(self, kind: str) -> Mixers:
+        """All layers as another method begins."""
+        return {layer: start_mixer(self.teacher, layer, kind, 0) for layer in range(self.teacher.num_layers)}
+
+    def layerwise(self, mixers: Mixers, stage: int, learning_rate: float) -> Mixers:
+        """Stage 1 or 2 on copies."""
+        mixers = {layer: copy.deepcopy(mixer).requires_grad_(True) for layer, mixer in mixers.items()}
+        tokens = self.arguments.stage2_tokens
+        if stage == 1:
+            settings = OrientationSettings(tokens=tokens // 5, learning_rate=learning_rate)
+            loss = orientation_loss(self.teacher, settings)
+        else:
+            settings = HiddenStateSettings(tokens=tokens, learning_rate=learning_rate)
+            loss = hidden_state_loss(self.teacher, settings)
+        report = LayerwiseStage(self.teacher, mixers, loss, settings).run(self.train, self.held_out, self.progress)
+        before, after = (sum(values.values()) / len(values) for values in (report.before, report.after))
+        print(f"  stage {stage}: held-out loss {before:.3f} -> {after:.3f} in {report.seconds:.0f} s", flush=True)
+        return mixers
+
+    def distilled(self, mixers: Mixers, ratio: float, name: str, learning_rate: float) -> Mixers:
+        """Stage 3 on copies of the layers replaced at `ratio`; everything else stays the teacher's."""
+        mixers = {layer: copy.deepcopy(mixers[layer]) for layer in self.replaced_layers(ratio)}
+        student, tokens = self.teacher.hybrid(mixers), self.arguments.stage3_tokens
+        settings = DistillationSettings(tokens=tokens, learning_rate=learning_rate, sequences=2)
+        distil(student, self.teacher.whole(), self.train, settings, self.folder / "work" / name)
+        return mixers
+
+
+def windowed(teacher, layers: list[int], window: int, sinks: int):
+    """Hidden states of the teacher with softmax attention over a window and the first tokens only in those layers."""
+
+    def final_hidden(ids: torch.Tensor) -> torch.Tensor:
+        hidden = teacher.embed(ids)
+        inputs, position = teacher.block_inputs(hidden), torch.arange(ids.shape[1])
+        distance = position[:, None] - position
+        seen = (distance >= 0) & ((distance < window) | (position < sinks))
+        mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[None, None]
+        for i, block in enumerate(teacher.model.model.layers):
+            masks = inputs["masks"] | ({block.layer_type: mask} if i in layers else {})
+            hidden = block(hidden, **inputs | {"masks": masks})
+        return teacher.model.model.norm(hidden)
+
+    return final_hidden
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Climb."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    ladder, clock = Ladder(arguments), time.perf_counter
+    print("teacher", {k: ladder.yardstick.teacher[k] for k in ("perplexity", "copy", "repetition")}, flush=True)
+    stage2, stage3 = arguments.stage2_tokens, arguments.stage3_tokens
+    started, ratios = clock(), arguments.ratios
+    print("replaced at 50 %:", ladder.replaced_layers(0.5), f"{clock() - started:.0f} s", flush=True)
+    refined = ladder.aligner.settings.fit
+    solved = dataclasses.replace(refined, refine_steps=0)
+    fitted = arguments.calibration_tokens
+
+    def every(name: str, mixers, tokens: int, since: float) -> None:
+        for ratio in ratios:
+            ladder.row(name, ratio, mixers, tokens, since)
+
+    every(f"window {arguments.window} + 4 sinks", None, 0, clock())
+    started = clock()
+    every("closed form, solve only", ladder.closed_form(solved), fitted, started)
+    started = clock()
+    closed = ladder.kept("closed form", lambda: ladder.closed_form(refined))
+    every("closed form", closed, fitted, started)
+    started = clock()
+    aligned = ladder.kept("closed form 2", lambda: ladder.layerwise(closed, 2, 5e-4))
+    every("closed form + stage 2", aligned, fitted + stage2, started)
+    every("copy", {layer: ladder.teacher.mixer(layer) for layer in closed}, 0, clock())
+    started = clock()
+    random = ladder.kept("mohawk 2", lambda: ladder.layerwise(ladder.start("mohawk"), 2, 2e-3))
+    every("MOHAWK start + stage 2", random, stage2, started)
+    for ratio in arguments.stage3_ratios:
+        for name, start, tokens, rate in (
+            ("closed form + stages 2, 3", lambda: aligned, fitted + stage2 + stage3, 1.5e-4),
+            ("MOHAWK start + stages 2, 3", lambda: random, stage2 + stage3, 5e-4),
+            ("Mamba-in-the-Llama start + stage 3", lambda: ladder.start("mamba-in-llama"), stage3, 5e-4),
+            ("MOHAWK start + stages 1, 2, 3", lambda: oriented(ladder), stage2 * 6 // 5 + stage3, 5e-4),
+        ):
+            if not ladder.has(name, ratio):
+                started = clock()
+                ladder.row(name, ratio, ladder.distilled(start(), ratio, f"{name} {ratio}", rate), tokens, started)
+
+
+def oriented(ladder: Ladder) -> Mixers:
+    """MOHAWK's start after stages 1 and 2."""
+    return ladder.kept(
+        "mohawk 1 2", lambda: ladder.layerwise(ladder.layerwise(ladder.start("mohawk"), 1, 2e-3), 2, 2e-3)
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--train", type=Path, required=True)
+    parser.add_argument("--validation", type=Path, required=True)
+    parser.add_argument("--model", help="teacher (default: the embedded one)")
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--stage3-ratios", type=float, nargs="*", default=(0.5,))
+    parser.add_argument("--calibration-tokens", type=int, default=30720)
+    parser.add_argument("--stage2-tokens", type=int, default=50176)
+    parser.add_argument("--stage3-tokens", type=int, default=25600)
+    parser.add_argument("--validation-rows", type=int, default=8)
+    parser.add_argument("--long", type=int, default=2048, help="length of the long validation text")
+    parser.add_argument("--window", type=int, default=92, help="92 + 4 tokens of KV are as large as the SSD's state")
+    main(parser.parse_args())
