@@ -129,8 +129,8 @@ def _print_figures(console: Console, report: dict) -> None:
     table.add_row("KL to the teacher, nats per token", "0", f"{report['kl_nats_per_token']:.3f}")
     console.print(table)
     console.print(
-        "Every mixer was fitted to the attention it replaces; nothing was trained end to end yet. Perplexity is close, "
-        "recall is not: `python -m recipes.layer_scores` shows what each layer is worth.",
+        "Every mixer was fitted to the attention it replaces; nothing was trained end to end yet. What each layer is "
+        "worth, in KL and in recall: `python -m recipes.layer_scores runs/layers`.",
         style="yellow",
     )
 
