@@ -35,7 +35,7 @@ from .alignment import Alignment, ClosedFormAligner, Progress
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .model_card import make_card
 from .plan import Plan, make_plan, with_cache_budget
-from .teacher import Teacher, find_teacher
+from .teacher import Teacher, find_teacher, gguf_tokenizer
 from .writer import plan_shards, write_shards
 
 # where things lie on this machine; not for publication
@@ -268,7 +268,7 @@ def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:
 def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
     """Copy the teacher's tokenizer files as they are; a GGUF file's tokenizer is read out of it."""
     if teacher.gguf_file is not None:
-        AutoTokenizer.from_pretrained(teacher.folder, gguf_file=teacher.gguf_file).save_pretrained(folder)
+        gguf_tokenizer(teacher.folder, teacher.gguf_file).save_pretrained(folder)
         return
     for name in TOKENIZER_FILES:
         if (teacher.folder / name).is_file():

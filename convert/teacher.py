@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import functools
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
     StrictDataclassError,
 )
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .checkpoint import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights
 from .families import TeacherFamily, get_family
@@ -64,6 +65,12 @@ class Teacher:
             with _hub_errors(self.name, self.revision):
                 return RemoteHeaders(self.name, self.revision)
         return open_weights(self.folder)
+
+
+@functools.lru_cache(maxsize=1)
+def gguf_tokenizer(folder: Path, gguf_file: str) -> PreTrainedTokenizerBase:
+    """The tokenizer inside a GGUF file; reading one takes seconds, and a conversion needs it twice."""
+    return AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
 
 
 def embedded_teacher() -> Path:

@@ -36,8 +36,8 @@ class LayerScore:
     recall: float
 
     def total(self, recall_weight: float) -> float:
-        """The two in one figure."""
-        return self.kl + recall_weight * self.recall
+        """The two in one figure; recall better than the teacher's is no merit, or it would buy layers that cost KL."""
+        return self.kl + recall_weight * max(self.recall, 0.0)
 
 
 class FitCache:

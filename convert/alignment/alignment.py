@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from ..checkpoint import Checkpoint
 from ..config import ConversionConfig, parse_size
 from ..plan import Plan, attention_budget
-from ..teacher import Teacher
+from ..teacher import Teacher, gguf_tokenizer
 from .align import FitCache, Progress, fit_mixers, select_layers, start_mixer
 from .closed_form import FitSettings, LayerFit
 from .examination import Examination
@@ -221,7 +221,7 @@ def load_tokenizer(teacher: Teacher, trust_remote_code: bool):
     """
     try:
         if teacher.gguf_file is not None:
-            return AutoTokenizer.from_pretrained(teacher.folder, gguf_file=teacher.gguf_file)
+            return gguf_tokenizer(teacher.folder, teacher.gguf_file)
         return AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from convert.alignment.align import FitCache, select_layers
+from convert.alignment.align import FitCache, LayerScore, select_layers
 from convert.alignment.examination import Examination, Marks
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe
 from convert.alignment.settings import SelectionSettings
@@ -103,6 +103,10 @@ def test_cheapest_layers_are_replaced(weight, rounds, count, expected):
     chosen, scores = select_layers(mixers, Graded(KL, RECALL), count, weight, settings, FitCache(None, {}))
     assert chosen == expected
     assert [round(scores[i].kl, 6) for i in range(4)] == KL and [scores[i].recall for i in range(4)] == RECALL
+
+
+def test_recall_better_than_the_teachers_is_no_merit():
+    assert LayerScore(kl=0.1, recall=-5.0).total(0.3) == 0.1 < LayerScore(kl=0.1, recall=0.1).total(0.3)
 
 
 def test_scores_are_kept_and_resumed(tmp_path):
