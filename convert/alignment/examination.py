@@ -46,9 +46,10 @@ class Examination:
         self._base: dict[str, list[torch.Tensor]] = {}
 
     def recall_cost(self, marks: Marks) -> float:
-        """Loss above the teacher's, mean over the probes that the teacher itself can answer; 0 if there is none."""
-        extra = [marks.loss[name] - self.teacher_marks.loss[name] for name in self.counted]
-        return sum(extra) / len(extra) if extra else 0.0
+        """Loss above the teacher's, mean over all answers of the probes that the teacher itself can answer, or 0."""
+        answers = {name: int(self.probes[name].answers.sum()) for name in self.counted}
+        extra = sum((marks.loss[name] - self.teacher_marks.loss[name]) * count for name, count in answers.items())
+        return extra / max(sum(answers.values()), 1)
 
     @torch.no_grad()
     def base(self, mixers: dict[int, nn.Module]) -> Marks:

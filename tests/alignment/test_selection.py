@@ -69,6 +69,7 @@ class Graded(Examination):
     def __init__(self, kl, recall):
         self.kl, self.recall = kl, recall
         self.sat, self._mixers = 0, {}
+        self.probes = {"copy": copy_probe(VOCABULARY, 1, 8, seed=0)}
         self.teacher_marks, self.counted = Marks(0.0, {"copy": 0.0}, {"copy": 1.0}), ["copy"]
 
     def _of(self, layers):
