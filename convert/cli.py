@@ -83,6 +83,7 @@ def convert_command(
         _option(ALIGN, "Text: default (in the package), sampled (from the teacher), a file, a Hub data set."),
     ] = None,
     calibration_column: Annotated[str | None, _option(ALIGN, "Column that holds the text (default text).")] = None,
+    calibration_config: Annotated[str | None, _option(ALIGN, "Configuration (subset) of a Hub data set.")] = None,
     calibration_split: Annotated[str | None, _option(ALIGN, "Split of a Hub data set (default train).")] = None,
     calibration_tokens: Annotated[int | None, _option(ALIGN, "Tokens to align on (default 30720).")] = None,
     activation_memory: Annotated[str | None, _option(ALIGN, "Memory for activations; more goes to disk.")] = None,
@@ -176,6 +177,10 @@ def one_line_errors(verbose: bool) -> Iterator[None]:
         if verbose:
             raise
         _fail(_message(error), 1)
+    except RuntimeError as error:
+        if verbose or "out of memory" not in str(error):
+            raise
+        _fail("out of memory; use fewer calibration tokens, shorter sequences, or --low-memory.", 1)
 
 
 def _message(error: Exception) -> str:

@@ -20,6 +20,7 @@ ALIGNMENT_ONLY = (
     "align_config",
     "calibration_dataset",
     "calibration_column",
+    "calibration_config",
     "calibration_split",
     "calibration_tokens",
     "activation_memory",
@@ -87,6 +88,8 @@ class ConversionConfig:
     file, a folder of them, or a Hub data set."""
     calibration_column: str = "text"
     """Column of the data set that holds the text."""
+    calibration_config: str | None = None
+    """Configuration (subset) of a Hub data set."""
     calibration_split: str = "train"
     """Split of a Hub data set."""
     calibration_tokens: int = 30720
@@ -96,7 +99,7 @@ class ConversionConfig:
     low_memory: bool = False
     """Hold one block of the teacher at a time; layers are then not selected by score."""
     work_dir: str | None = None
-    """Folder that keeps fits and scores, so that an interrupted or repeated alignment does not start again."""
+    """Folder that keeps fits until the result is safe, and scores, so that an interrupted alignment goes on."""
     dtype: str = "auto"
     """Type of the weights written; auto keeps the teacher's."""
     device: str = "cpu"
@@ -156,7 +159,11 @@ class ConversionConfig:
             )
         if self.layer_selection is not None and (self.attention_layers is not None or self.layer_pattern is not None):
             raise ValueError("layer_selection chooses the layers; attention_layers and layer_pattern name them.")
+        if self.context != defaults["context"] and self.cache_bytes is None:
+            warnings.warn("context has no effect without cache_bytes.", stacklevel=4)
         if self.align != "none":
+            if self.initial_decay != defaults["initial_decay"]:
+                warnings.warn("initial_decay has no effect: alignment chooses the decay (fit: decays).", stacklevel=4)
             return
         if self.device != "cpu":
             warnings.warn("device has no effect without alignment: mapping weights is disk-bound.", stacklevel=4)
@@ -221,7 +228,9 @@ def make_config(config_file: str | Path | None = None, **flags: Any) -> Conversi
     values = {} if config_file is None else read_config_file(config_file)
     flags = {name: value for name, value in flags.items() if value is not None}
     if LAYER_CHOICES & flags.keys():  # a choice of layers on the command line replaces the file's, of whatever kind
-        values = {name: value for name, value in values.items() if name not in LAYER_CHOICES}
+        named = {"attention_layers", "layer_pattern"} & flags.keys()
+        replaced = LAYER_CHOICES | ({"layer_selection"} if named else set())
+        values = {name: value for name, value in values.items() if name not in replaced}
     values |= flags
     for name in ("model", "output"):
         if not values.get(name):

@@ -31,8 +31,16 @@ def mohawk_command(
     dataset: Annotated[str, typer.Option(help="Text, as for --calibration-dataset.")] = "default",
     column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a Hub data set.")] = "train",
-    work_dir: Annotated[str | None, typer.Option(help="Folder of checkpoints and logs (default: OUT.work).")] = None,
-    device: Annotated[str, typer.Option(help="Where to train.")] = "cpu",
+    work_dir: Annotated[
+        str | None, typer.Option(help="Folder of checkpoints and logs (default: OUT.work, removed at the end).")
+    ] = None,
+    subset: Annotated[str | None, typer.Option(help="Configuration of a Hub data set.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the teacher.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="GGUF file inside the teacher's folder or repository.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code from the teacher's repository.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
     max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once all is well.")] = False,
@@ -45,9 +53,10 @@ def mohawk_command(
         from .config import make_config
 
         options = make_config(
-            model=teacher, output=output, calibration_dataset=dataset, calibration_column=column,
-            calibration_split=split, device=device, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite,
-            align_config=align_config,
+            model=teacher, output=output, revision=revision, gguf_file=gguf_file, trust_remote_code=trust_remote_code,
+            calibration_dataset=dataset, calibration_column=column, calibration_split=split,
+            calibration_config=subset, device=device_of_rank(device), seed=seed, max_shard_size=max_shard_size,
+            overwrite=overwrite, align_config=align_config,
         )  # fmt: skip
         with progress_bars(quiet) as (_, _, on_progress):
             report = train_existing(Path(hybrid), options, tuple(stage), tokens, work_dir, on_progress)
@@ -55,6 +64,12 @@ def mohawk_command(
             for name, figures in report.items():
                 shown = {key: value for key, value in figures.items() if key not in ("layers", "settings")}
                 console.print(f"[green]{name}[/] {json.dumps(shown)}", highlight=False)
+
+
+def device_of_rank(device: str) -> str:
+    """Each process its own GPU."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local_rank}" if device == "cuda" and local_rank is not None else device
 
 
 def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int | None, work_dir: str | None, progress):
@@ -72,39 +87,33 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
         train_hybrid,
         training_rows_needed,
     )
-    from .alignment.mohawk import STAGES, with_tokens
+    from .alignment.mohawk import only_stages
     from .alignment.settings import read_alignment_file
     from .alignment.teacher_model import TeacherModel
     from .pipeline import check_apart, check_output, staged
     from .teacher import find_teacher
 
-    unknown = set(stages) - set(STAGES)
-    if unknown:
-        raise ValueError(f"There is no stage {unknown.pop()}; MOHAWK has 1, 2 and 3.")
     output, writes = Path(options.output).expanduser().resolve(), int(os.environ.get("RANK", 0)) == 0
+    settings = only_stages(read_alignment_file(options.align_config), stages, tokens)
+    found = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code)
     if writes:
         check_output(output, options.overwrite)
         check_apart(output, hybrid)
-    settings = read_alignment_file(options.align_config)
-    for number in stages:
-        settings = with_tokens(settings, number, tokens)
-    stages = stages or tuple(number for number, name in STAGES.items() if getattr(settings, name).tokens)
-    if not stages:
-        raise ValueError("No stage has tokens; name one with --stage and --tokens, or in the alignment file.")
+        check_apart(output, found.folder)
     student = load_hybrid(hybrid)
-    found = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code)
-    options = dataclasses.replace(options, mixer=student.config.mixer)
+    options = dataclasses.replace(options, mixer=student.config.mixer, out_bias=student.config.mixer_out_bias)
     teacher = TeacherModel(found, options, found.open_weights(), options.device)
-    count = training_rows_needed(settings, stages) + settings.held_out_sequences
+    count = training_rows_needed(settings) + settings.held_out_sequences
     rows = calibration_rows(found, teacher, options, settings.sequence_length, count, settings.held_out_sequences + 1)
-    work = Path(work_dir) if work_dir else output.with_name(f"{output.name}.work")
-    report = train_hybrid(student, teacher, rows, settings, work, stages, options.seed, progress)
+    work = Path(work_dir).expanduser() if work_dir else output.with_name(f"{output.name}.work")
+    report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
     if writes:
         with staged(output) as folder:
             shutil.copytree(hybrid, folder, dirs_exist_ok=True)
             replace_weights(student, folder, stored_dtype(hybrid), options.max_shard_size)
             record_stages(folder, report)
-        shutil.rmtree(work, ignore_errors=True)
+        if work_dir is None:  # a folder of the user's own stays: it holds the logs, too
+            shutil.rmtree(work, ignore_errors=True)
     return report
 
 

@@ -74,7 +74,10 @@ def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
 
 
 def plan_conversion(options: ConversionConfig) -> Plan:
-    """What `run` would do; reads configuration and tensor headers only."""
+    """What `run` would do; reads configuration and tensor headers only.
+
+    Layers that `run` would choose by score stand evenly placed here; their number and what follows from it is right.
+    """
     teacher = find_teacher(options.model, options.revision, options.gguf_file, with_weights=False)
     checkpoint = teacher.open_weights()
     return make_plan(teacher, with_cache_budget(options, teacher, checkpoint), checkpoint)
@@ -89,7 +92,7 @@ def run(
     """Carry out a conversion.
 
     Args:
-        on_plan: called once the plan stands, before anything is fitted or written.
+        on_plan: called once the plan stands: layers are chosen, nothing is written.
         progress: called with the number of bytes of weights just written.
         align_progress: called with what alignment is doing, how much of it is done, and of how much.
 
@@ -106,7 +109,10 @@ def run(
     plan = make_plan(teacher, placed, checkpoint)
     repository = prepare_repository(options)
     aligner, alignment = None, None
+    work = Path(options.work_dir or output.with_name(f"{output.name}.work")).expanduser()
     if options.align != "none" and "linear_attention" in plan.config.layer_types:
+        if options.align == "mohawk":  # what training must not lose
+            placed = dataclasses.replace(placed, work_dir=str(work))
         aligner = ClosedFormAligner(teacher, placed, checkpoint, align_progress)
         if aligner.selects:
             plan = make_plan(teacher, with_layers(placed, aligner.choose_layers()), checkpoint)
@@ -131,7 +137,6 @@ def run(
         if alignment is not None:
             (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
         if options.align == "mohawk" and aligner is not None:
-            work = Path(options.work_dir or output.with_name(f"{output.name}.work"))
             aligner.train(folder, work / "stages", plan.dtype)
     if repository is not None:
         with _push_errors(f"{repository} (the checkpoint is complete in {output})"):
@@ -145,7 +150,7 @@ def run(
     if aligner is not None:
         aligner.finished()
         if options.align == "mohawk" and options.work_dir is None:
-            shutil.rmtree(output.with_name(f"{output.name}.work"), ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
     return plan
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.utils import logging
 
 from convert.alignment import ClosedFormAligner
-from convert.alignment.align import LayerScore, score_layers, start_mixer
+from convert.alignment.align import LayerScore, score_layers, start_mixer, write_beside
 from convert.alignment.alignment import load_tokenizer
 from convert.alignment.closed_form import FitSettings
 from convert.alignment.distillation import distil
@@ -44,6 +44,7 @@ class Ladder:
     def __init__(self, arguments: argparse.Namespace):
         self.folder, self.arguments = arguments.output, arguments
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.check_same_run()
         options = make_config(
             model=arguments.model or str(embedded_teacher()), output="unused",
             calibration_dataset=str(arguments.train), calibration_tokens=arguments.calibration_tokens,
@@ -68,6 +69,19 @@ class Ladder:
         self.train = text_rows(arguments.train, self.tokenizer, LENGTH, needed, skip=fitted)
         self.held_out = text_rows(arguments.validation, self.tokenizer, LENGTH, 4)
 
+    def check_same_run(self) -> None:
+        """Mixers and results of other texts or token counts are not to be mixed with these.
+
+        Raises:
+            ValueError: the folder holds another run's.
+        """
+        own = ("output", "ratios", "stage3_ratios")
+        told = {key: str(value) for key, value in vars(self.arguments).items() if key not in own}
+        path = self.folder / "arguments.json"
+        if path.is_file() and json.loads(path.read_text()) != told:
+            raise ValueError(f"{self.folder} holds a run with other arguments; choose another folder.")
+        path.write_text(json.dumps(told, indent=2) + "\n")
+
     def progress(self, what: str, done: int, total: int) -> None:
         """A line now and then."""
         if done % 10 == 0:
@@ -85,8 +99,8 @@ class Ladder:
             ]
         )
 
-    def row(self, name: str, ratio: float, mixers, tokens: int, started: float) -> None:
-        """Measure one cell."""
+    def row(self, name: str, ratio: float, mixers, tokens: int, seconds: float) -> None:
+        """Measure one cell; `tokens` passed through training or fits, in `seconds` before this."""
         if self.has(name, ratio):
             return
         layers = self.replaced_layers(ratio)
@@ -95,11 +109,11 @@ class Ladder:
         else:
             student = self.teacher.hybrid({layer: mixers[layer] for layer in layers})
             figures = self.yardstick.measure(Yardstick.final_hidden(student), student)
-        seconds = round(time.perf_counter() - started)
-        record = {"row": name, "attention": ratio, "layers": layers, "tokens": tokens, "seconds": seconds} | figures
+        cell = {"row": name, "attention": ratio, "layers": layers, "tokens": tokens, "seconds": round(seconds)}
+        record = cell | figures
         self.results.append(record)
         append(self.results_file, record)
-        print(f"{name}, {ratio:.1%} attention, {tokens} tokens, {seconds} s: {summary(figures)}", flush=True)
+        print(f"{name}, {ratio:.1%} attention, {tokens} tokens, {seconds:.0f} s: {summary(figures)}", flush=True)
 
     def has(self, name: str, *ratios: float) -> bool:
         """Whether these cells are measured."""
@@ -111,7 +125,8 @@ class Ladder:
         path = self.folder / f"{name.replace(' ', '-')}.safetensors"
         if not path.is_file():
             mixers = make()
-            save_file({f"{i}.{k}": v.contiguous() for i, m in mixers.items() for k, v in m.state_dict().items()}, path)
+            state = {f"{i}.{k}": v.contiguous() for i, m in mixers.items() for k, v in m.state_dict().items()}
+            write_beside(path, lambda partial: save_file(state, partial))
             return mixers
         state, mixers = load_file(path), {}
         for layer in sorted({int(key.split(".")[0]) for key in state}):
@@ -178,40 +193,50 @@ def main(arguments: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     ladder, clock = Ladder(arguments), time.perf_counter
     print("teacher", {k: ladder.yardstick.teacher[k] for k in ("perplexity", "copy", "repetition")}, flush=True)
-    stage2, stage3 = arguments.stage2_tokens, arguments.stage3_tokens
-    started, ratios = clock(), arguments.ratios
+    started = clock()
     print("replaced at 50 %:", ladder.replaced_layers(0.5), f"{clock() - started:.0f} s", flush=True)
     refined = ladder.aligner.settings.fit
     solved = dataclasses.replace(refined, refine_steps=0)
+    stage2, stage3 = arguments.stage2_tokens, arguments.stage3_tokens
     fitted = arguments.calibration_tokens
+    closed_tokens = fitted + refined.refine_steps * refined.refine_sequences * LENGTH
 
-    def every(name: str, mixers, tokens: int, since: float) -> None:
-        for ratio in ratios:
-            ladder.row(name, ratio, mixers, tokens, since)
+    def every(name: str, make, tokens: int) -> Mixers | None:
+        since = clock()
+        mixers = make()
+        seconds = clock() - since
+        for ratio in arguments.ratios:
+            ladder.row(name, ratio, mixers, tokens, seconds)
+        return mixers
 
-    every(f"window {arguments.window} + 4 sinks", None, 0, clock())
-    started = clock()
-    every("closed form, solve only", ladder.closed_form(solved), fitted, started)
-    started = clock()
-    closed = ladder.kept("closed form", lambda: ladder.closed_form(refined))
-    every("closed form", closed, fitted, started)
-    started = clock()
-    aligned = ladder.kept("closed form 2", lambda: ladder.layerwise(closed, 2, 5e-4))
-    every("closed form + stage 2", aligned, fitted + stage2, started)
-    every("copy", {layer: ladder.teacher.mixer(layer) for layer in closed}, 0, clock())
-    started = clock()
-    random = ladder.kept("mohawk 2", lambda: ladder.layerwise(ladder.start("mohawk"), 2, 2e-3))
-    every("MOHAWK start + stage 2", random, stage2, started)
+    everything = range(ladder.teacher.num_layers)
+    every(f"window {arguments.window} + 4 sinks", lambda: None, 0)
+    every("closed form, solve only", lambda: ladder.closed_form(solved), fitted)
+    closed = every(
+        "closed form", lambda: ladder.kept("closed form", lambda: ladder.closed_form(refined)), closed_tokens
+    )
+    aligned = every(
+        "closed form + stage 2",
+        lambda: ladder.kept("closed form 2", lambda: ladder.layerwise(closed, 2, 5e-4)),
+        closed_tokens + stage2,
+    )
+    every("copy", lambda: {layer: ladder.teacher.mixer(layer) for layer in everything}, 0)
+    random = every(
+        "MOHAWK start + stage 2",
+        lambda: ladder.kept("mohawk 2", lambda: ladder.layerwise(ladder.start("mohawk"), 2, 2e-3)),
+        stage2,
+    )
     for ratio in arguments.stage3_ratios:
         for name, start, tokens, rate in (
-            ("closed form + stages 2, 3", lambda: aligned, fitted + stage2 + stage3, 1.5e-4),
+            ("closed form + stages 2, 3", lambda: aligned, closed_tokens + stage2 + stage3, 1.5e-4),
             ("MOHAWK start + stages 2, 3", lambda: random, stage2 + stage3, 5e-4),
             ("Mamba-in-the-Llama start + stage 3", lambda: ladder.start("mamba-in-llama"), stage3, 5e-4),
             ("MOHAWK start + stages 1, 2, 3", lambda: oriented(ladder), stage2 * 6 // 5 + stage3, 5e-4),
         ):
             if not ladder.has(name, ratio):
-                started = clock()
-                ladder.row(name, ratio, ladder.distilled(start(), ratio, f"{name} {ratio}", rate), tokens, started)
+                since = clock()
+                mixers = ladder.distilled(start(), ratio, f"{name} {ratio}", rate)
+                ladder.row(name, ratio, mixers, tokens, clock() - since)
 
 
 def oriented(ladder: Ladder) -> Mixers:

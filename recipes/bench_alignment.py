@@ -3,13 +3,15 @@
 python -m recipes.bench_alignment [--output runs/bench]
 
 One block with random weights of the teacher's shape runs the converter's own code on a few sequences; the parts that
-grow with the number of tokens are multiplied up to the default, the solve is not. Peak memory is that of a process
-that holds one block at a time (`--low-memory`).
+grow with the number of tokens are multiplied up to the default, the solve is not. Layers are placed evenly: choosing
+them by score would add a quick fit of every layer. Peak memory is that of a process that holds one block at a time
+(`--low-memory`), without the embedding.
 """
 
 import argparse
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -133,6 +135,7 @@ def main(output: Path) -> None:
         )
         row = {"teacher": name, "hidden_size": shape["hidden_size"]} | measured
         rows.append(row | extrapolated(row))
+        shutil.rmtree(scratch, ignore_errors=True)
         peak = rows[-1]["peak_bytes"] + rows[-1]["activation_bytes"]
         table.add_row(
             name,

@@ -69,7 +69,7 @@ class Yardstick:
         if model is not None:
             figures |= self._generation(model)
             pairs = zip(figures["continuations"], self.teacher["continuations"], strict=True)
-            figures["greedy_agreement"] = _mean([_common_prefix(a, b) / self.new_tokens for a, b in pairs])
+            figures["greedy_agreement"] = _mean([_common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs])
         return figures
 
     @torch.no_grad()

@@ -65,9 +65,6 @@ class ActivationStream:
                 seen.clear()
         finally:
             handle.remove()
-        folded = self.teacher.folded_bias(layer)
-        if folded is not None:
-            self.y -= folded.cpu().to(self.y.dtype)
         return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1]), self.held_out)
 
     def close(self) -> None:

@@ -75,15 +75,15 @@ class FitCache:
         state = {name: tensor.contiguous().cpu() for name, tensor in mixer.state_dict().items()}
         write_beside(self._path(f"layer-{layer:03d}.safetensors"), lambda path: save_file(state, path))
 
-    def load_scores(self) -> dict:
-        """Scores by "base|layer", as saved."""
-        path = self._path("scores.json")
+    def load_json(self, name: str) -> dict:
+        """What was saved under `name`, or nothing."""
+        path = self._path(name)
         return json.loads(path.read_text()) if path is not None and path.is_file() else {}
 
-    def save_scores(self, scores: dict) -> None:
-        """Keep the scores so far."""
+    def save_json(self, name: str, content: dict) -> None:
+        """Keep something small."""
         if self.folder is not None:
-            write_beside(self._path("scores.json"), lambda path: path.write_text(json.dumps(scores)))
+            write_beside(self._path(name), lambda path: path.write_text(json.dumps(content)))
 
     def drop_mixers(self) -> None:
         """Remove the fits, which are large; the scores stay."""
@@ -126,8 +126,12 @@ def fit_mixers(
     memory: int,
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
+    folder: Path | None = None,
 ) -> dict[int, tuple[nn.Module, LayerFit]]:
     """Fit the mixers of `layers` on token ids (S, L), of which the last `held_out` rows judge.
+
+    Args:
+        memory: bytes of activations; more goes to a temporary file in `folder`.
 
     Raises:
         ValueError: see `fit_layer`.
@@ -140,7 +144,7 @@ def fit_mixers(
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:
         return fitted
-    stream = ActivationStream(teacher, ids, held_out, memory)
+    stream = ActivationStream(teacher, ids, held_out, memory, folder)
     try:
         for layer in range(max(missing) + 1):
             progress("aligning", layer, max(missing) + 1)
@@ -165,7 +169,7 @@ def score_layers(
     progress: Progress = lambda what, done, total: None,
 ) -> dict[int, LayerScore]:
     """What replacing each further layer costs when `base` is replaced already."""
-    known = cache.load_scores()
+    known = cache.load_json("scores.json")
     keys = {layer: f"{','.join(map(str, base))}|{layer}" for layer in mixers if layer not in base}
     if any(key not in known for key in keys.values()):
         before = examination.base({layer: mixers[layer] for layer in base})
@@ -176,7 +180,7 @@ def score_layers(
             marks = examination.with_layer(layer, mixers[layer])
             recall = examination.recall_cost(marks) - examination.recall_cost(before)
             known[key] = {"kl": marks.kl - before.kl, "recall": recall}
-            cache.save_scores(known)
+            cache.save_json("scores.json", known)
         progress("scoring layers", len(keys), len(keys))
     return {layer: LayerScore(**known[key]) for layer, key in keys.items()}
 

@@ -20,6 +20,7 @@ from .align import FitCache, Progress, fit_mixers, select_layers, start_mixer
 from .closed_form import FitSettings, LayerFit
 from .examination import Examination
 from .hybrid_training import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
+from .mohawk import check_stages
 from .settings import read_alignment_file
 from .teacher_model import TeacherModel
 from .text import SAMPLED, documents, sample_rows, token_rows
@@ -55,6 +56,12 @@ class ClosedFormAligner:
     def __init__(self, teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoint, progress: Progress):
         self.teacher, self.options, self.progress = teacher, options, progress
         self.settings = read_alignment_file(options.align_config)
+        if options.align == "mohawk":
+            check_stages(self.settings, options.mixer, options.low_memory)
+        elif self.settings.start != "teacher":
+            raise ValueError(
+                f"start: {self.settings.start} begins with mixers that only training fits; say --align mohawk."
+            )
         self.model = TeacherModel(teacher, options, checkpoint, options.device, options.low_memory)
         self.memory = parse_size(options.activation_memory)
         self.selects = selection_of(options) in ("kl", "kl+recall")
@@ -69,7 +76,7 @@ class ClosedFormAligner:
         rows = calibration_rows(teacher, self.model, options, length, self.num_fitting + held_out + prose)
         self.ids, self.prose = rows[: self.num_fitting + held_out], rows[self.num_fitting + held_out :]
         self.report: dict[str, Any] = {
-            "text": options.calibration_dataset,
+            "text": public_text_name(options.calibration_dataset),
             "tokens": self.ids.numel(),
             "sequence_length": length,
         }
@@ -79,24 +86,33 @@ class ClosedFormAligner:
     def choose_layers(self) -> tuple[int, ...]:
         """The layers that stay attention, by what replacing each costs after a quick fit."""
         settings, started = self.settings.selection, time.perf_counter()
-        mixers, examination, cache = self.candidates()
         weight = settings.recall_weight if selection_of(self.options) == "kl+recall" else 0.0
         count = self.model.num_layers - attention_budget(self.options, self.model.num_layers)
-        chosen, scores = select_layers(mixers, examination, count, weight, settings, cache, self.progress)
-        self.report |= {
-            "layer_scores": {layer: dataclasses.asdict(score) for layer, score in sorted(scores.items())},
-            "probes_counted": examination.counted,
-            "selection_seconds": round(time.perf_counter() - started),
-        }
-        return tuple(i for i in range(self.model.num_layers) if i not in chosen)
+        name = f"chosen-{count}-{weight}.json"
+        found = self._scores_cache().load_json(name)
+        if not found:
+            mixers, examination, cache = self.candidates()
+            chosen, scores = select_layers(mixers, examination, count, weight, settings, cache, self.progress)
+            found = {
+                "replaced": list(chosen),
+                "layer_scores": {layer: dataclasses.asdict(score) for layer, score in sorted(scores.items())},
+                "probes_counted": examination.counted,
+                "selection_seconds": round(time.perf_counter() - started),
+            }
+            cache.save_json(name, found)
+        self.report |= {key: value for key, value in found.items() if key != "replaced"}
+        return tuple(i for i in range(self.model.num_layers) if i not in found["replaced"])
 
     def candidates(self) -> tuple[dict[int, torch.nn.Module], Examination, FitCache]:
         """What layers are scored with: a quickly fitted mixer for each, the examination, and where scores are kept."""
         settings = self.settings.selection
         fits = self.fit(list(range(self.model.num_layers)), self._quick)
         examination = Examination(self.model, self.prose, self.options.seed, settings.probe_length)
-        cache = self._cache(self._quick, selection=dataclasses.asdict(settings))
-        return {layer: mixer for layer, (mixer, _) in fits.items()}, examination, cache
+        return {layer: mixer for layer, (mixer, _) in fits.items()}, examination, self._scores_cache()
+
+    def _scores_cache(self) -> FitCache:
+        prose = hashlib.sha256(self.prose.numpy().tobytes()).hexdigest()
+        return self._cache(self._quick, selection=dataclasses.asdict(self.settings.selection), prose=prose)
 
     def fit_layers(self, layer_types: list[str]) -> Alignment:
         """Fit the mixers of the replaced layers."""
@@ -140,7 +156,7 @@ class ClosedFormAligner:
         held_out = self.settings.held_out_sequences
         return fit_mixers(
             self.model, layers, self.ids, held_out, settings, self._cache(settings), self.memory,
-            self.options.seed, self.progress,
+            self.options.seed, self.progress, self.folder or existing_parent(Path(self.options.output)),
         )  # fmt: skip
 
     def finished(self) -> None:
@@ -155,7 +171,7 @@ class ClosedFormAligner:
         key = {
             "teacher": [self.teacher.public_name, self.teacher.revision, files],
             "mixer": mixer,
-            "text": hashlib.sha256(torch.cat([self.ids, self.prose]).numpy().tobytes()).hexdigest(),
+            "text": hashlib.sha256(self.ids.numpy().tobytes()).hexdigest(),
             "held_out": self.settings.held_out_sequences,
             "fit": dataclasses.asdict(settings),
             "initial_decay": self.options.initial_decay,
@@ -163,6 +179,18 @@ class ClosedFormAligner:
             "version": importlib.metadata.version("convert-to-hybrid"),
         } | more
         return FitCache(self.folder, key)
+
+
+def public_text_name(source: str) -> str:
+    """What may be published of the text's name: a Hub id, or the last part of a local path."""
+    path = Path(source).expanduser()
+    return path.name if path.exists() else source
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above a path that is there: on the disk that the result goes to."""
+    path = path.expanduser().absolute().parent
+    return path if path.is_dir() else existing_parent(path)
 
 
 def _tensors(mixers: dict[int, torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -202,7 +230,7 @@ def calibration_rows(
             raise ValueError("Sampling text from the teacher needs all of it in memory; leave out --low-memory.")
         return sample_rows(model.whole(), length, count, options.seed)
     tokenizer = load_tokenizer(teacher, options.trust_remote_code)
-    texts = documents(source, options.calibration_column, options.calibration_split)
+    texts = documents(source, options.calibration_column, options.calibration_split, options.calibration_config)
     with contextlib.closing(texts):
         rows = token_rows(texts, tokenizer, length, count, source, at_least)
     if int(rows.max()) >= teacher.config.vocab_size:

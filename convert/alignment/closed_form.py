@@ -19,6 +19,7 @@ from torch import nn
 from ..mixer_mapping import set_decay
 
 BATCH_SEQUENCES = 4
+TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
 
 
@@ -36,6 +37,16 @@ class FitSettings:
     """Sequences per step."""
     refine_learning_rate: float = 2e-3
     """Peak learning rate (AdamW); 10 % warm-up, then linearly to 0."""
+
+    def __post_init__(self):
+        if not self.decays or not all(0 < decay <= 1 for decay in self.decays):
+            raise ValueError(f"decays must lie in (0, 1], not {self.decays}.")
+        if not self.ridges or min(self.ridges) < 0:
+            raise ValueError(f"ridges cannot be negative: {self.ridges}.")
+        if self.refine_steps < 0 or self.refine_sequences < 1 or self.refine_learning_rate <= 0:
+            raise ValueError(
+                "refine_steps cannot be negative; refine_sequences and refine_learning_rate must be positive."
+            )
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: in
     Raises:
         ValueError: the activations are not finite, or no candidate gives a finite error.
     """
-    if not (torch.isfinite(data.u).all() and torch.isfinite(data.y).all()):
+    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
     with torch.no_grad():
         mapped = held_out_error(mixer, data)
@@ -193,7 +204,7 @@ def _augmented(out: nn.Linear) -> torch.Tensor:
 
 def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     error = sum(((F @ weights - y) ** 2).sum() for F, y in pairs)
-    return (error / sum((y**2).sum() for _, y in pairs)).item()
+    return (error / sum((y**2).sum() for _, y in pairs).clamp_min(TINY)).item()
 
 
 def _batches(rows: range) -> list[range]:
@@ -208,13 +219,14 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
         u, y = data.batch(rows)
         error += ((mixer(u, data.rotary) - y) ** 2).sum().item()
         total += (y**2).sum().item()
-    return error / total
+    return error / max(total, TINY)
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) -> None:
     """A fixed number of AdamW steps on every parameter of the mixer, in place, towards the lowest squared error."""
     generator = torch.Generator().manual_seed(seed)
-    scale = 1 / data.y[list(data.fitting())].float().pow(2).mean().item()
+    squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
+    scale = len(data.fitting()) / max(sum(squares), TINY)
     optimizer = torch.optim.AdamW(
         mixer.parameters(), lr=settings.refine_learning_rate, betas=(0.9, 0.95), weight_decay=0
     )

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from .divergence import distillation_loss, kl_of_hidden
+from .layerwise import run_key
 from .settings import DistillationSettings
 
 
@@ -115,12 +116,12 @@ def distil(
     folder: Path,
     seed: int = 0,
     callbacks: list[TrainerCallback] | None = None,
-    resume: bool = True,
     use_cpu: bool = True,
 ) -> list[dict]:
     """Train the student in place on token ids (S, L); the Trainer's log.
 
-    Checkpoints lie in `folder`; an interrupted run continues from the last one with the results it would have had.
+    Checkpoints lie in `folder`, under a name that belongs to this run; interrupted, it continues from the last whole
+    one with the results it would have had. The student comes back in evaluation mode.
 
     Raises:
         ValueError: the vocabularies differ.
@@ -131,6 +132,7 @@ def distil(
             "distillation needs one vocabulary."
         )
     set_trainable(student, settings)
+    folder = folder / run_key(settings, ids, seed, student)[:16]
     plain = student.__class__
     student.__class__ = type(plain.__name__, (DistillingMixin, plain), {"__module__": plain.__module__})
     try:
@@ -143,11 +145,22 @@ def distil(
             callbacks=callbacks,
         )
         trainer.remove_callback(PrinterCallback)
-        checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if resume and checkpoints else None)
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "Stage 3 runs on one process or with DDP; sharded weights (FSDP, DeepSpeed) are not handled."
+            )
+        trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     finally:
         student.__class__ = plain
+        student.__dict__.pop("forward", None)  # accelerate's, under bf16
+        student.eval()
     return trainer.state.log_history
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end: the Trainer's state is written last."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
 
 
 def training_arguments(

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..config import parse_size
+from ..model_card import ALIGNMENT_NOTES
 from ..plan import STUDENTS
 from ..weight_mapping import Rule
 from ..writer import plan_shards, write_shards
@@ -33,7 +34,7 @@ def load_hybrid(folder: Path) -> nn.Module:
         raise ValueError(f"{folder} holds a {model_type} model, not a hybrid; make one with convert-to-hybrid first.")
     try:
         return STUDENTS[model_type][1].from_pretrained(folder, dtype=torch.float32)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder} does not load: {' '.join(str(error).split())}") from error
 
 
@@ -61,9 +62,9 @@ def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_sh
     write_shards(plan_shards(rules, dtype, parse_size(max_shard_size)), None, dtype, folder)
 
 
-def training_rows_needed(settings: AlignmentSettings, stages: tuple[int, ...] = (1, 2, 3)) -> int:
+def training_rows_needed(settings: AlignmentSettings) -> int:
     """Sequences that the longest of the stages reads."""
-    return max(-(-getattr(settings, STAGES[number]).tokens // settings.sequence_length) for number in stages)
+    return max(-(-getattr(settings, name).tokens // settings.sequence_length) for name in STAGES.values())
 
 
 def train_hybrid(
@@ -72,7 +73,6 @@ def train_hybrid(
     rows: torch.Tensor,
     settings: AlignmentSettings,
     work: Path,
-    stages: tuple[int, ...] = (1, 2, 3),
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
@@ -83,20 +83,23 @@ def train_hybrid(
     """
     held = settings.held_out_sequences
     stages_of = Stages(teacher, student.to(teacher.device), rows[:-held], rows[-held:], settings, work, seed, progress)
-    report = stages_of.run(stages)
-    for number in stages:
-        if (name := STAGES[number]) in report:
-            report[name]["settings"] = dataclasses.asdict(getattr(settings, name))
-            report[name]["distinct_tokens"] = rows[:-held].numel()
+    report = stages_of.run()
+    for name, figures in report.items():
+        figures["settings"] = dataclasses.asdict(getattr(settings, name))
+        figures["distinct_tokens"] = rows[:-held].numel()
     return report
 
 
 def record_stages(folder: Path, report: dict[str, Any]) -> None:
-    """Add what the stages reached to the hybrid's `alignment.json`, and to its configuration that they ran."""
+    """Add what the stages reached to the hybrid's `alignment.json`; its configuration and card say that they ran."""
     path, config_path = folder / "alignment.json", folder / "config.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     known["stages"] = [*known.get("stages", []), report]
     path.write_text(json.dumps(known, indent=2) + "\n")
     config = json.loads(config_path.read_text())
-    config["conversion"]["align"] = "mohawk"
+    before = (config.get("conversion") or {}).get("align", "none")
+    config["conversion"] = (config.get("conversion") or {}) | {"align": "mohawk"}
+    card = folder / "README.md"
+    if card.is_file() and before in ALIGNMENT_NOTES:
+        card.write_text(card.read_text().replace(ALIGNMENT_NOTES[before], ALIGNMENT_NOTES["mohawk"]))
     config_path.write_text(json.dumps(config, indent=2) + "\n")

@@ -7,11 +7,15 @@ each trains its own and the result is the same to the last bit.
 A stage reports its loss on held-out text before and after.
 """
 
+import dataclasses
+import hashlib
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,13 +26,26 @@ from .matrix_orientation import matrix_orientation_loss
 from .settings import HiddenStateSettings, OrientationSettings, StageSettings
 from .teacher_model import TeacherModel, replaced
 
-LayerLoss = Callable[[int, nn.Module, torch.Tensor, torch.Tensor], float]
-"""Loss of one layer for its block input and output (B, L, D); adds gradients where autograd is on."""
+
+class Activations(NamedTuple):
+    """What the teacher does at one layer, each (B, L, D).
+
+    The block's input and output (the residual stream, before any final norm), the attention's input u and output y.
+    """
+
+    block_input: torch.Tensor
+    block_output: torch.Tensor
+    u: torch.Tensor
+    y: torch.Tensor
+
+
+LayerLoss = Callable[[int, nn.Module, Activations], float]
+"""Loss of one layer; adds gradients where autograd is on."""
 
 
 @dataclass
 class StageReport:
-    """Mean held-out loss of each layer before and after, and the training curve."""
+    """Mean held-out loss of each layer before and after, tokens and seconds."""
 
     before: dict[int, float]
     after: dict[int, float]
@@ -71,19 +88,19 @@ class LayerwiseStage:
         per_step = self.settings.sequences * ids.shape[1]
         steps = max(self.settings.tokens // per_step, 1)
         optimizers = {layer: self._optimizer(mixer, steps) for layer, mixer in self.mixers.items()}
+        self._key = run_key(self.settings, ids, self.seed, self.mixers)
         first, before = self._resume(optimizers)
         before = before or self.evaluate(held_out)
         for step in range(first, steps):
             progress("training", step, steps)
             losses = self._step(ids[self._rows(step, len(ids))], optimizers)
-            self.log({"step": step + 1, "tokens": (step + 1) * per_step, "loss": losses})
+            pace = (step + 1 - first) * per_step / (time.perf_counter() - started)
+            self.log({"step": step + 1, "tokens": (step + 1) * per_step, "tokens_per_second": pace, "loss": losses})
             every = self.settings.save_every
-            if every and (step + 1) % every == 0 and step + 1 < steps:
+            if (every and (step + 1) % every == 0) or step + 1 == steps:
                 self._save(step + 1, before, optimizers)
         progress("training", steps, steps)
-        report = StageReport(before, self.evaluate(held_out), steps * per_step, time.perf_counter() - started)
-        self._forget()
-        return report
+        return StageReport(before, self.evaluate(held_out), steps * per_step, time.perf_counter() - started)
 
     @torch.no_grad()
     def evaluate(self, ids: torch.Tensor) -> dict[int, float]:
@@ -91,16 +108,16 @@ class LayerwiseStage:
         totals = dict.fromkeys(self.mixers, 0.0)
         batches = ids.split(self.settings.sequences)
         for batch in batches:
-            for layer, block_input, block_output in self._activations(batch):
-                totals[layer] += self.layer_loss(layer, self.mixers[layer], block_input, block_output) * len(batch)
+            for layer, activations in self._activations(batch):
+                totals[layer] += self.layer_loss(layer, self.mixers[layer], activations) * len(batch)
         return {layer: total / len(ids) for layer, total in totals.items()}
 
     def _step(self, batch: torch.Tensor, optimizers) -> dict[int, float]:
         losses = {}
-        for layer, block_input, block_output in self._activations(batch):
+        for layer, activations in self._activations(batch):
             optimizer, schedule = optimizers[layer]
-            losses[layer] = self.layer_loss(layer, self.mixers[layer], block_input, block_output)
-            if losses[layer] != losses[layer] or losses[layer] == float("inf"):
+            losses[layer] = self.layer_loss(layer, self.mixers[layer], activations)
+            if not math.isfinite(losses[layer]):
                 raise ValueError(f"Layer {layer}: the loss is not finite; lower the learning rate.")
             nn.utils.clip_grad_norm_(self.mixers[layer].parameters(), self.settings.max_grad_norm)
             optimizer.step()
@@ -108,16 +125,21 @@ class LayerwiseStage:
             optimizer.zero_grad()
         return losses
 
-    def _activations(self, batch: torch.Tensor):
-        """(layer, block input, block output) of the layers to train, one teacher block after the other."""
+    def _activations(self, batch: torch.Tensor) -> Iterator[tuple[int, Activations]]:
+        """The layers to train, one teacher block after the other: one pass of the teacher serves them all."""
         with torch.no_grad():
             hidden = self.teacher.embed(batch)
         inputs = self.teacher.block_inputs(hidden)
         for layer in range(max(self.mixers) + 1):
+            block, seen = self.teacher.block(layer), []
+            hook = block.self_attn.register_forward_hook(
+                lambda m, args, out, seen=seen: seen.append((args[0], out[0]))
+            )
             with torch.no_grad():
-                output = self.teacher.block(layer)(hidden, **inputs)
+                output = block(hidden, **inputs)
+            hook.remove()
             if layer in self.mixers:
-                yield layer, hidden, output
+                yield layer, Activations(hidden, output, *seen[0])
             hidden = output
 
     def _optimizer(self, mixer: nn.Module, steps: int):
@@ -146,6 +168,7 @@ class LayerwiseStage:
         self.folder.mkdir(parents=True, exist_ok=True)
         for layer, (optimizer, schedule) in optimizers.items():
             state = {
+                "run": self._key,
                 "step": step,
                 "before": before[layer],
                 "mixer": self.mixers[layer].state_dict(),
@@ -155,21 +178,21 @@ class LayerwiseStage:
             write_beside(self._path(layer), lambda path, state=state: torch.save(state, path))
 
     def _resume(self, optimizers) -> tuple[int, dict[int, float]]:
-        """The step to continue from, and the losses before the stage; 0 and nothing at a fresh start."""
+        """The step to continue from, and the losses before the stage; 0 and nothing at a fresh start.
+
+        What another run left behind, with other settings, text or initial mixers, is not ours to continue.
+        """
         if self.folder is None or not all(self._path(layer).is_file() for layer in self.mixers):
             return 0, {}
         states = {layer: torch.load(self._path(layer), weights_only=True) for layer in self.mixers}
-        if len({state["step"] for state in states.values()}) > 1:  # interrupted while saving
+        is_ours = all(state.get("run") == self._key for state in states.values())
+        if not is_ours or len({state["step"] for state in states.values()}) > 1:  # or interrupted while saving
             return 0, {}
         for layer, state in states.items():
             self.mixers[layer].load_state_dict(state["mixer"])
             optimizers[layer][0].load_state_dict(state["optimizer"])
             optimizers[layer][1].load_state_dict(state["schedule"])
         return next(iter(states.values()))["step"], {layer: state["before"] for layer, state in states.items()}
-
-    def _forget(self) -> None:
-        for layer in self.mixers if self.folder is not None else ():
-            self._path(layer).unlink(missing_ok=True)
 
     def _path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:03d}.pt"
@@ -186,10 +209,9 @@ def wsd_schedule(optimizer: torch.optim.Optimizer, settings: StageSettings, step
 def orientation_loss(teacher: TeacherModel, settings: OrientationSettings) -> LayerLoss:
     """Stage 1's loss of one layer."""
 
-    def loss(layer: int, mixer: nn.Module, block_input: torch.Tensor, block_output: torch.Tensor) -> float:
-        block = teacher.block(layer)
-        u = block.input_layernorm(block_input)
-        return matrix_orientation_loss(mixer, block.self_attn, u, teacher.rotary(u.shape[1]), settings.tile)
+    def loss(layer: int, mixer: nn.Module, seen: Activations) -> float:
+        rotary = teacher.rotary(seen.u.shape[1])
+        return matrix_orientation_loss(mixer, teacher.block(layer).self_attn, seen.u, rotary, settings.tile)
 
     return loss
 
@@ -203,20 +225,15 @@ def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateSettings) -> L
     is what the block adds to the stream.
     """
 
-    def loss(layer: int, mixer: nn.Module, block_input: torch.Tensor, block_output: torch.Tensor) -> float:
-        block, inputs = teacher.block(layer), teacher.block_inputs(block_input)
-        with torch.autocast(block_input.device.type, torch.bfloat16, enabled=settings.bf16):
+    def loss(layer: int, mixer: nn.Module, seen: Activations) -> float:
+        inputs = teacher.block_inputs(seen.block_input)
+        with torch.autocast(seen.u.device.type, torch.bfloat16, enabled=settings.bf16):
             if settings.target == "block":
-                target = block_output - block_input
-                with replaced_in_block(teacher, layer, mixer):
-                    output = block(block_input, **inputs) - block_input
+                target = seen.block_output - seen.block_input
+                with replaced(teacher.model, {layer: mixer}):
+                    output = teacher.block(layer)(seen.block_input, **inputs) - seen.block_input
             else:
-                u = block.input_layernorm(block_input)
-                with torch.no_grad():
-                    target = block.self_attn(u, inputs["position_embeddings"], inputs["masks"][block.layer_type])[0]
-                folded = teacher.folded_bias(layer)
-                target = target if folded is None else target - folded
-                output = mixer(u, inputs["position_embeddings"])
+                target, output = seen.y, mixer(seen.u, inputs["position_embeddings"])
         value = (output.float() - target.float()).square().mean() / target.float().square().mean()
         if torch.is_grad_enabled():
             value.backward()
@@ -225,9 +242,15 @@ def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateSettings) -> L
     return loss
 
 
-def replaced_in_block(teacher: TeacherModel, layer: int, mixer: nn.Module):
-    """The block with the mixer in place of its attention."""
-    return replaced(teacher.model, {layer: mixer})
+def run_key(settings: StageSettings, ids: torch.Tensor, seed: int, modules: dict[int, nn.Module] | nn.Module) -> str:
+    """A digest of what a run depends on: settings, text, seed, and the weights it starts from (samples of each)."""
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings) | {"seed": seed}, sort_keys=True).encode())
+    digest.update(ids.cpu().numpy().tobytes())
+    for module in modules.values() if isinstance(modules, dict) else [modules]:
+        for name, tensor in module.state_dict().items():
+            flat = tensor.detach().reshape(-1)
+            digest.update(name.encode() + flat[:: max(len(flat) // 1024, 1)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def split_layers(layers: list[int], rank: int, world_size: int) -> list[int]:

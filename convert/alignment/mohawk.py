@@ -44,26 +44,26 @@ class Stages:
     seed: int = 0
     progress: Progress = lambda what, done, total: None
 
-    def run(self, stages: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
-        """Run those of `stages` that have tokens; what each reached.
+    def run(self) -> dict[str, Any]:
+        """Run the stages that have tokens; what each reached.
 
         Raises:
             ValueError: there is nothing to train, the vocabularies differ, or a loss is not finite.
         """
         self.check()
         report = {}
-        for number in stages:
-            name = STAGES[number]
+        for number, name in STAGES.items():
             if getattr(self.settings, name).tokens:
                 report[name] = self.distil() if number == 3 else self.layerwise(name)
         return report
 
     def check(self) -> None:
-        """Refuse a student that does not go with the teacher.
+        """Refuse a student that does not go with the teacher, and stages that cannot run.
 
         Raises:
-            ValueError: no mixers, another vocabulary, or another depth.
+            ValueError: no mixers, another vocabulary or depth, or a stage that this mixer or memory does not allow.
         """
+        check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory)
         if not self.mixers():
             raise ValueError("Every layer of this hybrid is attention: there is no mixer to align.")
         for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
@@ -83,13 +83,13 @@ class Stages:
         settings = getattr(self.settings, name)
         self.student.requires_grad_(False)
         mixers = self.mixers()
-        rank, world_size = _ranks()
+        rank, world_size = _ranks(self.teacher.device)
         mine = split_layers(sorted(mixers), rank, world_size)
         make_loss = orientation_loss if name == "matrix_orientation" else hidden_state_loss
         for layer in mine:
             mixers[layer].requires_grad_(True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        before, after, seconds = {}, {}, 0.0
+        before, after, seconds, tokens = {}, {}, 0.0, 0
         if mine:
             stage = LayerwiseStage(
                 self.teacher,
@@ -101,11 +101,11 @@ class Stages:
                 append_jsonl(self.folder / f"{name}-rank{rank}.jsonl"),
             )
             done = stage.run(self.train, self.held_out, self.progress)
-            before, after, seconds = done.before, done.after, done.seconds
+            before, after, seconds, tokens = done.before, done.after, done.seconds, done.tokens
         if world_size > 1:
             before, after = _share(mixers, sorted(mixers), before, after)
         return {
-            "tokens": settings.tokens,
+            "tokens": tokens,
             "seconds": round(seconds, 1),
             "held_out_loss_before": _mean(before),
             "held_out_loss_after": _mean(after),
@@ -129,7 +129,9 @@ class Stages:
         )
         self.student.requires_grad_(True)
         return {
-            "tokens": settings.tokens,
+            "tokens": max(settings.tokens // (settings.sequences * self.train.shape[1]), 1)
+            * settings.sequences
+            * self.train.shape[1],
             "seconds": round(log[-1].get("train_runtime", 0.0), 1),
             "held_out_kl_before": before,
             "held_out_kl_after": mean_kl(self.student, teacher, self.held_out),
@@ -144,12 +146,29 @@ class _ProgressCallback(TrainerCallback):
         self.progress("distilling", state.global_step, state.max_steps)
 
 
-def _ranks() -> tuple[int, int]:
+def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool) -> None:
+    """Refuse, before any work, stages that cannot run.
+
+    Raises:
+        ValueError: stage 1 for mamba1, or stage 3 with one block in memory.
+    """
+    if settings.matrix_orientation.tokens and mixer == "mamba1":
+        raise ValueError(
+            "mamba1 mixes every channel with a matrix of its own, so there is none per head to orient; leave stage 1 "
+            "out (matrix_orientation: {tokens: 0})."
+        )
+    if settings.distillation.tokens and low_memory:
+        raise ValueError(
+            "Distillation needs the whole teacher; leave out low_memory or say distillation: {tokens: 0}."
+        )
+
+
+def _ranks(device: torch.device) -> tuple[int, int]:
     """This process and how many there are; joins the others when `torchrun` started it."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return 0, 1
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -173,9 +192,23 @@ def _mean(values: dict[int, float]) -> float:
     return sum(values.values()) / max(len(values), 1)
 
 
-def with_tokens(settings: AlignmentSettings, number: int, tokens: int | None) -> AlignmentSettings:
-    """The settings with another number of tokens for a stage."""
-    if tokens is None:
-        return settings
-    name = STAGES[number]
-    return dataclasses.replace(settings, **{name: dataclasses.replace(getattr(settings, name), tokens=tokens)})
+def only_stages(settings: AlignmentSettings, stages: tuple[int, ...], tokens: int | None) -> AlignmentSettings:
+    """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them.
+
+    Raises:
+        ValueError: there is no such stage, or one to run has no tokens.
+    """
+    for number in stages:
+        if number not in STAGES:
+            raise ValueError(f"There is no stage {number}; MOHAWK has 1, 2 and 3.")
+    stages = stages or tuple(number for number, name in STAGES.items() if getattr(settings, name).tokens)
+    changed = {}
+    for number, name in STAGES.items():
+        stage = getattr(settings, name)
+        wanted = (stage.tokens if tokens is None else tokens) if number in stages else 0
+        if number in stages and wanted < 1:
+            raise ValueError(f"Stage {number} has no tokens; say --tokens, or {name}: {{tokens: ...}} in the file.")
+        changed[name] = dataclasses.replace(stage, tokens=wanted)
+    if not stages:
+        raise ValueError("No stage has tokens; name one with --stage and --tokens, or in the alignment file.")
+    return dataclasses.replace(settings, **changed)

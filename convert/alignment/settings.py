@@ -27,6 +27,11 @@ class SelectionSettings:
     refine_steps: int = 0
     """Gradient steps of the fit that is scored; the final fit has its own."""
 
+    def __post_init__(self):
+        for name in ("rounds", "prose_sequences", "probe_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSettings:
@@ -48,12 +53,19 @@ class StageSettings:
     """Gradients are clipped to it, per layer in stages 1 and 2."""
     weight_decay: float = 0.0
     """Of matrices."""
-    save_every: int = 0
-    """Steps between checkpoints; 0 saves at the end only."""
-    bf16: bool = False
-    """Run matrix products in bfloat16 (the recurrence and the loss stay in float32)."""
-    report_to: str = "none"
-    """Where the Trainer reports: none, tensorboard, wandb, ..."""
+    save_every: int = 200
+    """Steps between checkpoints; 0 writes none on the way."""
+
+    def __post_init__(self):
+        for name in ("sequences", "learning_rate", "max_grad_norm"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}.")
+        if self.tokens < 0 or self.save_every < 0:
+            raise ValueError("tokens and save_every cannot be negative.")
+        if not (self.warmup >= 0 and self.decay >= 0 and self.warmup + self.decay <= 1):
+            raise ValueError(
+                f"warmup {self.warmup} and decay {self.decay} are shares of the steps; together at most 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +82,8 @@ class HiddenStateSettings(StageSettings):
 
     target: Literal["mixer", "block"] = "mixer"
     """Compare the mixer's output with the attention's, or the whole block's output."""
+    bf16: bool = False
+    """Run matrix products in bfloat16 (the recurrence and the loss stay in float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +96,10 @@ class DistillationSettings(StageSettings):
     """Whether MLPs take part, at other_learning_rate."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass, for memory."""
+    bf16: bool = False
+    """Run matrix products in bfloat16 (the recurrence and the loss stay in float32)."""
+    report_to: str = "none"
+    """Where the Trainer reports: none, tensorboard, wandb, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,13 +36,24 @@ class TeacherModel:
         device: str = "cpu",
         low_memory: bool = False,
     ):
+        try:
+            self.device = torch.device(device)
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
         placement = {"attention_layers": None, "layer_pattern": None}
         self.plan = make_plan(teacher, dataclasses.replace(options, attention_ratio=1.0, **placement), checkpoint)
         self.mixer_plan = make_plan(
             teacher, dataclasses.replace(options, attention_ratio=0.0, **placement), checkpoint
         )
-        self.checkpoint, self.device, self.low_memory = checkpoint, torch.device(device), low_memory
+        self.checkpoint, self.low_memory = checkpoint, low_memory
         self.config = self.plan.config
+        has_out_bias = "model.layers.0.self_attn.o_proj.bias" in {rule.target for rule in self.plan.rules}
+        if has_out_bias and not self.mixer_plan.config.mixer_out_bias:
+            raise ValueError(
+                "This teacher has a bias on o_proj, and a mixer without one (--no-out-bias) leaves it to the MLP, "
+                "where it cannot be fitted: map only (--align none), or leave --no-out-bias out."
+            )
         with torch.device("meta"):
             self.model = STUDENTS[self.config.model_type][1](self.config).eval().requires_grad_(False)
         self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
@@ -112,11 +123,6 @@ class TeacherModel:
             student.lm_head.weight = student.model.embed_tokens.weight
         student.model.rotary_emb = RotaryEmbedding(config).to(self.device)
         return student
-
-    def folded_bias(self, layer: int) -> torch.Tensor | None:
-        """The attention's output bias (D,) where the plan folds it into the MLP, which then is no mixer's work."""
-        bias = getattr(self.block(layer).self_attn.o_proj, "bias", None)
-        return None if bias is None or self.mixer_plan.config.mixer_out_bias else bias
 
     def rotary(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (1, L, rotary dims)."""

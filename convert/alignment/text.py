@@ -17,13 +17,13 @@ LOADERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parqu
 SAMPLE_BATCH = 64
 
 
-def documents(source: str, column: str = "text", split: str = "train") -> Iterator[str]:
+def documents(source: str, column: str = "text", split: str = "train", config: str | None = None) -> Iterator[str]:
     """The texts of a data set, in order.
 
     Args:
         source: "default" for the text that ships, a .jsonl, .json, .txt or .parquet file, a folder of them, or the id
             of a Hub data set.
-        column: the field that holds the text. split: of a Hub data set.
+        column: the field that holds the text. split, config: of a Hub data set.
 
     Raises:
         ValueError: there is no such data set or no such column.
@@ -42,15 +42,18 @@ def documents(source: str, column: str = "text", split: str = "train") -> Iterat
     try:
         if path.exists():
             files = [str(file) for file in _files(path)]
-            rows = load_dataset(LOADERS[Path(files[0]).suffix], data_files=files, split="train", streaming=True)
+            kind = LOADERS[Path(files[0]).suffix]
+            # a line of a text file is no document: its breaks belong to the text
+            options = {"sample_by": "document"} if kind == "text" else {}
+            rows = load_dataset(kind, data_files=files, split="train", streaming=True, **options)
         else:
-            rows = load_dataset(source, split=split, streaming=True)
+            rows = load_dataset(source, config, split=split, streaming=True)
         for row in rows:
             if not isinstance(row.get(column), str):
                 raise TypeError(f"no text in column {column!r}; it has {', '.join(sorted(row))}")
             if row[column].strip():
                 yield row[column]
-    except (DatasetGenerationError, OSError, ValueError, TypeError) as error:
+    except (DatasetGenerationError, OSError, ValueError, TypeError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source} cannot be read as text: {reason}") from error
 

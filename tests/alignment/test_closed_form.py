@@ -175,7 +175,8 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
         ("mistral-window", {"low_memory": True}),
         ("qwen3", {"expand_kv_heads": True}),
         ("phi3", {"mixer": "mamba1"}),
-        ("phi", {"out_bias": False}),
+        ("phi", {"mixer": "mamba2"}),
+        ("llama-gqa", {"out_bias": False}),
     ],
 )
 def test_conversion_is_aligned(saved_teacher, tmp_path, name, options):

@@ -207,6 +207,7 @@ def test_work_dir_resumes(saved_teacher, tmp_path, align_file, monkeypatch):
         (("--layer-selection", "best"), "layer_selection must be one of uniform, kl, kl+recall"),
         (("--cache-bytes", "1MB", "--attention-ratio", "0.5"), "contradict"),
         (("--low-memory", "--layer-selection", "uniform"), "needs all of it in memory"),
+        (("--device", "tpu9"), "device tpu9 cannot be used here"),
     ],
 )
 def test_contradictions(saved_teacher, tmp_path, align_file, flags, expected):
@@ -216,6 +217,44 @@ def test_contradictions(saved_teacher, tmp_path, align_file, flags, expected):
         done = aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, *flags)
     check_one_line_error(done, expected)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_alignment_cannot_do_is_said_before_any_work(saved_teacher, tmp_path):
+    align = tmp_path / "align.yaml"
+    for text, name, flags, expected in (
+        ("start: mohawk", "llama-gqa", ("--align", "closed-form"), "say --align mohawk"),
+        ("matrix_orientation: {tokens: 9}", "llama-gqa", ("--align", "mohawk", "--mixer", "mamba1"), "leave stage 1"),
+        ("sequence_length: 32", "llama-gqa", ("--align", "mohawk", "--low-memory"), "needs the whole teacher"),
+        ("sequence_length: 32", "phi", ("--align", "closed-form", "--no-out-bias"), "map only (--align none)"),
+    ):
+        align.write_text(text)
+        done = run(saved_teacher(name), tmp_path / "out", *flags, "--align-config", align,
+                   "--calibration-dataset", "sampled")  # fmt: skip
+        check_one_line_error(done, expected)
+    assert not (tmp_path / "out").exists()
+
+
+def test_published_text_name_is_not_a_local_path(saved_teacher, tmp_path):
+    from tests.modeling.test_training import tokenizer
+
+    folder = tmp_path / "teacher"
+    make_teacher("llama-gqa").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (tmp_path / "secret").mkdir()
+    text = tmp_path / "secret" / "my.jsonl"
+    text.write_text(
+        "\n".join(json.dumps({"text": " ".join(f"w{40 + (i * j) % 50}" for i in range(99))}) for j in range(9))
+    )
+    align = tmp_path / "align.yaml"
+    align.write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 0}}")
+    done = run(
+        folder, tmp_path / "out", "--align", "closed-form", "--align-config", align, "--calibration-dataset", text,
+        "--calibration-tokens", 320, "--layer-selection", "uniform",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name in ("config.json", "README.md", "alignment.json"):
+        content = (tmp_path / "out" / name).read_text()
+        assert "secret" not in content and ("my.jsonl" in content or name == "README.md"), name
 
 
 def test_options_without_effect_warn(saved_teacher, tmp_path):

@@ -42,10 +42,11 @@ def written(folder, kind):
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
 def test_files_are_read_in_order(tmp_path, kind):
     path = written(tmp_path, kind)
-    assert list(documents(str(path))) == TEXTS
+    texts = ["\n".join(TEXTS)] if kind == "txt" else TEXTS  # a text file is one document, its lines are not
+    assert list(documents(str(path))) == texts
     (tmp_path / "folder").mkdir()
     path.rename(tmp_path / "folder" / path.name)
-    assert list(documents(str(tmp_path / "folder"))) == TEXTS
+    assert list(documents(str(tmp_path / "folder"))) == texts
 
 
 def test_rows_join_documents_by_the_end_token():
@@ -59,8 +60,8 @@ def test_rows_join_documents_by_the_end_token():
 def test_default_text_ships_and_is_enough_for_the_default(smollm2_gguf):
     texts = list(documents("default"))
     assert len(texts) > 100 and all(isinstance(text, str) and text for text in texts)
-    # at least 3 characters per token in any tokenizer of today's
-    assert sum(map(len, texts)) > 3 * 3 * make_config(model="m", output="o").calibration_tokens
+    # a token of English is four to five characters
+    assert sum(map(len, texts)) > 6 * make_config(model="m", output="o").calibration_tokens
     import tomllib
 
     project = tomllib.loads((DEFAULT_TEXT.parents[2] / "pyproject.toml").read_text())
@@ -146,6 +147,9 @@ def test_weights_with_nan_are_named(tmp_path):
         ("fit: {steps: 5}", "Unknown key 'steps' in .*: fit; known keys: decays"),
         ("fit: {refine_steps: many}", "fit: refine_steps must be int, not 'many'"),
         ("fit: 5", "must hold `key: value`"),
+        ("fit: {refine_sequences: 0}", "must be positive"),
+        ("selection: {rounds: 0}", "rounds must be at least 1"),
+        ("distillation: {warmup: 0.9}", "together at most 1"),
         ("start: random", "start must be one of teacher, mohawk, mamba-in-llama"),
         ("distillation: {bf16: 1}", "bf16 must be bool"),
         ("sequence_length: 4", "at least 16"),
