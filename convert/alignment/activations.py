@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from .closed_form import LayerData
-from .teacher_model import TeacherModel
+from .teacher_model import TeacherModel, replaced
 
 STREAM_SEQUENCES = 4
 
@@ -66,6 +67,29 @@ class ActivationStream:
         finally:
             handle.remove()
         return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1]), self.held_out)
+
+    @torch.no_grad()
+    def normalised(self, layer: int) -> torch.Tensor:
+        """The attention's inputs (S, L, D) for the stream as it stands before block `layer`."""
+        norm = self.teacher.block(layer).input_layernorm
+        for rows in self._rows():
+            self.u[rows] = norm(self.hidden[rows].to(self.teacher.device)).cpu()
+        return self.u
+
+    @torch.no_grad()
+    def advance(self, layer: int, mixer: nn.Module | None) -> None:
+        """Move the stream through block `layer`, with a mixer in place of its attention if there is one."""
+        block = self.teacher.block(layer)
+        with replaced(self.teacher.model, {} if mixer is None else {layer: mixer}):
+            for rows in self._rows():
+                hidden = self.hidden[rows].to(self.teacher.device)
+                self.hidden[rows] = block(hidden, **self.teacher.block_inputs(hidden)).cpu()
+
+    def __enter__(self) -> "ActivationStream":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
 
     def close(self) -> None:
         """Let go of the arrays and their file."""

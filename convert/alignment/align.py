@@ -5,6 +5,7 @@ teacher's own activations, so that layers are independent of each other: a fit c
 of layers, and resumed after an interruption.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -144,19 +145,24 @@ def fit_mixers(
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:
         return fitted
-    stream = ActivationStream(teacher, ids, held_out, memory, folder)
-    try:
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(ActivationStream(teacher, ids, held_out, memory // 2, folder))
+        student = None
+        if settings.stream == "student":
+            student = stack.enter_context(ActivationStream(teacher, ids, held_out, memory // 2, folder))
         for layer in range(max(missing) + 1):
             progress("aligning", layer, max(missing) + 1)
             data = stream.attention_data(layer)
             if layer in missing:
+                if student is not None:
+                    data = dataclasses.replace(data, u=student.normalised(layer))
                 try:
                     fitted[layer] = fit_layer(teacher.mixer(layer), data, settings, seed + layer)
                 except ValueError as error:
                     raise ValueError(f"Layer {layer}: {error}") from error
                 cache.save_mixer(layer, *fitted[layer])
-    finally:
-        stream.close()
+            if student is not None:
+                student.advance(layer, fitted[layer][0] if layer in fitted else None)
     progress("aligning", max(missing) + 1, max(missing) + 1)
     return fitted
 

@@ -80,7 +80,10 @@ class ClosedFormAligner:
             "tokens": self.ids.numel(),
             "sequence_length": length,
         }
-        self._quick = dataclasses.replace(self.settings.fit, refine_steps=self.settings.selection.refine_steps)
+        # layers are scored one by one, so their quick fits know of no other
+        steps = self.settings.selection.refine_steps
+        self._quick = dataclasses.replace(self.settings.fit, refine_steps=steps, stream="teacher")
+        self._caches: list[FitCache] = []
         self.folder = None if options.work_dir is None else Path(options.work_dir).expanduser()
 
     def choose_layers(self) -> tuple[int, ...]:
@@ -154,16 +157,18 @@ class ClosedFormAligner:
     def fit(self, layers: list[int], settings: FitSettings) -> dict[int, tuple[torch.nn.Module, LayerFit]]:
         """Fit those layers' mixers."""
         held_out = self.settings.held_out_sequences
+        # on the student's stream a fit depends on the layers replaced before it
+        placed = {"layers": layers} if settings.stream == "student" else {}
         return fit_mixers(
-            self.model, layers, self.ids, held_out, settings, self._cache(settings), self.memory,
+            self.model, layers, self.ids, held_out, settings, self._cache(settings, **placed), self.memory,
             self.options.seed, self.progress, self.folder or existing_parent(Path(self.options.output)),
         )  # fmt: skip
 
     def finished(self) -> None:
         """The result is safe: the fits kept for a resumption can go."""
         if self.folder is not None:
-            for settings in (self.settings.fit, self._quick):
-                self._cache(settings).drop_mixers()
+            for cache in self._caches:
+                cache.drop_mixers()
 
     def _cache(self, settings: FitSettings, **more: Any) -> FitCache:
         mixer = {k: v for k, v in self.model.mixer_plan.config.to_dict().items() if k.startswith("mixer")}
@@ -178,7 +183,8 @@ class ClosedFormAligner:
             "seed": self.options.seed,
             "version": importlib.metadata.version("convert-to-hybrid"),
         } | more
-        return FitCache(self.folder, key)
+        self._caches.append(FitCache(self.folder, key))
+        return self._caches[-1]
 
 
 def public_text_name(source: str) -> str:

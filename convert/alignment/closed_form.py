@@ -12,6 +12,7 @@ Shapes: S sequences, L length, D model width, E features before out_proj.
 import copy
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -31,6 +32,9 @@ class FitSettings:
     """Decays per token to choose from, one per layer."""
     ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Ridge strengths to choose from, in units of the mean squared feature."""
+    stream: Literal["teacher", "student"] = "teacher"
+    """Whose inputs a mixer is fitted on: the teacher's, which keeps layers independent, or the student's own, layer
+    after layer, so that later mixers know the errors of earlier ones; the target is the teacher's either way."""
     refine_steps: int = 120
     """Gradient steps after the solve; 0 leaves the closed form as it is."""
     refine_sequences: int = 2
