@@ -29,6 +29,7 @@ from convert.alignment.distillation import distil
 from convert.alignment.layerwise import LayerwiseStage, hidden_state_loss, orientation_loss
 from convert.alignment.settings import DistillationSettings, HiddenStateSettings, OrientationSettings
 from convert.config import make_config
+from convert.layer_selection import uniform_attention_layers
 from convert.teacher import embedded_teacher, find_teacher
 
 from .fidelity import Yardstick, append, summary, text_rows
@@ -89,9 +90,14 @@ class Ladder:
 
     def replaced_layers(self, ratio: float) -> list[int]:
         """The cheapest layers by KL and recall, after quick fits."""
+        kept = self.folder / "scores.json"
+        if not self.scores and kept.is_file():
+            self.scores = {int(layer): LayerScore(**score) for layer, score in json.loads(kept.read_text()).items()}
         if not self.scores:
             mixers, examination, cache = self.aligner.candidates()
             self.scores = score_layers(mixers, examination, (), cache, self.progress)
+            scores = {layer: dataclasses.asdict(score) for layer, score in self.scores.items()}
+            write_beside(kept, lambda path: path.write_text(json.dumps(scores)))
         count = self.teacher.num_layers - round(ratio * self.teacher.num_layers)
         return sorted(
             sorted(self.scores, key=lambda i: self.scores[i].total(self.aligner.settings.selection.recall_weight))[
@@ -99,11 +105,13 @@ class Ladder:
             ]
         )
 
-    def row(self, name: str, ratio: float, mixers, tokens: int, seconds: float) -> None:
+    def row(
+        self, name: str, ratio: float, mixers, tokens: int, seconds: float, layers: list[int] | None = None
+    ) -> None:
         """Measure one cell; `tokens` passed through training or fits, in `seconds` before this."""
         if self.has(name, ratio):
             return
-        layers = self.replaced_layers(ratio)
+        layers = self.replaced_layers(ratio) if layers is None else layers
         if mixers is None:
             figures = self.yardstick.measure(windowed(self.teacher, layers, self.arguments.window, 4))
         else:
@@ -170,6 +178,20 @@ class Ladder:
         return mixers
 
 
+def as_table(results: list[dict]) -> str:
+    """The ladder in Markdown: KL with its 95 % interval, and copy accuracy, by share of attention."""
+    ratios = sorted({record["attention"] for record in results}, reverse=True)
+    cells = {(record["row"], record["attention"]): record for record in results}
+    lines = ["| | tokens | " + " | ".join(f"{ratio:.1%} attention" for ratio in ratios) + " |"]
+    lines.append("|---" * (len(ratios) + 2) + "|")
+    for row in dict.fromkeys(record["row"] for record in results):
+        found = [cells.get((row, ratio)) for ratio in ratios]
+        shown = [f"{c['kl']:.3f} ± {c['kl_95']:.3f}, copy {c['copy']:.2f}" if c else "" for c in found]
+        tokens = next(cell["tokens"] for cell in found if cell)
+        lines.append(f"| {row} | {tokens:,} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
 def windowed(teacher, layers: list[int], window: int, sinks: int):
     """Hidden states of the teacher with softmax attention over a window and the first tokens only in those layers."""
 
@@ -201,35 +223,40 @@ def main(arguments: argparse.Namespace) -> None:
     fitted = arguments.calibration_tokens
     closed_tokens = fitted + refined.refine_steps * refined.refine_sequences * LENGTH
 
-    def every(name: str, make, tokens: int) -> Mixers | None:
+    def every(name: str, make, tokens: int) -> None:
+        if ladder.has(name, *arguments.ratios):
+            return
         since = clock()
         mixers = make()
         seconds = clock() - since
         for ratio in arguments.ratios:
             ladder.row(name, ratio, mixers, tokens, seconds)
-        return mixers
+
+    def closed() -> Mixers:
+        return ladder.kept("closed form", lambda: ladder.closed_form(refined))
+
+    def aligned() -> Mixers:
+        return ladder.kept("closed form 2", lambda: ladder.layerwise(closed(), 2, 5e-4))
+
+    def random() -> Mixers:
+        return ladder.kept("mohawk 2", lambda: ladder.layerwise(ladder.start("mohawk"), 2, 2e-3))
 
     everything = range(ladder.teacher.num_layers)
     every(f"window {arguments.window} + 4 sinks", lambda: None, 0)
-    every("closed form, solve only", lambda: ladder.closed_form(solved), fitted)
-    closed = every(
-        "closed form", lambda: ladder.kept("closed form", lambda: ladder.closed_form(refined)), closed_tokens
-    )
-    aligned = every(
-        "closed form + stage 2",
-        lambda: ladder.kept("closed form 2", lambda: ladder.layerwise(closed, 2, 5e-4)),
-        closed_tokens + stage2,
-    )
     every("copy", lambda: {layer: ladder.teacher.mixer(layer) for layer in everything}, 0)
-    random = every(
-        "MOHAWK start + stage 2",
-        lambda: ladder.kept("mohawk 2", lambda: ladder.layerwise(ladder.start("mohawk"), 2, 2e-3)),
-        stage2,
-    )
+    every("closed form, solve only", lambda: ladder.closed_form(solved), fitted)
+    every("closed form", closed, closed_tokens)
+    for ratio in arguments.ratios:
+        kept = uniform_attention_layers(len(everything), ratio)
+        if kept and not ladder.has("closed form, evenly placed", ratio):
+            replaced = [layer for layer in everything if layer not in kept]
+            ladder.row("closed form, evenly placed", ratio, closed(), closed_tokens, 0, replaced)
+    every("closed form + stage 2", aligned, closed_tokens + stage2)
+    every("MOHAWK start + stage 2", random, stage2)
     for ratio in arguments.stage3_ratios:
         for name, start, tokens, rate in (
-            ("closed form + stages 2, 3", lambda: aligned, closed_tokens + stage2 + stage3, 1.5e-4),
-            ("MOHAWK start + stages 2, 3", lambda: random, stage2 + stage3, 5e-4),
+            ("closed form + stages 2, 3", aligned, closed_tokens + stage2 + stage3, 1.5e-4),
+            ("MOHAWK start + stages 2, 3", random, stage2 + stage3, 5e-4),
             ("Mamba-in-the-Llama start + stage 3", lambda: ladder.start("mamba-in-llama"), stage3, 5e-4),
             ("MOHAWK start + stages 1, 2, 3", lambda: oriented(ladder), stage2 * 6 // 5 + stage3, 5e-4),
         ):
@@ -237,6 +264,7 @@ def main(arguments: argparse.Namespace) -> None:
                 since = clock()
                 mixers = ladder.distilled(start(), ratio, f"{name} {ratio}", rate)
                 ladder.row(name, ratio, mixers, tokens, clock() - since)
+    print(as_table(ladder.results))
 
 
 def oriented(ladder: Ladder) -> Mixers:

@@ -146,10 +146,12 @@ def fit_mixers(
     if not missing:
         return fitted
     with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(ActivationStream(teacher, ids, held_out, memory // 2, folder))
-        student = None
-        if settings.stream == "student":
-            student = stack.enter_context(ActivationStream(teacher, ids, held_out, memory // 2, folder))
+        streams = 2 if settings.stream == "student" else 1
+        stream, *others = (
+            stack.enter_context(ActivationStream(teacher, ids, held_out, memory // streams, folder))
+            for _ in range(streams)
+        )
+        student = others[0] if others else None
         for layer in range(max(missing) + 1):
             progress("aligning", layer, max(missing) + 1)
             data = stream.attention_data(layer)
