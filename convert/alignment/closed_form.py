@@ -117,7 +117,8 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: in
     refined = solved
     if settings.refine_steps:
         candidate = copy.deepcopy(mixer)
-        refine(candidate, data, settings, seed)
+        with torch.enable_grad():  # whatever the caller does around us
+            refine(candidate.requires_grad_(True), data, settings, seed)
         with torch.no_grad():
             error, _ = solve_out_proj(candidate, data, settings.ridges)
         if error < solved:

@@ -149,7 +149,8 @@ def distil(
             raise ValueError(
                 "Stage 3 runs on one process or with DDP; sharded weights (FSDP, DeepSpeed) are not handled."
             )
-        trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+        with torch.enable_grad():
+            trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     finally:
         student.__class__ = plain
         student.__dict__.pop("forward", None)  # accelerate's, under bf16

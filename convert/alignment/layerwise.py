@@ -93,7 +93,8 @@ class LayerwiseStage:
         before = before or self.evaluate(held_out)
         for step in range(first, steps):
             progress("training", step, steps)
-            losses = self._step(ids[self._rows(step, len(ids))], optimizers)
+            with torch.enable_grad():
+                losses = self._step(ids[self._rows(step, len(ids))], optimizers)
             pace = (step + 1 - first) * per_step / (time.perf_counter() - started)
             self.log({"step": step + 1, "tokens": (step + 1) * per_step, "tokens_per_second": pace, "loss": losses})
             every = self.settings.save_every

@@ -88,6 +88,14 @@ def test_refinement_lowers_the_error(saved_teacher):
     assert report.refined < 0.98 * report.solved < 0.1 * report.mapped
 
 
+@torch.no_grad()
+def test_fits_where_the_caller_turned_gradients_off(saved_teacher):
+    model = teacher_model(saved_teacher("llama-gqa"))
+    data = ActivationStream(model, rows(12), 4, 10**9).attention_data(0)
+    fitted, report = fit_layer(model.mixer(0), data, QUICK)
+    assert report.refined < report.solved and not any(p.requires_grad for p in fitted.parameters())
+
+
 def test_singular_system_keeps_what_it_has(saved_teacher):
     model = teacher_model(saved_teacher("llama-gqa"))
     mixer = model.mixer(0)
