@@ -21,7 +21,8 @@ class ProjectNotInstalled:
             raise ModuleNotFoundError(f"{name} is not installed here")
 
 
-sys.meta_path.insert(0, ProjectNotInstalled())
+if __name__ == "__main__":  # importing this file must not hide the project from whoever imports it
+    sys.meta_path.insert(0, ProjectNotInstalled())
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
