@@ -128,9 +128,8 @@ def choose_attention_layers(options: ConversionConfig, num_layers: int) -> tuple
 
 
 def attention_budget(options: ConversionConfig, num_layers: int) -> int:
-    """How many layers stay attention when scores choose them."""
-    ratio = 0.5 if options.attention_ratio is None else options.attention_ratio
-    return len(uniform_attention_layers(num_layers, ratio))
+    """How many layers stay attention when scores choose them: as many as would by even placement."""
+    return len(choose_attention_layers(options, num_layers))
 
 
 def with_cache_budget(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoint) -> ConversionConfig:

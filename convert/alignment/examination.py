@@ -38,8 +38,9 @@ class Examination:
             "associative": associative_probe(vocabulary, 2, probe_length // 4, seed),
             "needle": needle_probe(prose, vocabulary, seed),
         }
-        self.reference = self._final(self._through({}, prose))
-        self.teacher_marks = self._marks(self._states({}))
+        states = self._states({})
+        self.reference = self._final(states["prose"])
+        self.teacher_marks = self._marks(states)
         self.counted = [
             name for name, accuracy in self.teacher_marks.accuracy.items() if accuracy >= MIN_TEACHER_ACCURACY
         ]

@@ -67,14 +67,23 @@ def check_comparable(mixer: nn.Module, attention: nn.Module) -> None:
     Raises:
         ValueError: saying which stages remain.
     """
-    if mixer.config.mixer == "mamba1":
+    check_has_matrix_per_head(mixer.config.mixer)
+    heads = attention.q_proj.out_features // attention.head_dim
+    if mixer.num_heads != heads:
+        raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
+
+
+def check_has_matrix_per_head(mixer: str) -> None:
+    """Refuse a kind of mixer that has none.
+
+    Raises:
+        ValueError: saying which stages remain.
+    """
+    if mixer == "mamba1":
         raise ValueError(
             "mamba1 mixes every channel with a matrix of its own, so there is none per head to orient; leave stage 1 "
             "out (matrix_orientation: {tokens: 0})."
         )
-    heads = attention.q_proj.out_features // attention.head_dim
-    if mixer.num_heads != heads:
-        raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
 
 
 def mixer_rows(streams: list[torch.Tensor], rows: slice) -> torch.Tensor:

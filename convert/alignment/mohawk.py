@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from .align import Progress
 from .distillation import distil, mean_kl
 from .layerwise import LayerwiseStage, append_jsonl, hidden_state_loss, orientation_loss, split_layers
+from .matrix_orientation import check_has_matrix_per_head
 from .settings import AlignmentSettings
 from .teacher_model import TeacherModel
 
@@ -152,11 +153,8 @@ def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool) -> N
     Raises:
         ValueError: stage 1 for mamba1, or stage 3 with one block in memory.
     """
-    if settings.matrix_orientation.tokens and mixer == "mamba1":
-        raise ValueError(
-            "mamba1 mixes every channel with a matrix of its own, so there is none per head to orient; leave stage 1 "
-            "out (matrix_orientation: {tokens: 0})."
-        )
+    if settings.matrix_orientation.tokens:
+        check_has_matrix_per_head(mixer)
     if settings.distillation.tokens and low_memory:
         raise ValueError(
             "Distillation needs the whole teacher; leave out low_memory or say distillation: {tokens: 0}."

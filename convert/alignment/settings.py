@@ -43,8 +43,6 @@ class StageSettings:
     """Sequences per step and process."""
     learning_rate: float = 1e-3
     """Peak, of the mixers."""
-    other_learning_rate: float = 0.0
-    """Peak, of everything else; 0 freezes it. Stage 3 only."""
     warmup: float = 0.1
     """Share of the steps that warm up (WSD: warm-up, stable, decay)."""
     decay: float = 0.3
@@ -90,6 +88,8 @@ class HiddenStateSettings(StageSettings):
 class DistillationSettings(StageSettings):
     """Stage 3: knowledge distillation, end to end."""
 
+    other_learning_rate: float = 0.0
+    """Peak, of everything but the mixers; 0 freezes it."""
     temperature: float = 1.0
     """Of both distributions."""
     train_mlp: bool = True
