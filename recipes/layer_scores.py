@@ -3,11 +3,12 @@
 python -m recipes.layer_scores runs/layers [--model MODEL]
 
 Prints and plots KL and recall loss of every layer replaced alone (after a quick closed-form fit), then KL and copying
-of whole hybrids at 75, 50, 25 and 12.5 % attention, placed by kl, kl+recall and uniformly. Fits and scores are kept in
-OUT/work, so an interrupted or repeated run starts where it stopped.
+of whole hybrids at 75, 50, 25 and 12.5 % attention, placed uniformly, by kl, by kl+recall, and by kl+recall in rounds.
+Fits and scores are kept in OUT/work, so an interrupted or repeated run starts where it stopped.
 """
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from convert.teacher import embedded_teacher, find_teacher
 
 matplotlib.use("Agg")
 RATIOS = (0.75, 0.5, 0.25, 0.125)
+ROUNDS = 3
 
 
 def plot(scores: dict[int, LayerScore], path: Path) -> None:
@@ -60,8 +62,13 @@ def main(output: Path, model: str | None, dataset: str, tokens: int) -> dict:
         count = num_layers - len(uniform_attention_layers(num_layers, ratio))
         kept = uniform_attention_layers(num_layers, ratio)
         placements["uniform", ratio] = tuple(i for i in range(num_layers) if i not in kept)
-        for method, weight in (("kl", 0.0), ("kl+recall", settings.recall_weight)):
-            placements[method, ratio], scores = select_layers(mixers, examination, count, weight, settings, cache)
+        greedy = dataclasses.replace(settings, rounds=ROUNDS)
+        for method, weight, chosen_how in (
+            ("kl", 0.0, settings),
+            ("kl+recall", settings.recall_weight, settings),
+            (f"kl+recall, {ROUNDS} rounds", settings.recall_weight, greedy),
+        ):
+            placements[method, ratio], scores = select_layers(mixers, examination, count, weight, chosen_how, cache)
     results = [
         {"placement": method, "attention": ratio, "replaced": layers}
         | _marks(examination.base({layer: mixers[layer] for layer in layers}))
