@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--wikipedia", type=Path, required=True, help="a JSON line {\"text\": ...} per passage")
+    parser.add_argument("--wikipedia", type=Path, required=True, help='a JSON line {"text": ...} per passage')
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chats", type=int, default=144)
     main(parser.parse_args())
