@@ -8,18 +8,20 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
 ACTIVATIONS = ("identity", "silu")
 MIXER_NORMS = ("none", "head", "whole")
 QK_NORMS = (None, "rms", "layer")
 BACKENDS = ("auto", "torch", "mamba_ssm")
+SEES = ("all", "beyond")
 
 
 class HybridConfig(PreTrainedConfig):
     """Fields shared by LlambaConfig and PhiMambaConfig.
 
     Args:
-        layer_types: one of "full_attention", "sliding_attention", "linear_attention" (a mixer) per layer.
+        layer_types: one of "full_attention", "sliding_attention", "linear_attention" (a mixer), "hybrid" (attention to
+            a window and sinks beside a mixer) per layer.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
         qk_norm: norm per head on queries and keys: None, "rms" or "layer".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1".
@@ -31,6 +33,10 @@ class HybridConfig(PreTrainedConfig):
         mixer_decay_bias: a learned bias on the decay logit (discrete_mamba2 only; the others have dt_bias).
         mixer_gate_bias: a learned bias z_bias inside the gate.
         mixer_in_bias, mixer_out_bias: bias on in_proj and out_proj.
+        mixer_sees: in hybrid layers, "beyond" (what is neither in the window nor a sink) or "all".
+        hybrid_window, hybrid_sinks: columns and first tokens that a hybrid layer's attention sees.
+        hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
+        hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
         mixer_chunk_size: tokens per chunk of the scan. mixer_backend: "auto", "torch" or "mamba_ssm".
         conversion: where the weights come from; written by convert-to-hybrid.
@@ -75,6 +81,11 @@ class HybridConfig(PreTrainedConfig):
     mixer_in_bias: bool = False
     mixer_out_bias: bool = False
     mixer_dt_rank: int | None = None
+    mixer_sees: str | None = None
+    hybrid_window: int | None = None
+    hybrid_sinks: int = 4
+    hybrid_sink_reach: int | None = None
+    hybrid_full_heads: list[list[int]] | None = None
     mixer_chunk_size: int = 64
     mixer_backend: str = "auto"
     conversion: dict[str, Any] | None = None
@@ -100,6 +111,10 @@ class HybridConfig(PreTrainedConfig):
             self.mixer_norm = "head" if self.mixer == "mamba2" else "none"
         if self.mixer_dt_rank is None and self.mixer == "mamba1":
             self.mixer_dt_rank = -(-self.hidden_size // 16)
+        if self.mixer_sees is None:
+            self.mixer_sees = "all" if self.mixer == "mamba1" else "beyond"
+        if self.hybrid_sink_reach is None:
+            self.hybrid_sink_reach = self.max_position_embeddings
         super().__post_init__(**kwargs)
         self.validate_hybrid()
 
@@ -116,6 +131,7 @@ class HybridConfig(PreTrainedConfig):
             "qk_norm": QK_NORMS,
             "mixer_qk_norm": QK_NORMS,
             "mixer_backend": BACKENDS,
+            "mixer_sees": SEES,
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
@@ -144,3 +160,25 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("mamba1 runs on the torch scan only; use mixer_backend 'auto' or 'torch'.")
         if self.mixer_norm != "none" and self.mixer != "mamba2":
             raise ValueError("mixer_norm exists for the mamba2 mixer only; use 'none'.")
+        self._validate_window()
+
+    def _validate_window(self) -> None:
+        if "hybrid" in self.layer_types:
+            if self.hybrid_window is None or self.hybrid_window < 1 or self.hybrid_sinks < 0:
+                raise ValueError(
+                    "layer_types has hybrid: set hybrid_window to at least 1 and hybrid_sinks to at least 0."
+                )
+            if self.mixer == "mamba1" and self.mixer_sees == "beyond":
+                raise ValueError("mamba1 beside a window sees everything; use mixer_sees 'all'.")
+        if self.hybrid_full_heads is None:
+            return
+        if len(self.hybrid_full_heads) != self.num_hidden_layers:
+            raise ValueError(f"hybrid_full_heads needs a list of heads for each of {self.num_hidden_layers} layers.")
+        for i, heads in enumerate(self.hybrid_full_heads):
+            if heads and self.layer_types[i] != "hybrid":
+                raise ValueError(f"hybrid_full_heads names heads of layer {i}, which is not hybrid.")
+            if len(set(heads)) != len(heads) or not set(heads) <= set(range(self.num_attention_heads)):
+                raise ValueError(
+                    f"hybrid_full_heads of layer {i} must be different heads below "
+                    f"{self.num_attention_heads}; got {heads}."
+                )

@@ -14,6 +14,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     create_causal_mask,
+    create_masks_for_generate,
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,25 +25,28 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
 from .discrete_mamba2 import DiscreteMamba2
-from .hybrid_cache import RecurrentCache, cache_length, has_attention_layer, new_cache, note_length
+from .hybrid_cache import RecurrentCache, cache_length, fit_cache, has_attention_layer, new_cache, note_length
+from .hybrid_mixer import make_mixer
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .matrix_mixer import OPEN_GATE
 from .short_conv import ShortConv
+from .window_attention import WindowInputs
 
 logger = logging.get_logger(__name__)
 
-MIXER_CLASSES = {"discrete_mamba2": DiscreteMamba2, "mamba2": Mamba2, "mamba1": Mamba1}
+# rotary embeddings whose angles depend on the longest position in the call; a sink cannot be moved nearer under them
+LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
-    """A block whose sequence mixer is attention (`self_attn`) or a matrix mixer (`mixer`), by layer type."""
+    """A block whose sequence mixer is attention (`self_attn`), or a matrix mixer or both (`mixer`), by layer type."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.layer_type = config.layer_types[layer_idx]
-        if self.layer_type == "linear_attention":
-            self.mixer = MIXER_CLASSES[config.mixer](config, layer_idx)
+        if self.layer_type in ("linear_attention", "hybrid"):
+            self.mixer = make_mixer(config, layer_idx)
         else:
             self.self_attn = SoftmaxAttention(config, layer_idx)
 
@@ -59,6 +63,9 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         mask = masks[self.layer_type]
         if self.layer_type == "linear_attention":
             return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
+        if self.layer_type == "hybrid":
+            padding_mask = masks["linear_attention"]
+            return self.mixer(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, mask)
         return self.self_attn(hidden_states, position_embeddings, mask, past_key_values, **kwargs)[0]
 
 
@@ -79,6 +86,13 @@ class HybridPreTrainedModel(PreTrainedModel):
         "hidden_states": HybridDecoderLayer,
         "attentions": OutputRecorder(SoftmaxAttention, index=1),
     }
+
+    @staticmethod
+    def create_masks_for_generate(config, attention_mask=None, **kwargs):
+        """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself."""
+        if "hybrid" in config.layer_types:
+            return attention_mask
+        return create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -199,6 +213,7 @@ class HybridModel(HybridPreTrainedModel):
         seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, mask_2d, past_key_values)
         if use_cache and past_key_values is None and seq_idx is None:
             past_key_values = new_cache(self.config)
+        fit_cache(past_key_values, self.config)
         past_length = cache_length(past_key_values)
         if position_ids is None and seq_idx is not None:
             position_ids = positions_in_sequence(seq_idx)
@@ -224,7 +239,7 @@ class HybridModel(HybridPreTrainedModel):
         """One mask per layer type that occurs."""
         if isinstance(attention_mask, dict):
             return attention_mask
-        padding_mask = None
+        padding_mask, given_positions = None, position_ids
         if mask_2d is not None:
             # A single token may be padding, too, where a prompt is fed token by token.
             padding_mask = mask_2d[:, -inputs_embeds.shape[1] :]
@@ -235,6 +250,7 @@ class HybridModel(HybridPreTrainedModel):
             seq_idx = seq_idx if mask_2d is None else seq_idx.masked_fill(mask_2d == 0, -1)
             position_ids, attention_mask = positions_in_sequence(seq_idx), None
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        full_heads = any(self.config.hybrid_full_heads or ())
         masks = {
             layer_type: make(
                 config=self.config,
@@ -244,9 +260,31 @@ class HybridModel(HybridPreTrainedModel):
                 position_ids=position_ids,
             )
             for layer_type, make in makers.items()
-            if layer_type in self.config.layer_types
+            if layer_type in self.config.layer_types or (layer_type == "full_attention" and full_heads)
         }
-        return masks | {"linear_attention": padding_mask}
+        masks["linear_attention"] = padding_mask
+        if "hybrid" in self.config.layer_types:
+            index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
+            sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index)
+            masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"))
+        return masks
+
+    def _sink_rotary(self, inputs_embeds, position_ids, index):
+        """cos and sin for queries that look at sinks, none of them farther away than the teacher was trained for."""
+        if self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROTARY:
+            return None
+        too_far = (index - self.config.hybrid_sink_reach).clamp(min=0)
+        return self.rotary_emb(inputs_embeds, position_ids - too_far)
+
+
+def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tensor:
+    """(B, L) index of each token in its own sequence, what the cache has seen included; -1 at padding."""
+    if seq_idx is not None:
+        index = positions_in_sequence(seq_idx)
+        return index if mask_2d is None else index.masked_fill(mask_2d == 0, -1)
+    if mask_2d is not None:
+        return (mask_2d.long().cumsum(1) - 1).masked_fill(mask_2d == 0, -1)[:, -shape[1] :]
+    return (torch.arange(shape[1], device=device) + cache_length(past_key_values)).expand(tuple(shape))
 
 
 def _drop_full_mask(attention_mask):

@@ -62,6 +62,8 @@ class SSDMixer(nn.Module):
         group = self.head_dim if config.mixer_norm == "head" else None
         self.norm = None if config.mixer_norm == "none" else RMSNorm(self.inner_size, config.norm_eps, group)
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
+        # in a hybrid layer tokens reach the state this many columns late, and the first few never: others see to them
+        self.delay, self.skipped = 0, 0
 
     def project(
         self,
@@ -81,6 +83,7 @@ class SSDMixer(nn.Module):
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Mix along the sequence.
 
@@ -89,29 +92,60 @@ class SSDMixer(nn.Module):
             position_embeddings: cos and sin (B, L, rotary dims); used when `config.mixer_rotary`.
             padding_mask: (B, L), 0 at padding, or None. seq_idx: (B, L) ids of packed sequences, or None.
             past_key_values: the cache to continue from and to update, or None.
+            index: (B, L) of each token in its sequence; needed where the first tokens are skipped.
 
         Returns:
             (B, L, hidden).
         """
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         state = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
-        y, new_state = self.mix(streams, state, seq_idx)
+        layer = past_key_values.layers[self.layer_idx] if past_key_values is not None and self.delay else None
+        y, new_state = self.mix(streams, state, seq_idx, index, layer)
         if past_key_values is not None and new_state is not state:
             past_key_values.update_recurrent_state(new_state, self.layer_idx)
         return self.finish(y, streams.gate)
 
     def mix(
-        self, streams: Streams, state: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None
+        self,
+        streams: Streams,
+        state: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+        waiting=None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the recurrence from `state` (B, H, P, N): y (B, L, H, P) and the final state, float32 or wider."""
-        x, B = self._stepped_x(streams)
+        """Run the recurrence from `state` (B, H, P, N): y (B, L, H, P) and the final state, float32 or wider.
+
+        `waiting` is the cache's layer, which keeps the tokens that have not reached the state, or None.
+        """
+        x, B, log_a = self._entering(streams, seq_idx, index, waiting)
         if state is not None and x.shape[1] == 1 and seq_idx is None:
-            y, state = ssd_step(state, x[:, 0], streams.log_a[:, 0], B[:, 0], streams.C[:, 0])
+            y, state = ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], streams.C[:, 0])
             y = y[:, None]
         else:
             size, backend = self.config.mixer_chunk_size, self.config.mixer_backend
-            y, state = ssd_scan(x, streams.log_a, B, streams.C, state, seq_idx, size, backend)
+            y, state = ssd_scan(x, log_a, B, streams.C, state, seq_idx, size, backend)
         return y + self.D.to(y.dtype)[:, None] * repeat_groups(streams.x, self.num_heads).to(y.dtype), state
+
+    def _entering(self, streams, seq_idx, index, waiting=None):
+        """x, B and log_a as they reach the state: at once, or `delay` columns late, the first `skipped` never."""
+        x, B = self._stepped_x(streams)
+        if not self.delay:
+            return x, B, streams.log_a
+        entering = (x * (index >= self.skipped)[..., None, None].to(x.dtype), B, streams.log_a)
+        before = None if waiting is None else waiting.leaving
+        queues = []
+        for i, new in enumerate(entering):
+            old = new.new_zeros(new.shape[0], self.delay, *new.shape[2:]) if before is None else before[i]
+            queues.append(torch.cat([old, new], dim=1))
+        if waiting is not None:
+            waiting.leaving = tuple(queue[:, -self.delay :] for queue in queues)
+        length = x.shape[1]
+        x, B, log_a = (queue[:, :length] for queue in queues)
+        if seq_idx is not None:
+            same = torch.zeros_like(seq_idx, dtype=torch.bool)
+            same[:, self.delay :] = seq_idx[:, self.delay :] == seq_idx[:, : -self.delay]
+            x, log_a = x * same[..., None, None].to(x.dtype), log_a * same[..., None].to(log_a.dtype)
+        return x, B, log_a
 
     def _stepped_x(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor]:
         if streams.step is None:
@@ -132,10 +166,19 @@ class SSDMixer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The unrolled matrix M (B, H, L, L), skip connection included, and x (B, H, L, P) with y = M x."""
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx)
-        matrix = ssd_matrix(streams.log_a, streams.B, streams.C, seq_idx)
+        if self.delay:
+            # the same way x goes, a mark goes with each token: 1 where it reaches the state, else 0
+            marked = streams._replace(x=torch.ones_like(streams.x[..., :1]), step=None)
+            mark, B, log_a = self._entering(marked, seq_idx, index)
+            matrix = ssd_matrix(log_a, B, streams.C, seq_idx)
+            matrix = matrix * repeat_groups(mark, self.num_heads)[..., 0].transpose(1, 2)[:, :, None].to(matrix.dtype)
+            matrix = F.pad(matrix[..., self.delay :], (0, min(self.delay, matrix.shape[-1])))
+        else:
+            matrix = ssd_matrix(streams.log_a, streams.B, streams.C, seq_idx)
         if streams.step is not None:
             matrix = matrix * streams.step.transpose(1, 2)[..., None, :].to(matrix.dtype)
         matrix = matrix + torch.diag_embed(self.D.to(matrix.dtype)[:, None].expand(-1, matrix.shape[-1]))

@@ -13,6 +13,8 @@ PATTERNS = {
     "hybrid": ["linear_attention", "full_attention"] * 2,
     "attention": ["full_attention"] * 4,
     "window": ["sliding_attention", "linear_attention"] * 2,
+    "beside": ["hybrid", "full_attention", "hybrid", "linear_attention"],
+    "beside-only": ["hybrid"] * 4,
     "attention-first": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
 }
 
@@ -28,6 +30,9 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         mixer_out_bias=True,
         mixer_chunk_size=16,
         sliding_window=8,
+        hybrid_window=6,
+        hybrid_sinks=2,
+        hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )
     return FAMILIES[family][0](**TINY | options | overrides)
 

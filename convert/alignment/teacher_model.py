@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from modeling_llamba.hybrid_model import MIXER_CLASSES
+from modeling_llamba.hybrid_mixer import make_mixer
 from modeling_llamba.rotary import RotaryEmbedding
 
 from ..checkpoint import Checkpoint
@@ -93,7 +93,7 @@ class TeacherModel:
 
     def mixer(self, layer: int) -> nn.Module:
         """A new mixer for `layer`, the teacher's weights mapped onto it, in float32 and trainable."""
-        mixer = MIXER_CLASSES[self.mixer_plan.config.mixer](self.mixer_plan.config, layer)
+        mixer = make_mixer(self.mixer_plan.config, layer)
         prefix = f"model.layers.{layer}.mixer."
         with torch.no_grad():
             for name, parameter in mixer.named_parameters():

@@ -11,6 +11,11 @@ from tests.teachers import random_ids
 CLOSE = dict(rtol=1e-4, atol=1e-5)  # the rotary angles are float32; a leak shows at 1e-2
 CASES = [(family, mixer, pattern) for family in FAMILIES for mixer in MIXERS for pattern in ("pure", "hybrid")]
 CASES += [("llamba", "discrete_mamba2", pattern) for pattern in ("window", "attention-first", "attention")]
+CASES += [
+    ("llamba", "discrete_mamba2", "beside"),
+    ("phimamba", "mamba2", "beside-only"),
+    ("llamba", "mamba1", "beside-only"),
+]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
 
 
@@ -248,7 +253,7 @@ def test_eager_and_sdpa_agree_and_report(family, mixer, pattern):
     out = model(ids, output_hidden_states=True, output_attentions=True)
     torch.testing.assert_close(out.logits, sdpa, **CLOSE)
     assert len(out.hidden_states) == 5 and out.hidden_states[0].shape == (2, 15, 32)
-    num_attention = sum(kind != "linear_attention" for kind in PATTERNS[pattern])
+    num_attention = sum(kind.endswith(("full_attention", "sliding_attention")) for kind in PATTERNS[pattern])
     assert len(out.attentions or ()) == num_attention
     for probabilities in out.attentions or ():
         torch.testing.assert_close(probabilities.sum(-1).float(), torch.ones(2, 4, 15))

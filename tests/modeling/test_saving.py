@@ -37,9 +37,9 @@ model.save_pretrained(again)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_a_stranger_loads_generates_trains_and_saves_again(family, mixer, tmp_path):
-    model = make_student(family, mixer, dtype=torch.float32)
+@pytest.mark.parametrize("mixer, pattern", [*((mixer, "hybrid") for mixer in MIXERS), ("discrete_mamba2", "beside")])
+def test_a_stranger_loads_generates_trains_and_saves_again(family, mixer, pattern, tmp_path):
+    model = make_student(family, mixer, pattern, dtype=torch.float32)
     ids = random_ids(2, 9)
     model.save_pretrained(tmp_path / "first")
     torch.save(ids, tmp_path / "first" / "ids.pt")

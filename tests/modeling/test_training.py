@@ -7,6 +7,7 @@ from tests.students import FAMILIES, MIXERS, make_student
 from tests.teachers import random_ids
 
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
+MIXERS_AND_BESIDE = [*((mixer, "hybrid") for mixer in MIXERS), ("discrete_mamba2", "beside")]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -34,9 +35,9 @@ def test_every_parameter_gets_a_gradient_and_the_loss_falls(family, mixer):
 
 
 @every_family
-@every_mixer
-def test_gradient_checkpointing_changes_nothing(family, mixer):
-    model = make_student(family, mixer).train()
+@pytest.mark.parametrize("mixer, pattern", MIXERS_AND_BESIDE)
+def test_gradient_checkpointing_changes_nothing(family, mixer, pattern):
+    model = make_student(family, mixer, pattern).train()
     ids = random_ids(2, 20)
     loss, plain = gradients(model, ids)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -58,7 +59,7 @@ def test_loss_is_the_shifted_cross_entropy_over_labelled_tokens(mixer):
 
 
 @every_family
-@pytest.mark.parametrize("pattern", ["pure", "hybrid"])
+@pytest.mark.parametrize("pattern", ["pure", "hybrid", "beside"])
 def test_compiled_forward_and_backward(family, pattern):
     """The whole graph, without breaks; the inductor backend is left to `make test-slow`."""
     torch.compiler.reset()
@@ -179,10 +180,10 @@ def tokenizer():
 
 
 @every_family
-@every_mixer
-def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer):
+@pytest.mark.parametrize("mixer, pattern", MIXERS_AND_BESIDE)
+def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer, pattern):
     """bf16 autocast is how every trainer runs: the scan must neither fail nor lose its precision."""
-    model = make_student(family, mixer, dtype=torch.float32).train()
+    model = make_student(family, mixer, pattern, dtype=torch.float32).train()
     ids = random_ids(2, 40)
     loss, plain = gradients(model, ids)
     model.zero_grad()

@@ -1,0 +1,77 @@
+"""A layer that holds both: softmax attention to a window and sinks, and a matrix mixer for what lies beyond.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+    out = out_proj([attention(u), mixer(u)])
+
+The two share their input and one out_proj, and add up. With `mixer_sees` "beyond" a token reaches the mixer's state
+when it leaves the window, and a sink never does, so that no token is counted twice; with "all" the mixer is as it is
+alone.
+
+Shapes: B batch, L length, H heads, E features of the mixer, D head dim.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from .discrete_mamba2 import DiscreteMamba2
+from .mamba1 import Mamba1
+from .mamba2 import Mamba2
+from .window_attention import WindowAttention, WindowInputs
+
+MIXER_CLASSES = {"discrete_mamba2": DiscreteMamba2, "mamba2": Mamba2, "mamba1": Mamba1}
+
+
+class HybridMixer(nn.Module):
+    """Window attention and a matrix mixer, side by side."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.attention = WindowAttention(config, layer_idx)
+        self.ssd = MIXER_CLASSES[config.mixer](config, layer_idx)
+        features = self.ssd.out_proj.in_features
+        self.ssd.out_proj = nn.Identity()
+        if config.mixer_sees == "beyond":
+            self.ssd.delay, self.ssd.skipped = config.hybrid_window, config.hybrid_sinks
+        self.attention_size = self.attention.heads * self.attention.head_dim
+        self.out_proj = nn.Linear(
+            self.attention_size + features,
+            config.hidden_size,
+            bias=config.mixer_out_bias or config.attention_out_bias,
+        )
+        # in training, the chance that a sequence does without its window: it keeps the mixer in use
+        self.window_dropout = 0.0
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        window: WindowInputs | None = None,
+    ) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden); without `window`, rows begin here and hold no padding."""
+        window = unpadded(hidden_states) if window is None else window
+        near = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values)
+        if self.training and self.window_dropout:
+            kept = torch.rand(near.shape[0], 1, 1, device=near.device) >= self.window_dropout
+            near = near * kept.to(near.dtype)
+        index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
+        far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
+        return self.out_proj(torch.cat([near, far], dim=-1))
+
+
+def unpadded(hidden_states: torch.Tensor) -> WindowInputs:
+    """For rows (B, L, hidden) that begin here and hold no padding."""
+    batch, length = hidden_states.shape[:2]
+    return WindowInputs(torch.arange(length, device=hidden_states.device).expand(batch, length))
+
+
+def make_mixer(config, layer_idx: int) -> nn.Module:
+    """The mixer of a layer that is not plain attention: hybrid where `layer_types` says so, else the matrix mixer."""
+    if config.layer_types[layer_idx] == "hybrid":
+        return HybridMixer(config, layer_idx)
+    return MIXER_CLASSES[config.mixer](config, layer_idx)

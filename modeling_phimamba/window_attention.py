@@ -1,0 +1,249 @@
+"""Softmax attention to a window and the first tokens (sinks), in constant memory; on chosen heads, to everything.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+A query at column t sees the W columns t - W + 1 .. t and the first K tokens of its sequence ("sinks", where softmax
+puts what it wants nowhere else: Xiao et al. 2024, StreamingLLM). Up to `hybrid_sink_reach` tokens away a sink is where
+it is; from farther on it is seen as from there, since the teacher's rotary embedding has met no greater distance.
+
+Shapes: B batch, L length, H query heads, K key/value heads, R = H // K, D head dim, W window, S sinks; queries are cut
+into N blocks of Q, each seeing Q + W - 1 columns.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import eager_attention
+from .norms import head_norm
+from .rotary import apply_rotary
+
+MIN_BLOCK = 32
+
+
+class WindowInputs(NamedTuple):
+    """What hybrid layers want to know of the tokens.
+
+    index (B, L): of each token in its sequence, -1 at padding. sink_rotary: cos and sin (B, L, rotary dims) for
+    queries that look at sinks, or None where they are the ordinary ones. causal_mask: for the heads with full
+    attention, as transformers makes it.
+    """
+
+    index: torch.Tensor
+    sink_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    causal_mask: torch.Tensor | None = None
+
+
+class Tokens(NamedTuple):
+    """Keys and values (B, K, n, D) of some tokens, and index (B, n) in their sequence, -1 where there is none."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    index: torch.Tensor
+
+
+class FullHeads(nn.Module):
+    """What transformers' attention functions read of a module, for heads with keys of their own."""
+
+    num_key_value_groups = 1
+    is_causal = True
+
+
+class WindowAttention(nn.Module):
+    """The teacher's attention without its o_proj, restricted to a window and sinks."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.window, self.sinks = config.hybrid_window, config.hybrid_sinks
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.scaling = self.head_dim**-0.5
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.q_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
+        self.k_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
+        self.full_heads = [] if config.hybrid_full_heads is None else list(config.hybrid_full_heads[layer_idx])
+        kv_of = [head // (self.heads // self.kv_heads) for head in self.full_heads]
+        self.full_kv_heads = sorted(set(kv_of))
+        self._kv_place = [self.full_kv_heads.index(kv) for kv in kv_of]
+        self.full = FullHeads() if self.full_heads else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        inputs: WindowInputs,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """(B, L, hidden) -> the heads' outputs (B, L, H D)."""
+        query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
+        new = Tokens(key, value, inputs.index)
+        past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        recent = None if past is None else past.recent
+        sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
+        output = self.attend(query, sink_query, with_past(new, recent), sinks, seq_idx)
+        if self.full_heads:
+            output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past)
+        if past is not None:
+            past.keep(with_past(new, recent), sinks, new.index.shape[1])
+        return output.transpose(1, 2).flatten(2)
+
+    def project(self, hidden_states, position_embeddings, inputs: WindowInputs) -> tuple[torch.Tensor, ...]:
+        """Query and sink query (B, H, L, D), key and value (B, K, L, D)."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        cos, sin = position_embeddings
+        rotated = apply_rotary(query, cos, sin, head_dim_axis=1)
+        sink_query = rotated
+        if inputs.sink_rotary is not None and self.sinks:
+            sink_query = apply_rotary(query, *inputs.sink_rotary, head_dim_axis=1)
+        return rotated, sink_query, apply_rotary(key, cos, sin, head_dim_axis=1), value
+
+    def find_sinks(self, new: Tokens, seq_idx: torch.Tensor | None, before: Tokens | None) -> Tokens:
+        """The first S tokens of each row, from the cache or the new ones; of each token's own sequence when packed.
+
+        Returns:
+            Keys and values (B, K, S, D) and index (B, S); when packed (B, K, L, S, D) and (B, L, S).
+        """
+        wanted = torch.arange(self.sinks, device=new.index.device)
+        length = new.index.shape[1]
+        if seq_idx is not None:
+            columns = torch.arange(length, device=new.index.device)[:, None] - new.index[..., None] + wanted
+            index = torch.where(new.index[..., None] >= wanted, wanted, -1)
+            keys, values = (_take(t, columns.clamp(0, length - 1)) for t in (new.keys, new.values))
+            return Tokens(keys, values, index)
+        found = new.index[:, None] == wanted[:, None]
+        exists, columns = found.any(-1), found.int().argmax(-1)
+        keys, values = (_take(t, columns) for t in (new.keys, new.values))
+        if before is None:
+            return Tokens(keys, values, torch.where(exists, wanted, -1))
+        mine = exists[:, None, :, None]
+        keys, values = torch.where(mine, keys, before.keys), torch.where(mine, values, before.values)
+        return Tokens(keys, values, torch.where(exists, wanted, before.index))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        sink_query: torch.Tensor,
+        context: Tokens,
+        sinks: Tokens,
+        seq_idx: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One softmax over the sinks and the window: (B, H, L, D).
+
+        Args:
+            query, sink_query: (B, H, L, D). context: at most W - 1 columns before the queries', then theirs.
+            sinks: see `find_sinks`.
+        """
+        batch, heads, length, dim = query.shape
+        block = min(length, max(self.window, MIN_BLOCK))
+        blocks = -(-length // block)
+        right = blocks * block - length
+        left = self.window - 1 + length - context.index.shape[1]
+        keys, values = (
+            F.pad(t, (0, 0, left, right)).unfold(2, block + self.window - 1, block)
+            for t in (context.keys, context.values)
+        )  # (B, K, N, D, Q + W - 1)
+        index = F.pad(context.index, (left, right), value=-1).unfold(1, block + self.window - 1, block)
+        query, sink_query = (
+            F.pad(t, (0, 0, 0, right)).reshape(batch, self.kv_heads, -1, blocks, block, dim) for t in (query, sink_query)
+        )  # (B, K, R, N, Q, D)
+        band = torch.ones(block, block + self.window - 1, dtype=torch.bool, device=query.device)
+        seen = band.triu().tril(self.window - 1) & (index >= self.sinks)[:, :, None]  # (B, N, Q, Q + W - 1)
+        if seq_idx is not None:
+            padded = F.pad(seq_idx, (self.window - 1, right), value=-1)
+            of_key = padded.unfold(1, block + self.window - 1, block)
+            of_query = padded[:, self.window - 1 :].reshape(batch, blocks, block)
+            seen = seen & (of_key[:, :, None] == of_query[..., None])
+        scores = self._scores(query, keys[:, :, None], seen[:, None, None])
+        if self.sinks:
+            own = F.pad(context.index[:, -length:], (0, right), value=-1).reshape(batch, blocks, block)
+            sink_scores = self._sink_scores(sink_query, sinks, own, right)
+            scores = torch.cat([sink_scores, scores], dim=-1)
+        probabilities = scores.softmax(-1).to(query.dtype)
+        probabilities = F.dropout(probabilities, self.config.attention_dropout, self.training)
+        output = probabilities[..., self.sinks :] @ values[:, :, None].transpose(-1, -2)
+        if self.sinks:
+            output = output + self._sink_values(probabilities[..., : self.sinks], sinks, right)
+        return output.reshape(batch, heads, blocks * block, dim)[:, :, :length]
+
+    def _scores(self, query, keys, seen):
+        """Scaled products in float32 or wider; the least number where a key is not seen."""
+        scores = (query @ keys).to(torch.promote_types(query.dtype, torch.float32)) * self.scaling
+        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+
+    def _sink_scores(self, query, sinks: Tokens, own, right):
+        """(B, K, R, N, Q, S), masked where the query is not behind the sink."""
+        if sinks.keys.ndim == 4:  # the same sinks for the whole row
+            seen = (sinks.index >= 0)[:, None, None] & (sinks.index[:, None, None] <= own[..., None])
+            return self._scores(query, sinks.keys[:, :, None, None].transpose(-1, -2), seen[:, None, None])
+        keys, index = self._blocked(sinks.keys, sinks.index, own, right)
+        seen = (index >= 0)[:, None, None]
+        return self._scores(query[..., None, :], keys.transpose(-1, -2), seen[..., None, :])[..., 0, :]
+
+    def _sink_values(self, probabilities, sinks: Tokens, right):
+        if sinks.values.ndim == 4:
+            return probabilities @ sinks.values[:, :, None, None]
+        blocks, block = probabilities.shape[3:5]
+        values = F.pad(sinks.values, (0, 0, 0, 0, 0, right)).unflatten(2, (blocks, block))[:, :, None]
+        return (probabilities[..., None, :] @ values)[..., 0, :]
+
+    def _blocked(self, keys, index, own, right):
+        """Every query's own sinks, in blocks: (B, K, 1, N, Q, S, D) and (B, N, Q, S)."""
+        blocks, block = own.shape[1:]
+        keys = F.pad(keys, (0, 0, 0, 0, 0, right)).unflatten(2, (blocks, block))[:, :, None]
+        return keys, F.pad(index, (0, 0, 0, right), value=-1).unflatten(1, (blocks, block))
+
+    def _with_full_heads(self, output, query, key, value, causal_mask, past):
+        key, value = _heads(key, self.full_kv_heads), _heads(value, self.full_kv_heads)
+        if past is not None:
+            key, value = past.full.update(key, value)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        of_full, _ = attend(
+            self.full.train(self.training),
+            _heads(query, self.full_heads),
+            _heads(key, self._kv_place),
+            _heads(value, self._kv_place),
+            causal_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        both = torch.cat([output, of_full.transpose(1, 2).to(output.dtype)], dim=1)
+        place = {head: self.heads + i for i, head in enumerate(self.full_heads)}
+        return _heads(both, [place.get(head, head) for head in range(self.heads)])
+
+
+def with_past(new: Tokens, recent: Tokens | None) -> Tokens:
+    """The columns the cache remembers, then the new ones."""
+    if recent is None:
+        return new
+    return Tokens(
+        torch.cat([recent.keys, new.keys], 2),
+        torch.cat([recent.values, new.values], 2),
+        torch.cat([recent.index, new.index], 1),
+    )
+
+
+def _heads(t: torch.Tensor, heads: list[int]) -> torch.Tensor:
+    """Some heads, in that order, of (B, heads, L, D)."""
+    return t.index_select(1, torch.tensor(heads, device=t.device))
+
+
+def _take(tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """(B, K, L, D) at columns (B, ...) -> (B, K, ..., D)."""
+    flat = columns.flatten(1)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[-1])
+    return tokens.gather(2, flat).unflatten(2, columns.shape[1:])

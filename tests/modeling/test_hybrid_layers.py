@@ -1,0 +1,203 @@
+"""Window, sinks, full heads and a mixer in one layer, against the same written out densely, token by token."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from modeling_phimamba.attention import SoftmaxAttention
+from modeling_phimamba.hybrid_mixer import MIXER_CLASSES
+from modeling_phimamba.rotary import apply_rotary
+from modeling_phimamba.window_attention import WindowInputs
+from tests.students import make_student, student_config
+from tests.teachers import TINY, random_ids
+
+LENGTH = 45
+
+
+def layer_and_input(mixer="discrete_mamba2", **overrides):
+    model = make_student(mixer=mixer, pattern="beside-only", **overrides)
+    u = torch.randn(2, LENGTH, model.config.hidden_size, dtype=torch.float64)
+    rotary = model.model.rotary_emb(u, torch.arange(LENGTH)[None])
+    return model.model.layers[1].mixer, u, rotary
+
+
+def dense_attention(attention, u, full_heads, reach):
+    """The attention with its whole matrix, a query at a time."""
+    config = attention.config
+    heads, kv, dim = attention.heads, attention.kv_heads, attention.head_dim
+    q, k, v = (getattr(attention, f"{n}_proj")(u).unflatten(-1, (-1, dim)).transpose(1, 2) for n in "qkv")
+    k, v = (t.repeat_interleave(heads // kv, dim=1) for t in (k, v))
+    frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2) / dim)
+
+    def rotated(x, positions):
+        angles = torch.cat([positions[:, None] * frequencies] * 2, -1)[None].double()
+        return apply_rotary(x, angles.cos(), angles.sin(), head_dim_axis=1)
+
+    positions, out = torch.arange(u.shape[1]), torch.zeros_like(q)
+    keys = rotated(k, positions)
+    for t in range(u.shape[1]):
+        scores = (rotated(q[:, :, t : t + 1], positions[t : t + 1]) @ keys.mT)[:, :, 0] * dim**-0.5
+        near = (rotated(q[:, :, t : t + 1], positions[t : t + 1].clamp(max=reach)) @ keys.mT)[:, :, 0] * dim**-0.5
+        is_sink = positions < config.hybrid_sinks
+        limited = torch.where(is_sink, near, scores)
+        visible = (positions <= t) & (is_sink | (positions > t - config.hybrid_window))
+        for h in range(heads):
+            full = h in full_heads
+            row, seen = (scores[:, h], positions <= t) if full else (limited[:, h], visible)
+            out[:, h, t] = (row.masked_fill(~seen, -torch.inf).softmax(-1)[:, None] @ v[:, h])[:, 0]
+    return out.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def late_recurrence(ssd, u, rotary, window, sinks):
+    """The SSD whose state a token reaches when it leaves the window, a sink never."""
+    s = ssd.project(u, rotary)
+    H = ssd.num_heads
+    x, B = (t.repeat_interleave(H // t.shape[2], 2) for t in (s.x, s.B))
+    step = torch.ones_like(s.log_a) if s.step is None else s.step
+    state, y = torch.zeros(u.shape[0], H, ssd.head_dim, ssd.d_state, dtype=u.dtype), []
+    for t in range(u.shape[1]):
+        old = t - window
+        if old >= 0:
+            state = s.log_a[:, old].exp()[..., None, None] * state
+            if old >= sinks:
+                state = state + (step[:, old, :, None] * x[:, old])[..., None] * B[:, old, :, None]
+        y.append((state * s.C[:, t, :, None]).sum(-1) + ssd.D[:, None] * x[:, t])
+    return torch.stack(y, 1), s.gate
+
+
+@pytest.mark.parametrize("window, sinks, reach", [(6, 2, None), (1, 0, None), (40, 3, 10), (7, 4, 9), (100, 2, None)])
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2"])
+@torch.no_grad()
+def test_a_hybrid_layer_from_its_equations(mixer, window, sinks, reach):
+    m, u, rotary = layer_and_input(mixer, hybrid_window=window, hybrid_sinks=sinks, hybrid_sink_reach=reach)
+    index = torch.arange(LENGTH).expand(2, LENGTH)
+    near = make_student(pattern="beside-only").model.rotary_emb(u, index.clamp(max=reach or LENGTH))
+    inputs = WindowInputs(index, near)
+    attention = dense_attention(m.attention, u, m.attention.full_heads, reach or LENGTH)
+    torch.testing.assert_close(m.attention(u, rotary, inputs), attention, rtol=1e-5, atol=1e-6)
+    y, gate = late_recurrence(m.ssd, u, rotary, window, sinks)
+    expected = m.out_proj(torch.cat([attention, m.ssd.finish(y, gate)], -1))
+    torch.testing.assert_close(m(u, rotary, window=inputs), expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_late_matrix_times_x_is_the_mixers_output():
+    for mixer in ("discrete_mamba2", "mamba2"):
+        m, u, rotary = layer_and_input(mixer)
+        index = torch.arange(LENGTH).expand(2, LENGTH)
+        for seq_idx in (None, (index // 16)):
+            own = index if seq_idx is None else index % 16
+            matrix, x = m.ssd.materialize(u, rotary, seq_idx=seq_idx, index=own)
+            y = (matrix @ x).transpose(1, 2)
+            gate = m.ssd.project(u, rotary, seq_idx=seq_idx).gate
+            expected = m.ssd(u, rotary, seq_idx=seq_idx, index=own)
+            torch.testing.assert_close(m.ssd.finish(y, gate), expected, rtol=1e-6, atol=1e-8)
+        assert matrix.tril(-1).triu(-5).abs().max() == 0, "the window itself is not the mixer's"
+        assert matrix[..., :2].tril(-1).abs().max() == 0, "neither are the sinks"
+
+
+@pytest.mark.parametrize("full", [True, False])
+@torch.no_grad()
+def test_everything_kept_is_the_teachers_attention(full):
+    heads = list(range(TINY["num_attention_heads"]))
+    kept = dict(hybrid_full_heads=[heads] * 4, hybrid_window=3) if full else dict(hybrid_window=LENGTH)
+    m, u, rotary = layer_and_input(**kept)
+    teacher = SoftmaxAttention(student_config(pattern="attention", hybrid_full_heads=None), 1).double()
+    for name in "qkv":
+        getattr(teacher, f"{name}_proj").load_state_dict(getattr(m.attention, f"{name}_proj").state_dict())
+    teacher.o_proj.weight.copy_(m.out_proj.weight[:, : m.attention_size])
+    m.out_proj.weight[:, m.attention_size :] = 0
+    m.out_proj.bias.zero_()
+    mask = torch.full((LENGTH, LENGTH), float("-inf"), dtype=u.dtype).triu(1)[None, None]
+    inputs = WindowInputs(torch.arange(LENGTH).expand(2, LENGTH), None, mask)
+    torch.testing.assert_close(m(u, rotary, window=inputs), teacher(u, rotary, mask)[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", MIXER_CLASSES)
+@torch.no_grad()
+def test_nothing_but_the_mixer_is_the_plain_mixer(mixer):
+    m, u, rotary = layer_and_input(mixer, mixer_sees="all")
+    plain = make_student(mixer=mixer, pattern="pure").model.layers[1].mixer
+    state = dict(m.ssd.state_dict())
+    state["out_proj.weight"], state["out_proj.bias"] = m.out_proj.weight[:, m.attention_size :], m.out_proj.bias
+    plain.load_state_dict(state)
+    m.out_proj.weight[:, : m.attention_size] = 0
+    torch.testing.assert_close(m(u, rotary), plain(u, rotary), rtol=1e-9, atol=1e-12)
+
+
+@torch.no_grad()
+def test_decoding_keeps_a_constant_number_of_bytes():
+    model = make_student(pattern="beside-only", hybrid_full_heads=None)
+    ids, sizes = random_ids(1, 60), []
+    out = model(ids[:, :12], use_cache=True)
+    for t in range(12, 60):
+        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values)
+        sizes.append(sum(layer.nbytes() for layer in out.past_key_values.layers))
+    assert len(set(sizes)) == 1
+    assert out.past_key_values.get_seq_length() == 60
+    torch.testing.assert_close(out.logits, model(ids).logits[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_far_beyond_the_training_length_a_sink_is_seen_as_from_its_end():
+    """Whatever the position, attention to sinks and window does not change once the reach is passed."""
+    m, u, _ = layer_and_input(hybrid_sink_reach=16, hybrid_full_heads=None)
+    model = make_student(pattern="beside-only", hybrid_sink_reach=16, hybrid_full_heads=None)
+    token = random_ids(1, 1).expand(1, 200)
+    hidden = model.model(token, output_hidden_states=True).hidden_states[0]
+    masks = model.model._masks(hidden, None, None, None, torch.arange(200)[None], None)
+    out = m.attention(hidden, model.model.rotary_emb(hidden, torch.arange(200)[None]), masks["hybrid"])
+    torch.testing.assert_close(out[:, 30], out[:, 199], rtol=1e-4, atol=1e-6)
+
+
+def test_window_dropout_acts_in_training_only():
+    m, u, rotary = layer_and_input()
+    m.window_dropout = 1.0
+    with_window = m(u, rotary)
+    m.train()
+    without = m(u, rotary)
+    m.out_proj.weight.data[:, : m.attention_size] = 0
+    torch.testing.assert_close(without, m(u, rotary))
+    assert not torch.allclose(with_window, without)
+
+
+def test_caches_of_other_models_are_refused():
+    model = make_student(pattern="beside")
+    with pytest.raises(ValueError, match="cache made for them"):
+        model(random_ids(1, 4), past_key_values=DynamicCache())
+    other = make_student(pattern="attention")
+    begun = other(random_ids(1, 4), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="keys of another model"):
+        model(random_ids(1, 1), past_key_values=begun)
+    fresh = DynamicCache(config=model.config)
+    ids = random_ids(1, 9)
+    torch.testing.assert_close(model(ids, past_key_values=fresh).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(hybrid_window=None), "hybrid_window"),
+        (dict(hybrid_window=0), "hybrid_window"),
+        (dict(hybrid_sinks=-1), "hybrid_sinks"),
+        (dict(mixer="mamba1", mixer_d_state=4, mixer_decay_bias=False, mixer_sees="beyond"), "mamba1 beside a window"),
+        (dict(mixer_sees="some"), "mixer_sees"),
+        (dict(hybrid_full_heads=[[0]]), "for each of 4 layers"),
+        (dict(hybrid_full_heads=[[0], [0, 0], [], []]), "different heads"),
+        (dict(hybrid_full_heads=[[99], [], [], []]), "below 4"),
+        (dict(layer_types=["linear_attention"] * 4, hybrid_full_heads=[[0], [], [], []]), "not hybrid"),
+    ],
+)
+def test_contradictory_windows_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        student_config(pattern="beside-only", **options)
+
+
+def test_gradients_reach_every_parameter():
+    m, u, rotary = layer_and_input()
+    inputs = WindowInputs(torch.arange(LENGTH).expand(2, LENGTH), None, None)
+    m(u.requires_grad_(True), rotary, window=inputs).square().sum().backward()
+    for name, parameter in m.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+    assert u.grad.abs().amax((0, 2)).min() > 0
