@@ -53,6 +53,11 @@ def convert_command(
     layer_pattern: Annotated[
         str | None, _option(LAYERS, "M (mixer) and A (attention), repeated over the layers: MA, MMMA.")
     ] = None,
+    window: Annotated[
+        int | None, _option(MIXER, "Softmax attention to this many last tokens beside the mixer (default none).")
+    ] = None,
+    sinks: Annotated[int | None, _option(MIXER, "First tokens it sees as well (default 4).")] = None,
+    mixer_sees: Annotated[str | None, _option(MIXER, "Beside a window: beyond it (default) or all tokens.")] = None,
     mixer: Annotated[str | None, _option(MIXER, "discrete_mamba2 (default), mamba2 or mamba1.")] = None,
     d_state: Annotated[int | None, _option(MIXER, "State size per head (default: the head dimension).")] = None,
     norm: Annotated[str | None, _option(MIXER, "Gated norm of mamba2: none, head (default) or whole.")] = None,

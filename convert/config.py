@@ -14,6 +14,7 @@ MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ACTIVATIONS = ("identity", "silu")
 NORMS = ("none", "head", "whole")
+SEES = ("beyond", "all")
 LAYER_CHOICES = {"attention_layers", "attention_ratio", "cache_bytes", "layer_pattern"}
 # what these say goes without effect when nothing is aligned
 ALIGNMENT_ONLY = (
@@ -57,6 +58,12 @@ class ConversionConfig:
     same, recall probes counted); kl+recall by default when the mixers are aligned, else uniform."""
     layer_pattern: str | None = None
     """M (mixer) and A (attention), repeated over the layers, such as MA or MMMA."""
+    window: int | None = None
+    """Tokens that the replaced layers still see by softmax attention, beside their mixer; none by default."""
+    sinks: int = 4
+    """First tokens that they see whatever the distance, beside the window."""
+    mixer_sees: str | None = None
+    """Beside a window, what the mixer sees: beyond (what is neither in the window nor a sink; the default) or all."""
     mixer: str = "discrete_mamba2"
     """Matrix mixer of the replaced layers."""
     d_state: int | None = None
@@ -122,6 +129,7 @@ class ConversionConfig:
             ("dtype", DTYPES),
             ("norm", (None, *NORMS)),
             ("activation", ACTIVATIONS),
+            ("mixer_sees", (None, *SEES)),
             ("layer_selection", (None, *SELECTIONS)),
         ):
             if getattr(self, name) not in allowed:
@@ -134,6 +142,7 @@ class ConversionConfig:
             raise ValueError(f"initial_decay must lie in (0, 1], not {self.initial_decay}.")
         if self.d_state is not None and self.d_state < 1:
             raise ValueError(f"d_state must be positive, not {self.d_state}.")
+        self._check_window()
         if self.norm is not None and self.mixer != "mamba2":
             raise ValueError(f"norm exists for the mamba2 mixer only; the mixer is {self.mixer}.")
         if self.private and self.push_to_hub is None:
@@ -143,6 +152,18 @@ class ConversionConfig:
         if self.cache_bytes is not None:
             parse_size(self.cache_bytes)
         self._check_alignment()
+
+    def _check_window(self) -> None:
+        if self.window is None:
+            for name, value in (("sinks", self.sinks != 4), ("mixer_sees", self.mixer_sees is not None)):
+                if value:
+                    warnings.warn(f"{name} has no effect without window.", stacklevel=5)
+        elif self.window < 1:
+            raise ValueError(f"window must be at least 1, not {self.window}; leave it out for none.")
+        if self.sinks < 0:
+            raise ValueError(f"sinks cannot be negative: {self.sinks}.")
+        if self.window is not None and self.mixer == "mamba1" and self.mixer_sees == "beyond":
+            raise ValueError("mamba1 beside a window sees everything; say mixer_sees all, or choose another mixer.")
 
     def _check_alignment(self) -> None:
         """Options that contradict the alignment, or have no effect without one."""

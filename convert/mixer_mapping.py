@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from modeling_llamba.hybrid_mixer import HybridMixer
 from modeling_llamba.matrix_mixer import OPEN_GATE
 
 from .checkpoint import Checkpoint
@@ -61,6 +62,7 @@ class LayerMapping:
         self.d, self.D = config.head_dim, config.hidden_size
         self.qk_width = self.d if config.mixer == "mamba1" else self.N  # features of B and C per head
         self.has_bias = "q_proj.bias" in self.attention
+        self.beside_window = config.layer_types[layer] == "hybrid"
         # with a norm on queries and keys the 1 / sqrt(d) goes into the norm's weight
         self.q_scale = 1.0 if config.mixer_qk_norm else self.d**-0.5
 
@@ -73,6 +75,8 @@ class LayerMapping:
         rules = []
         for target, shape in shapes.items():
             name = target.removeprefix(f"{self.prefix}mixer.")
+            if self.beside_window:
+                name = name.removeprefix("ssd.")
             sources, blocks = self._rule(name, shape)
             kind = "derived" if sources else "initialised"
             names = tuple(dict.fromkeys(self.attention[s].name for s in sources))
@@ -87,6 +91,11 @@ class LayerMapping:
             return biases, lambda c: iter([self._in_proj_bias(c)])
         if name == "conv1d.bias" and self.has_bias and not self.config.mixer_in_bias:
             return biases, lambda c: iter([self._conv_bias(c)])
+        if name.startswith("attention."):
+            source = name.removeprefix("attention.")
+            return (source,), lambda c: c.blocks(*self._rows(source))
+        if name == "out_proj.weight" and self.beside_window:
+            return ("o_proj.weight",), lambda c: iter([self._shared_out_proj(c, shape)])
         if name == "out_proj.weight":
             return ("o_proj.weight",), lambda c: c.blocks(*self._rows("o_proj.weight"))
         if name == "out_proj.bias" and "o_proj.bias" in self.attention:
@@ -96,6 +105,13 @@ class LayerMapping:
             source, scale = (f"k_norm.{kind}", 1.0) if side == "B_norm" else (f"q_norm.{kind}", self.d**-0.5)
             return (source,), lambda c: iter([self.attention[source].read(c).float() * scale])
         return (), lambda c: self._initialised(name, shape)
+
+    def _shared_out_proj(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> torch.Tensor:
+        """The teacher's o_proj for the window, and nothing for the mixer, which nobody has fitted yet."""
+        weight = torch.zeros(shape)
+        o_proj = self.attention["o_proj.weight"].read(checkpoint).float()
+        weight[:, : o_proj.shape[1]] = o_proj
+        return weight
 
     def _rows(self, name: str) -> tuple[str, int, int]:
         source = self.attention[name]
@@ -193,6 +209,7 @@ def set_decay(mixer: torch.nn.Module, decay: float) -> bool:
 
     With a step size, the decay holds at the step the mixer starts with, 1.
     """
+    mixer = mixer.ssd if isinstance(mixer, HybridMixer) else mixer
     if mixer.config.mixer == "discrete_mamba2":
         if mixer.A_log_bias is None:
             return False

@@ -4,7 +4,7 @@ import json
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from .plan import Plan, human_bytes
+from .plan import Plan, human_bytes, layer_letters
 
 TEMPLATE = """---
 {{ card_data }}
@@ -26,7 +26,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 ## Layers
 
-`{{ layers }}` (A keeps attention, M is a mixer)
+`{{ layers }}` (A keeps attention, M is a mixer{{ window }})
 
 | per sequence | teacher | this model |
 |---|---|---|
@@ -78,9 +78,12 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         path=name,
         teacher=plan.teacher.public_name,
         mixer=summary["mixer"],
+        window=f", H a mixer beside softmax attention to {summary['window']} tokens and {summary['sinks']} sinks"
+        if summary["window"]
+        else "",
         num_mixer=len(replaced),
         num_layers=len(summary["layer_types"]),
-        layers="".join("M" if kind == "linear_attention" else "A" for kind in summary["layer_types"]),
+        layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
         alignment_note=ALIGNMENT_NOTES[conversion["align"]] if replaced else "Every layer is the teacher's own.",
         provenance_rows="\n".join(

@@ -110,7 +110,7 @@ def run(
     repository = prepare_repository(options)
     aligner, alignment = None, None
     work = Path(options.work_dir or output.with_name(f"{output.name}.work")).expanduser()
-    if options.align != "none" and "linear_attention" in plan.config.layer_types:
+    if options.align != "none" and plan.summary()["mixer_layers"]:
         if options.align == "mohawk":  # what training must not lose
             placed = dataclasses.replace(placed, work_dir=str(work))
         aligner = ClosedFormAligner(teacher, placed, checkpoint, align_progress)

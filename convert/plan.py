@@ -21,6 +21,8 @@ from .teacher import Teacher
 from .weight_mapping import Rule, canonical_sources, moved
 
 STUDENTS = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
+MIXER_LAYERS = ("linear_attention", "hybrid")
+"""Layer types whose attention was replaced."""
 CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 
 
@@ -53,9 +55,11 @@ class Plan:
             "teacher_family": self.teacher.family.model_type,
             "student_family": self.config.model_type,
             "mixer": self.config.mixer,
+            "window": self.config.hybrid_window,
+            "sinks": self.config.hybrid_sinks if self.config.hybrid_window else None,
             "layer_types": layers,
-            "attention_layers": [i for i, kind in enumerate(layers) if kind != "linear_attention"],
-            "mixer_layers": [i for i, kind in enumerate(layers) if kind == "linear_attention"],
+            "attention_layers": [i for i, kind in enumerate(layers) if kind not in MIXER_LAYERS],
+            "mixer_layers": [i for i, kind in enumerate(layers) if kind in MIXER_LAYERS],
             "dtype": str(self.dtype).removeprefix("torch."),
             "tensors": {kind: kinds[kind] for kind in ("moved", "derived", "initialised")}
             | {"dropped": len(self.dropped)},
@@ -91,14 +95,28 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
         channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
         channels += config.mixer_num_heads * config.mixer_d_state
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
+    if config.hybrid_window is not None:
+        state += window_bytes(config, length, dtype)
 
     def tokens(layer_type: str) -> int:
         return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
 
     teacher_types = config.conversion["teacher_layer_types"]
     teacher = sum(per_token * tokens(kind) for kind in teacher_types)
-    hybrid = sum(state if kind == "linear_attention" else per_token * tokens(kind) for kind in config.layer_types)
+    hybrid = sum(state if kind in MIXER_LAYERS else per_token * tokens(kind) for kind in config.layer_types)
     return teacher, hybrid
+
+
+def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
+    """Bytes a window, its sinks, and the tokens on their way from it to the mixer's state take in one layer."""
+    key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    size = key_and_value * min(length, config.hybrid_window - 1 + config.hybrid_sinks)
+    if config.mixer_sees == "beyond":
+        heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else config.mixer_num_heads
+        stepped = dtype.itemsize if config.mixer == "discrete_mamba2" else 4  # the step size is float32
+        waiting = heads * (config.mixer_head_dim * stepped + config.mixer_d_state * dtype.itemsize)
+        size += config.hybrid_window * (waiting + 4 * config.mixer_num_heads)
+    return size
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
@@ -146,7 +164,7 @@ def with_cache_budget(options: ConversionConfig, teacher: Teacher, checkpoint: C
     for count in range(len(kinds), -1, -1):
         # the layers that keep most are counted, so that whichever are chosen, the budget holds
         kept = sorted(kinds)[:count]
-        config.layer_types = [*kept, *["linear_attention"] * (len(kinds) - count)]
+        config.layer_types = [*kept, *[replacement_type(options)] * (len(kinds) - count)]
         if cache_bytes(config, options.context, dtype)[1] <= parse_size(budget):
             return dataclasses.replace(options, attention_ratio=count / len(kinds))
     need = human_bytes(cache_bytes(config, options.context, dtype)[1])
@@ -170,12 +188,19 @@ def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedCon
     teacher_types = teacher_layer_types(config)
     if "sliding_attention" in teacher_types:
         fields["sliding_window"] = config.sliding_window
+        if options.window is not None and options.window > config.sliding_window:
+            raise ValueError(f"window {options.window} is larger than the teacher's own, {config.sliding_window}.")
     kept = choose_attention_layers(options, config.num_hidden_layers)
-    fields["layer_types"] = [kind if i in kept else "linear_attention" for i, kind in enumerate(teacher_types)]
+    fields["layer_types"] = [kind if i in kept else replacement_type(options) for i, kind in enumerate(teacher_types)]
     config_class = STUDENTS[family.student][0]
     has_bias = fields.get("attention_bias", family.student == "phimamba")
     fields |= mixer_fields(options, fields, has_bias)
     return config_class(**fields, conversion={"teacher_layer_types": teacher_types})
+
+
+def replacement_type(options: ConversionConfig) -> str:
+    """The type of layer that takes the place of attention."""
+    return "linear_attention" if options.window is None else "hybrid"
 
 
 def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bool) -> dict[str, Any]:
@@ -213,6 +238,9 @@ def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bo
         "mixer_decay_bias": options.decay_bias and options.mixer == "discrete_mamba2",
         "mixer_in_bias": has_bias and options.mixer == "mamba1",
         "mixer_out_bias": options.out_bias,
+        "mixer_sees": options.mixer_sees,
+        "hybrid_window": options.window,
+        "hybrid_sinks": options.sinks,
     }
 
 
@@ -242,11 +270,11 @@ def make_plan(teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoin
     sources, dropped = canonical_sources(family, num_layers, checkpoint.tensors, attention_shapes)
     rules = {name: moved(name, sources[name]) for name in shapes if name in sources}
     for layer, kind in enumerate(config.layer_types):
-        if kind == "linear_attention":
+        if kind in MIXER_LAYERS:
             mixer_shapes = {n: s for n, s in shapes.items() if n.startswith(f"model.layers.{layer}.mixer.")}
             mapping = LayerMapping(config, layer, sources, options.initial_decay, options.seed)
             rules |= {rule.target: rule for rule in mapping.rules(mixer_shapes)}
-            if not config.mixer_out_bias and "o_proj.bias" in mapping.attention:
+            if f"{mapping.prefix}mixer.out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
                 rules |= _folded_bias(family, layer, sources)
     assert rules.keys() == shapes.keys(), sorted(rules.keys() ^ shapes.keys())
     used = {name for rule in rules.values() for name in rule.sources}
@@ -293,10 +321,11 @@ def _output_dtype(name: str, teacher: dict[str, TensorInfo]) -> torch.dtype:
 def describe(plan: Plan) -> str:
     """The plan in a few lines for the console."""
     s = plan.summary()
-    layers = "".join("M" if kind == "linear_attention" else "A" for kind in s["layer_types"])
+    layers = layer_letters(s["layer_types"])
+    window = f" beside a window of {s['window']} and {s['sinks']} sinks" if s["window"] else ""
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     lines = [
-        f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {s['mixer']}, {s['dtype']}",
+        f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {s['mixer']}{window}, {s['dtype']}",
         f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} mixer)",
         f"tensors     {counts}",
         f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
@@ -315,6 +344,12 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def layer_letters(layer_types: list[str]) -> str:
+    """A for a layer that keeps its attention, M for a mixer, H for a mixer beside a window."""
+    letters = {"linear_attention": "M", "hybrid": "H"}
+    return "".join(letters.get(kind, "A") for kind in layer_types)
+
+
 def human_bytes(size: int) -> str:
     """1500000 -> "1.5 MB"."""
     amount = float(size)
@@ -327,11 +362,13 @@ def human_bytes(size: int) -> str:
 
 __all__ = [
     "CONTEXTS",
+    "MIXER_LAYERS",
     "Plan",
     "attention_budget",
     "cache_bytes",
     "describe",
     "human_bytes",
+    "layer_letters",
     "make_plan",
     "student_config",
     "with_cache_budget",

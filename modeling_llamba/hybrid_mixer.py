@@ -36,6 +36,7 @@ class HybridMixer(nn.Module):
         if config.mixer_sees == "beyond":
             self.ssd.delay, self.ssd.skipped = config.hybrid_window, config.hybrid_sinks
         self.attention_size = self.attention.heads * self.attention.head_dim
+        self.sizes = [self.attention_size, features]
         self.out_proj = nn.Linear(
             self.attention_size + features,
             config.hidden_size,

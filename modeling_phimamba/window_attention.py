@@ -160,7 +160,8 @@ class WindowAttention(nn.Module):
         )  # (B, K, N, D, Q + W - 1)
         index = F.pad(context.index, (left, right), value=-1).unfold(1, block + self.window - 1, block)
         query, sink_query = (
-            F.pad(t, (0, 0, 0, right)).reshape(batch, self.kv_heads, -1, blocks, block, dim) for t in (query, sink_query)
+            F.pad(t, (0, 0, 0, right)).reshape(batch, self.kv_heads, -1, blocks, block, dim)
+            for t in (query, sink_query)
         )  # (B, K, R, N, Q, D)
         band = torch.ones(block, block + self.window - 1, dtype=torch.bool, device=query.device)
         seen = band.triu().tril(self.window - 1) & (index >= self.sinks)[:, :, None]  # (B, N, Q, Q + W - 1)

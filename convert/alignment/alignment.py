@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from ..checkpoint import Checkpoint
 from ..config import ConversionConfig, parse_size
-from ..plan import Plan, attention_budget
+from ..plan import MIXER_LAYERS, Plan, attention_budget
 from ..teacher import Teacher, gguf_tokenizer
 from .align import FitCache, Progress, fit_mixers, select_layers, start_mixer
 from .closed_form import FitSettings, LayerFit
@@ -57,11 +57,13 @@ class ClosedFormAligner:
         self.teacher, self.options, self.progress = teacher, options, progress
         self.settings = read_alignment_file(options.align_config)
         if options.align == "mohawk":
-            check_stages(self.settings, options.mixer, options.low_memory)
+            check_stages(self.settings, options.mixer, options.low_memory, options.window is not None)
         elif self.settings.start != "teacher":
             raise ValueError(
                 f"start: {self.settings.start} begins with mixers that only training fits; say --align mohawk."
             )
+        if self.settings.start != "teacher" and options.window is not None:
+            raise ValueError(f"start: {self.settings.start} knows no window; leave window out, or say start: teacher.")
         self.model = TeacherModel(teacher, options, checkpoint, options.device, options.low_memory)
         self.memory = parse_size(options.activation_memory)
         self.selects = selection_of(options) in ("kl", "kl+recall")
@@ -120,7 +122,7 @@ class ClosedFormAligner:
     def fit_layers(self, layer_types: list[str]) -> Alignment:
         """Fit the mixers of the replaced layers."""
         started = time.perf_counter()
-        replaced = [i for i, kind in enumerate(layer_types) if kind == "linear_attention"]
+        replaced = [i for i, kind in enumerate(layer_types) if kind in MIXER_LAYERS]
         if self.settings.start != "teacher":
             return self._rival_start(replaced)
         fits = self.fit(replaced, self.settings.fit)
@@ -171,7 +173,7 @@ class ClosedFormAligner:
                 cache.drop_mixers()
 
     def _cache(self, settings: FitSettings, **more: Any) -> FitCache:
-        mixer = {k: v for k, v in self.model.mixer_plan.config.to_dict().items() if k.startswith("mixer")}
+        mixer = {k: v for k, v in self.model.mixer_plan.config.to_dict().items() if k.startswith(("mixer", "hybrid"))}
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.model.checkpoint.files]
         key = {
             "teacher": [self.teacher.public_name, self.teacher.revision, files],

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from modeling_llamba.hybrid_mixer import HybridMixer
+
 from ..mixer_mapping import set_decay
 
 BATCH_SEQUENCES = 4
@@ -30,6 +32,8 @@ class FitSettings:
 
     decays: tuple[float, ...] = (0.5, 0.7, 0.85, 0.95)
     """Decays per token to choose from, one per layer."""
+    decays_beside_window: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997)
+    """The same, for a mixer that a window relieves of the near."""
     ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Ridge strengths to choose from, in units of the mean squared feature."""
     stream: Literal["teacher", "student"] = "teacher"
@@ -43,8 +47,9 @@ class FitSettings:
     """Peak learning rate (AdamW); 10 % warm-up, then linearly to 0."""
 
     def __post_init__(self):
-        if not self.decays or not all(0 < decay <= 1 for decay in self.decays):
-            raise ValueError(f"decays must lie in (0, 1], not {self.decays}.")
+        for decays in (self.decays, self.decays_beside_window):
+            if not decays or not all(0 < decay <= 1 for decay in decays):
+                raise ValueError(f"decays must lie in (0, 1], not {decays}.")
         if not self.ridges or min(self.ridges) < 0:
             raise ValueError(f"ridges cannot be negative: {self.ridges}.")
         if self.refine_steps < 0 or self.refine_sequences < 1 or self.refine_learning_rate <= 0:
@@ -130,7 +135,8 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: in
 def best_decay(mixer: nn.Module, data: LayerData, settings: FitSettings) -> tuple[float | None, nn.Module]:
     """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
     best_error, best, best_mixer = math.inf, None, mixer
-    for decay in settings.decays:
+    beside_window = isinstance(mixer, HybridMixer)
+    for decay in settings.decays_beside_window if beside_window else settings.decays:
         candidate = copy.deepcopy(mixer)
         if not set_decay(candidate, decay):
             break
@@ -165,12 +171,12 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     out = mixer.out_proj
     gram, moment = normal_equations(mixer, data)
     prior = _augmented(out)
-    scale = gram.diagonal()[: out.in_features].mean()
+    scale = feature_scale(mixer, gram.diagonal()[: out.in_features])
     judged = [_pair(mixer, data, rows) for rows in _batches(data.judging())]
     best_error, best_ridge, best = _error_of(prior, judged), None, prior
     for ridge in ridges:
-        penalty = torch.full_like(gram.diagonal(), float(ridge * scale))
-        penalty[out.in_features :] *= 1e-6
+        bias = 1e-6 * scale.mean().expand(len(gram) - out.in_features)
+        penalty = ridge * torch.cat([scale, bias])
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
         if info.item():
             continue
@@ -182,6 +188,13 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     if out.bias is not None:
         out.bias.copy_(best[out.in_features])
     return best_error, best_ridge
+
+
+def feature_scale(mixer: nn.Module, squares: torch.Tensor) -> torch.Tensor:
+    """Mean square of the features (E,), the window's and the mixer's apart: their sizes have nothing in common."""
+    if not isinstance(mixer, HybridMixer):
+        return squares.mean().expand_as(squares)
+    return torch.cat([part.mean().expand_as(part) for part in squares.split(mixer.sizes)])
 
 
 def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:

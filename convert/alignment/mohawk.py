@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
+from ..plan import MIXER_LAYERS
 from .align import Progress
 from .distillation import distil, mean_kl
 from .layerwise import LayerwiseStage, append_jsonl, hidden_state_loss, orientation_loss, split_layers
@@ -64,7 +65,8 @@ class Stages:
         Raises:
             ValueError: no mixers, another vocabulary or depth, or a stage that this mixer or memory does not allow.
         """
-        check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory)
+        windowed = "hybrid" in self.student.config.layer_types
+        check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory, windowed)
         if not self.mixers():
             raise ValueError("Every layer of this hybrid is attention: there is no mixer to align.")
         for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
@@ -77,7 +79,7 @@ class Stages:
     def mixers(self) -> dict[int, nn.Module]:
         """The student's mixers by layer."""
         layers = enumerate(self.student.model.layers)
-        return {i: block.mixer for i, block in layers if block.layer_type == "linear_attention"}
+        return {i: block.mixer for i, block in layers if block.layer_type in MIXER_LAYERS}
 
     def layerwise(self, name: str) -> dict[str, Any]:
         """Stage 1 or 2. With several processes each trains its share of the layers; then all have all."""
@@ -147,14 +149,19 @@ class _ProgressCallback(TrainerCallback):
         self.progress("distilling", state.global_step, state.max_steps)
 
 
-def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool) -> None:
+def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool, windowed: bool) -> None:
     """Refuse, before any work, stages that cannot run.
 
     Raises:
-        ValueError: stage 1 for mamba1, or stage 3 with one block in memory.
+        ValueError: stage 1 for mamba1 or beside a window, or stage 3 with one block in memory.
     """
     if settings.matrix_orientation.tokens:
         check_has_matrix_per_head(mixer)
+        if windowed:
+            raise ValueError(
+                "Matrix orientation compares one matrix with another; a mixer beside a window has a part of it only. "
+                "Leave the stage out (matrix_orientation: {tokens: 0})."
+            )
     if settings.distillation.tokens and low_memory:
         raise ValueError(
             "Distillation needs the whole teacher; leave out low_memory or say distillation: {tokens: 0}."

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from modeling_llamba.hybrid_mixer import make_mixer
+from modeling_llamba.hybrid_mixer import HybridMixer, make_mixer, unpadded
 from modeling_llamba.rotary import RotaryEmbedding
 
 from ..checkpoint import Checkpoint
@@ -109,7 +109,7 @@ class TeacherModel:
         teacher = self.whole()
         kinds = self.config.conversion["teacher_layer_types"]
         fields = self.mixer_plan.config.to_dict()
-        fields["layer_types"] = ["linear_attention" if i in mixers else kind for i, kind in enumerate(kinds)]
+        fields["layer_types"] = [layer_type(mixers[i]) if i in mixers else kind for i, kind in enumerate(kinds)]
         config = type(self.config)(**{k: v for k, v in fields.items() if k != "model_type"})
         with torch.device("meta"):
             student = type(teacher)(config).eval()
@@ -134,7 +134,7 @@ class TeacherModel:
         """The keyword arguments every block takes, for unpadded rows (B, L, D)."""
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
         return {
-            "masks": self.model.model._masks(hidden, None, None, None, positions, None),
+            "masks": self.model.model._masks(hidden, None, None, None, positions, None) | {"hybrid": unpadded(hidden)},
             "position_embeddings": self.rotary(hidden.shape[1]),
             "seq_idx": None,
             "past_key_values": None,
@@ -156,6 +156,11 @@ class TeacherModel:
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
 
+def layer_type(mixer: nn.Module) -> str:
+    """Of a layer that holds this mixer."""
+    return "hybrid" if isinstance(mixer, HybridMixer) else "linear_attention"
+
+
 def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:
     """What a rule writes, in float32, as one tensor."""
     return torch.cat([block.float().reshape(-1) for block in rule.blocks(checkpoint)]).view(rule.shape)
@@ -171,7 +176,7 @@ def replaced(model: nn.Module, mixers: dict[int, nn.Module]) -> Iterator[nn.Modu
     layers = model.model.layers
     before = {layer: layers[layer].layer_type for layer in mixers}
     for layer, mixer in mixers.items():
-        layers[layer].mixer, layers[layer].layer_type = mixer, "linear_attention"
+        layers[layer].mixer, layers[layer].layer_type = mixer, layer_type(mixer)
     try:
         yield model
     finally:

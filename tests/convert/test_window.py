@@ -1,0 +1,152 @@
+"""Conversion to layers that hold a window and sinks beside the mixer: mapping, bytes, alignment, refusals."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from convert import convert
+from convert.alignment.closed_form import FitSettings, fit_layer, held_out_error
+from convert.config import make_config
+from convert.plan import cache_bytes
+from tests.alignment.tiny import layer_data, teacher_model
+from tests.teachers import TEACHERS, make_teacher, random_ids
+
+LENGTH = 40
+every_teacher = pytest.mark.parametrize("name", TEACHERS)
+
+
+def converted(folder, output, **options):
+    options = {"attention_ratio": 0.0, "align": "none"} | options
+    plan = convert(str(folder), output, **options)
+    return AutoModelForCausalLM.from_pretrained(output).eval(), plan
+
+
+@every_teacher
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
+@torch.no_grad()
+def test_a_window_that_sees_everything_is_the_teacher(name, mixer, saved_teacher, tmp_path):
+    """Nothing is fitted, so out_proj holds the teacher's o_proj for the window and nothing for the mixer."""
+    sliding = getattr(TEACHERS[name][1], "sliding_window", None)
+    window = dict(window=sliding, sinks=0) if sliding else dict(window=LENGTH, sinks=3)
+    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", mixer=mixer, **window)
+    ids = random_ids(2, LENGTH)
+    if sliding and "full_attention" in plan.config.conversion["teacher_layer_types"]:
+        ids = ids[:, :sliding]
+    assert set(plan.config.layer_types) == {"hybrid"}
+    torch.testing.assert_close(hybrid(ids).logits, make_teacher(name)(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_without_a_fit_it_is_the_teacher_that_sees_only_window_and_sinks(saved_teacher, tmp_path):
+    hybrid, _ = converted(saved_teacher("llama-gqa"), tmp_path / "out", window=5, sinks=2)
+    teacher, ids = make_teacher("llama-gqa"), random_ids(2, LENGTH)
+    positions = torch.arange(LENGTH)
+    distance = positions[:, None] - positions
+    seen = (distance >= 0) & ((distance < 5) | (positions < 2))
+    mask = torch.zeros(LENGTH, LENGTH).masked_fill(~seen, -1e30)[None, None]
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids, attention_mask=mask).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
+@torch.no_grad()
+def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, saved_teacher, tmp_path):
+    hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", mixer=mixer, window=5, sinks=2)
+    cache = hybrid(random_ids(1, LENGTH)).past_key_values
+    planned = cache_bytes(plan.config, LENGTH, torch.float32)[1]
+    assert sum(layer.nbytes() for layer in cache.layers) == planned
+
+
+def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
+    """Targets made by a wider window: out_proj has to take the rest from the mixer."""
+    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1)
+    wide = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1)
+    data = layer_data(model, wide.mixer(1), sequences=24)
+    window_alone = held_out_error(model.mixer(1), data)
+    solved, fit = fit_layer(model.mixer(1), data, FitSettings(refine_steps=0))
+    assert fit.mapped == pytest.approx(window_alone)
+    assert fit.solved < 0.8 * window_alone
+    assert fit.decay in FitSettings().decays_beside_window
+    assert solved.out_proj.weight[:, solved.attention_size :].abs().max() > 0
+
+
+def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_path):
+    settings = tmp_path / "align.yaml"
+    settings.write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 4}}")
+    hybrid, plan = converted(
+        saved_teacher("llama-gqa"), tmp_path / "out", window=4, sinks=1, align="closed-form", attention_ratio=0.5,
+        layer_selection="uniform", calibration_dataset="sampled", calibration_tokens=320, align_config=str(settings),
+    )  # fmt: skip
+    assert plan.config.layer_types == ["hybrid", "full_attention"] * 2
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    for fit in report["held_out_error"].values():
+        assert fit["refined"] <= fit["solved"] <= fit["mapped"]
+    assert "beside softmax attention to 4 tokens" in (tmp_path / "out" / "README.md").read_text()
+    ids = random_ids(1, 12)
+    grown = hybrid.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    torch.testing.assert_close(
+        hybrid(grown[:, :-1]).logits[:, -1].argmax(-1), grown[:, -1], msg="cached decoding is the plain forward"
+    )
+
+
+def test_the_stages_train_window_and_mixer_alike(saved_teacher, tmp_path):
+    settings = tmp_path / "align.yaml"
+    stage = "{tokens: 1280, sequences: 4, learning_rate: 3e-3}"
+    settings.write_text(
+        "{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 0}, "
+        f"hidden_state_alignment: {stage}, distillation: {stage}}}"
+    )
+    converted(
+        saved_teacher("phi"), tmp_path / "out", window=4, sinks=1, align="mohawk", layer_selection="uniform",
+        calibration_dataset="sampled", calibration_tokens=320, align_config=str(settings),
+    )  # fmt: skip
+    (report,) = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"]
+    hidden = report["hidden_state_alignment"]
+    assert hidden["held_out_loss_after"] < hidden["held_out_loss_before"]
+    assert report["distillation"]["held_out_kl_after"] < report["distillation"]["held_out_kl_before"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(window=0), "window must be at least 1"),
+        (dict(window=8, sinks=-1), "sinks cannot be negative"),
+        (dict(window=8, mixer="mamba1", mixer_sees="beyond"), "mamba1 beside a window"),
+        (dict(window=8, mixer_sees="most"), "mixer_sees must be one of"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(model="m", output="o", **options)
+
+
+def test_a_window_wider_than_the_teachers_own_is_refused(saved_teacher, tmp_path):
+    with pytest.raises(ValueError, match="larger than the teacher's own"):
+        converted(saved_teacher("mistral-window"), tmp_path / "out", window=9)
+
+
+@pytest.mark.parametrize("options", [dict(sinks=2), dict(mixer_sees="all")])
+def test_options_of_a_window_without_one_warn(options):
+    with pytest.warns(UserWarning, match="no effect without window"):
+        make_config(model="m", output="o", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_config(model="m", output="o", window=4, **options)
+
+
+@pytest.mark.parametrize(
+    "settings, align, message",
+    [
+        ("{matrix_orientation: {tokens: 64}}", "mohawk", "one matrix with another"),
+        ("{start: mohawk}", "mohawk", "knows no window"),
+    ],
+)
+def test_what_a_window_excludes_is_refused_before_any_work(settings, align, message, saved_teacher, tmp_path):
+    (tmp_path / "align.yaml").write_text(settings)
+    with pytest.raises(ValueError, match=message):
+        converted(
+            saved_teacher("llama-gqa"), tmp_path / "out", window=4, align=align, calibration_dataset="sampled",
+            align_config=str(tmp_path / "align.yaml"),
+        )  # fmt: skip
