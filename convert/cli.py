@@ -62,6 +62,9 @@ def convert_command(
     d_state: Annotated[int | None, _option(MIXER, "State size per head (default: the head dimension).")] = None,
     norm: Annotated[str | None, _option(MIXER, "Gated norm of mamba2: none, head (default) or whole.")] = None,
     activation: Annotated[str | None, _option(MIXER, "After the convolution: identity (default) or silu.")] = None,
+    shared_state: Annotated[
+        bool | None, _option(MIXER, "One state per key/value head instead of per head.", "--shared-state")
+    ] = None,
     gate_bias: Annotated[
         bool | None, _option(MIXER, "A bias that opens the gate.", "--gate-bias/--no-gate-bias")
     ] = None,

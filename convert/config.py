@@ -73,6 +73,8 @@ class ConversionConfig:
     activation: str = "identity"
     """After the short convolution: "identity", which keeps the mapping exact, or "silu", as published mamba2 and
     mamba1 have it."""
+    shared_state: bool = False
+    """One decay, and with it one state, for all heads that share a key/value head: a smaller state."""
     gate_bias: bool = True
     """A bias that opens the gate; published mamba2 and mamba1 have none, and their gate starts at random."""
     expand_kv_heads: bool = False
@@ -145,6 +147,10 @@ class ConversionConfig:
         self._check_window()
         if self.norm is not None and self.mixer != "mamba2":
             raise ValueError(f"norm exists for the mamba2 mixer only; the mixer is {self.mixer}.")
+        if self.shared_state and self.mixer == "mamba1":
+            raise ValueError("mamba1 has a decay per channel, so no heads can share a state; choose another mixer.")
+        if self.shared_state and self.expand_kv_heads:
+            warnings.warn("shared_state has no effect with expand_kv_heads: no head shares its x and B.", stacklevel=4)
         if self.private and self.push_to_hub is None:
             raise ValueError("private says who may see the uploaded repository; it needs push_to_hub.")
         parse_size(self.max_shard_size)

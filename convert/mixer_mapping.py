@@ -6,7 +6,7 @@ teacher's attention before the softmax, Q K^T / sqrt(head dim), causal, head by 
 Query head h reads key/value head h // (H // K), so key/value weights are repeated in whole head blocks, and only
 where the mixer has a head of x and B per query head.
 
-Shapes: H query heads, K key/value heads, d head dim, D model, G heads of x and B, P = d, N state.
+Shapes: H query heads, K key/value heads, d head dim, D model, G heads of x and B, P = d, N state, T states.
 """
 
 import math
@@ -59,6 +59,7 @@ class LayerMapping:
         self.attention = {n.removeprefix(attention): s for n, s in sources.items() if n.startswith(attention)}
         self.H, self.K = config.num_attention_heads, config.num_key_value_heads
         self.G, self.N, self.P = config.mixer_num_kv_heads, config.mixer_d_state, config.mixer_head_dim
+        self.T = self.G if config.mixer_shared_state else config.mixer_num_heads
         self.d, self.D = config.head_dim, config.hidden_size
         self.qk_width = self.d if config.mixer == "mamba1" else self.N  # features of B and C per head
         self.has_bias = "q_proj.bias" in self.attention
@@ -150,7 +151,7 @@ class LayerMapping:
         }
 
     def _in_proj(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.H
+        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.T
         zeros = in_blocks(inner, lambda a, b: torch.zeros(b - a, self.D), 4 * self.D)
         gate = zeros if self.config.mixer_gate_bias else iter([self._uniform("z", (inner, self.D))])
         # mamba1's dt_proj starts at zero, so these rows must not, or no gradient would reach either
@@ -165,7 +166,7 @@ class LayerMapping:
         yield steps
 
     def _in_proj_bias(self, checkpoint: Checkpoint) -> torch.Tensor:
-        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.H
+        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.T
         gate, steps = torch.zeros(inner), torch.zeros(dt_rows)
         streams = list(self._projections(checkpoint, "bias").values())
         in_order = [*streams, gate, steps] if self.config.mixer == "discrete_mamba2" else [gate, *streams, steps]

@@ -89,7 +89,7 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     """
     per_token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     inner = config.mixer_num_heads * config.mixer_head_dim
-    recurrent = inner * config.mixer_d_state * 4
+    recurrent = num_states(config) * config.mixer_head_dim * config.mixer_d_state * 4
     channels = inner
     if config.mixer != "mamba1":
         channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
@@ -112,11 +112,16 @@ def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> i
     key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     size = key_and_value * min(length, config.hybrid_window - 1 + config.hybrid_sinks)
     if config.mixer_sees == "beyond":
-        heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else config.mixer_num_heads
+        heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else num_states(config)
         stepped = dtype.itemsize if config.mixer == "discrete_mamba2" else 4  # the step size is float32
         waiting = heads * (config.mixer_head_dim * stepped + config.mixer_d_state * dtype.itemsize)
-        size += config.hybrid_window * (waiting + 4 * config.mixer_num_heads)
+        size += config.hybrid_window * (waiting + 4 * num_states(config))
     return size
+
+
+def num_states(config: PreTrainedConfig) -> int:
+    """Recurrent states of a mixer: one per head, or one per key/value head where they share it."""
+    return config.mixer_num_kv_heads if config.mixer_shared_state else config.mixer_num_heads
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
@@ -232,6 +237,7 @@ def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bo
         "mixer_d_state": d_state,
         "mixer_activation": options.activation,
         "mixer_gate_bias": options.gate_bias,
+        "mixer_shared_state": options.shared_state,
         "mixer_norm": options.norm or ("head" if options.mixer == "mamba2" else "none"),
         "mixer_rotary": rotary,
         "mixer_qk_norm": qk_norm,

@@ -5,7 +5,8 @@ Identical in modeling_phimamba and modeling_llamba; edit the former, run `make f
 A matrix mixer is a linear map y = M x along the sequence whose matrix M (L, L, per head) depends on the input.
 `forward` computes it by a scan; `materialize` returns M itself, which MOHAWK stage 1 compares with attention.
 
-Shapes: B batch, L length, H heads, G groups (heads of x and B), P head dim, N state.
+Shapes: B batch, L length, H heads, G groups (heads of x and B), T states (H, or G where a group shares its state),
+P head dim, N state.
 """
 
 from typing import NamedTuple
@@ -27,8 +28,8 @@ OPEN_GATE = 1.278464542761074
 class Streams(NamedTuple):
     """What the projections feed to the recurrence.
 
-    x (B, L, G, P), log_a (B, L, H), B (B, L, G, N), C (B, L, H, N), gate (B, L, H P), and the step size
-    (B, L, H) that multiplies x, or None.
+    x (B, L, G, P), log_a (B, L, T), B (B, L, G, N), C (B, L, H, N), gate (B, L, H P), and the step size
+    (B, L, T) that multiplies x, or None.
     """
 
     x: torch.Tensor
@@ -48,11 +49,12 @@ class SSDMixer(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads, self.num_groups = config.mixer_num_heads, config.mixer_num_kv_heads
         self.head_dim, self.d_state = config.mixer_head_dim, config.mixer_d_state
+        self.num_states = self.num_groups if config.mixer_shared_state else self.num_heads
         self.inner_size = self.num_heads * self.head_dim
         self.x_size, self.B_size = self.num_groups * self.head_dim, self.num_groups * self.d_state
         self.C_size = self.num_heads * self.d_state
         self.conv_size = self.x_size + self.B_size + self.C_size
-        in_size = self.conv_size + self.inner_size + self.num_heads
+        in_size = self.conv_size + self.inner_size + self.num_states
         self.in_proj = nn.Linear(config.hidden_size, in_size, bias=config.mixer_in_bias)
         self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, config.mixer_activation)
         self.D = nn.Parameter(torch.ones(self.num_heads))
@@ -113,7 +115,7 @@ class SSDMixer(nn.Module):
         index: torch.Tensor | None = None,
         waiting=None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the recurrence from `state` (B, H, P, N): y (B, L, H, P) and the final state, float32 or wider.
+        """Run the recurrence from `state` (B, T, P, N): y (B, L, H, P) and the final state, float32 or wider.
 
         `waiting` is the cache's layer, which keeps the tokens that have not reached the state, or None.
         """
@@ -150,8 +152,8 @@ class SSDMixer(nn.Module):
     def _stepped_x(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor]:
         if streams.step is None:
             return streams.x, streams.B
-        x = repeat_groups(streams.x, self.num_heads) * streams.step[..., None]
-        return x, repeat_groups(streams.B, self.num_heads)
+        x = repeat_groups(streams.x, self.num_states) * streams.step[..., None]
+        return x, repeat_groups(streams.B, self.num_states)
 
     def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Gate (B, L, H, P), normalise if asked, and project to (B, L, hidden)."""
@@ -180,7 +182,8 @@ class SSDMixer(nn.Module):
         else:
             matrix = ssd_matrix(streams.log_a, streams.B, streams.C, seq_idx)
         if streams.step is not None:
-            matrix = matrix * streams.step.transpose(1, 2)[..., None, :].to(matrix.dtype)
+            step = streams.step.repeat_interleave(self.num_heads // self.num_states, dim=-1)
+            matrix = matrix * step.transpose(1, 2)[..., None, :].to(matrix.dtype)
         matrix = matrix + torch.diag_embed(self.D.to(matrix.dtype)[:, None].expand(-1, matrix.shape[-1]))
         return matrix, repeat_groups(streams.x, self.num_heads).transpose(1, 2)
 

@@ -31,6 +31,7 @@ class HybridConfig(PreTrainedConfig):
         mixer_rotary: apply the model's rotary embedding to B and C.
         mixer_qk_norm: norm per head on C and B, as qk_norm.
         mixer_decay_bias: a learned bias on the decay logit (discrete_mamba2 only; the others have dt_bias).
+        mixer_shared_state: one decay, and with it one state, per head of x and B instead of per head.
         mixer_gate_bias: a learned bias z_bias inside the gate.
         mixer_in_bias, mixer_out_bias: bias on in_proj and out_proj.
         mixer_sees: in hybrid layers, "beyond" (what is neither in the window nor a sink) or "all".
@@ -77,6 +78,7 @@ class HybridConfig(PreTrainedConfig):
     mixer_rotary: bool = False
     mixer_qk_norm: str | None = None
     mixer_decay_bias: bool = False
+    mixer_shared_state: bool = False
     mixer_gate_bias: bool = True
     mixer_in_bias: bool = False
     mixer_out_bias: bool = False
@@ -158,6 +160,8 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("mixer_decay_bias exists for discrete_mamba2 only; the other mixers have dt_bias.")
         if self.mixer_backend == "mamba_ssm" and self.mixer == "mamba1":
             raise ValueError("mamba1 runs on the torch scan only; use mixer_backend 'auto' or 'torch'.")
+        if self.mixer_shared_state and self.mixer == "mamba1":
+            raise ValueError("mamba1 has a decay per channel; mixer_shared_state exists for the other mixers.")
         if self.mixer_norm != "none" and self.mixer != "mamba2":
             raise ValueError("mixer_norm exists for the mamba2 mixer only; use 'none'.")
         self._validate_window()

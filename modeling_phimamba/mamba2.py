@@ -21,12 +21,12 @@ class Mamba2(SSDMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.A_log = nn.Parameter(torch.zeros(self.num_heads))
-        self.dt_bias = nn.Parameter(torch.zeros(self.num_heads))
+        self.A_log = nn.Parameter(torch.zeros(self.num_states))
+        self.dt_bias = nn.Parameter(torch.zeros(self.num_states))
 
     def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
         """See `SSDMixer.project`."""
-        sizes = [self.inner_size, self.conv_size, self.num_heads]
+        sizes = [self.inner_size, self.conv_size, self.num_states]
         z, xBC, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
         x, B, C = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
         B, C = self._norm_and_rotate(B, C, position_embeddings)

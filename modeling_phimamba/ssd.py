@@ -9,8 +9,8 @@ Per head, with S_t of shape (P, N):
 (Dao and Gu 2024, "Transformers are SSMs", section 3; no step size multiplies B x here: a mixer that has one
 folds it into x.) No path divides x by the step size, which overflows as a -> 1.
 
-Shapes: B batch, L length, H heads, G groups (heads of x and B; head h reads group h // (H // G)),
-R = H // G heads per group, P head dim, N state, Q chunk.
+Shapes: B batch, L length, H heads, G groups (heads of x and B; head h reads group h // (H // G)), T states (heads of
+the decay: H, or G where the heads of a group share theirs and with it the state), P head dim, N state, Q chunk.
 `ssd_recurrence` is the ground truth every other path is compared with.
 """
 
@@ -65,23 +65,23 @@ def ssd_recurrence(
     """The recurrence, one token after the other in float64: slow, and the judge of every other path.
 
     Args:
-        x: (B, L, G, P). log_a: (B, L, H). B: (B, L, G, N). C: (B, L, H, N).
-        initial_state: (B, H, P, N) or None for zero. seq_idx: (B, L) or None.
+        x: (B, L, G, P). log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N).
+        initial_state: (B, T, P, N) or None for zero. seq_idx: (B, L) or None.
 
     Returns:
-        y (B, L, H, P) and the final state (B, H, P, N), both float64.
+        y (B, L, H, P) and the final state (B, T, P, N), both float64.
     """
-    H = log_a.shape[-1]
-    x, B = repeat_groups(x.double(), H), repeat_groups(B.double(), H)
+    T, H = log_a.shape[-1], C.shape[2]
+    x, B = repeat_groups(x.double(), T), repeat_groups(B.double(), T)
     log_a, C = reset_at_boundaries(log_a.double(), seq_idx), C.double()
     if initial_state is None:
-        state = x.new_zeros(x.shape[0], H, x.shape[-1], B.shape[-1])
+        state = x.new_zeros(x.shape[0], T, x.shape[-1], B.shape[-1])
     else:
         state = initial_state.double()
     y = []
     for t in range(x.shape[1]):
         state = log_a[:, t].exp()[..., None, None] * state + x[:, t, :, :, None] * B[:, t, :, None, :]
-        y.append((state * C[:, t, :, None, :]).sum(-1))
+        y.append((state.repeat_interleave(H // T, dim=1) * C[:, t, :, None, :]).sum(-1))
     return torch.stack(y, dim=1), state
 
 
@@ -95,13 +95,13 @@ def ssd_matrix(
     Returns:
         M (B, H, L, L) with y = M x per head, in the dtype of C.
     """
-    H, L = log_a.shape[-1], log_a.shape[1]
-    total = reset_at_boundaries(log_a.double(), seq_idx).cumsum(1).transpose(1, 2)  # (B, H, L)
+    H, L = C.shape[2], log_a.shape[1]
+    total = reset_at_boundaries(log_a.double(), seq_idx).cumsum(1).transpose(1, 2)  # (B, T, L)
     upper = torch.ones(L, L, dtype=torch.bool, device=log_a.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()
     with full_precision(C):
         scores = C.transpose(1, 2) @ repeat_groups(B, H).transpose(1, 2).transpose(-1, -2)
-    return scores * decay.to(scores.dtype)
+    return scores * decay.to(scores.dtype).repeat_interleave(H // decay.shape[1], dim=1)
 
 
 def ssd_step(
@@ -110,22 +110,24 @@ def ssd_step(
     """One token of the recurrence.
 
     Args:
-        state: (B, H, P, N), float32 or wider; updated in place unless autograd is recording.
-        x: (B, G, P). log_a: (B, H). B: (B, G, N). C: (B, H, N).
+        state: (B, T, P, N), float32 or wider; updated in place unless autograd is recording.
+        x: (B, G, P). log_a: (B, T). B: (B, G, N). C: (B, H, N).
 
     Returns:
         y (B, H, P) in the state's dtype and the new state (the same tensor when updated in place).
     """
-    H = state.shape[1]
+    T = state.shape[1]
     x, log_a, B, C = (t.to(state.dtype) for t in (x, log_a, B, C))
-    x, B = (repeat_groups(t[:, None], H)[:, 0] for t in (x, B))
+    x, B = (repeat_groups(t[:, None], T)[:, 0] for t in (x, B))
     decay = log_a.exp()[..., None, None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (state, x, log_a, B, C)):
         state = decay * state + x[..., :, None] * B[..., None, :]
     else:
         state.mul_(decay).addcmul_(x[..., :, None], B[..., None, :])
     with full_precision(state):
-        return (state @ C[..., None]).squeeze(-1), state
+        if T == C.shape[1]:
+            return (state @ C[..., None]).squeeze(-1), state
+        return (C.unflatten(1, (T, -1)) @ state.mT).flatten(1, 2), state
 
 
 def ssd_scan(
@@ -159,10 +161,10 @@ def ssd_scan(
     x, B, C = (t.to(dtype) for t in (x, B, C))
     log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
     batch, _, G, P = x.shape
-    H, N = log_a.shape[-1], B.shape[-1]
+    T, N = log_a.shape[-1], B.shape[-1]
     if initial_state is None:
-        initial_state = x.new_zeros(batch, H, P, N)
-    # (B, H, P, N) -> (B G, R N, P): every product below is then one batched matmul over groups
+        initial_state = x.new_zeros(batch, T, P, N)
+    # (B, T, P, N) -> (B G, T / G N, P): every product below is then one batched matmul over groups
     state = initial_state.to(dtype).transpose(-1, -2).reshape(batch * G, -1, P)
     recording = recording or (torch.is_grad_enabled() and state.requires_grad)
     with full_precision(x):
@@ -170,7 +172,7 @@ def ssd_scan(
             y, state = _ChunkedSSD.apply(x, log_a, B, C, state, chunk_size)
         else:
             y, state, _ = _chunk_forward(x, log_a, B, C, state, chunk_size, save_states=False)
-    return y, state.view(batch, H, N, P).transpose(-1, -2)
+    return y, state.view(batch, T, N, P).transpose(-1, -2)
 
 
 def _chunk(t: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
@@ -183,8 +185,8 @@ def _decays(log_a: torch.Tensor, start: int, stop: int, groups: int) -> tuple[to
     """Decays of one chunk, from float64 sums: float32 sums lose up to 1.7e-3 where the decay is strong.
 
     Returns:
-        within (BG, R, Q, Q) from token j to i, enter (BG, R, Q) from the chunk's start state to i,
-        leave (BG, R, Q) from j to the chunk's end, across (BG, R) over the whole chunk.
+        within (BG, S, Q, Q) from token j to i, enter (BG, S, Q) from the chunk's start state to i,
+        leave (BG, S, Q) from j to the chunk's end, across (BG, S) over the whole chunk; S = T / G states per group.
     """
     batch, _, heads = log_a.shape
     total = log_a[:, start:stop].double().cumsum(1).transpose(1, 2).reshape(batch * groups, heads // groups, -1)
@@ -197,10 +199,10 @@ def _decays(log_a: torch.Tensor, start: int, stop: int, groups: int) -> tuple[to
 
 
 def _chunk_forward(x, log_a, B, C, state, chunk_size, save_states):
-    """Chunks one after the other, heads batched. state: (B G, R N, P)."""
+    """Chunks one after the other, heads batched. state: (B G, S N, P), S states and R heads per group."""
     batch, L, G, P = x.shape
-    H, N = log_a.shape[-1], B.shape[-1]
-    R = H // G
+    H, N = C.shape[2], B.shape[-1]
+    R, S = H // G, log_a.shape[-1] // G
     y, saved = [], []
     for start in range(0, L, chunk_size):
         stop = min(start + chunk_size, L)
@@ -209,12 +211,12 @@ def _chunk_forward(x, log_a, B, C, state, chunk_size, save_states):
             saved.append(state)
         X, Bc, Cc = _chunk(x, start, stop, G), _chunk(B, start, stop, G), _chunk(C, start, stop, G)
         within, enter, leave, across = _decays(log_a, start, stop, G)
-        scores = (Cc @ Bc.transpose(1, 2)) * within.reshape(-1, R * Q, Q)
-        inter = (Cc.reshape(-1, R, Q, N) * enter[..., None]).reshape(-1, Q, N) @ state.reshape(-1, N, P)
+        scores = ((Cc @ Bc.transpose(1, 2)).view(-1, R, Q, Q) * within).view(-1, R * Q, Q)
+        inter = (Cc.reshape(-1, R, Q, N) * enter[..., None]).reshape(-1, R // S * Q, N) @ state.reshape(-1, N, P)
         chunk_y = scores @ X + inter.reshape(-1, R * Q, P)
         y.append(chunk_y.reshape(batch, H, Q, P).transpose(1, 2))
-        update = (Bc[:, None] * leave[..., None]).transpose(-1, -2).reshape(-1, R * N, Q) @ X
-        state = (state.reshape(-1, R, N * P) * across[..., None]).reshape(-1, R * N, P) + update
+        update = (Bc[:, None] * leave[..., None]).transpose(-1, -2).reshape(-1, S * N, Q) @ X
+        state = (state.reshape(-1, S, N * P) * across[..., None]).reshape(-1, S * N, P) + update
     return torch.cat(y, dim=1), state, saved
 
 
@@ -232,7 +234,7 @@ class _ChunkedSSD(torch.autograd.Function):
     def backward(ctx, dy, dstate):
         x, log_a, B, C, *saved = ctx.saved_tensors
         batch, L, G, _ = x.shape
-        H = log_a.shape[-1]
+        T = log_a.shape[-1]
         dx, dB, dC, dlog_a = (torch.empty_like(t) for t in (x, B, C, log_a))
 
         def store(target, chunk_grad, start, stop):
@@ -253,45 +255,50 @@ class _ChunkedSSD(torch.autograd.Function):
             store(dx, dX, start, stop)
             store(dB, dBc, start, stop)
             store(dC, dCc, start, stop)
-            dlog_a[:, start:stop] = dlog.reshape(batch, H, stop - start).transpose(1, 2).to(dlog_a.dtype)
+            dlog_a[:, start:stop] = dlog.reshape(batch, T, stop - start).transpose(1, 2).to(dlog_a.dtype)
         return dx, dlog_a, dB, dC, dstate, None
 
 
 def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate):
     """Gradients of one chunk; names as in `_chunk_forward`, dstate is the gradient of the chunk's end state."""
     within, enter, leave, across = decays
-    BG, R, Q, _ = within.shape
-    N, P = Bc.shape[-1], X.shape[-1]
-    scores = (Cc @ Bc.transpose(1, 2)) * within.reshape(BG, R * Q, Q)
-    dscores = (dY @ X.transpose(1, 2)) * within.reshape(BG, R * Q, Q)
-    B_leave = (Bc[:, None] * leave[..., None]).transpose(-1, -2).reshape(BG, R * N, Q)
+    BG, S, Q, _ = within.shape
+    N, P, R = Bc.shape[-1], X.shape[-1], Cc.shape[1] // Q
+    shared = R // S  # heads that share a state
+    products = Cc @ Bc.transpose(1, 2)
+    scores = (products.view(BG, R, Q, Q) * within).view(BG, R * Q, Q)
+    dscores = ((dY @ X.transpose(1, 2)).view(BG, R, Q, Q) * within).view(BG, R * Q, Q)
+    B_leave = (Bc[:, None] * leave[..., None]).transpose(-1, -2).reshape(BG, S * N, Q)
     dX = scores.transpose(1, 2) @ dY + B_leave.transpose(1, 2) @ dstate
 
-    per_head = dY.reshape(BG * R, Q, P) @ state.reshape(BG * R, N, P).transpose(1, 2)
+    per_head = dY.reshape(BG * S, shared * Q, P) @ state.reshape(BG * S, N, P).transpose(1, 2)
     dC_enter = per_head.reshape(BG, R, Q, N) * enter[..., None]
     dC = (dscores @ Bc).reshape(BG, R, Q, N) + dC_enter
-    dB_leave = (X @ dstate.transpose(1, 2)).reshape(BG, Q, R, N).transpose(1, 2) * leave[..., None]
+    dB_leave = (X @ dstate.transpose(1, 2)).reshape(BG, Q, S, N).transpose(1, 2) * leave[..., None]
     dB = dscores.transpose(1, 2) @ Cc + dB_leave.sum(1)
 
     # d/d log_a_k sums every path that crosses k; without the diagonal, which crosses nothing, rows minus columns
     # telescope to exactly that, and float64 keeps the difference.
-    weight = (dscores * (Cc @ Bc.transpose(1, 2))).reshape(BG, R, Q, Q).tril(-1).double()
+    weight = (dscores * products).reshape(BG, S, shared, Q, Q).tril(-1).double()
     into_end = (Bc[:, None] * dB_leave).sum(-1).double()
-    dtotal = weight.sum(-1) - weight.sum(-2) + (Cc.reshape(BG, R, Q, N) * dC_enter).sum(-1).double() - into_end
-    carried = (state * dstate).reshape(BG, R, -1).sum(-1) * across
+    entered = (Cc.reshape(BG, R, Q, N) * dC_enter).sum(-1).double().view(BG, S, shared, Q)
+    dtotal = (weight.sum(-1) - weight.sum(-2) + entered).sum(2) - into_end
+    carried = (state * dstate).reshape(BG, S, -1).sum(-1) * across
     dtotal[..., -1] += into_end.sum(-1) + carried.double()
     dlog_a = dtotal.flip(-1).cumsum(-1).flip(-1)
 
-    through = (Cc.reshape(BG, R, Q, N) * enter[..., None]).reshape(BG * R, Q, N).transpose(1, 2) @ dY.reshape(
-        BG * R, Q, P
-    )
-    dstate = (dstate.reshape(BG, R, N * P) * across[..., None]).reshape(BG, R * N, P) + through.reshape(BG, R * N, P)
+    entering = (Cc.reshape(BG, R, Q, N) * enter[..., None]).reshape(BG * S, shared * Q, N)
+    through = entering.transpose(1, 2) @ dY.reshape(BG * S, shared * Q, P)
+    dstate = (dstate.reshape(BG, S, N * P) * across[..., None]).reshape(BG, S * N, P) + through.reshape(BG, S * N, P)
     return dX, dB, dC, dlog_a, dstate
 
 
 def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
     """mamba_ssm's kernel computes S = exp(dt A) S + dt x B: with A = -1 and dt = -log_a, x has to be divided by dt."""
-    H = log_a.shape[-1]
+    H, shared = C.shape[2], C.shape[2] // log_a.shape[-1]
+    log_a = log_a.repeat_interleave(shared, dim=-1)
+    if initial_state is not None:
+        initial_state = initial_state.repeat_interleave(shared, dim=1)
     step = (-log_a.float()).clamp_min(KERNEL_MIN_STEP)
     y, state = mamba_chunk_scan_combined(
         repeat_groups(x, H).float() / step[..., None],
@@ -304,4 +311,4 @@ def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
         seq_idx=None if seq_idx is None else seq_idx.int(),
         return_final_states=True,
     )
-    return y, state
+    return y, state[:, ::shared]

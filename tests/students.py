@@ -15,6 +15,7 @@ PATTERNS = {
     "window": ["sliding_attention", "linear_attention"] * 2,
     "beside": ["hybrid", "full_attention", "hybrid", "linear_attention"],
     "beside-only": ["hybrid"] * 4,
+    "shared": ["linear_attention", "hybrid"] * 2,
     "attention-first": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
 }
 
@@ -31,6 +32,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         mixer_chunk_size=16,
         sliding_window=8,
         hybrid_window=6,
+        mixer_shared_state=pattern == "shared",
         hybrid_sinks=2,
         hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )

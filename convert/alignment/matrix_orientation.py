@@ -90,17 +90,20 @@ def mixer_rows(streams: list[torch.Tensor], rows: slice) -> torch.Tensor:
     """Rows (B, H, T, L) of the unrolled matrix, skip connection included.
 
     Args:
-        streams: log_a (B, L, H), B (B, L, G, N), C (B, L, H, N), D (H,), and the step (B, L, H) where there is one.
+        streams: log_a (B, L, H), B (B, L, G, N), C (B, L, H, N), D (H,), and the step (B, L, H) where there is one;
+            decay and step may have fewer heads, which consecutive heads then share.
     """
     log_a, B, C, D, *step = streams
-    H, L = log_a.shape[-1], log_a.shape[1]
+    H, L = C.shape[2], log_a.shape[1]
+    log_a = log_a.repeat_interleave(H // log_a.shape[-1], dim=-1)
     total = log_a.double().cumsum(1).transpose(1, 2)
     position = torch.arange(L, device=log_a.device)
     future = position[rows, None] < position
     decay = (total[..., rows, None] - total[..., None, :]).masked_fill(future, float("-inf")).exp()
     matrix = C[:, rows].transpose(1, 2) @ repeat_groups(B, H).transpose(1, 2).transpose(-1, -2) * decay.to(C.dtype)
     if step:
-        matrix = matrix * step[0].transpose(1, 2)[..., None, :].to(matrix.dtype)
+        of_heads = step[0].repeat_interleave(H // step[0].shape[-1], dim=-1)
+        matrix = matrix * of_heads.transpose(1, 2)[..., None, :].to(matrix.dtype)
     return matrix + D[:, None, None] * (position[rows, None] == position).to(matrix.dtype)
 
 

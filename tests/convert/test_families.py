@@ -112,6 +112,12 @@ def test_mapping_is_exact_head_by_head(name, mixer, rotary, expand, saved_teache
     )
 
 
+@every_teacher
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2"])
+def test_mapping_is_exact_where_heads_share_a_state(name, mixer, saved_teacher, tmp_path):
+    check_exact_mapping(name, saved_teacher(name), tmp_path / "out", mixer=mixer, shared_state=True)
+
+
 def repeat_rows(weight, kv_heads, heads):
     return weight.repeat_interleave(heads // kv_heads, dim=0)
 

@@ -50,10 +50,12 @@ def test_without_a_fit_it_is_the_teacher_that_sees_only_window_and_sinks(saved_t
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids, attention_mask=mask).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared_state", [False, True])
 @pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
 @torch.no_grad()
-def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, saved_teacher, tmp_path):
-    hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", mixer=mixer, window=5, sinks=2)
+def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, shared_state, saved_teacher, tmp_path):
+    options = dict(mixer=mixer, shared_state=shared_state and mixer != "mamba1", window=5, sinks=2)
+    hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
     cache = hybrid(random_ids(1, LENGTH)).past_key_values
     planned = cache_bytes(plan.config, LENGTH, torch.float32)[1]
     assert sum(layer.nbytes() for layer in cache.layers) == planned
@@ -93,7 +95,7 @@ def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_pa
 
 def test_the_stages_train_window_and_mixer_alike(saved_teacher, tmp_path):
     settings = tmp_path / "align.yaml"
-    stage = "{tokens: 1280, sequences: 4, learning_rate: 3e-3}"
+    stage = "{tokens: 1280, sequences: 4, learning_rate: 3e-4}"
     settings.write_text(
         "{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 0}, "
         f"hidden_state_alignment: {stage}, distillation: {stage}}}"

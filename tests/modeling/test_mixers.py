@@ -15,9 +15,9 @@ def mixer_and_input(mixer, length=21, **overrides):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_unrolled_matrix_times_x_is_the_mixers_output(mixer, packing):
-    module, u, rotary = mixer_and_input(mixer)
+@pytest.mark.parametrize("mixer, shared", [*((mixer, False) for mixer in MIXERS), *((m, True) for m in MIXERS[:2])])
+def test_unrolled_matrix_times_x_is_the_mixers_output(mixer, shared, packing):
+    module, u, rotary = mixer_and_input(mixer, mixer_shared_state=shared)
     seq_idx = (torch.arange(21) // 8).expand(2, 21) if packing else None
     with torch.no_grad():
         matrix, x = module.materialize(u, rotary, seq_idx=seq_idx)

@@ -16,6 +16,7 @@ CASES += [
     ("phimamba", "mamba2", "beside-only"),
     ("llamba", "mamba1", "beside-only"),
 ]
+CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
 
 

@@ -5,25 +5,28 @@ import torch
 
 import modeling_phimamba.ssd as ssd
 
-SHAPES = {  # B, L, H, G, P, N, chunk
+SHAPES = {  # B, L, H, G, P, N, chunk, and T where the heads of a group share a state
     "one-token": (2, 1, 2, 2, 4, 4, 16),
     "below-a-chunk": (1, 15, 4, 2, 8, 4, 16),
     "a-chunk": (1, 16, 4, 4, 8, 8, 16),
     "above-a-chunk": (2, 17, 4, 1, 4, 8, 16),
     "many-chunks": (2, 200, 6, 2, 8, 5, 64),
+    "shared-states": (2, 75, 6, 2, 8, 5, 16, 2),
+    "one-state": (1, 20, 4, 1, 4, 8, 16, 1),
 }
 DECAYS = {"long": (-1e-3, 0.0), "mixed": (-3.0, 0.0), "extreme": (-18.0, 0.0)}
 
 
 def random_inputs(shape, decay=(-3.0, 0.0), dtype=torch.float32, requires_grad=False):
-    B, L, H, G, P, N, _ = SHAPES[shape]
+    B, L, H, G, P, N, _, *shared = SHAPES[shape]
+    T = shared[0] if shared else H
     low, high = decay
     tensors = [
         torch.randn(B, L, G, P),
-        torch.empty(B, L, H).uniform_(low, high),
+        torch.empty(B, L, T).uniform_(low, high),
         torch.randn(B, L, G, N),
         torch.randn(B, L, H, N),
-        torch.randn(B, H, P, N),
+        torch.randn(B, T, P, N),
     ]
     return [t.to(dtype).requires_grad_(requires_grad) for t in tensors]
 
@@ -43,7 +46,7 @@ def packed(shape, every=7):
 def test_scan_equals_recurrence_with_gradients(shape, decay, packing):
     inputs = random_inputs(shape, DECAYS[decay], requires_grad=True)
     seq_idx = packed(shape) if packing else None
-    y, state = ssd.ssd_scan(*inputs, seq_idx=seq_idx, chunk_size=SHAPES[shape][-1])
+    y, state = ssd.ssd_scan(*inputs, seq_idx=seq_idx, chunk_size=SHAPES[shape][6])
     y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
     assert relative_error(y, y_ref) < 1e-6
     assert relative_error(state, state_ref) < 1e-6
@@ -69,11 +72,12 @@ def test_gradients_pass_gradcheck():
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_matrix_times_x_equals_recurrence(packing):
-    x, log_a, B, C, _ = random_inputs("many-chunks", dtype=torch.float64)
-    seq_idx = packed("many-chunks") if packing else None
+@pytest.mark.parametrize("shape", ["many-chunks", "shared-states"])
+def test_matrix_times_x_equals_recurrence(shape, packing):
+    x, log_a, B, C, _ = random_inputs(shape, dtype=torch.float64)
+    seq_idx = packed(shape) if packing else None
     matrix = ssd.ssd_matrix(log_a, B, C, seq_idx)
-    y = (matrix @ ssd.repeat_groups(x, log_a.shape[-1]).transpose(1, 2)).transpose(1, 2)
+    y = (matrix @ ssd.repeat_groups(x, C.shape[2]).transpose(1, 2)).transpose(1, 2)
     torch.testing.assert_close(y, ssd.ssd_recurrence(x, log_a, B, C, seq_idx=seq_idx)[0])
 
 
