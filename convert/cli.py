@@ -57,6 +57,10 @@ def convert_command(
         int | None, _option(MIXER, "Softmax attention to this many last tokens beside the mixer (default none).")
     ] = None,
     sinks: Annotated[int | None, _option(MIXER, "First tokens it sees as well (default 4).")] = None,
+    attention_heads: Annotated[
+        str | None,
+        _option(MIXER, "Heads that see everything beside the window: 16:3,18:0, a JSON file, a number, or a share."),
+    ] = None,
     mixer_sees: Annotated[str | None, _option(MIXER, "Beside a window: beyond it (default) or all tokens.")] = None,
     mixer: Annotated[str | None, _option(MIXER, "discrete_mamba2 (default), mamba2 or mamba1.")] = None,
     d_state: Annotated[int | None, _option(MIXER, "State size per head (default: the head dimension).")] = None,

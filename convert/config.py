@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from .head_selection import is_number
+
 ALIGNMENTS = ("none", "closed-form", "mohawk")
 SELECTIONS = ("uniform", "kl", "kl+recall")
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
@@ -62,6 +64,9 @@ class ConversionConfig:
     """Tokens that the replaced layers still see by softmax attention, beside their mixer; none by default."""
     sinks: int = 4
     """First tokens that they see whatever the distance, beside the window."""
+    attention_heads: str | None = None
+    """Heads of the replaced layers that keep full attention beside the window: layer:head pairs, a JSON file, or how
+    many key/value heads (a number, or a share such as 0.02), chosen by how much they serve recall."""
     mixer_sees: str | None = None
     """Beside a window, what the mixer sees: beyond (what is neither in the window nor a sink; the default) or all."""
     mixer: str = "discrete_mamba2"
@@ -164,6 +169,8 @@ class ConversionConfig:
             for name, value in (("sinks", self.sinks != 4), ("mixer_sees", self.mixer_sees is not None)):
                 if value:
                     warnings.warn(f"{name} has no effect without window.", stacklevel=5)
+            if self.attention_heads is not None:
+                raise ValueError("attention_heads stand beside a window; give one (window: 64).")
         elif self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}; leave it out for none.")
         if self.sinks < 0:
@@ -188,6 +195,9 @@ class ConversionConfig:
             raise ValueError("layer_selection chooses the layers; attention_layers and layer_pattern name them.")
         if self.context != defaults["context"] and self.cache_bytes is None:
             warnings.warn("context has no effect without cache_bytes.", stacklevel=4)
+        counted = self.attention_heads is not None and is_number(self.attention_heads)
+        if counted and self.align == "none":
+            raise ValueError("attention_heads by number are chosen by the alignment; name them (16:3,18:0), or align.")
         if self.align != "none":
             if self.initial_decay != defaults["initial_decay"]:
                 warnings.warn("initial_decay has no effect: alignment chooses the decay (fit: decays).", stacklevel=4)

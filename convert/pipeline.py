@@ -33,6 +33,7 @@ import modeling_phimamba
 
 from .alignment import Alignment, ClosedFormAligner, Progress
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
+from .head_selection import as_text, is_number
 from .model_card import make_card
 from .plan import Plan, make_plan, with_cache_budget
 from .teacher import Teacher, find_teacher, gguf_tokenizer
@@ -115,7 +116,11 @@ def run(
             placed = dataclasses.replace(placed, work_dir=str(work))
         aligner = ClosedFormAligner(teacher, placed, checkpoint, align_progress)
         if aligner.selects:
-            plan = make_plan(teacher, with_layers(placed, aligner.choose_layers()), checkpoint)
+            placed = with_layers(placed, aligner.choose_layers())
+            plan = make_plan(teacher, placed, checkpoint)
+        if options.attention_heads is not None and is_number(options.attention_heads):
+            heads = as_text(aligner.choose_heads(plan.summary()["mixer_layers"]))
+            plan = make_plan(teacher, dataclasses.replace(placed, attention_heads=heads or None), checkpoint)
     on_plan(plan)
     if aligner is not None:
         alignment = aligner.fit_layers(plan.config.layer_types)

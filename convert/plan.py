@@ -15,6 +15,7 @@ from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 from .checkpoint import BLOCK_BYTES, Checkpoint, TensorInfo
 from .config import ConversionConfig, parse_size
 from .families import COMMON_FIELDS, TeacherFamily
+from .head_selection import count_heads, is_number, named_heads, query_heads
 from .layer_selection import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
 from .mixer_mapping import LayerMapping, fold_out_bias
 from .teacher import Teacher
@@ -57,6 +58,7 @@ class Plan:
             "mixer": self.config.mixer,
             "window": self.config.hybrid_window,
             "sinks": self.config.hybrid_sinks if self.config.hybrid_window else None,
+            "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
             "layer_types": layers,
             "attention_layers": [i for i, kind in enumerate(layers) if kind not in MIXER_LAYERS],
             "mixer_layers": [i for i, kind in enumerate(layers) if kind in MIXER_LAYERS],
@@ -101,10 +103,13 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     def tokens(layer_type: str) -> int:
         return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
 
+    shared = config.num_attention_heads // config.num_key_value_heads
+    kept = sum(len({head // shared for head in heads}) for heads in config.hybrid_full_heads or ())
+    heads = kept * per_token // config.num_key_value_heads * length
     teacher_types = config.conversion["teacher_layer_types"]
     teacher = sum(per_token * tokens(kind) for kind in teacher_types)
     hybrid = sum(state if kind in MIXER_LAYERS else per_token * tokens(kind) for kind in config.layer_types)
-    return teacher, hybrid
+    return teacher, hybrid + heads
 
 
 def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
@@ -200,7 +205,33 @@ def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedCon
     config_class = STUDENTS[family.student][0]
     has_bias = fields.get("attention_bias", family.student == "phimamba")
     fields |= mixer_fields(options, fields, has_bias)
+    fields["hybrid_full_heads"] = full_heads(options, fields)
     return config_class(**fields, conversion={"teacher_layer_types": teacher_types})
+
+
+def full_heads(options: ConversionConfig, fields: dict[str, Any]) -> list[list[int]] | None:
+    """Query heads with full attention, for each layer.
+
+    Where they are only counted, the first ones stand for those that will be chosen: their bytes are the same.
+
+    Raises:
+        ValueError: a layer or head that there is not, or one whose layer keeps all its attention anyway.
+    """
+    if options.attention_heads is None:
+        return None
+    kinds, heads = fields["layer_types"], fields["num_attention_heads"]
+    replaced = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    kv_heads = fields["num_key_value_heads"] or heads
+    if is_number(options.attention_heads):
+        count = count_heads(options.attention_heads, len(kinds) * kv_heads)
+        pairs = [(layer, kv) for layer in replaced for kv in range(kv_heads)][:count]
+        chosen = query_heads(pairs, heads // kv_heads)
+    else:
+        chosen = named_heads(options.attention_heads, len(kinds), heads)
+    kept = sorted(set(chosen) - set(replaced))
+    if kept:
+        raise ValueError(f"attention_heads names heads of layer {kept[0]}, which keeps all its attention.")
+    return [list(chosen.get(layer, ())) for layer in range(len(kinds))]
 
 
 def replacement_type(options: ConversionConfig) -> str:
@@ -269,7 +300,12 @@ def make_plan(teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoin
     """
     config = student_config(teacher, options)
     all_attention = config.__class__(
-        **{**config.to_dict(), "layer_types": config.conversion["teacher_layer_types"], "conversion": None}
+        **config.to_dict()
+        | {
+            "layer_types": config.conversion["teacher_layer_types"],
+            "hybrid_full_heads": None,
+            "conversion": None,
+        }
     )
     attention_shapes, shapes = tensor_shapes(all_attention), tensor_shapes(config)
     family, num_layers = teacher.family, config.num_hidden_layers
@@ -329,6 +365,7 @@ def describe(plan: Plan) -> str:
     s = plan.summary()
     layers = layer_letters(s["layer_types"])
     window = f" beside a window of {s['window']} and {s['sinks']} sinks" if s["window"] else ""
+    heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     lines = [
         f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {s['mixer']}{window}, {s['dtype']}",
@@ -345,6 +382,8 @@ def describe(plan: Plan) -> str:
             f"({share:.1%})"
         )
     lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
+    if heads:
+        lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
     for name, reason in s["dropped"].items():
         lines.append(f"dropped     {name}: {reason}")
     return "\n".join(lines)

@@ -47,9 +47,9 @@ def aligner_for(arguments: argparse.Namespace, window: int | None) -> ClosedForm
     )
     options = make_config(
         model=arguments.model or str(embedded_teacher()), output="unused", attention_ratio=0.0,
-        layer_selection="uniform", calibration_dataset=str(arguments.train), window=window, shared_state=arguments.shared_state,
-        calibration_tokens=arguments.calibration_tokens, work_dir=str(arguments.output / "work"),
-        align_config=str(settings),
+        layer_selection="uniform", calibration_dataset=str(arguments.train), window=window,
+        shared_state=arguments.shared_state, calibration_tokens=arguments.calibration_tokens,
+        work_dir=str(arguments.output / "work"), align_config=str(settings),
     )  # fmt: skip
     found = find_teacher(options.model)
 

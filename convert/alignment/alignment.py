@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from ..checkpoint import Checkpoint
 from ..config import ConversionConfig, parse_size
+from ..head_selection import Heads, count_heads, query_heads
 from ..plan import MIXER_LAYERS, Plan, attention_budget
 from ..teacher import Teacher, gguf_tokenizer
 from .align import FitCache, Progress, fit_mixers, select_layers, start_mixer
@@ -21,6 +22,7 @@ from .closed_form import FitSettings, LayerFit
 from .examination import Examination
 from .hybrid_training import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .mohawk import check_stages
+from .retrieval import best_kv_heads, retrieval_scores
 from .settings import read_alignment_file
 from .teacher_model import TeacherModel
 from .text import SAMPLED, documents, sample_rows, token_rows
@@ -107,6 +109,17 @@ class ClosedFormAligner:
             cache.save_json(name, found)
         self.report |= {key: value for key, value in found.items() if key != "replaced"}
         return tuple(i for i in range(self.model.num_layers) if i not in found["replaced"])
+
+    def choose_heads(self, replaced: list[int]) -> Heads:
+        """The heads of the replaced layers that keep full attention, by how much they serve recall."""
+        config = self.model.config
+        count = count_heads(self.options.attention_heads, self.model.num_layers * config.num_key_value_heads)
+        shared = config.num_attention_heads // config.num_key_value_heads
+        scores = retrieval_scores(self.model, self.options.window, self.options.seed)
+        heads = query_heads(best_kv_heads(scores, replaced, count, shared), shared)
+        self.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
+        self.model.keep_heads(heads)
+        return heads
 
     def candidates(self) -> tuple[dict[int, torch.nn.Module], Examination, FitCache]:
         """What layers are scored with: a quickly fitted mixer for each, the examination, and where scores are kept."""

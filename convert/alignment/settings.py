@@ -18,8 +18,8 @@ class SelectionSettings:
 
     recall_weight: float = 0.3
     """Nats of KL that a nat of recall loss counts for, in kl+recall."""
-    rounds: int = 1
-    """1 scores every layer once, alone; more choose greedily in that many steps and score anew, given the last."""
+    rounds: int = 3
+    """Layers are chosen in so many steps, and scored anew after each, given those chosen; 1 scores each alone."""
     prose_sequences: int = 2
     """Sequences of prose that measure KL, not used for fitting."""
     probe_length: int = 96

@@ -16,7 +16,8 @@ from modeling_llamba.rotary import RotaryEmbedding
 
 from ..checkpoint import Checkpoint
 from ..config import ConversionConfig
-from ..plan import STUDENTS, make_plan
+from ..head_selection import Heads, as_text, is_number
+from ..plan import STUDENTS, Plan, make_plan
 from ..teacher import Teacher
 from ..weight_mapping import Rule
 
@@ -41,11 +42,11 @@ class TeacherModel:
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
-        placement = {"attention_layers": None, "layer_pattern": None}
-        self.plan = make_plan(teacher, dataclasses.replace(options, attention_ratio=1.0, **placement), checkpoint)
-        self.mixer_plan = make_plan(
-            teacher, dataclasses.replace(options, attention_ratio=0.0, **placement), checkpoint
-        )
+        self.teacher, self.options = teacher, options
+        self.plan = self._plan(checkpoint, attention_ratio=1.0)
+        heads = options.attention_heads
+        named = None if heads is None or is_number(heads) else heads
+        self.mixer_plan = self._plan(checkpoint, attention_ratio=0.0, attention_heads=named)
         self.checkpoint, self.low_memory = checkpoint, low_memory
         self.config = self.plan.config
         has_out_bias = "model.layers.0.self_attn.o_proj.bias" in {rule.target for rule in self.plan.rules}
@@ -58,6 +59,16 @@ class TeacherModel:
             self.model = STUDENTS[self.config.model_type][1](self.config).eval().requires_grad_(False)
         self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
         self._rules = {rule.target: rule for rule in self.plan.rules}
+        self._mixer_rules = {rule.target: rule for rule in self.mixer_plan.rules}
+
+    def _plan(self, checkpoint: Checkpoint, **changes) -> Plan:
+        """A plan with other layers replaced than the options say."""
+        placement = {"attention_layers": None, "layer_pattern": None, "attention_heads": None}
+        return make_plan(self.teacher, dataclasses.replace(self.options, **placement | changes), checkpoint)
+
+    def keep_heads(self, heads: Heads) -> None:
+        """Full attention on these heads, in the mixers that are made from now on."""
+        self.mixer_plan = self._plan(self.checkpoint, attention_ratio=0.0, attention_heads=as_text(heads))
         self._mixer_rules = {rule.target: rule for rule in self.mixer_plan.rules}
 
     @property
@@ -110,6 +121,10 @@ class TeacherModel:
         kinds = self.config.conversion["teacher_layer_types"]
         fields = self.mixer_plan.config.to_dict()
         fields["layer_types"] = [layer_type(mixers[i]) if i in mixers else kind for i, kind in enumerate(kinds)]
+        if fields["hybrid_full_heads"] is not None:
+            fields["hybrid_full_heads"] = [
+                heads if i in mixers else [] for i, heads in enumerate(fields["hybrid_full_heads"])
+            ]
         config = type(self.config)(**{k: v for k, v in fields.items() if k != "model_type"})
         with torch.device("meta"):
             student = type(teacher)(config).eval()

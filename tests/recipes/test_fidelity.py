@@ -122,7 +122,7 @@ def test_ladder_climbs_and_resumes(folder, capsys):
 def test_layer_scores_are_plotted(folder):
     report = layer_scores.main(folder / "layers", str(folder / "teacher"), str(folder / "text.jsonl"), 6 * 512)
     assert (folder / "layers" / "scores.png").stat().st_size > 5000
-    assert set(report["scores"]) == {0, 1, 2, 3} and len(report["placements"]) == 12
+    assert set(report["scores"]) == {0, 1, 2, 3} and len(report["placements"]) == 16
     assert json.loads((folder / "layers" / "scores.json").read_text())["teacher"]["kl"] < 1e-6
     by_kl, uniform = (
         next(r for r in report["placements"] if (r["placement"], r["attention"]) == (method, 0.75))
@@ -135,3 +135,12 @@ def test_text_rows_skip(folder):
     words = tokenizer()
     whole = text_rows(folder / "text.jsonl", words, 16, 5)
     assert torch.equal(text_rows(folder / "text.jsonl", words, 16, 3, skip=2), whole[2:])
+
+
+def test_head_scores_are_checked_and_plotted(folder):
+    report = head_scores.main(folder / "heads", str(folder / "teacher"), 8, 3)
+    assert (folder / "heads" / "heads.png").stat().st_size > 5000
+    teacher, everything = report["teacher"], report["kept"][-1]
+    assert everything["loss"] == pytest.approx(teacher["loss"], rel=1e-4), "all heads kept are the teacher"
+    assert [row["bytes"] for row in report["kept"]] == sorted(row["bytes"] for row in report["kept"])
+    assert -1 <= report["rank_correlation"] <= 1 and len(report["ablation"]) == 8

@@ -1,0 +1,112 @@
+"""Heads that keep full attention: named, counted, found by retrieval, and what they cost."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from convert import convert
+from convert.alignment.probes import copy_probe
+from convert.alignment.retrieval import best_kv_heads, retrieval_scores
+from convert.config import make_config
+from convert.head_selection import as_text, count_heads, is_number, named_heads, query_heads
+from convert.pipeline import plan_conversion
+from convert.plan import cache_bytes
+from tests.alignment.tiny import teacher_model
+from tests.teachers import TEACHERS, make_teacher, random_ids
+
+
+def test_heads_by_name_by_file_and_back(tmp_path):
+    assert named_heads("2:1, 0:3,2:0", 4, 4) == {0: (3,), 2: (0, 1)}
+    (tmp_path / "heads.json").write_text('{"2": [1, 0], "0": [3]}')
+    assert named_heads(str(tmp_path / "heads.json"), 4, 4) == {0: (3,), 2: (0, 1)}
+    assert named_heads(as_text({0: (3,), 2: (0, 1)}), 4, 4) == {0: (3,), 2: (0, 1)}
+
+
+@pytest.mark.parametrize("text", ["2", "2:x", "nowhere.json", "2:1:0", "4:0", "0:4"])
+def test_heads_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="attention_heads"):
+        named_heads(text, 4, 4)
+
+
+def test_counts():
+    assert [is_number(text) for text in ("3", "0.02", ".5", "3:1", "a.json")] == [True, True, True, False, False]
+    assert count_heads("3", 90) == 3 and count_heads("0.02", 90) == 2 and count_heads("1.0", 90) == 90
+    with pytest.raises(ValueError, match="more than"):
+        count_heads("91", 90)
+    assert query_heads([(2, 1), (0, 0)], 3) == {0: (0, 1, 2), 2: (3, 4, 5)}
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "phi-gqa-qk-norm", "qwen3"])
+@torch.no_grad()
+def test_retrieval_scores_are_the_teachers_attention_on_the_token_to_be_copied(name, saved_teacher):
+    scores = retrieval_scores(teacher_model(saved_teacher(name)), window=10)
+    teacher = make_teacher(name)
+    teacher.set_attn_implementation("eager")
+    size = TEACHERS[name][1].vocab_size
+    probe = copy_probe(range(size // 50, size - size // 5), 2, 64, 0)
+    attentions = teacher(probe.ids, output_attentions=True).attentions
+    for layer, attention in enumerate(attentions):
+        on_source = [attention[:, :, t, t + 1 - 64] for t in range(64, 127)]
+        torch.testing.assert_close(scores[layer], torch.stack(on_source).mean((0, 1)), rtol=1e-4, atol=1e-6)
+
+
+def test_the_best_key_value_heads_of_the_replaced_layers():
+    scores = torch.tensor([[0.9, 0.1, 0.2, 0.3], [0.0, 0.8, 0.5, 0.7], [1.0, 1.0, 1.0, 1.0]])
+    assert best_kv_heads(scores, [0, 1], 3, shared=2) == [(0, 0), (1, 0), (1, 1)]
+    assert best_kv_heads(scores, [2], 0, shared=2) == []
+
+
+@torch.no_grad()
+def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, tmp_path):
+    options = dict(attention_ratio=0.0, align="none", window=5, sinks=1)
+    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "some", attention_heads="1:0,1:1,3:2", **options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "some").eval()
+    ids = random_ids(2, 40)
+    cache = model(ids).past_key_values
+    assert sum(layer.nbytes() for layer in cache.layers) == 2 * cache_bytes(plan.config, 40, torch.float32)[1]
+    assert plan.summary()["attention_heads"] == {1: [0, 1], 3: [2]}
+    every = ",".join(f"{layer}:{head}" for layer in range(4) for head in range(4))
+    convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_heads=every, **options)
+    everything = AutoModelForCausalLM.from_pretrained(tmp_path / "all").eval()
+    torch.testing.assert_close(everything(ids).logits, make_teacher("llama-gqa")(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(ids).logits, everything(ids).logits, atol=1e-2)
+
+
+def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
+    (tmp_path / "align.yaml").write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 2}}")
+    options = dict(
+        attention_ratio=0.5, layer_selection="uniform", window=4, attention_heads="3", calibration_dataset="sampled",
+        calibration_tokens=320, align_config=str(tmp_path / "align.yaml"),
+    )  # fmt: skip
+    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
+    scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"])
+    expected = query_heads(best_kv_heads(scores, [0, 2], 3, shared=2), 2)
+    assert plan.summary()["attention_heads"] == {layer: list(heads) for layer, heads in expected.items()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = random_ids(1, 30)
+    grown = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert model(grown[:, :-1]).logits[0, -1].argmax() == grown[0, -1]
+    planned = plan_conversion(make_config(model=str(saved_teacher("llama-gqa")), output="o", **options))
+    assert planned.summary()["cache_bytes"] == plan.summary()["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(attention_heads="1:0"), "beside a window"),
+        (dict(attention_heads="3", window=4, align="none"), "chosen by the alignment"),
+    ],
+)
+def test_heads_without_a_window_or_a_choice_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(model="m", output="o", **options)
+
+
+def test_heads_of_a_layer_that_stays_attention_are_refused(saved_teacher, tmp_path):
+    with pytest.raises(ValueError, match="layer 1, which keeps all its attention"):
+        convert(
+            str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers="1", align="none", window=4,
+            attention_heads="1:0",
+        )  # fmt: skip
