@@ -4,8 +4,8 @@ python -m recipes.head_scores runs/heads [--model MODEL] [--window 32]
 
 Every layer sees a window and 4 sinks only. A key/value head is scored by the attention its query heads put on a token
 to be copied (one pass of the teacher), and, for the best and some others, by what giving it full attention back takes
-off the loss on a copy probe longer than the window (ablation the other way round). Then copying and bytes with the best
-0, 1, 2, 4, ... heads kept. Writes OUT/heads.json and a map of layers and heads.
+off the loss on a copy probe longer than the window: taken from the best eight, or added to them. Then copying and bytes
+with the best 0, 1, 2, 4, ... heads kept. Writes OUT/heads.json and a map of layers and heads.
 """
 
 import argparse

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from recipes import alignment_ladder, layer_scores
+from recipes import alignment_ladder, head_scores, layer_scores
 from recipes.fidelity import Yardstick, _common_prefix, _repetition, summary, text_rows
 from tests.alignment.tiny import teacher_model
 from tests.modeling.test_training import tokenizer
