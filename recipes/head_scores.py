@@ -4,8 +4,9 @@ python -m recipes.head_scores runs/heads [--model MODEL] [--window 32]
 
 Every layer sees a window and 4 sinks only. A key/value head is scored by the attention its query heads put on a token
 to be copied (one pass of the teacher), and, for the best and some others, by what giving it full attention back takes
-off the loss on a copy probe longer than the window: taken from the best eight, or added to them. Then copying and bytes
-with the best 0, 1, 2, 4, ... heads kept. Writes OUT/heads.json and a map of layers and heads.
+off the loss on a copy probe longer than the window: taken from the best eight, or added to them. Then copying and
+bytes with the best 0, 1, 2, 4, ... heads kept, and with `--validation` KL by position. Writes OUT/heads.json and a map
+of layers and heads.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from rich.table import Table
 from torch import nn
 from transformers.utils import logging
 
+from convert.alignment.alignment import load_tokenizer
 from convert.alignment.probes import copy_probe
 from convert.alignment.retrieval import best_kv_heads, retrieval_scores
 from convert.alignment.teacher_model import TeacherModel
@@ -26,6 +28,8 @@ from convert.config import make_config
 from convert.head_selection import query_heads
 from convert.plan import cache_bytes
 from convert.teacher import embedded_teacher, find_teacher
+
+from .fidelity import Yardstick, text_rows
 
 matplotlib.use("Agg")
 CONTEXT = 4096
@@ -82,7 +86,7 @@ def plot(scores: torch.Tensor, path: Path) -> None:
     pyplot.close(figure)
 
 
-def main(output: Path, model: str | None, window: int, tested: int) -> dict:
+def main(output: Path, model: str | None, window: int, tested: int, validation: Path | None = None) -> dict:
     """Score, check, measure, print, plot, save."""
     logging.set_verbosity_error()
     output.mkdir(parents=True, exist_ok=True)
@@ -93,6 +97,11 @@ def main(output: Path, model: str | None, window: int, tested: int) -> dict:
     teacher = TeacherModel(found, options, found.open_weights())
     copying, layers = Copying(teacher, max(2 * window, 64)), list(range(teacher.num_layers))
     scores = retrieval_scores(teacher, window)
+    yardstick = None
+    if validation is not None:
+        tokenizer = load_tokenizer(found, trust_remote_code=False)
+        short, long = (text_rows(validation, tokenizer, *shape) for shape in ((512, 8), (2048, 3)))
+        yardstick = Yardstick(teacher.whole(), tokenizer, short, long)
     total = teacher.num_layers * teacher.config.num_key_value_heads
     ranked = best_kv_heads(scores, layers, total, copying.shared)
     counts = [0, *(2**i for i in range(10) if 2**i < total), total]
@@ -100,6 +109,9 @@ def main(output: Path, model: str | None, window: int, tested: int) -> dict:
     for count in counts:
         loss, accuracy = copying.measure(ranked[:count])
         kept.append({"kept": count, "loss": loss, "copy": accuracy, "bytes": copying.bytes(ranked[:count])})
+        if yardstick is not None:
+            figures = yardstick.measure(Yardstick.final_hidden(copying.student(ranked[:count])))
+            kept[-1] |= {name: figures[name] for name in ("kl", "kl_95", "kl_by_position", "top1")}
         print(kept[-1], flush=True)
     # beside the best few, since a single head of a circuit may bring nothing alone
     base = ranked[: min(8, total)]
@@ -127,11 +139,12 @@ def main(output: Path, model: str | None, window: int, tested: int) -> dict:
 
 
 def _print(report: dict) -> None:
-    table = Table("key/value heads kept", "copy", "loss", "bytes at 4k", "of the teacher's")
+    table = Table("key/value heads kept", "copy", "loss", "bytes at 4k", "of the teacher's", "KL", "KL beyond 1024")
     for row in report["kept"]:
         share = row["bytes"] / report["teacher_bytes"]
+        kl = (f"{row['kl']:.3f}", f"{row['kl_by_position']['1024-2048']:.3f}") if "kl" in row else ()
         table.add_row(
-            str(row["kept"]), f"{row['copy']:.3f}", f"{row['loss']:.2f}", f"{row['bytes']:,}", f"{share:.1%}"
+            str(row["kept"]), f"{row['copy']:.3f}", f"{row['loss']:.2f}", f"{row['bytes']:,}", f"{share:.1%}", *kl
         )
     teacher = report["teacher"]
     table.add_row(
@@ -150,6 +163,7 @@ if __name__ == "__main__":
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", help="teacher (default: the embedded one)")
     parser.add_argument("--window", type=int, default=32)
+    parser.add_argument("--validation", type=Path, help="text to measure KL on")
     parser.add_argument("--tested", type=int, default=8, help="heads beyond the best eight to check by ablation")
     arguments = parser.parse_args()
-    main(arguments.output, arguments.model, arguments.window, arguments.tested)
+    main(arguments.output, arguments.model, arguments.window, arguments.tested, arguments.validation)

@@ -72,6 +72,10 @@ class LayerFit:
     """After the closed form."""
     refined: float
     """At the end."""
+    without_window: float | None = None
+    """At the end, beside a window: the error when the window's half of out_proj is left out."""
+    without_mixer: float | None = None
+    """The same for the mixer's half: no higher than `refined` means that the mixer is not in use."""
 
 
 @dataclass
@@ -128,7 +132,19 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: in
             error, _ = solve_out_proj(candidate, data, settings.ridges)
         if error < solved:
             refined, mixer = error, candidate
-    return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined)
+    shares = branch_ablations(mixer, data) if isinstance(mixer, HybridMixer) else ()
+    return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined, *shares)
+
+
+@torch.no_grad()
+def branch_ablations(mixer: HybridMixer, data: LayerData) -> tuple[float, float]:
+    """Held-out error without the window, and without the mixer."""
+    errors, size = [], mixer.attention_size
+    for half in (slice(None, size), slice(size, None)):
+        without = copy.deepcopy(mixer)
+        without.out_proj.weight[:, half] = 0
+        errors.append(held_out_error(without, data))
+    return errors[0], errors[1]
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
     assert fit.solved < 0.8 * window_alone
     assert fit.decay in FitSettings().decays_beside_window
     assert solved.out_proj.weight[:, solved.attention_size :].abs().max() > 0
+    assert fit.without_mixer > 1.2 * fit.solved and fit.without_window > 1.2 * fit.solved
 
 
 def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_path):
@@ -85,6 +86,7 @@ def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_pa
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     for fit in report["held_out_error"].values():
         assert fit["refined"] <= fit["solved"] <= fit["mapped"]
+        assert fit["without_window"] > fit["refined"] and fit["without_mixer"] is not None
     assert "beside softmax attention to 4 tokens" in (tmp_path / "out" / "README.md").read_text()
     ids = random_ids(1, 12)
     grown = hybrid.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
