@@ -95,6 +95,9 @@ class LayerMapping:
         if name.startswith("attention."):
             source = name.removeprefix("attention.")
             return (source,), lambda c: c.blocks(*self._rows(source))
+        if name.startswith("near_proj."):
+            source = name.replace("near_proj", "o_proj")
+            return (source,), lambda c: c.blocks(*self._rows(source))
         if name == "out_proj.weight" and self.beside_window:
             return ("o_proj.weight",), lambda c: iter([self._shared_out_proj(c, shape)])
         if name == "out_proj.weight":

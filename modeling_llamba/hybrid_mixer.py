@@ -2,11 +2,15 @@
 
 Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
 
-    out = out_proj([attention(u), mixer(u)])
+    out = near_proj(attention(u))                while window and sinks see all there is
+    out = out_proj([attention(u), mixer(u)])     from then on
 
 The two share their input and one out_proj, and add up. With `mixer_sees` "beyond" a token reaches the mixer's state
 when it leaves the window, and a sink never does, so that no token is counted twice; with "all" the mixer is as it is
-alone.
+alone, and out_proj serves every token.
+
+near_proj is the teacher's own o_proj, so that the first tokens come out exactly as the teacher has them: everything
+after them attends to them, and a small error there costs more than any other (docs/hybrid_layers.md).
 
 Shapes: B batch, L length, H heads, E features of the mixer, D head dim.
 """
@@ -42,6 +46,12 @@ class HybridMixer(nn.Module):
             config.hidden_size,
             bias=config.mixer_out_bias or config.attention_out_bias,
         )
+        # how many tokens of a sequence the window serves alone
+        self.near_tokens = 0
+        if config.mixer_sees == "beyond":
+            self.near_tokens = config.hybrid_window + config.hybrid_sinks
+            bias = config.attention_out_bias
+            self.near_proj = nn.Linear(self.attention_size, config.hidden_size, bias=bias)
         # in training, the chance that a sequence does without its window: it keeps the mixer in use
         self.window_dropout = 0.0
 
@@ -62,7 +72,10 @@ class HybridMixer(nn.Module):
             near = near * kept.to(near.dtype)
         index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
         far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
-        return self.out_proj(torch.cat([near, far], dim=-1))
+        mixed = self.out_proj(torch.cat([near, far], dim=-1))
+        if not self.near_tokens:
+            return mixed
+        return torch.where((window.index < self.near_tokens)[..., None], self.near_proj(near), mixed)
 
 
 def unpadded(hidden_states: torch.Tensor) -> WindowInputs:

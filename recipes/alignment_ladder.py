@@ -76,7 +76,7 @@ class Ladder:
         Raises:
             ValueError: the folder holds another run's.
         """
-        own = ("output", "ratios", "stage3_ratios")
+        own = ("output", "ratios", "stage3_ratios", "placements", "placed_by")
         told = {key: str(value) for key, value in vars(self.arguments).items() if key not in own}
         path = self.folder / "arguments.json"
         if path.is_file() and json.loads(path.read_text()) != told:
@@ -251,6 +251,11 @@ def main(arguments: argparse.Namespace) -> None:
         if kept and not ladder.has("closed form, evenly placed", ratio):
             replaced = [layer for layer in everything if layer not in kept]
             ladder.row("closed form, evenly placed", ratio, closed(), closed_tokens, 0, replaced)
+    placed = [] if arguments.placements is None else json.loads(arguments.placements.read_text())["placements"]
+    for choice in placed:
+        name, ratio = f"closed form, placed by {choice['placement']}", choice["attention"]
+        if choice["placement"] in arguments.placed_by and ratio in arguments.ratios and not ladder.has(name, ratio):
+            ladder.row(name, ratio, closed(), closed_tokens, 0, choice["replaced"])
     every("closed form + stage 2", aligned, closed_tokens + stage2)
     every("MOHAWK start + stage 2", random, stage2)
     for ratio in arguments.stage3_ratios:
@@ -282,6 +287,8 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="teacher (default: the embedded one)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--stage3-ratios", type=float, nargs="*", default=(0.5,))
+    parser.add_argument("--placements", type=Path, help="scores.json of recipes.layer_scores: other choices of layers")
+    parser.add_argument("--placed-by", nargs="*", default=["kl", "kl+recall, 3 rounds"], help="which of them")
     parser.add_argument("--calibration-tokens", type=int, default=30720)
     parser.add_argument("--stage2-tokens", type=int, default=50176)
     parser.add_argument("--stage3-tokens", type=int, default=25600)

@@ -43,6 +43,9 @@ class FitSettings:
     """Gradient steps after the solve; 0 leaves the closed form as it is."""
     refine_sequences: int = 2
     """Sequences per step."""
+    refine_attention: bool = False
+    """Beside a window: whether the refinement changes q, k and v as well, which closes in on the teacher further along
+    but gives up that the first tokens are exactly the teacher's."""
     refine_learning_rate: float = 2e-3
     """Peak learning rate (AdamW); 10 % warm-up, then linearly to 0."""
 
@@ -213,6 +216,21 @@ def feature_scale(mixer: nn.Module, squares: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.mean().expand_as(part) for part in squares.split(mixer.sizes)])
 
 
+def first_fitted(mixer: nn.Module, data: LayerData) -> int:
+    """The first token that out_proj serves: the earlier ones are the window's alone, and exact.
+
+    Raises:
+        ValueError: there is none in sequences of this length.
+    """
+    start = mixer.near_tokens if isinstance(mixer, HybridMixer) else 0
+    if start >= data.u.shape[1]:
+        raise ValueError(
+            f"Sequences of {data.u.shape[1]} tokens are all within window and sinks ({start}), so there is nothing to "
+            "fit; set sequence_length higher."
+        )
+    return start
+
+
 def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
     """F^T F (E', E') and F^T Y (E', D) in float64 over the fitting sequences; E' = E + 1 with a bias."""
     gram = moment = 0.0
@@ -224,7 +242,8 @@ def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, t
 
 def _pair(mixer: nn.Module, data: LayerData, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
     u, y = data.batch(rows)
-    F = features(mixer, u, data.rotary).flatten(0, 1).double()
+    start = first_fitted(mixer, data)
+    F, y = features(mixer, u, data.rotary)[:, start:].flatten(0, 1).double(), y[:, start:]
     if mixer.out_proj.bias is not None:
         F = torch.cat([F, F.new_ones(len(F), 1)], 1)
     return F, y.flatten(0, 1).double()
@@ -248,22 +267,24 @@ def _batches(rows: range) -> list[range]:
 @torch.no_grad()
 def held_out_error(mixer: nn.Module, data: LayerData) -> float:
     """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit."""
-    error = total = 0.0
+    error, total, start = 0.0, 0.0, first_fitted(mixer, data)
     for rows in _batches(data.judging()):
         u, y = data.batch(rows)
-        error += ((mixer(u, data.rotary) - y) ** 2).sum().item()
-        total += (y**2).sum().item()
+        error += ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().item()
+        total += (y[:, start:] ** 2).sum().item()
     return error / max(total, TINY)
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) -> None:
     """A fixed number of AdamW steps on every parameter of the mixer, in place, towards the lowest squared error."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, start = torch.Generator().manual_seed(seed), first_fitted(mixer, data)
+    if isinstance(mixer, HybridMixer) and mixer.near_tokens and not settings.refine_attention:
+        mixer.attention.requires_grad_(False)
+        mixer.near_proj.requires_grad_(False)
     squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
     scale = len(data.fitting()) / max(sum(squares), TINY)
-    optimizer = torch.optim.AdamW(
-        mixer.parameters(), lr=settings.refine_learning_rate, betas=(0.9, 0.95), weight_decay=0
-    )
+    trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=settings.refine_learning_rate, betas=(0.9, 0.95), weight_decay=0)
     steps, order = settings.refine_steps, []
     for step in range(steps):
         warm, left = (step + 1) / (0.1 * steps), 1 - step / steps
@@ -272,8 +293,8 @@ def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) 
             order = torch.randperm(len(data.fitting()), generator=generator).tolist()
         rows, order = order[: settings.refine_sequences], order[settings.refine_sequences :]
         u, y = data.batch(rows)
-        loss = (mixer(u, data.rotary) - y).pow(2).mean() * scale
+        loss = (mixer(u, data.rotary) - y)[:, start:].pow(2).mean() * scale
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(mixer.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

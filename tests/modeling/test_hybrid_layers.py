@@ -78,6 +78,7 @@ def test_a_hybrid_layer_from_its_equations(mixer, window, sinks, reach):
     torch.testing.assert_close(m.attention(u, rotary, inputs), attention, rtol=1e-5, atol=1e-6)
     y, gate = late_recurrence(m.ssd, u, rotary, window, sinks)
     expected = m.out_proj(torch.cat([attention, m.ssd.finish(y, gate)], -1))
+    expected[:, : window + sinks] = m.near_proj(attention[:, : window + sinks])
     torch.testing.assert_close(m(u, rotary, window=inputs), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -107,6 +108,7 @@ def test_everything_kept_is_the_teachers_attention(full):
     for name in "qkv":
         getattr(teacher, f"{name}_proj").load_state_dict(getattr(m.attention, f"{name}_proj").state_dict())
     teacher.o_proj.weight.copy_(m.out_proj.weight[:, : m.attention_size])
+    m.near_proj.weight.copy_(teacher.o_proj.weight)
     m.out_proj.weight[:, m.attention_size :] = 0
     m.out_proj.bias.zero_()
     mask = torch.full((LENGTH, LENGTH), float("-inf"), dtype=u.dtype).triu(1)[None, None]
@@ -158,6 +160,7 @@ def test_window_dropout_acts_in_training_only():
     m.train()
     without = m(u, rotary)
     m.out_proj.weight.data[:, : m.attention_size] = 0
+    m.near_proj.weight.data.zero_()
     torch.testing.assert_close(without, m(u, rotary))
     assert not torch.allclose(with_window, without)
 
