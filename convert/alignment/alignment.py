@@ -187,10 +187,14 @@ class ClosedFormAligner:
 
     def _cache(self, settings: FitSettings, **more: Any) -> FitCache:
         mixer = {k: v for k, v in self.model.mixer_plan.config.to_dict().items() if k.startswith(("mixer", "hybrid"))}
+        rules = self.model.mixer_plan.rules
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.model.checkpoint.files]
         key = {
             "teacher": [self.teacher.public_name, self.teacher.revision, files],
             "mixer": mixer,
+            "parameters": {
+                rule.target: rule.shape for rule in rules if rule.target.startswith("model.layers.0.mixer.")
+            },
             "text": hashlib.sha256(self.ids.numpy().tobytes()).hexdigest(),
             "held_out": self.settings.held_out_sequences,
             "fit": dataclasses.asdict(settings),

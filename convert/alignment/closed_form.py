@@ -24,6 +24,7 @@ from ..mixer_mapping import set_decay
 BATCH_SEQUENCES = 4
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
+NARROW_WINDOW = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +155,7 @@ def branch_ablations(mixer: HybridMixer, data: LayerData) -> tuple[float, float]
 def best_decay(mixer: nn.Module, data: LayerData, settings: FitSettings) -> tuple[float | None, nn.Module]:
     """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
     best_error, best, best_mixer = math.inf, None, mixer
-    beside_window = isinstance(mixer, HybridMixer)
-    for decay in settings.decays_beside_window if beside_window else settings.decays:
+    for decay in candidate_decays(mixer, settings):
         candidate = copy.deepcopy(mixer)
         if not set_decay(candidate, decay):
             break
@@ -163,6 +163,14 @@ def best_decay(mixer: nn.Module, data: LayerData, settings: FitSettings) -> tupl
         if error < best_error:
             best_error, best, best_mixer = error, decay, candidate
     return best, best_mixer
+
+
+def candidate_decays(mixer: nn.Module, settings: FitSettings) -> tuple[float, ...]:
+    """Long memories beside a window; beside a narrow one, which relieves the mixer of little, short ones, too."""
+    if not isinstance(mixer, HybridMixer):
+        return settings.decays
+    short = settings.decays if mixer.config.hybrid_window < NARROW_WINDOW else ()
+    return (*short, *settings.decays_beside_window)
 
 
 def features(mixer: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

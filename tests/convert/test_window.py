@@ -70,7 +70,7 @@ def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
     solved, fit = fit_layer(model.mixer(1), data, FitSettings(refine_steps=0))
     assert fit.mapped == pytest.approx(window_alone)
     assert fit.solved < 0.8 * window_alone
-    assert fit.decay in FitSettings().decays_beside_window
+    assert fit.decay in FitSettings().decays + FitSettings().decays_beside_window
     assert solved.out_proj.weight[:, solved.attention_size :].abs().max() > 0
     assert fit.without_mixer > 1.2 * fit.solved and fit.without_window > 1.2 * fit.solved
 
