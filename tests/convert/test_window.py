@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.alignment.closed_form import FitSettings, fit_layer, held_out_error
+from convert.alignment.closed_form import FitSettings, fit_layer, held_out_error, refine
 from convert.config import make_config
 from convert.plan import cache_bytes
 from tests.alignment.tiny import layer_data, teacher_model
@@ -154,3 +154,28 @@ def test_what_a_window_excludes_is_refused_before_any_work(settings, align, mess
             saved_teacher("llama-gqa"), tmp_path / "out", window=4, align=align, calibration_dataset="sampled",
             align_config=str(tmp_path / "align.yaml"),
         )  # fmt: skip
+
+
+def test_sequences_all_within_the_window_are_nothing_to_fit(saved_teacher):
+    model = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1)
+    mixer = model.mixer(1)
+    with pytest.raises(ValueError, match="set sequence_length higher"):
+        fit_layer(mixer, layer_data(model, model.mixer(0)), FitSettings())
+
+
+@pytest.mark.parametrize("refine_attention", [False, True])
+def test_refinement_keeps_the_first_tokens_unless_told_otherwise(refine_attention, saved_teacher):
+    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1)
+    other = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1).mixer(2)
+    before = model.mixer(1)
+    data = layer_data(model, model.mixer(1))
+    settings = FitSettings(refine_steps=3, refine_attention=refine_attention)
+    mixer = model.mixer(1).requires_grad_(True)
+    refine(mixer, layer_data(model, other), settings, seed=0)
+    kept = [torch.equal(mixer.state_dict()[name], value) for name, value in before.state_dict().items()
+            if name.startswith(("attention.", "near_proj."))]  # fmt: skip
+    assert all(kept) != refine_attention
+    assert not torch.equal(mixer.ssd.in_proj.weight, before.ssd.in_proj.weight)
+    u, _ = data.batch(range(2))
+    first = [m(u, data.rotary)[:, :4] for m in (mixer, before)]
+    assert torch.equal(*first) != refine_attention
