@@ -253,6 +253,11 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     if isinstance(values.get("attention_layers"), list | int):
         layers = values["attention_layers"]
         values["attention_layers"] = ",".join(str(i) for i in (layers if isinstance(layers, list) else [layers]))
+    heads = values.get("attention_heads")
+    if isinstance(heads, int | float) and not isinstance(heads, bool):
+        if isinstance(heads, int) and heads >= 60:  # YAML reads 16:3 as a time of day
+            raise ValueError(f"attention_heads reads as {heads} in {path}; put it in quotes.")
+        values["attention_heads"] = str(heads)
     return values
 
 

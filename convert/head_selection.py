@@ -25,6 +25,8 @@ def count_heads(text: str, total: int) -> int:
         ValueError: more than there are.
     """
     count = round(float(text) * total) if "." in text else int(text)
+    if count == 0 and float(text) > 0:
+        raise ValueError(f"attention_heads {text} of {total} key/value heads is less than one; give a larger share.")
     if count > total:
         raise ValueError(f"attention_heads {text} is more than the teacher's {total} key/value heads.")
     return count

@@ -40,7 +40,7 @@ from .teacher import Teacher, find_teacher, gguf_tokenizer
 from .writer import plan_shards, write_shards
 
 # where things lie on this machine; not for publication
-LOCAL_OPTIONS = ("model", "output", "overwrite", "work_dir", "align_config", "calibration_dataset")
+LOCAL_OPTIONS = ("model", "output", "overwrite", "work_dir", "align_config", "calibration_dataset", "attention_heads")
 HASH_BLOCK_BYTES = 16 * 2**20
 PACKAGES = {"llamba": (modeling_llamba, "Llamba"), "phimamba": (modeling_phimamba, "PhiMamba")}
 TOKENIZER_FILES = (

@@ -205,33 +205,38 @@ def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedCon
     config_class = STUDENTS[family.student][0]
     has_bias = fields.get("attention_bias", family.student == "phimamba")
     fields |= mixer_fields(options, fields, has_bias)
-    fields["hybrid_full_heads"] = full_heads(options, fields)
+    fields["hybrid_full_heads"] = full_heads(options, fields, teacher_types)
     return config_class(**fields, conversion={"teacher_layer_types": teacher_types})
 
 
-def full_heads(options: ConversionConfig, fields: dict[str, Any]) -> list[list[int]] | None:
+def full_heads(options: ConversionConfig, fields: dict[str, Any], teacher_types: list[str]) -> list[list[int]] | None:
     """Query heads with full attention, for each layer.
 
-    Where they are only counted, the first ones stand for those that will be chosen: their bytes are the same.
+    Where they are only counted, the first ones stand for those that will be chosen: their bytes are the same. A named
+    head whose layer keeps all its attention is kept with it.
 
     Raises:
-        ValueError: a layer or head that there is not, or one whose layer keeps all its attention anyway.
+        ValueError: a layer or head that there is not, more than there are, or one that sees a window in the teacher.
     """
     if options.attention_heads is None:
         return None
     kinds, heads = fields["layer_types"], fields["num_attention_heads"]
+    if "sliding_attention" in teacher_types:
+        raise ValueError("attention_heads would see everything where this teacher's own see a window; leave them out.")
     replaced = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
     kv_heads = fields["num_key_value_heads"] or heads
     if is_number(options.attention_heads):
         count = count_heads(options.attention_heads, len(kinds) * kv_heads)
-        pairs = [(layer, kv) for layer in replaced for kv in range(kv_heads)][:count]
-        chosen = query_heads(pairs, heads // kv_heads)
+        pairs = [(layer, kv) for layer in replaced for kv in range(kv_heads)]
+        if count > len(pairs):
+            raise ValueError(
+                f"attention_heads {options.attention_heads} is {count} key/value heads; the replaced layers have "
+                f"{len(pairs)}."
+            )
+        chosen = query_heads(pairs[:count], heads // kv_heads)
     else:
         chosen = named_heads(options.attention_heads, len(kinds), heads)
-    kept = sorted(set(chosen) - set(replaced))
-    if kept:
-        raise ValueError(f"attention_heads names heads of layer {kept[0]}, which keeps all its attention.")
-    return [list(chosen.get(layer, ())) for layer in range(len(kinds))]
+    return [list(chosen.get(layer, ())) if layer in replaced else [] for layer in range(len(kinds))]
 
 
 def replacement_type(options: ConversionConfig) -> str:

@@ -80,7 +80,9 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
     def keep(self, context: Tokens, sinks: Tokens, new_tokens: int) -> None:
         """Remember the end of `context`, at least the last `new_tokens` columns of which are new, and the sinks."""
         start = max(context.index.shape[1] - self.window + 1, 0)
-        self.recent = Tokens(context.keys[:, :, start:], context.values[:, :, start:], context.index[:, start:])
+        # copies: a view would hold on to the whole prompt
+        keys, values = (t[:, :, start:].clone() for t in (context.keys, context.values))
+        self.recent = Tokens(keys, values, context.index[:, start:].clone())
         self.first = sinks
         self.seen_tokens += new_tokens
 

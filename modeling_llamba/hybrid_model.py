@@ -65,7 +65,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
             return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
         if self.layer_type == "hybrid":
             padding_mask = masks["linear_attention"]
-            return self.mixer(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, mask)
+            inputs = (hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, mask)
+            return self.mixer(*inputs, **kwargs)
         return self.self_attn(hidden_states, position_embeddings, mask, past_key_values, **kwargs)[0]
 
 
@@ -354,3 +355,5 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache) and cache is not given and cache.layers and not has_attention_layer(cache):
             model_kwargs["past_key_values"] = RecurrentCache(self.config)
+        elif isinstance(cache, Cache) and cache is not given:  # before `generate` asks whether it can be compiled
+            fit_cache(cache, self.config)

@@ -63,10 +63,14 @@ class HybridMixer(nn.Module):
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         window: WindowInputs | None = None,
+        **kwargs,
     ) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden); without `window`, rows begin here and hold no padding."""
+        """(B, L, hidden) -> (B, L, hidden); without `window`, rows begin here and hold no padding.
+
+        `kwargs` go to transformers' attention function, for heads with full attention.
+        """
         window = unpadded(hidden_states) if window is None else window
-        near = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values)
+        near = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values, **kwargs)
         if self.training and self.window_dropout:
             kept = torch.rand(near.shape[0], 1, 1, device=near.device) >= self.window_dropout
             near = near * kept.to(near.dtype)

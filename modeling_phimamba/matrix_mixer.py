@@ -140,7 +140,7 @@ class SSDMixer(nn.Module):
             old = new.new_zeros(new.shape[0], self.delay, *new.shape[2:]) if before is None else before[i]
             queues.append(torch.cat([old, new], dim=1))
         if waiting is not None:
-            waiting.leaving = tuple(queue[:, -self.delay :] for queue in queues)
+            waiting.leaving = tuple(queue[:, -self.delay :].clone() for queue in queues)
         length = x.shape[1]
         x, B, log_a = (queue[:, :length] for queue in queues)
         if seq_idx is not None:

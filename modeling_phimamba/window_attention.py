@@ -49,8 +49,10 @@ class Tokens(NamedTuple):
 class FullHeads(nn.Module):
     """What transformers' attention functions read of a module, for heads with keys of their own."""
 
-    num_key_value_groups = 1
-    is_causal = True
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.num_key_value_groups, self.is_causal = 1, True
 
 
 class WindowAttention(nn.Module):
@@ -75,7 +77,7 @@ class WindowAttention(nn.Module):
         kv_of = [head // (self.heads // self.kv_heads) for head in self.full_heads]
         self.full_kv_heads = sorted(set(kv_of))
         self._kv_place = [self.full_kv_heads.index(kv) for kv in kv_of]
-        self.full = FullHeads() if self.full_heads else None
+        self.full = FullHeads(config, layer_idx) if self.full_heads else None
 
     def forward(
         self,
@@ -84,8 +86,9 @@ class WindowAttention(nn.Module):
         inputs: WindowInputs,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        **kwargs,
     ) -> torch.Tensor:
-        """(B, L, hidden) -> the heads' outputs (B, L, H D)."""
+        """(B, L, hidden) -> the heads' outputs (B, L, H D); `kwargs` go to transformers' attention function."""
         query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
         new = Tokens(key, value, inputs.index)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -93,7 +96,7 @@ class WindowAttention(nn.Module):
         sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
         output = self.attend(query, sink_query, with_past(new, recent), sinks, seq_idx)
         if self.full_heads:
-            output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past)
+            output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past, **kwargs)
         if past is not None:
             past.keep(with_past(new, recent), sinks, new.index.shape[1])
         return output.transpose(1, 2).flatten(2)
@@ -209,7 +212,7 @@ class WindowAttention(nn.Module):
         keys = F.pad(keys, (0, 0, 0, 0, 0, right)).unflatten(2, (blocks, block))[:, :, None]
         return keys, F.pad(index, (0, 0, 0, right), value=-1).unflatten(1, (blocks, block))
 
-    def _with_full_heads(self, output, query, key, value, causal_mask, past):
+    def _with_full_heads(self, output, query, key, value, causal_mask, past, **kwargs):
         key, value = _heads(key, self.full_kv_heads), _heads(value, self.full_kv_heads)
         if past is not None:
             key, value = past.full.update(key, value)
@@ -222,6 +225,7 @@ class WindowAttention(nn.Module):
             causal_mask,
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            **kwargs,
         )
         both = torch.cat([output, of_full.transpose(1, 2).to(output.dtype)], dim=1)
         place = {head: self.heads + i for i, head in enumerate(self.full_heads)}

@@ -284,11 +284,12 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) -> None:
-    """A fixed number of AdamW steps on every parameter of the mixer, in place, towards the lowest squared error."""
+    """A fixed number of AdamW steps on the mixer (see `refine_attention`), in place, towards the least squared error."""
     generator, start = torch.Generator().manual_seed(seed), first_fitted(mixer, data)
-    if isinstance(mixer, HybridMixer) and mixer.near_tokens and not settings.refine_attention:
+    if isinstance(mixer, HybridMixer) and not settings.refine_attention:
         mixer.attention.requires_grad_(False)
-        mixer.near_proj.requires_grad_(False)
+        if mixer.near_tokens:
+            mixer.near_proj.requires_grad_(False)
     squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
     scale = len(data.fitting()) / max(sum(squares), TINY)
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]

@@ -50,7 +50,7 @@ class TeacherModel:
         self.checkpoint, self.low_memory = checkpoint, low_memory
         self.config = self.plan.config
         has_out_bias = "model.layers.0.self_attn.o_proj.bias" in {rule.target for rule in self.plan.rules}
-        if has_out_bias and not self.mixer_plan.config.mixer_out_bias:
+        if options.window is None and has_out_bias and not self.mixer_plan.config.mixer_out_bias:
             raise ValueError(
                 "This teacher has a bias on o_proj, and a mixer without one (--no-out-bias) leaves it to the MLP, "
                 "where it cannot be fitted: map only (--align none), or leave --no-out-bias out."

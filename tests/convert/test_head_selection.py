@@ -104,9 +104,32 @@ def test_heads_without_a_window_or_a_choice_are_refused(options, message):
         make_config(model="m", output="o", **options)
 
 
-def test_heads_of_a_layer_that_stays_attention_are_refused(saved_teacher, tmp_path):
-    with pytest.raises(ValueError, match="layer 1, which keeps all its attention"):
-        convert(
-            str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers="1", align="none", window=4,
-            attention_heads="1:0",
-        )  # fmt: skip
+def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, tmp_path):
+    plan = convert(
+        str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers="1", align="none", window=4,
+        attention_heads="1:0,2:3",
+    )  # fmt: skip
+    assert plan.summary()["attention_heads"] == {2: [3]}
+
+
+@pytest.mark.parametrize(
+    "name, heads, message",
+    [
+        ("llama-gqa", "5", "the replaced layers have 4"),
+        ("llama-gqa", "0.01", "less than one"),
+        ("mistral-window", "0:0", "this teacher's own see a window"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused_before_any_work(name, heads, message, saved_teacher):
+    options = make_config(model=str(saved_teacher(name)), output="o", window=4, sinks=0, attention_heads=heads)
+    with pytest.raises(ValueError, match=message):
+        plan_conversion(options)
+
+
+@pytest.mark.parametrize("written, read", [("8", "8"), ("0.05", "0.05"), ("'16:3'", "16:3")])
+def test_heads_in_yaml(written, read, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"model: m\noutput: o\nwindow: 4\nattention_heads: {written}\n")
+    assert make_config(tmp_path / "c.yaml").attention_heads == read
+    (tmp_path / "c.yaml").write_text("model: m\noutput: o\nwindow: 4\nattention_heads: 16:3\n")
+    with pytest.raises(ValueError, match="in quotes"):
+        make_config(tmp_path / "c.yaml")

@@ -137,6 +137,9 @@ def test_decoding_keeps_a_constant_number_of_bytes():
         out = model(ids[:, t : t + 1], past_key_values=out.past_key_values)
         sizes.append(sum(layer.nbytes() for layer in out.past_key_values.layers))
     assert len(set(sizes)) == 1
+    for layer in out.past_key_values.layers:
+        for kept in (*layer.recent, *layer.leaving):
+            assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size(), "no view of the whole prompt"
     assert out.past_key_values.get_seq_length() == 60
     torch.testing.assert_close(out.logits, model(ids).logits[:, -1:], rtol=1e-4, atol=1e-5)
 
