@@ -284,7 +284,7 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) -> None:
-    """A fixed number of AdamW steps on the mixer (see `refine_attention`), in place, towards the least squared error."""
+    """A fixed number of AdamW steps on the mixer (see `refine_attention`), in place, on its squared error."""
     generator, start = torch.Generator().manual_seed(seed), first_fitted(mixer, data)
     if isinstance(mixer, HybridMixer) and not settings.refine_attention:
         mixer.attention.requires_grad_(False)
