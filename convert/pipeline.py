@@ -26,7 +26,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 import modeling_llamba
 import modeling_phimamba
@@ -137,14 +137,14 @@ def run(
         add_tokenizer(teacher, folder, options.trust_remote_code)
         add_generation_config(teacher, folder)
         record_provenance(plan, options, alignment, hashes.result())
-        add_config_and_code(plan, folder)
+        add_code(plan.config, folder, plan.dtype)
         make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
         if alignment is not None:
             (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
         if options.align == "mohawk" and aligner is not None:
             aligner.train(folder, work / "stages", plan.dtype)
     if repository is not None:
-        with _push_errors(f"{repository} (the checkpoint is complete in {output})"):
+        with push_errors(f"{repository} (the checkpoint is complete in {output})"):
             HfApi().upload_folder(
                 repo_id=repository,
                 folder_path=output,
@@ -338,15 +338,15 @@ def record_provenance(
     }
 
 
-def add_config_and_code(plan: Plan, folder: Path) -> None:
+def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """The remote code, then config.json, whose presence makes the folder a checkpoint."""
-    package, prefix = PACKAGES[plan.config.model_type]
+    package, prefix = PACKAGES[config.model_type]
     for path in Path(package.__file__).parent.glob("*.py"):
         if path.name != "__init__.py":
             shutil.copyfile(path, folder / path.name)
-    config, name = plan.config, plan.config.model_type
+    name = config.model_type
     config.architectures = [f"{prefix}ForCausalLM"]
-    config.dtype = plan.dtype
+    config.dtype = dtype
     config.auto_map = {
         "AutoConfig": f"configuration_{name}.{prefix}Config",
         "AutoModel": f"modeling_{name}.{prefix}Model",
@@ -373,7 +373,7 @@ def prepare_repository(options: ConversionConfig) -> str | None:
     """
     if options.push_to_hub is None:
         return None
-    with _push_errors(options.push_to_hub):
+    with push_errors(options.push_to_hub):
         api = HfApi()
         repository = api.create_repo(options.push_to_hub, private=options.private or None, exist_ok=True).repo_id
         if options.private and not api.model_info(repository).private:
@@ -382,7 +382,8 @@ def prepare_repository(options: ConversionConfig) -> str | None:
 
 
 @contextlib.contextmanager
-def _push_errors(repository: str) -> Iterator[None]:
+def push_errors(repository: str) -> Iterator[None]:
+    """The Hub client's errors as one line."""
     try:
         yield
     except (HfHubHTTPError, httpx2.HTTPError) as error:

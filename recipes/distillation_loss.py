@@ -1,0 +1,212 @@
+"""The loss of distillation: ce_weight x CE to the labels + kl_weight x divergence from the teacher, per token, masked.
+
+Both terms need logits over the vocabulary, which for a batch are the largest tensors of the whole training step. Here
+they exist a few million elements at a time: each chunk's gradient is taken while its logits are there, so that
+neither logits nor anything of their size is kept for the backward pass.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+CHUNK_ELEMENTS = 2**23
+IGNORED = -100
+STATISTICS = ("ce", "kl", "agreement")
+
+Divergence = Literal["forward", "reverse", "js"]
+
+
+class TopK(NamedTuple):
+    """The teacher's likeliest next tokens (T, K) and their log-probabilities (T, K) at temperature 1."""
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What the loss is made of."""
+
+    ce_weight: float = 0.0
+    kl_weight: float = 1.0
+    divergence: Divergence = "forward"
+    """forward KL(teacher || student), reverse KL(student || teacher), or js, their generalised Jensen-Shannon mean."""
+    temperature: float = 1.0
+    """Of both distributions in the divergence, which is multiplied by its square (Hinton et al. 2015)."""
+
+    def __post_init__(self):
+        if min(self.ce_weight, self.kl_weight) < 0 or self.ce_weight + self.kl_weight == 0:
+            raise ValueError(
+                f"ce_weight {self.ce_weight} and kl_weight {self.kl_weight} must not be negative, nor both zero."
+            )
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, not {self.temperature}.")
+        if self.divergence not in ("forward", "reverse", "js"):
+            raise ValueError(f"divergence must be forward, reverse or js, not {self.divergence!r}.")
+
+
+class DistillationOutput(NamedTuple):
+    """Sums over the tokens that count."""
+
+    loss: torch.Tensor
+    """The weighted sum, differentiable."""
+    statistics: torch.Tensor
+    """Sums of CE (nats), forward KL (nats), and of tokens whose likeliest next token is the teacher's."""
+    tokens: torch.Tensor
+    """How many tokens counted."""
+
+
+def divergence(kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Of two distributions given as log-probabilities (..., V) -> (...), in nats; p is the teacher's."""
+    if kind == "forward":
+        return _kl(log_p, log_q)
+    if kind == "reverse":
+        return _kl(log_q, log_p)
+    middle = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (_kl(log_p, middle) + _kl(log_q, middle)) / 2
+
+
+def wide(values: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def with_rest(log_probs: torch.Tensor) -> torch.Tensor:
+    """K log-probabilities (T, K) and that of everything else (T, K + 1), so that they are a distribution again."""
+    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()
+    return torch.cat([log_probs, rest], -1)
+
+
+def chunk_loss(
+    logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | TopK | None, weights: LossWeights
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss sum and sums of the statistics for logits (T, V), labels (T,) and the teacher's logits or top K.
+
+    With a top K the divergence is that of K + 1 outcomes: the K tokens, and all others as one.
+    """
+    log_q = wide(logits).log_softmax(-1)
+    ce = -log_q.gather(-1, labels[:, None]).sum()
+    loss = weights.ce_weight * ce if weights.ce_weight else log_q.new_zeros(())
+    kl = agreement = log_q.new_zeros(())
+    if teacher is not None:
+        if isinstance(teacher, TopK):
+            likeliest = teacher.ids[:, 0]
+            log_p1 = with_rest(wide(teacher.log_probs))
+            log_q1 = with_rest(log_q.gather(-1, teacher.ids))
+            log_p, log_q = (log_p1, log_q1) if weights.temperature == 1 else _tempered(log_p1, log_q1, weights)
+        else:
+            likeliest = teacher.argmax(-1)
+            log_p1, log_q1 = wide(teacher).log_softmax(-1), log_q
+            log_p, log_q = (log_p1, log_q1) if weights.temperature == 1 else _tempered(log_p1, log_q1, weights)
+        if weights.kl_weight:
+            terms = divergence(weights.divergence, log_p, log_q).sum()
+            loss = loss + weights.kl_weight * weights.temperature**2 * terms
+        with torch.no_grad():
+            kl = _kl(log_p1, log_q1).sum()
+            agreement = (logits.argmax(-1) == likeliest).sum().to(kl.dtype)
+    return loss, torch.stack([ce.detach(), kl, agreement])
+
+
+def _tempered(log_p: torch.Tensor, log_q: torch.Tensor, weights: LossWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple((values / weights.temperature).log_softmax(-1) for values in (log_p, log_q))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Takes each chunk's gradient in the forward pass, where its logits are."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, teacher_of, weights, differentiate):
+        """Sums of loss and statistics; see `distillation_loss`."""
+        size = max(CHUNK_ELEMENTS // weight.shape[0], 16)
+        total, statistics = wide(hidden.new_zeros(())), wide(hidden.new_zeros(3))
+        wanted = [differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        differentiate = any(wanted)
+        grads = [torch.zeros_like(t) if want else None for t, want in zip((hidden, weight, bias), wanted, strict=True)]
+        for start in range(0, len(hidden), size):
+            span = slice(start, start + size)
+            teacher = teacher_of(span) if teacher_of is not None else None
+            with torch.set_grad_enabled(differentiate):
+                logits = nn.functional.linear(hidden[span].detach(), weight.detach(), bias).detach()
+                logits.requires_grad_(differentiate)
+                loss, sums = chunk_loss(logits, labels[span], teacher, weights)
+                if differentiate:
+                    (grad,) = torch.autograd.grad(loss, logits)
+            total += loss.detach()
+            statistics += sums
+            if wanted[0]:
+                grads[0][span] = grad @ weight.to(grad.dtype)
+            if wanted[1]:
+                grads[1] += grad.T @ hidden[span].to(grad.dtype)
+            if wanted[2]:
+                grads[2] += grad.sum(0)
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(statistics)
+        return total, statistics
+
+    @staticmethod
+    def backward(ctx, grad_total, _):
+        """The gradients are there; scale them."""
+        return *(None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors), None, None, None, None
+
+
+def distillation_loss(
+    hidden: torch.Tensor,
+    head: nn.Module,
+    labels: torch.Tensor,
+    teacher_of: Callable[[slice], torch.Tensor | TopK] | None,
+    weights: LossWeights,
+) -> DistillationOutput:
+    """Sums over tokens of the loss and its parts, differentiable in `hidden` and the head.
+
+    Args:
+        hidden: (T, D) after the final norm, where a label is to be predicted. head: to the vocabulary.
+        labels: (T,) next tokens. teacher_of: a span of the T tokens to the teacher's logits or top K there.
+    """
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2
+        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+    loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, torch.is_grad_enabled())
+    return DistillationOutput(loss, statistics, torch.tensor(len(labels), device=hidden.device))
+
+
+def naive_loss(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor, weights: LossWeights
+) -> torch.Tensor:
+    """The same mean loss with all logits (B, L, V) at once and labels (B, L), for comparison."""
+    keep = labels[:, 1:] != IGNORED
+    s, t, y = student_logits[:, :-1][keep], teacher_logits[:, :-1][keep], labels[:, 1:][keep]
+    return chunk_loss(s, y, t, weights)[0] / keep.sum()
+
+
+def add_distillation_head(model: nn.Module) -> None:
+    """Let `model(..., labels=labels, distillation=(signal, weights))` return a `DistillationOutput`.
+
+    The loss is computed inside the forward pass, so that wrappers (DDP, FSDP) see every use of the head. Without the
+    argument the model is what it was. `signal` gives, for the (B, L) mask of counting positions, the function
+    `teacher_of` of `distillation_loss`.
+    """
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, distillation=None, **kwargs):
+        if distillation is None:
+            return original(*args, **kwargs)
+        signal, weights = distillation
+        labels, _ = kwargs.pop("labels"), kwargs.pop("use_cache", None)
+        hidden = self.base_model(*args, use_cache=False, **kwargs).last_hidden_state[:, :-1]
+        following = labels[:, 1:].to(hidden.device)
+        counts = following != IGNORED
+        teacher_of = None if signal is None else signal(counts)
+        return distillation_loss(hidden[counts], self.get_output_embeddings(), following[counts], teacher_of, weights)
+
+    model.forward = MethodType(forward, model)

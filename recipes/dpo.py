@@ -1,0 +1,69 @@
+"""Direct preference optimisation of a hybrid against its teacher, with TRL's DPOTrainer.
+
+    python -m recipes.dpo --config recipes/configs/llamba/dpo.yaml [--any_key value ...]
+
+The reference is the teacher (`reference: teacher`, Wang et al. 2024 keep it close to the original model) or the
+student as it was (`reference: student`). Data: `prompt`, `chosen` and `rejected`, or the latter two with the prompt in
+them. `precompute_ref_log_probs: true` runs the reference once and lets it go. Keys: TRL's DPOConfig, ModelConfig and
+data arguments, TeacherArguments and RunArguments in recipes/arguments.py.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trl import DPOConfig, DPOTrainer, get_peft_config
+
+from .arguments import RunArguments, TeacherArguments, parse
+from .load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
+from .run import Run, one_line_errors
+from .sft_trainer import set_trainable
+
+COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
+
+
+@dataclass
+class ReferenceArguments:
+    """What the student is held close to."""
+
+    reference: Literal["teacher", "student"] = field(
+        default="teacher", metadata={"help": "The teacher, or a copy of the student as it is now."}
+    )
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run it; the figures before and after."""
+    script, config, model_config, mixture, teaching, reference, run_arguments = parse(
+        DPOConfig, TeacherArguments, ReferenceArguments, RunArguments, argv=argv
+    )
+    with Run("dpo", config, model_config, run_arguments, script, mixture, teaching, reference) as run:
+        train, held_out = load_splits(script, mixture, config.eval_strategy != "no", COLUMNS)
+        train = run_arguments.chunk_of(train)
+        check_completions(train, ("chosen", "rejected"))
+        student, tokenizer = load_student(model_config, config.trust_remote_code)
+        if reference.reference == "teacher":
+            teacher = load_teacher(teaching, model_config.model_name_or_path, config.trust_remote_code)
+            check_vocabularies(student, teacher)
+        elif model_config.use_peft:
+            teacher = None  # the student without its adapters
+        else:
+            teacher = load_student(model_config, config.trust_remote_code)[0].eval().requires_grad_(False)
+        if not model_config.use_peft:
+            set_trainable(student, run_arguments.trainable)
+        trainer = DPOTrainer(
+            student,
+            ref_model=teacher,
+            args=config,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(model_config),
+        )
+        run.check_rows(len(train), trainer)
+        settings = {"reference": reference.reference, "trainable": run_arguments.trainable}
+        return run.train(trainer, teacher, tokenizer, script.dataset_name or "a mixture", settings)
+
+
+if __name__ == "__main__":
+    with one_line_errors("--verbose" in sys.argv):
+        main([argument for argument in sys.argv[1:] if argument != "--verbose"])

@@ -1,0 +1,181 @@
+"""Replace layers step by step, training after each: Mamba in the Llama's schedules (Wang et al. 2024, section 3.2).
+
+    python -m recipes.progressive_sft --schedule stepwise --steps 4 -- --config sft.yaml --output_dir OUT ...
+
+What follows `--` goes to recipes.sft. `model_name_or_path` there is the hybrid with all its mixers, aligned, which
+lends them to the steps; layers whose turn has not come yet have the teacher's attention. Every step starts from the
+step before, on its own part of the data (the n-th of the steps), and lies in OUT.steps/; the last one is OUT.
+
+Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, the rest),
+`first-to-last`, or a YAML file with a list of lists of layers, those each step adds. `--steps` groups an order.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+import yaml
+from torch import nn
+
+from convert import convert
+from convert.pipeline import add_code, staged
+from convert.plan import MIXER_LAYERS, STUDENTS
+
+from . import sft
+from .arguments import LossArguments, RunArguments, TeacherArguments, parse
+from .load import load_student
+from .run import console, one_line_errors
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
+    """The layers each step adds, for the layers that are mixers in the end.
+
+    Raises:
+        ValueError: an unknown schedule, or a file whose layers are not those.
+    """
+    if schedule == "first-to-last":
+        return [[layer] for layer in mixers]
+    if schedule == "stepwise":
+        return [[layer] for layer in sorted(mixers, key=_stepwise_rank)]
+    path = Path(schedule)
+    if not path.is_file():
+        raise ValueError(f"Schedule {schedule} is neither stepwise, first-to-last nor a file.")
+    steps = yaml.safe_load(path.read_text())
+    if not isinstance(steps, list) or not all(isinstance(s, list) and s for s in steps):
+        raise ValueError(f"{schedule} must hold a list of lists of layers.")
+    if sorted(layer for step in steps for layer in step) != sorted(mixers):
+        raise ValueError(f"The steps of {schedule} must add each of the layers {mixers} once.")
+    return steps
+
+
+def _stepwise_rank(layer: int) -> tuple[int, int]:
+    """Layers 0, 2, 4, ..., then 1, 5, 9, ..., then 3, 11, 19, ..., then the rest."""
+    if layer % 2 == 0:
+        return 0, layer
+    if layer % 4 == 1:
+        return 1, layer
+    return (2, layer) if layer % 8 == 3 else (3, layer)
+
+
+def grouped(order: list[list[int]], steps: int | None) -> list[list[int]]:
+    """The same order in so many steps, as equal as can be.
+
+    Raises:
+        ValueError: more steps than layers, or none.
+    """
+    if steps is None:
+        return order
+    if not 1 <= steps <= len(order):
+        raise ValueError(f"--steps must lie between 1 and {len(order)}, not {steps}.")
+    edges = [round(i * len(order) / steps) for i in range(steps + 1)]
+    return [[layer for entry in order[a:b] for layer in entry] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@torch.no_grad()
+def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, mixers: set[int]) -> nn.Module:
+    """A hybrid whose mixers are the layers `mixers`.
+
+    Args:
+        lender: has all mixers. attention: the teacher as a hybrid without any. before: the step before, whose weights
+            win where it has them.
+
+    Raises:
+        ValueError: a weight is in none of them.
+    """
+    config = type(lender.config)(**lender.config.to_dict())
+    kinds = zip(lender.config.layer_types, attention.config.layer_types, strict=True)
+    config.layer_types = [ours if i in mixers else theirs for i, (ours, theirs) in enumerate(kinds)]
+    if config.hybrid_full_heads is not None:
+        config.hybrid_full_heads = [heads if i in mixers else [] for i, heads in enumerate(config.hybrid_full_heads)]
+    model = STUDENTS[config.model_type][1](config)
+    sources = [attention.state_dict(), lender.state_dict(), {} if before is None else before.state_dict()]
+    # what lies outside the mixers is the teacher's, unless the lender has been trained
+    state = {}
+    for name, tensor in model.state_dict().items():
+        found = next((s[name] for s in reversed(sources) if name in s), None)
+        if found is None or found.shape != tensor.shape:
+            raise ValueError(f"{name} is neither in the hybrid nor in its teacher.")
+        state[name] = found
+    model.load_state_dict(state)
+    model.generation_config = lender.generation_config
+    return model
+
+
+def write_step(model: nn.Module, lender: Path, before: Path | None, folder: Path) -> None:
+    """A composed model as a checkpoint, with the lender's tokenizer and the record of the steps before."""
+    with staged(folder) as staging:
+        kept_out = shutil.ignore_patterns("*.safetensors*", "config.json", "training.*")
+        shutil.copytree(lender, staging, dirs_exist_ok=True, ignore=kept_out)
+        if before is not None:
+            shutil.copyfile(before / "training.json", staging / "training.json")
+        model.save_pretrained(staging)
+        add_code(model.config, staging, model.dtype)
+
+
+def run(arguments: list[str], schedule: str, steps: int | None) -> list[dict]:
+    """All steps; the figures of each."""
+    _, config, model_config, _, teaching, _, run_arguments = parse(
+        sft.SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=arguments
+    )
+    if run_arguments.data_chunk is not None:
+        raise ValueError("data_chunk is set for each step; leave it out.")
+    lender_folder, output = Path(model_config.model_name_or_path or ""), Path(config.output_dir).expanduser().resolve()
+    lender, _ = load_student(model_config)
+    if not lender_folder.is_dir():
+        raise ValueError("model_name_or_path must be a folder here; download the hybrid first.")
+    if teaching.teacher_model_name_or_path is None:
+        raise ValueError("teacher_model_name_or_path is missing; the layers to come have its attention.")
+    replaced = [i for i, kind in enumerate(lender.config.layer_types) if kind in MIXER_LAYERS]
+    plan = grouped(order_of(schedule, replaced), steps)
+    work = output.with_name(f"{output.name}.steps")
+    if not (work / "attention" / "config.json").is_file():
+        convert(teaching.teacher_model_name_or_path, work / "attention", attention_ratio=1.0, align="none")
+    attention, _ = load_student(
+        type(model_config)(model_name_or_path=str(work / "attention"), dtype=model_config.dtype)
+    )
+    reports, before, mixers = [], None, set()
+    for number, added in enumerate(plan, 1):
+        mixers |= set(added)
+        last = number == len(plan)
+        target = output if last else work / f"{number}"
+        console.print(f"step {number} of {len(plan)}: layers {added}", highlight=False)
+        if (target / "config.json").is_file() and not last:
+            reports.append(json.loads((target / "training.json").read_text())[-1])
+        else:
+            trained = None if before is None else load_student(_at(model_config, before))[0]
+            start = work / f"{number}.start"
+            if not (start / "config.json").is_file():
+                write_step(compose(lender, attention, trained, mixers), lender_folder, before, start)
+            own = ["--model_name_or_path", str(start), "--output_dir", str(target)]
+            reports.append(sft.main([*arguments, *own, "--data_chunk", f"{number}/{len(plan)}"]))
+            shutil.rmtree(start)
+        before = target
+    shutil.rmtree(work)
+    return reports
+
+
+def _at(model_config, folder: Path):
+    return type(model_config)(model_name_or_path=str(folder), dtype=model_config.dtype)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def command(
+    context: typer.Context,
+    schedule: Annotated[str, typer.Option(help="stepwise, first-to-last, or a YAML file.")] = "stepwise",
+    steps: Annotated[int | None, typer.Option(help="Group the order into so many steps.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tracebacks.")] = False,
+) -> None:
+    """Replace layers step by step; the arguments after -- are those of recipes.sft."""
+    with one_line_errors(verbose):
+        for report in run(context.args, schedule, steps):
+            print(json.dumps({key: report[key] for key in ("before", "after")}))
+
+
+if __name__ == "__main__":
+    sys.exit(app())

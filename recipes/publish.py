@@ -1,0 +1,63 @@
+"""python -m recipes.publish FOLDER REPOSITORY [--private]: push a finished model; again, after an interruption.
+
+What the Hub has already received of an interrupted upload is not sent again: it knows large files by their hash.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token
+
+from convert.config import ConversionConfig
+from convert.pipeline import prepare_repository, push_errors
+
+
+def repository_for(name: str, private: bool | None) -> str:
+    """Make sure the Hub will take a model, before it is trained rather than after.
+
+    Raises:
+        ValueError: there is no token, the Hub refuses, or the repository is public and was to be private.
+    """
+    if get_token() is None:
+        raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
+    options = ConversionConfig(model="unused", output="unused", push_to_hub=name, private=bool(private))
+    return prepare_repository(options)
+
+
+def upload(folder: Path, repository: str, message: str) -> None:
+    """Push a whole folder; files of an earlier upload that would win over this one's are removed."""
+    HfApi().upload_folder(
+        repo_id=repository,
+        folder_path=folder,
+        commit_message=message,
+        delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.py"],
+    )
+
+
+def publish(folder: Path, repository: str, private: bool = False) -> str:
+    """Push a finished model; the repository's full name.
+
+    Raises:
+        ValueError: the folder is no checkpoint, there is no token, or the Hub refuses.
+    """
+    if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} is no finished model: it needs config.json and safetensors files.")
+    repository = repository_for(repository, private)
+    with push_errors(repository):
+        upload(folder, repository, "Add hybrid")
+    return repository
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("repository")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--verbose", action="store_true", help="tracebacks")
+    arguments = parser.parse_args()
+    from recipes.run import one_line_errors
+
+    with one_line_errors(arguments.verbose):
+        print(publish(arguments.folder, arguments.repository, arguments.private))
+    sys.exit(0)

@@ -1,0 +1,250 @@
+"""What every training recipe does around its trainer: refuse early, resume, measure before and after, finish, push."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.markup import escape
+from torch import nn
+from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer
+from trl import ModelConfig
+
+from convert.alignment.distillation import last_whole_checkpoint
+from convert.pipeline import check_apart, check_output
+
+from .arguments import RunArguments, conversion_of
+from .estimate import estimate
+from .finish import StageRecord, hyperparameters, write_checkpoint
+from .peft_vectors import MixerVectors
+from .publish import push_errors, repository_for, upload
+
+console = Console(stderr=True)
+NOT_OF_THE_RUN = (
+    "hub_token",
+    "hub_private_repo",
+    "keep_checkpoints",
+    "logging_dir",
+    "output_dir",
+    "overwrite",
+    "push_to_hub",
+    "hub_model_id",
+    "report_to",
+    "resume_from_checkpoint",
+    "run_name",
+)
+
+
+class Run(contextlib.AbstractContextManager):
+    """A recipe's run from its arguments to a finished folder.
+
+    Args:
+        stage: what the recipe is called. config: the trainer's arguments; its output_dir becomes OUTPUT_DIR.work.
+        model_config: names the student. arguments: where the result goes.
+        others: the recipe's other arguments; with all of them the same, a run is the same.
+    """
+
+    def __init__(self, stage: str, config: Any, model_config: ModelConfig, arguments: RunArguments, *others: Any):
+        self.stage, self.config, self.model_config, self.arguments = stage, config, model_config, arguments
+        self.state = PartialState()
+        self.output = Path(config.output_dir).expanduser().resolve()
+        self.work = self.output.with_name(f"{self.output.name}.work")
+        self._check(model_config.model_name_or_path)
+        self.repository = None
+        if config.push_to_hub:
+            self.repository = repository_for(config.hub_model_id or self.output.name, config.hub_private_repo)
+        config.push_to_hub = False  # the finished folder is pushed, not checkpoints
+        config.output_dir = str(self.work)
+        self.key = self._key(config.to_dict(), *map(dataclasses.asdict, (model_config, arguments, *others)))
+
+    def __exit__(self, *exc: object) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and exc[0] is None:
+            torch.distributed.barrier()
+
+    def _check(self, student: str | None) -> None:
+        if student is None:
+            raise ValueError("model_name_or_path is missing; it names the hybrid to train.")
+        if self.model_config.use_peft and self.arguments.trainable != "all":
+            raise ValueError("With LoRA the adapters are trained; leave trainable at 'all'.")
+        if self.arguments.train_decays and not self.model_config.use_peft:
+            raise ValueError("train_decays is for LoRA; without it everything is trained anyway.")
+        if self.model_config.use_peft and (os.environ.get("ACCELERATE_USE_FSDP") == "true"):
+            raise ValueError("LoRA under FSDP cannot be merged into the model at the end; use DDP.")
+        if self.state.is_main_process:
+            check_output(self.output, self.arguments.overwrite)
+            if Path(student).expanduser().is_dir():
+                check_apart(self.output, Path(student).expanduser())
+
+    def _key(self, *settings: dict[str, Any]) -> str:
+        """Of everything that the result depends on; a checkpoint of another run must not be continued."""
+        kept = [{k: v for k, v in values.items() if k not in NOT_OF_THE_RUN} for values in settings]
+        return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
+
+    def check_rows(self, given: int, trainer: Trainer) -> None:
+        """Say how many rows the trainer's preparation left out.
+
+        Raises:
+            ValueError: all of them.
+        """
+        left, packed = len(trainer.train_dataset), getattr(self.config, "packing", False)
+        if not left:
+            raise ValueError(
+                f"Nothing is left of the data's {given} rows: every prompt fills max_length "
+                f"({self.config.max_length}); raise it or shorten the prompts."
+            )
+        if left < given and not packed:
+            self._say(f"[yellow]{given - left} of {given} rows left out:[/] the prompt alone fills max_length.")
+
+    def train(
+        self,
+        trainer: Trainer,
+        teacher: nn.Module | None,
+        tokenizer: PreTrainedTokenizerBase,
+        data: str,
+        settings: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Train, write the finished folder, push it; what was measured before and after."""
+        trainer.remove_callback(PrinterCallback)
+        if self.arguments.train_decays:
+            trainer.add_callback(MixerVectors(trainer.model))
+        checkpoint = self._checkpoint()
+        self._say(f"{self.stage}: {self._estimate(trainer, teacher)}")
+        before = self._before(trainer, checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        after = trainer.evaluate() if trainer.eval_dataset is not None else {}
+        record = StageRecord(
+            stage=self.stage,
+            teacher=self._teacher_name(teacher),
+            data=Path(data).stem if Path(data).exists() else data,
+            settings=settings | hyperparameters(self.config),
+            before=_figures(before),
+            after=_figures(after),
+            log=trainer.state.log_history,
+            tokens=next(
+                (entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), None
+            ),
+        )
+        self._finish(trainer, tokenizer, record)
+        return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.output)}
+
+    def _checkpoint(self) -> str | None:
+        """The newest whole checkpoint of this very run."""
+        path = self.work / "run.json"
+        known = json.loads(path.read_text())["key"] if path.is_file() else None
+        checkpoint = last_whole_checkpoint(self.work)
+        if checkpoint is not None and known != self.key:
+            raise ValueError(f"{self.work} holds checkpoints of another run; delete it, or choose another output_dir.")
+        self.state.wait_for_everyone()
+        if self.state.is_main_process:
+            self.work.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"key": self.key} | self._read_run()))
+        return checkpoint
+
+    def _read_run(self) -> dict[str, Any]:
+        path = self.work / "run.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        return {k: v for k, v in known.items() if k != "key"} if known.get("key") == self.key else {}
+
+    def _before(self, trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
+        """Measured once; a resumed run takes it from where it wrote it down."""
+        if trainer.eval_dataset is None:
+            return {}
+        known = self._read_run().get("before") if checkpoint is not None else None
+        if known is not None:
+            return known
+        before = trainer.evaluate()
+        if self.state.is_main_process:
+            (self.work / "run.json").write_text(json.dumps({"key": self.key, "before": before}))
+        return before
+
+    def _teacher_name(self, teacher: nn.Module | None) -> str | None:
+        if teacher is None:
+            return None
+        name = teacher.config._name_or_path or conversion_of(self.model_config.model_name_or_path).get("teacher", "")
+        return Path(name).name if Path(name).exists() else name
+
+    def _estimate(self, trainer: Trainer, teacher: nn.Module | None) -> str:
+        config, rows = self.config, trainer.train_dataset
+        per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+        steps = config.max_steps
+        if steps <= 0:
+            steps = math.ceil(math.ceil(len(rows) / per_step) * config.num_train_epochs)
+        return str(estimate(trainer.model, teacher, config, per_step * _typical_length(rows), steps))
+
+    def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
+        model = whole_model(trainer)
+        if self.state.is_main_process:
+            write_checkpoint(model, tokenizer, self.model_config.model_name_or_path, self.output, record)
+            if self.repository is not None:
+                with push_errors(f"{self.repository} (the model is complete in {self.output})"):
+                    upload(self.output, self.repository, f"Add {self.stage}")
+            if not self.arguments.keep_checkpoints:
+                shutil.rmtree(self.work, ignore_errors=True)
+            self._say(f"[green]{self.stage}[/] -> {self.output}")
+        self.state.wait_for_everyone()
+
+    def _say(self, text: str) -> None:
+        if self.state.is_main_process:
+            console.print(text, highlight=False)
+
+
+def whole_model(trainer: Trainer) -> nn.Module:
+    """The trained model in one piece: adapters merged, shards gathered (by every process at once)."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "merge_and_unload"):
+        return model.merge_and_unload()
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        whole = type(model)(model.config)
+        whole.generation_config = model.generation_config
+        if trainer.accelerator.is_main_process:
+            whole.load_state_dict(state)
+        return whole
+    return model
+
+
+def _typical_length(rows: Any) -> int:
+    column = next((c for c in ("input_ids", "chosen_ids") if c in rows.column_names), None)
+    if column is None:
+        return 512
+    sample = rows[: min(len(rows), 256)]
+    lengths = [len(ids) for ids in sample[column]]
+    if column == "chosen_ids":  # prompt and answer, twice
+        pairs = zip(sample["prompt_ids"], sample["chosen_ids"], sample["rejected_ids"], strict=True)
+        lengths = [2 * len(p) + len(c) + len(r) for p, c, r in pairs]
+    return max(round(sum(lengths) / len(lengths)), 1)
+
+
+def _figures(metrics: dict[str, Any]) -> dict[str, float]:
+    skip = ("runtime", "per_second", "epoch", "num_tokens", "preparation_time")
+    return {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
+
+
+@contextlib.contextmanager
+def one_line_errors(verbose: bool) -> Iterator[None]:
+    """An error that the user can mend is one line and exit code 1; all of it with --verbose."""
+    if not verbose:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        warnings.simplefilter("ignore", FutureWarning)  # the libraries' to one another
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("[red]error:[/] interrupted; the same command goes on from the last checkpoint.")
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        if verbose:
+            raise
+        console.print(f"[red]error:[/] {escape(' '.join(str(error).split()) or type(error).__name__)}", soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,63 @@
+"""Supervised fine-tuning of a hybrid with its teacher: CE on answers + KL to the teacher (SeqKD with its own answers).
+
+    python -m recipes.sft --config recipes/configs/llamba/sft.yaml [--any_key value ...]
+    accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml -m recipes.sft --config ...
+
+The keys are those of TRL's ScriptArguments, SFTConfig, ModelConfig (LoRA among them) and DatasetMixtureConfig, and of
+TeacherArguments, LossArguments and RunArguments in recipes/arguments.py. Data: `messages`, `prompt` and `completion`,
+or `text`. The finished model lies in output_dir; checkpoints in OUTPUT_DIR.work, from which an interrupted run goes on
+when the same command is given again.
+"""
+
+import sys
+from typing import Any
+
+from trl import SFTConfig, get_peft_config
+
+from .arguments import LossArguments, RunArguments, TeacherArguments, parse
+from .load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
+from .run import Run, one_line_errors
+from .sft_trainer import DistilledSFTTrainer, set_trainable
+
+COLUMNS = [{"messages"}, {"prompt", "completion"}, {"text"}, {"conversations"}, {"input_ids"}]
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run it; the figures before and after."""
+    script, config, model_config, mixture, teaching, loss, run_arguments = parse(
+        SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=argv
+    )
+    evaluates = config.eval_strategy != "no"
+    with Run("sft", config, model_config, run_arguments, script, mixture, teaching, loss) as run:
+        train, held_out = load_splits(script, mixture, evaluates, COLUMNS)
+        train = run_arguments.chunk_of(train)
+        check_completions(train, ("completion",))
+        student, tokenizer = load_student(model_config, config.trust_remote_code)
+        teacher = None
+        if loss.kl_weight:
+            teacher = load_teacher(teaching, model_config.model_name_or_path, config.trust_remote_code)
+            check_vocabularies(student, teacher)
+        if not model_config.use_peft:
+            set_trainable(student, run_arguments.trainable)
+        trainer = DistilledSFTTrainer(
+            student,
+            config,
+            teacher=teacher,
+            weights=loss.weights(),
+            other_learning_rate=run_arguments.other_learning_rate,
+            offline_top_k=loss.offline_top_k,
+            offline_folder=run.work / "teacher",
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(model_config),
+        )
+        run.check_rows(len(train), trainer)
+        settings = {"ce_weight": loss.ce_weight, "kl_weight": loss.kl_weight, "divergence": loss.divergence}
+        settings |= {"temperature": loss.temperature, "trainable": run_arguments.trainable}
+        return run.train(trainer, teacher, tokenizer, script.dataset_name or "a mixture", settings)
+
+
+if __name__ == "__main__":
+    with one_line_errors("--verbose" in sys.argv):
+        main([argument for argument in sys.argv[1:] if argument != "--verbose"])

@@ -1,0 +1,140 @@
+"""The chunked loss against the one anybody would write, values and gradients, in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from recipes import distillation_loss as module
+from recipes.distillation_loss import (
+    IGNORED,
+    LossWeights,
+    TopK,
+    add_distillation_head,
+    chunk_loss,
+    distillation_loss,
+    divergence,
+    naive_loss,
+)
+from tests.students import make_student
+from tests.teachers import make_teacher, random_ids
+
+WEIGHTS = [
+    LossWeights(),
+    LossWeights(ce_weight=1.0, kl_weight=0.1),
+    LossWeights(ce_weight=1.0, kl_weight=0.0),
+    LossWeights(ce_weight=0.5, divergence="reverse"),
+    LossWeights(divergence="js", temperature=2.0),
+    LossWeights(divergence="reverse", temperature=0.5),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 128 * 17)
+
+
+def example(bias: bool):
+    torch.manual_seed(1)
+    heads = [nn.Linear(n, 128, bias=bias).double() for n in (12, 20)]  # a teacher may be wider
+    hidden = [torch.randn(2, 50, n, dtype=torch.float64) for n in (12, 20)]
+    labels = random_ids(2, 50).masked_fill(torch.rand(2, 50) < 0.4, IGNORED)
+    return heads, hidden, labels
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_values_and_gradients_equal_the_naive_ones(weights, bias):
+    (head, teacher_head), (hidden, teacher_hidden), labels = example(bias)
+    results = []
+    for chunked in (True, False):
+        leaf = hidden.clone().requires_grad_()
+        head.zero_grad()
+        if chunked:
+            counts = labels[:, 1:] != IGNORED
+            of_teacher = teacher_hidden[:, :-1][counts]
+            out = distillation_loss(
+                leaf[:, :-1][counts], head, labels[:, 1:][counts], lambda s, t=of_teacher: teacher_head(t[s]), weights
+            )
+            assert out.tokens == counts.sum() and len(counts.nonzero()) > 3 * 17  # several chunks
+            loss = out.loss / out.tokens
+        else:
+            loss = naive_loss(head(leaf), teacher_head(teacher_hidden).detach(), labels, weights)
+        loss.backward()
+        results.append([loss.detach(), leaf.grad, *(p.grad.clone() for p in head.parameters())])
+    for ours, naive in zip(*results, strict=True):
+        torch.testing.assert_close(ours, naive, rtol=1e-10, atol=1e-12)
+    assert all(p.grad is None for p in teacher_head.parameters())
+
+
+def test_divergences_are_those_of_the_textbook():
+    p, q = (torch.randn(5, 7, dtype=torch.float64).softmax(-1) for _ in range(2))
+    kl = (p * (p / q).log()).sum(-1)
+    torch.testing.assert_close(divergence("forward", p.log(), q.log()), kl)
+    torch.testing.assert_close(divergence("reverse", q.log(), p.log()), kl)
+    m = (p + q) / 2
+    js = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
+    torch.testing.assert_close(divergence("js", p.log(), q.log()), js)
+    assert divergence("js", p.log(), p.log()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", ("forward", "reverse", "js"))
+def test_top_k_of_everything_but_one_token_is_the_whole_distribution(kind):
+    student, teacher, labels = torch.randn(6, 9), torch.randn(6, 9), torch.randint(9, (6,))
+    weights = LossWeights(ce_weight=0.3, divergence=kind)
+    whole, sums = chunk_loss(student, labels, teacher, weights)
+    log_probs, ids = teacher.log_softmax(-1).topk(8)
+    kept, kept_sums = chunk_loss(student, labels, TopK(ids, log_probs), weights)
+    torch.testing.assert_close(kept, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(kept_sums, sums, rtol=1e-4, atol=1e-5)
+    # joining outcomes can only lose divergence
+    few, _ = chunk_loss(student, labels, TopK(ids[:, :2], log_probs[:, :2]), LossWeights(divergence=kind))
+    assert 0 <= few <= chunk_loss(student, labels, teacher, LossWeights(divergence=kind))[0] + 1e-5
+
+
+@pytest.mark.parametrize("family", ("llamba", "phimamba"))
+def test_a_model_with_the_head_gives_the_loss_and_is_otherwise_what_it_was(family):
+    student, teacher = make_student(family), make_teacher("llama-gqa").double()
+    ids = random_ids(2, 24)
+    labels = ids.clone()
+    labels[:, :9] = IGNORED
+    before = student(ids).logits
+    expected = naive_loss(before, teacher(ids).logits, labels, LossWeights(ce_weight=1.0))
+    add_distillation_head(student)
+    torch.testing.assert_close(student(ids).logits, before)
+
+    def signal(counts):
+        hidden = teacher.model(ids).last_hidden_state[:, :-1][counts]
+        return lambda span: teacher.lm_head(hidden[span])
+
+    out = student(input_ids=ids, labels=labels, distillation=(signal, LossWeights(ce_weight=1.0)))
+    torch.testing.assert_close(out.loss / out.tokens, expected, rtol=1e-5, atol=1e-6)
+    assert out.tokens == 2 * 15
+
+
+def test_no_counting_token_is_a_loss_of_zero_that_can_be_differentiated():
+    head, hidden = nn.Linear(4, 128), torch.randn(0, 4, requires_grad=True)
+    out = distillation_loss(hidden, head, torch.zeros(0, dtype=torch.long), None, LossWeights(1.0, 0.0))
+    out.loss.backward()
+    assert out.loss == 0 and head.weight.grad.abs().max() == 0
+
+
+def test_evaluation_keeps_no_gradient():
+    head, hidden = nn.Linear(4, 128), torch.randn(40, 4)
+    with torch.no_grad():
+        out = distillation_loss(hidden, head, torch.zeros(40, dtype=torch.long), None, LossWeights(1.0, 0.0))
+    assert not out.loss.requires_grad
+    torch.testing.assert_close(out.loss, nn.functional.cross_entropy(head(hidden), torch.zeros(40).long()) * 40)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (dict(ce_weight=-1.0), "must not be negative"),
+        (dict(ce_weight=0.0, kl_weight=0.0), "nor both zero"),
+        (dict(temperature=0.0), "temperature must be positive"),
+        (dict(divergence="l2"), "forward, reverse or js"),
+    ],
+)
+def test_weights_that_cannot_be(options, expected):
+    with pytest.raises(ValueError, match=expected):
+        LossWeights(**options)

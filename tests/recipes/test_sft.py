@@ -1,0 +1,322 @@
+"""SFT with a teacher on tiny models: what is counted, what changes, resuming, adapters, remote code, bad input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes import progressive_sft, sft
+from recipes.distillation_loss import divergence
+from recipes.sft_trainer import DistilledSFTTrainer
+from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    teacher = save_chat_teacher(folder / "teacher")
+    phi = save_chat_teacher(folder / "phi", "phi")
+    return {
+        "teacher": teacher,
+        "llamba": save_hybrid(teacher, folder / "llamba"),
+        "phi": phi,
+        "phimamba": save_hybrid(phi, folder / "phimamba"),
+        "beside": save_hybrid(teacher, folder / "beside", window=4, sinks=1),
+        "data": conversations(folder / "data"),
+    }
+
+
+def arguments(world, output, *more, student="llamba"):
+    teacher = world["phi" if student == "phimamba" else "teacher"]
+    return common_arguments(world[student], teacher, world["data"], output, *more)
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_from_data_to_an_ordinary_model(world, tmp_path):
+    before = weights(world["llamba"]), weights(world["teacher"])
+    report = sft.main(arguments(world, tmp_path / "out"))
+    assert report["after"]["eval_kl"] < report["before"]["eval_kl"]
+    assert not (tmp_path / "out.work").exists()
+    trained = weights(tmp_path / "out")
+    assert {k for k, v in trained.items() if torch.equal(v, before[0][k])} == set()
+    assert all(torch.equal(v, before[1][k]) for k, v in weights(world["teacher"]).items())
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert [stage["stage"] for stage in record] == ["sft"] and record[0]["after"] == report["after"]
+    assert [entry["step"] for entry in record[0]["log"] if "loss" in entry] == [1, 2]
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert {r.metric_type: r.metric_value for r in card.data.eval_results}["kl"] == pytest.approx(
+        report["after"]["eval_kl"], abs=1e-6
+    )
+    assert "Not aligned" not in card.text and "Trained end to end" in card.text and "training.png" in card.text
+    again = sft.main(arguments(world | {"llamba": tmp_path / "out"}, tmp_path / "again"))
+    assert again["before"]["eval_kl"] == pytest.approx(report["after"]["eval_kl"], rel=1e-5)
+    assert len(json.loads((tmp_path / "again" / "training.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("student", ("llamba", "phimamba", "beside"))
+def test_only_the_answers_count_with_padding_and_with_packing(student, world, tmp_path):
+    """The KL reported is that of each conversation by itself, over its answer's tokens and their end."""
+    teacher = AutoModelForCausalLM.from_pretrained(world["phi" if student == "phimamba" else "teacher"])
+    tokenizer = AutoTokenizer.from_pretrained(world["teacher"])
+    model = AutoModelForCausalLM.from_pretrained(world[student])
+    total = counted = 0
+    for line in (world["data"] / "test.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt, whole = (
+            tokenizer.apply_chat_template(turns, add_generation_prompt=generate, return_dict=True)["input_ids"]
+            for turns, generate in ((row["prompt"], True), (row["prompt"] + row["completion"], False))
+        )
+        with torch.no_grad():
+            p, q = (m(torch.tensor([whole])).logits[0].log_softmax(-1) for m in (teacher, model))
+        span = slice(len(prompt) - 1, len(whole) - 1)
+        total += divergence("forward", p[span], q[span]).sum().item()
+        counted += len(whole) - len(prompt)
+    options = ("--max_length", "40", "--learning_rate", "0")
+    for i, more in enumerate((options, (*options, "--packing", "true", "--per_device_eval_batch_size", "1"))):
+        report = sft.main(arguments(world, tmp_path / str(i), *more, student=student))
+        assert report["before"]["eval_kl"] == pytest.approx(total / counted, rel=1e-4)
+
+
+def test_what_the_teacher_said_once_is_used_again(world, tmp_path, monkeypatch):
+    """With all but one of the tokens kept, the same training as with the teacher at hand; the files are reused."""
+    online = sft.main(arguments(world, tmp_path / "online"))
+    offline = ("--offline_top_k", "127", "--keep_checkpoints", "true")
+    first = sft.main(arguments(world, tmp_path / "offline", *offline))
+    assert first["after"]["eval_kl"] == pytest.approx(online["after"]["eval_kl"], rel=5e-3)
+    for packing in ("false", "true"):
+        few = sft.main(
+            arguments(world, tmp_path / packing, "--offline_top_k", "8", "--packing", packing, "--max_length", "40")
+        )
+        assert 0 < few["before"]["eval_kl"] < online["before"]["eval_kl"]
+    from recipes import offline_logits
+
+    def no_teacher(*_):
+        raise AssertionError("the teacher was asked again")
+
+    monkeypatch.setattr(offline_logits, "final_hidden", no_teacher)
+    again = sft.main(arguments(world, tmp_path / "offline", *offline, "--overwrite", "true"))
+    assert again == first
+
+
+def test_interrupted_in_the_middle_of_an_epoch_it_ends_with_the_same_weights(world, tmp_path, monkeypatch):
+    more = ("--max_steps", "5", "--save_strategy", "steps", "--save_steps", "2", "--gradient_accumulation_steps", "2")
+    sft.main(arguments(world, tmp_path / "straight", *more))
+    step, calls = DistilledSFTTrainer.training_step, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistilledSFTTrainer, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sft.main(arguments(world, tmp_path / "broken", *more))
+    assert not (tmp_path / "broken").exists() and (tmp_path / "broken.work" / "checkpoint-2").is_dir()
+    with pytest.raises(ValueError, match="checkpoints of another run"):
+        sft.main(arguments(world, tmp_path / "broken", *more, "--kl_weight", "0.5"))
+    report = sft.main(arguments(world, tmp_path / "broken", *more))
+    straight = json.loads((tmp_path / "straight" / "training.json").read_text())[0]
+    assert report["before"] == straight["before"] and report["after"] == straight["after"]
+    for name, tensor in weights(tmp_path / "broken").items():
+        assert torch.equal(tensor, weights(tmp_path / "straight")[name]), name
+
+
+@pytest.mark.parametrize("what, others", [("mixers", 0), ("all-but-mlp", 1), ("all", 1)])
+def test_trainable_parts(what, others, world, tmp_path):
+    sft.main(arguments(world, tmp_path / "out", "--trainable", what, "--other_learning_rate", "1e-4"))
+    before, after = weights(world["llamba"]), weights(tmp_path / "out")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in before if ".mixer." in name} <= changed
+    rest = {name for name in changed if ".mixer." not in name}
+    assert bool(rest) == bool(others) and any(".mlp." in name for name in rest) == (what == "all")
+
+
+def test_the_loss_is_what_the_weights_say(world, tmp_path):
+    loss = ("--ce_weight", "0.5", "--kl_weight", "2", "--learning_rate", "0")
+    before = sft.main(arguments(world, tmp_path / "a", *loss, "--per_device_eval_batch_size", "4"))["before"]
+    assert before["eval_loss"] == pytest.approx(0.5 * before["eval_ce"] + 2 * before["eval_kl"], rel=1e-5)
+    alone = sft.main(
+        arguments(world, tmp_path / "b", "--kl_weight", "0", "--ce_weight", "1", "--per_device_eval_batch_size", "4")
+    )["before"]
+    assert alone["eval_loss"] == pytest.approx(alone["eval_ce"], rel=1e-5) and "eval_kl" not in alone
+
+
+def test_gradient_accumulation_and_checkpointing_change_nothing(world, tmp_path):
+    runs = {
+        "plain": ("--per_device_train_batch_size", "4"),
+        "accumulated": ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"),
+        "checkpointed": ("--per_device_train_batch_size", "4", "--gradient_checkpointing", "true"),
+    }
+    figures = {name: sft.main(arguments(world, tmp_path / name, *more))["after"] for name, more in runs.items()}
+    for name in ("accumulated", "checkpointed"):
+        assert figures[name]["eval_kl"] == pytest.approx(figures["plain"]["eval_kl"], rel=2e-4), name
+
+
+def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(world, tmp_path, monkeypatch):
+    lora = (
+        "--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "in_proj", "out_proj", "q_proj",
+        "--lora_modules_to_save", "conv1d", "--train_decays", "true", "--max_steps", "4", "--eval_steps", "4",
+        "--save_strategy", "steps", "--save_steps", "2",
+    )  # fmt: skip
+    sft.main(arguments(world, tmp_path / "out", *lora))
+    before, after = weights(world["llamba"]), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name.split(".", 3)[-1] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {
+        "mixer.in_proj.weight", "mixer.out_proj.weight", "self_attn.q_proj.weight", "mixer.conv1d.weight",
+        "mixer.conv1d.bias", "mixer.A_log_bias", "mixer.D", "mixer.z_bias",
+    }  # fmt: skip
+    step, calls = DistilledSFTTrainer.training_step, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistilledSFTTrainer, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sft.main(arguments(world, tmp_path / "broken", *lora))
+    sft.main(arguments(world, tmp_path / "broken", *lora))
+    for name, tensor in weights(tmp_path / "broken").items():
+        assert torch.equal(tensor, after[name]), name
+
+
+def test_the_code_in_the_folder_trains_as_the_installed_code_does(world, tmp_path):
+    """In a process of its own: the class that the folder ships, and the model it writes loads elsewhere."""
+    script = (
+        "import sys, json\n"
+        "from recipes import sft, load\n"
+        "kept = load.load_student\n"
+        "def load_and_say(*a, **k):\n"
+        "    model, tokenizer = kept(*a, **k)\n"
+        "    print(type(model).__module__)\n"
+        "    return model, tokenizer\n"
+        "sft.load_student = load_and_say\n"
+        "print(json.dumps(sft.main(sys.argv[1:])))\n"
+    )
+    argv = arguments(world, tmp_path / "remote", "--trust_remote_code", "true")
+    done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    module, report = done.stdout.strip().splitlines()[-2:]
+    assert module.startswith("transformers_modules."), module
+    local = sft.main(arguments(world, tmp_path / "local"))
+    assert json.loads(report)["after"] == pytest.approx(local["after"], rel=1e-5)
+    for name, tensor in weights(tmp_path / "remote").items():
+        torch.testing.assert_close(tensor, weights(tmp_path / "local")[name], msg=name)
+    assert {p.name for p in (tmp_path / "remote").glob("*.py")} == {p.name for p in (tmp_path / "local").glob("*.py")}
+
+
+def test_step_by_step_replacement(world, tmp_path, monkeypatch):
+    steps = []
+    run = sft.main
+
+    def watched(argv):
+        start = argv[len(argv) - 1 - argv[::-1].index("--model_name_or_path") + 1]
+        types = json.loads(open(f"{start}/config.json").read())["layer_types"]
+        report = run(argv)
+        steps.append((types.count("linear_attention"), argv[-1], report))
+        return report
+
+    monkeypatch.setattr(sft, "main", watched)
+    progressive_sft.run(arguments(world, tmp_path / "out"), "stepwise", None)
+    assert [(n, chunk) for n, chunk, _ in steps] == [(1, "1/2"), (2, "2/2")]
+    out = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert out.config.layer_types == AutoModelForCausalLM.from_pretrained(world["llamba"]).config.layer_types
+    assert len(json.loads((tmp_path / "out" / "training.json").read_text())) == 2
+    assert not (tmp_path / "out.steps").exists()
+
+
+def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
+    from convert import convert
+
+    convert(str(world["teacher"]), tmp_path / "attention", attention_ratio=1.0, align="none")
+    lender, attention = (AutoModelForCausalLM.from_pretrained(p) for p in (world["llamba"], tmp_path / "attention"))
+    replaced = [i for i, kind in enumerate(lender.config.layer_types) if kind == "linear_attention"]
+    whole = progressive_sft.compose(lender, attention, None, set(replaced))
+    none = progressive_sft.compose(lender, attention, None, set())
+    ids = torch.randint(3, 128, (1, 12))
+    torch.testing.assert_close(whole(ids).logits, lender(ids).logits)
+    torch.testing.assert_close(none(ids).logits, attention(ids).logits)
+    teacher = AutoModelForCausalLM.from_pretrained(world["teacher"])
+    torch.testing.assert_close(none(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_schedules():
+    assert progressive_sft.order_of("stepwise", list(range(8))) == [[i] for i in (0, 2, 4, 6, 1, 5, 3, 7)]
+    assert progressive_sft.grouped([[i] for i in range(5)], 2) == [[0, 1], [2, 3, 4]]
+    with pytest.raises(ValueError, match="between 1 and 2"):
+        progressive_sft.grouped([[0], [1]], 3)
+    with pytest.raises(ValueError, match="neither stepwise"):
+        progressive_sft.order_of("backwards", [0])
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        (("--dataset_name", "nowhere"), "cannot be read"),
+        (("--teacher_model_name_or_path", "/nowhere"), "does not load"),
+        (("--model_name_or_path", "{teacher}"), "not a hybrid"),
+        (("--dataset_train_split", "dev"), "no split 'dev'"),
+        (("--max_length", "3"), "Nothing is left"),
+        (("--temperature", "0"), "temperature must be positive"),
+        (("--kl_weight", "0"), "nor both zero"),
+        (("--load_in_4bit", "true"), "for the teacher"),
+        (("--teacher_load_in_4bit", "true"), "bitsandbytes"),
+        (("--push_to_hub", "true"), "needs a Hub token"),
+        (("--use_peft", "true", "--trainable", "mixers"), "leave trainable"),
+        (("--train_decays", "true"), "for LoRA"),
+        (("--data_chunk", "13/12"), "data_chunk must be N/M"),
+        (("--output_dir", "{llamba}"), "exists and is not empty"),
+        (("--no_such_key", "1"), "no_such_key"),
+        (("--config", "/nowhere.yaml"), "does not exist"),
+    ],
+)
+def test_bad_input_is_one_clear_error(more, expected, world, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    more = [part.format(**world) for part in more]
+    with pytest.raises(ValueError, match=expected):
+        sft.main(arguments(world, tmp_path / "out", *more))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"question": "w9", "answer": "w10"}, "needed are"),
+        ({"prompt": "w9 w8", "completion": " "}, "Row 0 of the data has an empty completion"),
+    ],
+)
+def test_data_that_cannot_be_used(row, expected, world, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=expected):
+        sft.main(arguments(world | {"data": tmp_path}, tmp_path / "out"))
+
+
+def test_another_vocabulary_is_refused(world, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.teachers import TINY
+
+    LlamaForCausalLM(LlamaConfig(**TINY | {"vocab_size": 130})).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="130 tokens and the student 128"):
+        sft.main(arguments(world | {"teacher": tmp_path / "other"}, tmp_path / "out"))
+
+
+def test_the_command_fails_with_one_line(world, tmp_path):
+    argv = arguments(world, tmp_path / "out", "--dataset_name", "nowhere")
+    done = subprocess.run([sys.executable, "-m", "recipes.sft", *argv], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error:"), done.stderr

@@ -1,0 +1,89 @@
+"""Tiny teachers that chat, hybrids made from them, and conversations; every word is a token."""
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from convert import convert
+from tests.teachers import make_teacher
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w4 ' if m['role'] == 'user' else 'w5 ' }}{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ ' w2 ' }}{% else %}{{ ' w6 ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
+)
+SPECIAL = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2"}
+
+
+def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Words w0 to w127."""
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_chat_teacher(folder: Path, name: str = "llama-gqa") -> Path:
+    """A tiny teacher with a tokenizer."""
+    make_teacher(name).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_hybrid(teacher: Path, folder: Path, **options) -> Path:
+    """A 50 % hybrid of it, mapped only."""
+    convert(str(teacher), folder, **{"align": "none", "attention_ratio": 0.5} | options)
+    return folder
+
+
+def words(rng: random.Random, low: int, high: int) -> str:
+    """A sentence of so many words."""
+    return " ".join(f"w{rng.randrange(7, 128)}" for _ in range(rng.randint(low, high)))
+
+
+def conversations(path: Path, count: int = 12, test: int = 4, seed: int = 0) -> Path:
+    """A folder with prompt-completion rows of different lengths."""
+    rng = random.Random(seed)
+    path.mkdir(parents=True, exist_ok=True)
+    for split, n in (("train", count), ("test", test)):
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": words(rng, 2, 7)}],
+                "completion": [{"role": "assistant", "content": words(rng, 3, 9)}],
+            }
+            for _ in range(n)
+        ]
+        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def preferences(path: Path, count: int = 8, test: int = 4, seed: int = 1) -> Path:
+    """A folder with prompt, chosen and rejected."""
+    rng = random.Random(seed)
+    path.mkdir(parents=True, exist_ok=True)
+    for split, n in (("train", count), ("test", test)):
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": words(rng, 2, 7)}],
+                "chosen": [{"role": "assistant", "content": words(rng, 3, 9)}],
+                "rejected": [{"role": "assistant", "content": words(rng, 3, 9)}],
+            }
+            for _ in range(n)
+        ]
+        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def common_arguments(hybrid: Path, teacher: Path, data: Path, output: Path, *more: str) -> list[str]:
+    """Flags that every recipe takes, for two quick steps on the CPU in float32."""
+    return [
+        "--model_name_or_path", str(hybrid), "--teacher_model_name_or_path", str(teacher),
+        "--dataset_name", str(data), "--output_dir", str(output), "--use_cpu", "true", "--bf16", "false",
+        "--report_to", "none", "--max_steps", "2", "--per_device_train_batch_size", "2",
+        "--learning_rate", "1e-3", "--logging_steps", "1", "--disable_tqdm", "true", "--save_strategy", "no",
+        "--eval_strategy", "steps", "--eval_steps", "2", "--gradient_checkpointing", "false", *more,
+    ]  # fmt: skip
