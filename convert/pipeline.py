@@ -389,3 +389,8 @@ def push_errors(repository: str) -> Iterator[None]:
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"The Hub did not take {repository}: {reason}") from error
+    except RuntimeError as error:  # how the client reports a large file that did not get through
+        if not isinstance(error.__cause__, (HfHubHTTPError, httpx2.HTTPError, OSError)):
+            raise
+        reason = " ".join(f"{error} {error.__cause__}".split())
+        raise ValueError(f"The upload of {repository} broke off; push again to go on: {reason}") from error

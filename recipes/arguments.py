@@ -44,6 +44,7 @@ class RunArguments:
     other_learning_rate: float | None = field(
         default=None, metadata={"help": "Peak, of everything but the mixers; learning_rate if left out."}
     )
+    max_shard_size: str = field(default="5GB", metadata={"help": "Largest file of the finished model's weights."})
     data_chunk: str | None = field(
         default=None, metadata={"help": "Train on a part of the rows, as 2/32: the second of 32 equal parts."}
     )

@@ -73,7 +73,12 @@ def check_finite(model: nn.Module) -> None:
 
 
 def write_checkpoint(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str, output: Path, record: StageRecord
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    output: Path,
+    record: StageRecord,
+    max_shard_size: str = "5GB",
 ) -> None:
     """The model in `output`, with the record of this stage added to those in `source`, the folder it came from.
 
@@ -92,7 +97,7 @@ def write_checkpoint(
         loss_curves(stages).savefig(folder / "training.png", dpi=120)
         card = ModelCard.load(known / "README.md") if (known / "README.md").is_file() else new_card(output.name)
         with_training(card, stages, output.name).save(folder / "README.md")
-        model.save_pretrained(folder, max_shard_size="5GB")
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
         add_code(model.config, folder, model.dtype)  # its config.json, written last, makes the folder a checkpoint
 
 

@@ -186,7 +186,8 @@ class Run(contextlib.AbstractContextManager):
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
         if self.state.is_main_process:
-            write_checkpoint(model, tokenizer, self.model_config.model_name_or_path, self.output, record)
+            source, size = self.model_config.model_name_or_path, self.arguments.max_shard_size
+            write_checkpoint(model, tokenizer, source, self.output, record, size)
             if self.repository is not None:
                 with push_errors(f"{self.repository} (the model is complete in {self.output})"):
                     upload(self.output, self.repository, f"Add {self.stage}")

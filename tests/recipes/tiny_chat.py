@@ -12,16 +12,17 @@ from tests.teachers import make_teacher
 
 TEMPLATE = (
     "{% for m in messages %}{{ 'w4 ' if m['role'] == 'user' else 'w5 ' }}{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ ' w2 ' }}{% else %}{{ ' w6 ' }}{% endif %}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ ' </s> ' }}{% else %}{{ ' w6 ' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
 )
-SPECIAL = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2"}
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Words w0 to w127."""
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w3"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    """Three special tokens, then the words w3 to w127."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL.values(), *(f"w{i}" for i in range(3, 128))])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
     tokenizer.chat_template = template
     return tokenizer

@@ -16,10 +16,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubServer:
-    """Serve on a free loopback port while the context lasts; `requests` records what was asked."""
+    """Serve on a free loopback port while the context lasts; `requests` records what was asked.
 
-    def __init__(self, root: Path):
-        self.root = root
+    Args:
+        root: a folder per repository lies in it. large_bytes: files above are uploaded as the Hub's large files.
+        refuse_after: so many large files are taken, and no more, as if the connection were lost; None: all.
+    """
+
+    def __init__(self, root: Path, large_bytes: int = 100_000, refuse_after: int | None = None):
+        self.root, self.large_bytes, self.refuse_after = root, large_bytes, refuse_after
         self.requests: list[str] = []
         self.private: dict[str, bool] = {}
         self.objects = root / ".lfs"
@@ -109,8 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, {"errors": [], "warnings": []})
         if match := re.fullmatch(r"/api/models/(.+)/preupload/(.+)", path):
             files = json.loads(self._body())["files"]
+            mode = {True: "lfs", False: "regular"}
             answer = [
-                {"path": f["path"], "uploadMode": "lfs" if f["size"] > 100_000 else "regular", "shouldIgnore": False}
+                {
+                    "path": f["path"],
+                    "uploadMode": mode[f["size"] > hub.large_bytes],
+                    "shouldIgnore": False,
+                }
                 for f in files
             ]
             return self._send(200, {"files": answer})
@@ -147,8 +157,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         path = self._record()
+        hub = self.server_state
+        if hub.refuse_after is not None:
+            hub.refuse_after -= 1
+            if hub.refuse_after < 0:
+                return self._fail(403, "Forbidden", "No more today.")
         oid, digest = path.split("/")[-1], hashlib.sha256()
-        target = self.server_state.objects / oid
+        target = hub.objects / oid
         remaining = int(self.headers["Content-Length"])
         with open(target.with_suffix(".part"), "wb") as file:
             while remaining:

@@ -1,0 +1,119 @@
+"""DPO against the teacher and on-policy distillation, on tiny models."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes import distillation, dpo
+from tests.recipes.tiny_chat import common_arguments, conversations, preferences, save_chat_teacher, save_hybrid
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dpo")
+    teacher = save_chat_teacher(folder / "teacher")
+    phi = save_chat_teacher(folder / "phi", "phi")
+    return {
+        "teacher": teacher,
+        "phi": phi,
+        "llamba": save_hybrid(teacher, folder / "llamba"),
+        "phimamba": save_hybrid(phi, folder / "phimamba"),
+        "data": preferences(folder / "pairs"),
+        "chats": conversations(folder / "chats", count=4, test=2),
+    }
+
+
+def arguments(world, output, *more, student="llamba", data="data"):
+    teacher = world["phi" if student == "phimamba" else "teacher"]
+    return common_arguments(world[student], teacher, world[data], output, *more)
+
+
+def answer_log_prob(model, tokenizer, prompt, answer) -> float:
+    """Of one answer after one prompt, by itself."""
+    start, whole = (
+        tokenizer.apply_chat_template(turns, add_generation_prompt=generate, return_dict=True)["input_ids"]
+        for turns, generate in ((prompt, True), (prompt + answer, False))
+    )
+    with torch.no_grad():
+        log_probs = model(torch.tensor([whole])).logits[0, :-1].log_softmax(-1)
+    picked = log_probs.gather(-1, torch.tensor(whole[1:])[:, None])[len(start) - 1 :, 0]
+    return picked.sum().item()
+
+
+@pytest.mark.parametrize("precompute", ("false", "true"))
+@pytest.mark.parametrize("student", ("llamba", "phimamba"))
+def test_rewards_are_against_the_teacher(student, precompute, world, tmp_path):
+    options = ("--beta", "0.2", "--precompute_ref_log_probs", precompute, "--per_device_eval_batch_size", "4")
+    report = dpo.main(arguments(world, tmp_path / "out", *options, student=student))
+    teacher = AutoModelForCausalLM.from_pretrained(world["phi" if student == "phimamba" else "teacher"])
+    model, tokenizer = (c.from_pretrained(world[student]) for c in (AutoModelForCausalLM, AutoTokenizer))
+    margins = []
+    for line in (world["data"] / "test.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        reward = {
+            name: answer_log_prob(model, tokenizer, row["prompt"], row[name])
+            - answer_log_prob(teacher, tokenizer, row["prompt"], row[name])
+            for name in ("chosen", "rejected")
+        }
+        margins.append(0.2 * (reward["chosen"] - reward["rejected"]))
+    assert report["before"]["eval_rewards/margins"] == pytest.approx(sum(margins) / len(margins), rel=1e-3)
+    assert report["before"]["eval_rewards/accuracies"] == sum(m > 0 for m in margins) / len(margins)
+    assert report["after"]["eval_rewards/margins"] != report["before"]["eval_rewards/margins"]
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record[-1]["settings"]["reference"] == "teacher"
+    ids = torch.randint(3, 128, (1, 9))
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+def test_the_students_own_copy_as_reference_starts_at_zero(world, tmp_path):
+    report = dpo.main(arguments(world, tmp_path / "out", "--reference", "student"))
+    assert abs(report["before"]["eval_rewards/margins"]) < 1e-6 < abs(report["after"]["eval_rewards/margins"])
+    lora = ("--use_peft", "true", "--lora_r", "2", "--lora_target_modules", "in_proj", "out_proj")
+    report = dpo.main(arguments(world, tmp_path / "lora", "--reference", "student", *lora))
+    assert abs(report["before"]["eval_rewards/margins"]) < 1e-6
+    before, after = (load_file(f / "model.safetensors") for f in (world["llamba"], tmp_path / "lora"))
+    changed = {name.split(".", 3)[-1] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"mixer.in_proj.weight", "mixer.out_proj.weight"}
+
+
+def test_the_code_in_the_folder_is_trained_as_well(world, tmp_path):
+    """In a process of its own, where no installed class has been registered for another model."""
+    for recipe, data, more in (("dpo", "data", ()), ("distillation", "chats", ("--max_completion_length", "4"))):
+        argv = arguments(world, tmp_path / recipe, "--trust_remote_code", "true", *more, data=data)
+        command = [sys.executable, "-m", f"recipes.{recipe}", *argv, "--verbose"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / recipe).config.model_type == "llamba"
+
+
+def test_on_policy_distillation_comes_closer_to_the_teacher(world, tmp_path):
+    more = ("--max_completion_length", "6", "--max_steps", "6", "--eval_steps", "6", "--learning_rate", "3e-3")
+    report = distillation.main(arguments(world, tmp_path / "out", *more, data="chats"))
+    assert 0 < report["after"]["eval_loss"] < report["before"]["eval_loss"]
+    before, after = (load_file(f / "model.safetensors") for f in (world["llamba"], tmp_path / "out"))
+    assert all(not torch.equal(before[name], after[name]) for name in before if ".mixer.in_proj" in name)
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"prompt": "w9", "chosen": "w8"}, "needed are"),
+        ({"prompt": "w9", "chosen": "w8", "rejected": ""}, "Row 0 of the data has an empty rejected"),
+    ],
+)
+def test_pairs_that_cannot_be_used(row, expected, world, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=expected):
+        dpo.main(arguments(world | {"data": tmp_path}, tmp_path / "out"))
+
+
+def test_prompts_longer_than_everything_are_an_error(world, tmp_path):
+    with pytest.raises(ValueError, match="Nothing is left"):
+        dpo.main(arguments(world, tmp_path / "out", "--max_length", "2"))

@@ -1,0 +1,148 @@
+"""The teacher's answers as data: right, once each, the same after an interruption."""
+
+import json
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes import generate_seqkd_data as module
+from tests.recipes.tiny_chat import chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return save_chat_teacher(tmp_path_factory.mktemp("seqkd") / "teacher")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    rows = [{"instruction": f"w{10 + i} w{20 + i}" + " w9" * (i % 4), "input": ""} for i in range(12)]
+    rows += [rows[0], {"instruction": " ", "input": ""}, {"instruction": "w8 " * 40, "input": ""}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(teacher, prompts, output, *more):
+    return [
+        "--teacher_model_name_or_path", str(teacher), "--dataset_name", str(prompts), "--output_dir", str(output),
+        "--max_prompt_length", "20", "--max_new_tokens", "8", "--batch_size", "4", "--truncated", "keep", *more,
+    ]  # fmt: skip
+
+
+def test_greedy_answers_are_the_teachers_own(teacher, prompts, tmp_path):
+    report = module.main(arguments(teacher, prompts, tmp_path / "out", "--test_share", "0.25"))
+    assert report["rows"] == {"train": 9, "test": 3}
+    assert {k: report["left out"][k] for k in ("duplicates", "too long", "empty")} == {
+        "duplicates": 1, "too long": 1, "empty": 1,
+    }  # fmt: skip
+    model, tokenizer = (c.from_pretrained(teacher) for c in (AutoModelForCausalLM, AutoTokenizer))
+    data = load_dataset(str(tmp_path / "out"))
+    assert set(data) == {"train", "test"}
+    for row in [*data["train"], *data["test"]]:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")
+        drawn = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        answer = tokenizer.decode(drawn, skip_special_tokens=True).strip()
+        assert row["completion"] == [{"role": "assistant", "content": answer}]
+    assert "Answers of teacher" in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / "out.work").exists()
+
+
+@pytest.mark.parametrize("sampling", ([], ["--do_sample", "true", "--temperature", "0.7", "--seed", "3"]))
+def test_interrupted_it_goes_on_to_the_same_answers(sampling, teacher, prompts, tmp_path, monkeypatch):
+    whole = arguments(teacher, prompts, tmp_path / "whole", *sampling)
+    module.main(whole)
+    generate, calls = module.TransformersEngine.__call__, []
+
+    def interrupted(self, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(self, batch)
+
+    monkeypatch.setattr(module.TransformersEngine, "__call__", interrupted)
+    broken = arguments(teacher, prompts, tmp_path / "broken", *sampling)
+    with pytest.raises(KeyboardInterrupt):
+        module.main(broken)
+    assert not (tmp_path / "broken").exists()
+    with open(tmp_path / "broken.work" / "answers.jsonl", "a") as file:
+        file.write('{"index": 3, "te')  # what a crash in the middle of a line leaves
+    with pytest.raises(ValueError, match="answers of another run"):
+        module.main([*broken, "--max_new_tokens", "9"])
+    calls.clear()
+    monkeypatch.setattr(
+        module.TransformersEngine, "__call__", lambda self, batch: calls.append(batch) or generate(self, batch)
+    )
+    module.main(broken)
+    assert len(calls) == 1  # the two batches before were not asked again
+    for name in ("train.jsonl", "README.md"):
+        assert (tmp_path / "broken" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_path):
+    tokenizer = chat_tokenizer()
+    assert module.finished_answer([9, 10, 2, 11], tokenizer, {2}) == {"text": "w9 w10", "finished": True}
+    assert module.finished_answer([9, 10], tokenizer, {2}) == {"text": "w9 w10", "finished": False}
+    argv = arguments(teacher, prompts, tmp_path / "out", "--truncated", "drop")
+    try:
+        report = module.main(argv)
+    except ValueError as error:
+        assert "cut off" in str(error)
+    else:
+        assert report["rows"]["train"] + report["rows"]["test"] == 12 - report["left out"]["cut off"]
+
+
+def test_messages_and_plain_prompts(teacher, tmp_path):
+    question = {"messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w10"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(question) + "\n")
+    module.main(arguments(teacher, tmp_path / "chat.jsonl", tmp_path / "a", "--format", "messages"))
+    (row,) = load_dataset(str(tmp_path / "a"))["train"]
+    assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"] and row["messages"][0][
+        "content"
+    ] == "w9"
+    plain = tmp_path / "plain"
+    AutoModelForCausalLM.from_pretrained(teacher).save_pretrained(plain)
+    chat_tokenizer(template=None).save_pretrained(plain)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "w9 w10"}) + "\n")
+    module.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "b"))
+    (row,) = load_dataset(str(tmp_path / "b"))["train"]
+    assert row["prompt"] == "w9 w10" and isinstance(row["completion"], str)
+
+
+def test_the_answers_train_a_student(teacher, prompts, tmp_path):
+    from recipes import sft
+
+    module.main(arguments(teacher, prompts, tmp_path / "data", "--test_share", "0.3"))
+    hybrid = save_hybrid(teacher, tmp_path / "hybrid")
+    report = sft.main(common_arguments(hybrid, teacher, tmp_path / "data", tmp_path / "out", "--ce_weight", "1"))
+    assert report["after"]["eval_loss"] < report["before"]["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        (("--teacher_model_name_or_path", "/nowhere"), "does not load"),
+        (("--engine", "vllm"), "needs vLLM"),
+        (("--temperature", "0.5"), "do_sample"),
+        (("--max_prompt_length", "1"), "No prompt is left"),
+        (("--test_share", "1"), r"\[0, 1\)"),
+        (("--dataset_name", "/nowhere.jsonl"), "cannot be read"),
+    ],
+)
+def test_bad_input(more, expected, teacher, prompts, tmp_path):
+    with pytest.raises(ValueError, match=expected):
+        module.main([*arguments(teacher, prompts, tmp_path / "out"), *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_not_replaced_unasked(teacher, prompts, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kept").write_text("")
+    with pytest.raises(ValueError, match="--overwrite"):
+        module.main(arguments(teacher, prompts, tmp_path / "out"))
+    assert (tmp_path / "out" / "kept").exists()
+    torch.manual_seed(0)
+    module.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
+    assert not (tmp_path / "out" / "kept").exists()
