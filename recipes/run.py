@@ -19,7 +19,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer
+from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer, set_seed
 from trl import ModelConfig
 
 from convert.alignment.distillation import last_whole_checkpoint
@@ -122,6 +122,7 @@ class Run(contextlib.AbstractContextManager):
         checkpoint = self._checkpoint()
         self._say(f"{self.stage}: {self._estimate(trainer, teacher)}")
         before = self._before(trainer, checkpoint)
+        set_seed(self.config.seed)  # whatever was measured before, the order of the data is the same
         trainer.train(resume_from_checkpoint=checkpoint)
         after = trainer.evaluate() if trainer.eval_dataset is not None else {}
         record = StageRecord(
