@@ -19,7 +19,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer, set_seed
+from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer
 from trl import ModelConfig
 
 from convert.alignment.distillation import last_whole_checkpoint
@@ -121,18 +121,19 @@ class Run(contextlib.AbstractContextManager):
             trainer.add_callback(MixerVectors(trainer.model))
         checkpoint = self._checkpoint()
         self._say(f"{self.stage}: {self._estimate(trainer, teacher)}")
-        before = self._before(trainer, checkpoint)
-        set_seed(self.config.seed)  # whatever was measured before, the order of the data is the same
+        # inside `train`, because a model that was evaluated before it does not become distributed any more
+        trainer.args.eval_on_start = checkpoint is None and trainer.eval_dataset is not None
         trainer.train(resume_from_checkpoint=checkpoint)
         after = trainer.evaluate() if trainer.eval_dataset is not None else {}
+        log = trainer.state.log_history
         record = StageRecord(
             stage=self.stage,
             teacher=self._teacher_name(teacher),
             data=Path(data).stem if Path(data).exists() else data,
             settings=settings | hyperparameters(self.config),
-            before=_figures(before),
+            before=_figures(next((entry for entry in log if entry["step"] == 0), {})),
             after=_figures(after),
-            log=trainer.state.log_history,
+            log=log,
             tokens=next(
                 (entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), None
             ),
@@ -150,25 +151,8 @@ class Run(contextlib.AbstractContextManager):
         self.state.wait_for_everyone()
         if self.state.is_main_process:
             self.work.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"key": self.key} | self._read_run()))
+            path.write_text(json.dumps({"key": self.key}))
         return checkpoint
-
-    def _read_run(self) -> dict[str, Any]:
-        path = self.work / "run.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
-        return {k: v for k, v in known.items() if k != "key"} if known.get("key") == self.key else {}
-
-    def _before(self, trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
-        """Measured once; a resumed run takes it from where it wrote it down."""
-        if trainer.eval_dataset is None:
-            return {}
-        known = self._read_run().get("before") if checkpoint is not None else None
-        if known is not None:
-            return known
-        before = trainer.evaluate()
-        if self.state.is_main_process:
-            (self.work / "run.json").write_text(json.dumps({"key": self.key, "before": before}))
-        return before
 
     def _teacher_name(self, teacher: nn.Module | None) -> str | None:
         if teacher is None:
@@ -230,7 +214,7 @@ def _typical_length(rows: Any) -> int:
 
 
 def _figures(metrics: dict[str, Any]) -> dict[str, float]:
-    skip = ("runtime", "per_second", "epoch", "num_tokens", "preparation_time")
+    skip = ("runtime", "per_second", "epoch", "num_tokens", "preparation_time", "step")
     return {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
 
 
