@@ -3,8 +3,8 @@
 python -m recipes.chat_data runs/chat
 
 They lie in the source archive of the PyPI package `llamafactory` (Apache-2.0), which is downloaded, not installed:
-instructions in the style of Stanford Alpaca (whose data set is CC BY-NC 4.0), and chosen and rejected answers. Use them
-to try things out; they are not part of this project and do not ship with it.
+instructions like those of Stanford Alpaca (whose data set is CC BY-NC 4.0), and chosen and rejected answers. Use it
+to try things out; none of it ships with this project.
 """
 
 import argparse

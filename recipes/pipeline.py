@@ -44,7 +44,7 @@ REPOSITORY = "me/hybrid"
 COMMON = [
     "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true", "--save_strategy", "no",
     "--eval_strategy", "no", "--per_device_train_batch_size", "4", "--num_train_epochs", "1", "--logging_steps", "4",
-    "--lr_scheduler_type", "cosine", "--warmup_ratio", "0.1", "--gradient_checkpointing", "false",
+    "--lr_scheduler_type", "cosine", "--warmup_steps", "0.1", "--gradient_checkpointing", "false",
 ]  # fmt: skip
 SFT = ["--learning_rate", "2e-4", "--other_learning_rate", "2e-5", "--max_length", "256"]
 LOSSES = {"KL": ("1", "0"), "KL + CE": ("1", "1"), "CE": ("0", "1")}
