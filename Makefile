@@ -35,6 +35,7 @@ test-gpu: install
 bench: install ## speed and memory, as ratios measured side by side
 	$(BIN)/python -m recipes.bench
 	$(BIN)/python -m recipes.bench_alignment
+	$(BIN)/python -m recipes.bench_loss
 
 quality: install
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ from .fidelity import text_rows
 from .generate_seqkd_data import load_tokenizer
 from .stand_in_hub import TOKEN, HubServer
 
-PROMPTS = 320
+PROMPTS = 224
 PAIRS, HELD_OUT_PAIRS = 48, 24
 PAIR_TOKENS = 192
 QUESTION = "What is the capital of France?"
@@ -115,7 +115,7 @@ def prepare_data(gguf: Path, folder: Path) -> None:
         generate_seqkd_data.main([
             "--teacher_model_name_or_path", str(gguf), "--dataset_name", str(folder / "chat" / "prompts.jsonl"),
             "--output_dir", str(folder / "seqkd"), "--max_prompts", str(PROMPTS), "--max_prompt_length", "128",
-            "--max_new_tokens", "96", "--batch_size", "32", "--test_share", "0.1",
+            "--max_new_tokens", "64", "--batch_size", "32", "--test_share", "0.1", "--truncated", "keep",
         ])  # fmt: skip
     if not (folder / "pairs").is_dir():
         pairs = [json.loads(line) for line in (folder / "chat" / "pairs.jsonl").read_text().splitlines()]
