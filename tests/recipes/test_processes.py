@@ -34,3 +34,45 @@ def test_two_processes_equal_one(recipe, tmp_path):
         step = (tensor - before[name]).abs().max()
         assert step > 0 and (two[name] - tensor).abs().max() <= 1e-3 * step, name
     assert torch.isfinite(torch.tensor(list(alone["after"].values()))).all()
+
+
+SHARDED = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from recipes.distillation_loss import LossWeights, add_distillation_head
+from tests.students import make_student
+from tests.teachers import make_teacher, random_ids
+
+def gradients(sharded, rows):
+    model, teacher = make_student(sys.argv[1], dtype=torch.float32), make_teacher("llama-gqa")
+    add_distillation_head(model)
+    if sharded:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    def signal(counts):
+        hidden = teacher.model(rows).last_hidden_state[:, :-1][counts]
+        return lambda span: teacher.lm_head(hidden[span])
+    out = model(input_ids=rows, labels=rows, distillation=(signal, LossWeights(ce_weight=0.5)))
+    (out.loss / out.tokens).backward()
+    return {n: p.grad.full_tensor() if sharded else p.grad for n, p in model.named_parameters()}
+
+dist.init_process_group("gloo")
+ids = random_ids(4, 20)
+ours = gradients(True, ids[dist.get_rank() * 2 : dist.get_rank() * 2 + 2])
+for name, gradient in gradients(False, ids).items():
+    torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
+print("equal", len(ours))
+"""
+
+
+def test_the_loss_under_fsdp2_has_the_gradients_of_one_process(tmp_path):
+    """`fully_shard` on the CPU: the head's weight is sharded, gathered for the loss, its gradient spread again."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    command = [*launch, str(tmp_path / "sharded.py"), "llamba"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal") == 2
