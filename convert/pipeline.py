@@ -393,4 +393,4 @@ def push_errors(repository: str) -> Iterator[None]:
         if not isinstance(error.__cause__, (HfHubHTTPError, httpx2.HTTPError, OSError)):
             raise
         reason = " ".join(f"{error} {error.__cause__}".split())
-        raise ValueError(f"The upload of {repository} broke off; push again to go on: {reason}") from error
+        raise ValueError(f"The upload of {repository} broke off; push the folder to go on: {reason}") from error

@@ -4,11 +4,11 @@ What the Hub has already received of an interrupted upload is not sent again: it
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 
+from convert.cli import one_line_errors
 from convert.config import ConversionConfig
 from convert.pipeline import prepare_repository, push_errors
 
@@ -56,8 +56,5 @@ if __name__ == "__main__":
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--verbose", action="store_true", help="tracebacks")
     arguments = parser.parse_args()
-    from recipes.run import one_line_errors
-
     with one_line_errors(arguments.verbose):
         print(publish(arguments.folder, arguments.repository, arguments.private))
-    sys.exit(0)

@@ -41,14 +41,22 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_a_run_from_data_to_an_ordinary_model(world, tmp_path):
-    before = weights(world["llamba"]), weights(world["teacher"])
+def test_a_run_from_data_to_an_ordinary_model(world, tmp_path, monkeypatch):
+    before, load, teachers = (weights(world["llamba"]), weights(world["teacher"])), sft.load_teacher, []
+
+    def loaded(*args):
+        teachers.append(load(*args))
+        return teachers[0]
+
+    monkeypatch.setattr(sft, "load_teacher", loaded)
     report = sft.main(arguments(world, tmp_path / "out"))
     assert report["after"]["eval_kl"] < report["before"]["eval_kl"]
     assert not (tmp_path / "out.work").exists()
     trained = weights(tmp_path / "out")
     assert {k for k, v in trained.items() if torch.equal(v, before[0][k])} == set()
-    assert all(torch.equal(v, before[1][k]) for k, v in weights(world["teacher"]).items())
+    assert not teachers[0].training
+    for name, parameter in teachers[0].named_parameters():
+        assert torch.equal(parameter, before[1][name]) and parameter.grad is None and not parameter.requires_grad, name
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert [stage["stage"] for stage in record] == ["sft"] and record[0]["after"] == report["after"]
     assert [entry["step"] for entry in record[0]["log"] if "loss" in entry] == [1, 2]
@@ -57,6 +65,7 @@ def test_a_run_from_data_to_an_ordinary_model(world, tmp_path):
         report["after"]["eval_kl"], abs=1e-6
     )
     assert "Not aligned" not in card.text and "Trained end to end" in card.text and "training.png" in card.text
+    monkeypatch.setattr(sft, "load_teacher", load)
     again = sft.main(arguments(world | {"llamba": tmp_path / "out"}, tmp_path / "again"))
     assert again["before"]["eval_kl"] == pytest.approx(report["after"]["eval_kl"], rel=1e-5)
     assert len(json.loads((tmp_path / "again" / "training.json").read_text())) == 2
