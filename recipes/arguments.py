@@ -44,6 +44,11 @@ class RunArguments:
     other_learning_rate: float | None = field(
         default=None, metadata={"help": "Peak, of everything but the mixers; learning_rate if left out."}
     )
+    window_dropout: float = field(
+        default=0.0,
+        metadata={"help": "Hybrid layers: chance that a sequence does without its window at first; falls to 0."},
+    )
+    window_dropout_share: float = field(default=0.5, metadata={"help": "Share of the steps over which it falls to 0."})
     max_shard_size: str = field(default="5GB", metadata={"help": "Largest file of the finished model's weights."})
     data_chunk: str | None = field(
         default=None, metadata={"help": "Train on a part of the rows, as 2/32: the second of 32 equal parts."}
@@ -52,6 +57,10 @@ class RunArguments:
         default=False,
         metadata={"help": "With LoRA: train the mixers' own vectors (decay, dt_bias, D, z_bias) in full as well."},
     )
+
+    def __post_init__(self):
+        if not 0 <= self.window_dropout <= 1 or not 0 < self.window_dropout_share <= 1:
+            raise ValueError("window_dropout must lie in [0, 1] and window_dropout_share in (0, 1].")
 
     def chunk_of(self, rows: Any) -> Any:
         """The part of the rows that data_chunk names.

@@ -30,6 +30,7 @@ from .estimate import estimate
 from .finish import StageRecord, hyperparameters, write_checkpoint
 from .peft_vectors import MixerVectors
 from .publish import push_errors, repository_for, upload
+from .window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
 
 console = Console(stderr=True)
 NOT_OF_THE_RUN = (
@@ -119,6 +120,9 @@ class Run(contextlib.AbstractContextManager):
         trainer.remove_callback(PrinterCallback)
         if self.arguments.train_decays:
             trainer.add_callback(MixerVectors(trainer.model))
+        if self.arguments.window_dropout:
+            options = self.arguments.window_dropout, self.arguments.window_dropout_share
+            trainer.add_callback(WindowDropout(trainer.model, *options))
         checkpoint = self._checkpoint()
         self._say(f"{self.stage}: {self._estimate(trainer, teacher)}")
         # inside `train`, because a model that was evaluated before it does not become distributed any more
@@ -132,7 +136,7 @@ class Run(contextlib.AbstractContextManager):
             data=Path(data).stem if Path(data).exists() else data,
             settings=settings | hyperparameters(self.config),
             before=_figures(next((entry for entry in log if entry["step"] == 0), {})),
-            after=_figures(after),
+            after=_figures(after) | self._branches(trainer),
             log=log,
             tokens=next(
                 (entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), None
@@ -140,6 +144,16 @@ class Run(contextlib.AbstractContextManager):
         )
         self._finish(trainer, tokenizer, record)
         return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.output)}
+
+    def _branches(self, trainer: Trainer) -> dict[str, float]:
+        """The loss without the windows, and without the mixers beside them, where there are such layers."""
+        if trainer.eval_dataset is None or not hybrid_mixers(trainer.model):
+            return {}
+        losses = {}
+        for name, branch in BRANCHES.items():
+            with without(trainer.model, branch):
+                losses[f"eval_loss_{name}"] = trainer.evaluate(metric_key_prefix=f"eval_{name}")[f"eval_{name}_loss"]
+        return losses
 
     def _checkpoint(self) -> str | None:
         """The newest whole checkpoint of this very run."""

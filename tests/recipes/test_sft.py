@@ -261,6 +261,31 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
     torch.testing.assert_close(none(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_windows_are_dropped_less_and_less_and_each_branch_is_weighed(world, tmp_path, monkeypatch):
+    from recipes import window_dropout
+
+    chances, step = [], DistilledSFTTrainer.training_step
+
+    def watched(self, *args, **kwargs):
+        chances.append({layer.window_dropout for layer in window_dropout.hybrid_mixers(self.model)})
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistilledSFTTrainer, "training_step", watched)
+    more = ("--window_dropout", "0.8", "--window_dropout_share", "0.5", "--max_steps", "4", "--eval_steps", "4")
+    report = sft.main(arguments(world, tmp_path / "out", *more, student="beside"))
+    assert chances == [{0.8}, {0.4}, {0.0}, {0.0}]
+    losses = [report["after"][key] for key in ("eval_loss", "eval_loss_without_window", "eval_loss_without_mixer")]
+    assert len(set(losses)) == 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(3, 128, (1, 12))
+    whole = model(ids).logits
+    with window_dropout.without(model, "ssd"):
+        assert not torch.allclose(model(ids).logits, whole)
+    torch.testing.assert_close(model(ids).logits, whole)
+    with pytest.raises(ValueError, match="no window beside a mixer"):
+        sft.main(arguments(world, tmp_path / "plain", "--window_dropout", "0.5"))
+
+
 def test_schedules():
     assert progressive_sft.order_of("stepwise", list(range(8))) == [[i] for i in (0, 2, 4, 6, 1, 5, 3, 7)]
     assert progressive_sft.grouped([[i] for i in range(5)], 2) == [[0, 1], [2, 3, 4]]
