@@ -41,8 +41,9 @@ class Statistics:
     """What happened behind the prompt.
 
     passes: of the target, for all rows at once. row_passes: the same, each row counted that was not finished. tokens:
-    that came of them. drafted, accepted: tokens verified, and right. extra_bytes: beyond what plain decoding holds, so
-    what the target's mixers record and the draft's cache.
+    that came of them. drafted: tokens to verify. accepted: those that stood. rejected: those that did not, without
+    what came behind them and was not judged. extra_bytes: what plain decoding does not hold, that is what the mixers
+    of the target record, and the draft's cache.
     """
 
     passes: int = 0
@@ -50,6 +51,7 @@ class Statistics:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    rejected: int = 0
     extra_bytes: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -58,8 +60,10 @@ class Statistics:
         return Statistics(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def summary(self) -> dict[str, Any]:
-        """All of it, with the two ratios."""
+        """All of it and three ratios; `acceptance` is that of draft_length.py, a share of the tokens judged."""
+        judged = self.accepted + self.rejected
         return asdict(self) | {
+            "acceptance": self.accepted / judged if judged else None,
             "tokens_per_target_pass": self.tokens / self.row_passes if self.row_passes else None,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
         }
@@ -245,7 +249,7 @@ class _Loop:
         ended, accepted = time.perf_counter(), sum(n for n, on in zip(counts, active, strict=True) if on)
         rejected = sum(on and n < of for n, of, on in zip(counts, drafted.counts, active, strict=True))
         self.statistics += Statistics(
-            1, sum(active), sum(kept), asked, accepted, 0, verifying - began, ended - verifying
+            1, sum(active), sum(kept), asked, accepted, rejected, 0, verifying - began, ended - verifying
         )
         return drafted.tokens.shape[1], accepted, rejected, verifying - began, ended - verifying
 
