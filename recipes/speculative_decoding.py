@@ -15,7 +15,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-
 from transformers.utils import logging
 
 from convert.cli import console, one_line_errors, set_verbosity
