@@ -9,7 +9,7 @@ import re
 import statistics
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -26,6 +26,13 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 NAMED_DRAFTS = ("prompt-lookup", "self")
 
 
+class Seconds(NamedTuple):
+    """By the clock on the wall, and of the processor, which a busy machine does not stretch."""
+
+    wall: float
+    cpu: float
+
+
 class Decoding:
     """One target and batch of prompts, decoded in several ways."""
 
@@ -36,11 +43,11 @@ class Decoding:
         if temperature > 0:
             self.options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
-    def plain(self) -> tuple[torch.Tensor, float]:
+    def plain(self) -> tuple[torch.Tensor, Seconds]:
         """Token ids (B, length) and seconds."""
         return self._timed()
 
-    def speculative(self, draft, length: int | str, draft_layers: int | None) -> tuple[torch.Tensor, float, dict]:
+    def speculative(self, draft, length: int | str, draft_layers: int | None) -> tuple[torch.Tensor, Seconds, dict]:
         """The same, and what happened."""
         out, seconds = self._timed(
             custom_generate=speculative_decoding,
@@ -52,13 +59,14 @@ class Decoding:
         return out.sequences, seconds, out.statistics.summary()
 
     def _timed(self, **options):
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
+        started = self._now()
         result = self.target.generate(**self.inputs, **self.options, **options)
+        return result, Seconds(*(after - before for after, before in zip(self._now(), started, strict=True)))
+
+    def _now(self) -> tuple[float, float]:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize()
-        return result, time.perf_counter() - started
+        return time.perf_counter(), time.process_time()
 
     def texts(self, ids: torch.Tensor) -> list[str]:
         """What was said behind the prompts."""
@@ -104,12 +112,24 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> int | None:
     return None if a.shape == b.shape else shared
 
 
-def compare(decoding: Decoding, draft, length, draft_layers, plain: tuple, repeats: int) -> dict:
-    """One row of the report: medians of the seconds, the rest of the last repetition."""
-    runs = [decoding.speculative(draft, length, draft_layers) for _ in range(repeats)]
+def measure(decoding: Decoding, draft, lengths: list, draft_layers: int | None, repeats: int) -> list[dict]:
+    """A row per length: medians of the seconds, taken in turns with plain decoding's; the rest of the last turn."""
+    if repeats > 1 or len(lengths) > 1:
+        decoding.plain()  # the first call of a process is slow
+    plain, drafted = [], {length: [] for length in lengths}
+    for _ in range(repeats):
+        plain.append(decoding.plain())
+        for length in lengths:
+            drafted[length].append(decoding.speculative(draft, length, draft_layers))
+    return [_row(decoding, length, plain, runs) for length, runs in drafted.items()]
+
+
+def _row(decoding: Decoding, length: int | str, plain: list, runs: list) -> dict:
     ids, _, known = runs[-1]
-    seconds = statistics.median(run[1] for run in runs)
-    where = first_difference(ids, plain[0])
+    before, after = (
+        Seconds(*map(statistics.median, zip(*(run[1] for run in kind), strict=True))) for kind in (plain, runs)
+    )
+    where = first_difference(ids, plain[0][0])
     sampled = decoding.options["do_sample"]
     return {
         "num_draft_tokens": length,
@@ -117,8 +137,10 @@ def compare(decoding: Decoding, draft, length, draft_layers, plain: tuple, repea
         "first_difference": None if sampled else where,
         "tokens_per_target_pass": known["tokens_per_target_pass"],
         "acceptance_rate": known["acceptance_rate"],
-        "seconds": {"plain": plain[1], "speculative": seconds},
-        "speedup": plain[1] / seconds,
+        "seconds": {"plain": before.wall, "speculative": after.wall},
+        "cpu_seconds": {"plain": before.cpu, "speculative": after.cpu},
+        "speedup": before.wall / after.wall,
+        "cpu_speedup": before.cpu / after.cpu,
         "extra_bytes": known["extra_bytes"],
         "statistics": known,
         "text": decoding.texts(ids),
@@ -135,34 +157,29 @@ def fit_costs(rows: list[dict]) -> CostModel:
     design = torch.stack([torch.ones_like(lengths), lengths], 1)
     step, token = torch.linalg.lstsq(design, seconds[:, None]).solution[:, 0].tolist()
     drafted = sum(k["drafted"] for k in known)
-    return CostModel(step, max(token, 0.0), sum(k["draft_seconds"] for k in known) / max(drafted, 1))
+    return CostModel(max(step, 1e-9), max(token, 0.0), sum(k["draft_seconds"] for k in known) / max(drafted, 1))
 
 
-def sweep(decoding: Decoding, draft, lengths: list[int], draft_layers, repeats: int) -> dict:
-    """A row per length, beside what the cost model says of it."""
-    decoding.plain()  # the first call of a process is slow
-    runs = [decoding.plain() for _ in range(repeats)]
-    plain = runs[0][0], statistics.median(run[1] for run in runs)
-    rows = [compare(decoding, draft, length, draft_layers, plain, repeats) for length in lengths]
-    automatic = compare(decoding, draft, "auto", draft_layers, plain, repeats)
-    report = {"rows": rows, "auto": automatic}
-    if len(lengths) > 1:
-        cost = fit_costs(rows)
-        for row in rows:
-            known = row["statistics"]
-            drafted = known["drafted"] / max(known["row_passes"], 1)
-            row["predicted_speedup"] = (
-                (row["tokens_per_target_pass"] or 1) * cost.step / (cost.step + drafted * (cost.token + cost.draft))
-            )
-            row["break_even_acceptance"] = cost.break_even(row["num_draft_tokens"])
-        report["cost"] = {"step": cost.step, "token": cost.token, "draft": cost.draft}
-    return report
+def add_predictions(rows: list[dict]) -> dict[str, float]:
+    """What the cost model, fitted to all rows, says of each; and its times."""
+    cost = fit_costs(rows)
+    for row in rows:
+        known = row["statistics"]
+        drafted = known["drafted"] / max(known["row_passes"], 1)
+        seconds = cost.step + drafted * (cost.token + cost.draft)
+        row["predicted_speedup"] = (known["tokens_per_target_pass"] or 1) * cost.step / seconds
+        row["break_even_acceptance"] = cost.break_even(row["num_draft_tokens"])
+    return {"step": cost.step, "token": cost.token, "draft": cost.draft}
 
 
 def print_rows(rows: list[dict]) -> None:
     """The report in the terminal."""
-    columns = ("K", "tokens/pass", "accepted", "same", "seconds", "speed-up", "predicted", "extra bytes")
+    columns = ("K", "a pass", "taken", "same", "s", "ratio", "CPU", "model", "extra bytes")
     table = Table(*columns, title=f"plain decoding: {rows[0]['seconds']['plain']:.2f} s")
+    table.caption = (
+        "tokens that a pass of the target yields; share of drafted tokens taken; seconds, and plain decoding's over "
+        "them by the clock, of CPU time, and by the cost model"
+    )
     for row in rows:
         table.add_row(
             str(row["num_draft_tokens"]),
@@ -171,6 +188,7 @@ def print_rows(rows: list[dict]) -> None:
             {True: "yes", False: f"up to {row['first_difference']}", None: "-"}[row["identical_to_greedy"]],
             _figure(row["seconds"]["speculative"]),
             _figure(row["speedup"]),
+            _figure(row["cpu_speedup"]),
             _figure(row.get("predicted_speedup")),
             f"{row['extra_bytes']:,}",
         )
@@ -242,13 +260,13 @@ def command(
             "threads": torch.get_num_threads(),
         }
         if lengths is None:
-            runs = [decoding.plain() for _ in range(repeats)]
-            plain = runs[0][0], statistics.median(run[1] for run in runs)
-            rows = [compare(decoding, source, length, draft_layers, plain, repeats)]
+            rows = measure(decoding, source, [length], draft_layers, repeats)
             report |= rows[0]
         else:
-            report |= sweep(decoding, source, lengths, draft_layers, repeats)
-            rows = [*report["rows"], report["auto"]]
+            rows = measure(decoding, source, [*lengths, "auto"], draft_layers, repeats)
+            report |= {"rows": rows[:-1], "auto": rows[-1]}
+            if len(lengths) > 1:
+                report["cost"] = add_predictions(rows[:-1])
         if as_json:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         else:
