@@ -61,7 +61,7 @@ def test_greedy_output_is_plain_decodings(family, mixer, pattern):
     assert 0 < known.accepted < known.drafted and known.tokens == 3 * (LENGTH - 1) > known.row_passes
 
 
-@pytest.mark.parametrize("count", [1, 4, 8, "auto"])
+@pytest.mark.parametrize("count", [1, 8, "auto"])
 @pytest.mark.parametrize("kind", ["prompt-lookup", "self", "transformer", "other-family", "same"])
 def test_every_draft_and_length(kind, count):
     model = make_student("llamba", "discrete_mamba2", "beside")
@@ -72,13 +72,13 @@ def test_every_draft_and_length(kind, count):
         "same": lambda: model,
     }
     draft = drafts[kind]() if kind in drafts else kind
-    plain, out = both(model, padded_batch(), draft, count, max_new_tokens=40)
+    plain, out = both(model, padded_batch(), draft, count, max_new_tokens=28)
     assert torch.equal(out.sequences, plain)
     if kind == "same" and count != "auto":
         assert out.statistics.accepted > 0.9 * out.statistics.drafted  # all but what lies beyond the last token
-        assert out.statistics.passes == -(-39 // (count + 1))
+        assert out.statistics.passes == -(-27 // (count + 1))
     single = dict(input_ids=random_ids(1, 1))
-    plain, out = both(model, single, draft, count)
+    plain, out = both(model, single, draft, count, max_new_tokens=10)
     assert torch.equal(out.sequences, plain)
 
 
