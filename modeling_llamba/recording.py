@@ -5,8 +5,8 @@ Identical in modeling_phimamba and modeling_llamba; edit the former, run `make f
 A recurrent state cannot be cropped. While a cache records, its states stay where they were at the checkpoint, the last
 token known to be right, and the layers note what the passes since then fed them: a mixer its x, B and decay and the
 inputs of its short convolution, attention its keys and values, as ever. `accept` then moves the checkpoint: each row
-replays as many tokens into its state as were right, and the rest is dropped (Wang et al. 2024, The Mamba in the Llama,
-"multi-step speculative decoding"). A token recorded takes P + N + 1 numbers per head; a state is P N of them.
+replays as many tokens into its state as were right, and the rest is dropped: multi-step verification as in Wang et
+al. 2024, The Mamba in the Llama. A token recorded takes P + N + 1 numbers per head; a state is P N of them.
 
     record(cache)
     logits = model(drafted, past_key_values=cache).logits      # one pass, or several
@@ -15,7 +15,7 @@ replays as many tokens into its state as were right, and the rest is dropped (Wa
 Rows that keep different numbers of tokens are set flush right, so that the cache is always that of a batch padded on
 the left.
 
-Shapes: B batch, R tokens recorded, K key/value heads, D head dim, T states, P head dim, N state.
+Shapes: B batch, R tokens recorded, P head dim, N state.
 """
 
 from collections.abc import Callable, Sequence

@@ -282,6 +282,7 @@ class _Loop:
                 end = self.text.ends[row] + taken
                 if self.stopped[row] is None and self.criteria(self.text.tokens[row : row + 1, :end], None).item():
                     self.stopped[row] = end
+                if self.stopped[row] is not None:
                     self.text.active[row] = not self.fills_up and end < self.config.max_length
             if self.streamer is not None and taken:
                 self.streamer.put(self.text.tokens[row, self.text.ends[row] : self.text.ends[row] + taken].cpu())

@@ -124,6 +124,23 @@ def test_stopping_criteria(eos):
         assert torch.equal(out.sequences, plain)
 
 
+class PaddedRowsEnd(StoppingCriteria):
+    """Stops padded rows at once."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, 0] == 0
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.1, 0.2])
+def test_a_stopped_row_that_has_to_go_on_does_not_overrun(noise):
+    """Without an end-of-text token all rows go on to the last one's end, some of them faster than it."""
+    model = make_student(pattern="hybrid")
+    inputs = padded_batch((4, 9, 6, 5, 3, 2))
+    options = dict(stopping_criteria=[PaddedRowsEnd()], max_new_tokens=30)
+    plain, out = both(model, inputs, near(model, noise), 2, **options)
+    assert torch.equal(out.sequences, plain) and plain.shape[1] == 39
+
+
 @pytest.mark.parametrize(
     "options",
     [
