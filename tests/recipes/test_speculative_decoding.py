@@ -44,7 +44,8 @@ def test_the_report(folder, draft):
     assert report["tokens_per_target_pass"] >= 1 and report["extra_bytes"] > 0
     assert report["acceptance_rate"] is None or 0 <= report["acceptance_rate"] <= 1
     assert report["seconds"]["plain"] > 0 and report["seconds"]["speculative"] > 0
-    assert report["statistics"]["tokens"] == 11 and len(report["text"]) == 1
+    # the first token comes of the prompt's own pass; where the model says so, the text ends early
+    assert 0 < report["statistics"]["tokens"] <= 11 and len(report["text"]) == 1
 
 
 def test_a_sweep_stands_beside_the_cost_model(folder):
