@@ -7,27 +7,29 @@ yields (Leviathan et al. 2023, arXiv 2211.17192, equation 1)
 
     tokens(a, K) = 1 + a + ... + a^K = (1 - a^(K+1)) / (1 - a)
 
-and takes, with plain decoding's seconds per token `step`, what each further token adds to a pass `token`, and what it
-takes to draft one `draft`,
+and takes, with plain decoding's seconds per token `step`, what a pass over several tokens takes beyond that `several`,
+what each further token adds to it `token`, and what it takes to draft one `draft`,
 
-    seconds(K) = step + K (token + draft)
+    seconds(K) = step + several + K (token + draft)          seconds(0) = step
 
 so that it is tokens(a, K) step / seconds(K) times as fast as plain decoding. Leviathan's theorem 3.8 is the case
-token = 0, of a machine that waits for its weights; on a CPU `token` is what decides.
+several = token = 0, of a machine that waits for its weights. On a CPU `several` decides: a matrix times a few vectors
+takes up to twice as long as times one, and then each further vector little.
 """
 
 from dataclasses import dataclass, field
 
 FORGET = 0.9  # weight of what was measured a round ago against now: the last ten rounds or so count
 PROBE_EVERY = 16  # rounds without a draft, until one is tried again
-FIRST_LENGTHS = (0, 4)  # two lengths tell `step` from `token`
+FIRST_LENGTHS = (0, 4, 2)  # two lengths tell `token` from `several`
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of a plain step, of each further token in a pass, and of drafting one."""
+    """Seconds of a plain step, of several tokens in a pass beyond that, of each of them, and of drafting one."""
 
     step: float
+    several: float
     token: float
     draft: float
 
@@ -38,7 +40,7 @@ class CostModel:
 
     def seconds(self, length: int) -> float:
         """Of drafting and verifying so many."""
-        return self.step + length * (self.token + self.draft)
+        return self.step + (self.several + length * (self.token + self.draft) if length else 0.0)
 
     def speedup(self, acceptance: float, length: int) -> float:
         """Over plain decoding; 1 at length 0."""
@@ -66,6 +68,7 @@ class DraftLength:
     longest: int = 8
     rounds: int = 0
     without: int = 0
+    steps: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
     drafting: list[float] = field(default_factory=lambda: [0.0, 0.0])
     trials: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -86,10 +89,12 @@ class DraftLength:
         """
         self.rounds += 1
         self.without = 0 if length else self.without + 1
-        new = (1.0, length, length**2, verify_seconds, length * verify_seconds)
-        self.sums = [FORGET * old + value for old, value in zip(self.sums, new, strict=True)]
         if length:
+            new = (1.0, length, length**2, verify_seconds, length * verify_seconds)
+            self.sums = [FORGET * old + value for old, value in zip(self.sums, new, strict=True)]
             self.drafting = [FORGET * self.drafting[0] + draft_seconds, FORGET * self.drafting[1] + length]
+        else:
+            self.steps = [FORGET * self.steps[0] + verify_seconds, FORGET * self.steps[1] + 1]
         if accepted + rejected:
             self.trials = [FORGET * self.trials[0] + accepted, FORGET * self.trials[1] + accepted + rejected]
 
@@ -98,9 +103,10 @@ class DraftLength:
         return (self.trials[0] + 1) / (self.trials[1] + 2)
 
     def cost(self) -> CostModel:
-        """Least squares of the passes' seconds over their lengths."""
+        """A plain step's mean, and least squares of the other passes' seconds over their lengths."""
         weight, k, kk, seconds, k_seconds = self.sums
         spread = weight * kk - k * k
-        token = max((weight * k_seconds - k * seconds) / spread, 0.0) if spread > 1e-9 * max(weight * kk, 1) else 0.0
-        step = max((seconds - token * k) / weight, 1e-9)
-        return CostModel(step, token, self.drafting[0] / max(self.drafting[1], 1e-9))
+        token = max((weight * k_seconds - k * seconds) / spread, 0.0) if spread > 1e-9 * weight * kk else 0.0
+        whole = (seconds - token * k) / weight if weight else 0.0
+        step = self.steps[0] / self.steps[1] if self.steps[1] else max(whole, 1e-9)
+        return CostModel(step, max(whole - step, 0.0), token, self.drafting[0] / max(self.drafting[1], 1e-9))

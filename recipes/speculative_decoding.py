@@ -9,6 +9,7 @@ import re
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from typing import Annotated, NamedTuple
 
 import torch
@@ -58,9 +59,13 @@ class Decoding:
         )
         return out.sequences, seconds, out.statistics.summary()
 
+    def prompt_alone(self) -> Seconds:
+        """Of the prompt and the first token, which no draft can help."""
+        return self._timed(max_new_tokens=1)[1]
+
     def _timed(self, **options):
         started = self._now()
-        result = self.target.generate(**self.inputs, **self.options, **options)
+        result = self.target.generate(**self.inputs, **self.options | options)
         return result, Seconds(*(after - before for after, before in zip(self._now(), started, strict=True)))
 
     def _now(self) -> tuple[float, float]:
@@ -147,29 +152,29 @@ def _row(decoding: Decoding, length: int | str, plain: list, runs: list) -> dict
     }
 
 
-def fit_costs(rows: list[dict]) -> CostModel:
-    """The cost model's three times, by least squares over the passes of a sweep."""
+def fit_costs(rows: list[dict], step: float) -> CostModel:
+    """The cost model's times, by least squares over the passes of a sweep, beside plain decoding's seconds a step."""
     known = [row["statistics"] for row in rows]
-    lengths = torch.tensor([float(row["num_draft_tokens"]) for row in rows], dtype=torch.float64)
     # where less was drafted than asked for, what a pass verified is what counts
     lengths = torch.tensor([k["drafted"] / max(k["row_passes"], 1) for k in known], dtype=torch.float64)
     seconds = torch.tensor([k["verify_seconds"] / max(k["passes"], 1) for k in known], dtype=torch.float64)
     design = torch.stack([torch.ones_like(lengths), lengths], 1)
-    step, token = torch.linalg.lstsq(design, seconds[:, None]).solution[:, 0].tolist()
+    whole, token = torch.linalg.lstsq(design, seconds[:, None]).solution[:, 0].tolist()
     drafted = sum(k["drafted"] for k in known)
-    return CostModel(max(step, 1e-9), max(token, 0.0), sum(k["draft_seconds"] for k in known) / max(drafted, 1))
+    draft = sum(k["draft_seconds"] for k in known) / max(drafted, 1)
+    return CostModel(step, max(whole - step, 0.0), max(token, 0.0), draft)
 
 
-def add_predictions(rows: list[dict]) -> dict[str, float]:
-    """What the cost model, fitted to all rows, says of each; and its times."""
-    cost = fit_costs(rows)
+def add_predictions(rows: list[dict], prompt: float) -> dict[str, float]:
+    """What the cost model, fitted to all rows, says of each; its times. `prompt`: seconds that no draft can help."""
+    steps = max(row["statistics"]["passes"] * row["tokens_per_target_pass"] for row in rows)
+    cost = fit_costs(rows, max((rows[0]["seconds"]["plain"] - prompt) / max(steps, 1), 1e-9))
     for row in rows:
         known = row["statistics"]
         drafted = known["drafted"] / max(known["row_passes"], 1)
-        seconds = cost.step + drafted * (cost.token + cost.draft)
-        row["predicted_speedup"] = (known["tokens_per_target_pass"] or 1) * cost.step / seconds
+        row["predicted_speedup"] = known["tokens_per_target_pass"] * cost.step / cost.seconds(drafted)
         row["break_even_acceptance"] = cost.break_even(row["num_draft_tokens"])
-    return {"step": cost.step, "token": cost.token, "draft": cost.draft}
+    return asdict(cost)
 
 
 def print_rows(rows: list[dict]) -> None:
@@ -265,8 +270,8 @@ def command(
         else:
             rows = measure(decoding, source, [*lengths, "auto"], draft_layers, repeats)
             report |= {"rows": rows[:-1], "auto": rows[-1]}
-            if len(lengths) > 1:
-                report["cost"] = add_predictions(rows[:-1])
+            if len(lengths) > 1 and rows[0]["tokens_per_target_pass"]:
+                report["cost"] = add_predictions(rows[:-1], decoding.prompt_alone().wall)
         if as_json:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         else:

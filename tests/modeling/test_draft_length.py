@@ -24,14 +24,16 @@ def test_expected_tokens_are_what_a_simulation_yields():
 
 
 def test_leviathans_theorem_is_the_case_of_free_verification():
-    cost = CostModel(step=1.0, token=0.0, draft=0.1)
+    cost = CostModel(step=1.0, several=0.0, token=0.0, draft=0.1)
     assert cost.speedup(0.7, 5) == pytest.approx((1 - 0.7**6) / (0.3 * (5 * 0.1 + 1)))
 
 
 def test_what_pays():
-    dear = CostModel(step=1.0, token=0.5, draft=0.6)
+    dear = CostModel(step=1.0, several=0.0, token=0.5, draft=0.6)
     assert dear.best(1.0, 8) == 0 and dear.break_even(3) is None
-    cheap = CostModel(step=1.0, token=0.1, draft=0.0)
+    late = CostModel(step=1.0, several=1.0, token=0.0, draft=0.0)  # two tokens a pass break even
+    assert late.best(0.45, 8) == 0 and late.best(0.8, 8) == 8 and late.break_even(1) is None
+    cheap = CostModel(step=1.0, several=0.0, token=0.1, draft=0.0)
     assert cheap.best(0.05, 8) == 0 and cheap.best(1.0, 8) == 8
     assert [cheap.best(a, 8) for a in (0.2, 0.5, 0.8)] == sorted(cheap.best(a, 8) for a in (0.2, 0.5, 0.8))
     edge = cheap.break_even(4)
@@ -47,19 +49,20 @@ def rounds(acceptance, cost, count=200, seed=0):
         while accepted < length and chance.random() < acceptance:
             accepted += 1
         jitter = chance.uniform(0.95, 1.05)
-        verify, draft = jitter * (cost.step + length * cost.token), length * cost.draft
+        draft = length * cost.draft
+        verify = jitter * (cost.seconds(length) - draft)
         lengths.note(length, accepted, int(accepted < length), draft, verify)
         chosen.append(length)
     return chosen
 
 
 def test_lengths_follow_what_is_measured():
-    cost = CostModel(step=0.05, token=0.005, draft=0.0)
-    assert rounds(0.95, cost)[:2] == list(FIRST_LENGTHS)
+    cost = CostModel(step=0.05, several=0.02, token=0.003, draft=0.0)
+    assert rounds(0.95, cost)[:3] == list(FIRST_LENGTHS)
     assert min(rounds(0.95, cost)[50:]) >= 5
-    low = rounds(0.05, CostModel(step=0.05, token=0.02, draft=0.0))[50:]
+    low = rounds(0.05, CostModel(step=0.05, several=0.0, token=0.02, draft=0.0))[50:]
     assert low.count(0) > 0.9 * len(low) and 0 < sum(n > 0 for n in low) <= len(low) // PROBE_EVERY + 1
-    dear = rounds(0.9, CostModel(step=0.05, token=0.0, draft=0.06))[50:]
+    dear = rounds(0.9, CostModel(step=0.05, several=0.0, token=0.0, draft=0.06))[50:]
     assert dear.count(0) > 0.9 * len(dear)
 
 

@@ -52,7 +52,12 @@ def test_a_sweep_stands_beside_the_cost_model(folder):
     done = decode(folder, "--draft", "self", "--draft-layers", 3, "--sweep", "1-3", "--json")
     report = json.loads(done.stdout)
     assert [row["num_draft_tokens"] for row in report["rows"]] == [1, 2, 3]
-    assert report["auto"]["num_draft_tokens"] == "auto" and set(report["cost"]) == {"step", "token", "draft"}
+    assert report["auto"]["num_draft_tokens"] == "auto" and set(report["cost"]) == {
+        "step",
+        "several",
+        "token",
+        "draft",
+    }
     assert all("predicted_speedup" in row and row["identical_to_greedy"] for row in report["rows"])
     done = decode(folder, "--sweep", "1,2")
     assert done.exit_code == 0 and "plain decoding" in done.stdout and "auto" in done.stdout
@@ -71,8 +76,8 @@ def test_costs_are_fitted_to_the_passes():
     for length in (1, 2, 4):
         known = dict(passes=10, row_passes=10, drafted=10 * length, draft_seconds=0.2 * length)
         rows.append({"num_draft_tokens": length, "statistics": known | {"verify_seconds": 10 * (0.5 + 0.1 * length)}})
-    cost = fit_costs(rows)
-    assert (cost.step, cost.token, cost.draft) == pytest.approx((0.5, 0.1, 0.02))
+    cost = fit_costs(rows, step=0.3)
+    assert (cost.step, cost.several, cost.token, cost.draft) == pytest.approx((0.3, 0.2, 0.1, 0.02))
 
 
 def test_where_two_batches_differ():
