@@ -1,6 +1,7 @@
 """The commands that use a checkpoint: inspect, env, generate. Flags in, text out; cli.py turns errors to one line."""
 
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -58,6 +59,7 @@ def generate_command(
     verbose: Verbose = False,
 ) -> None:
     """Answer a prompt, streaming; beside the teacher on request."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the bar of dequantising
     import torch
     from transformers.utils import logging
 
