@@ -1,32 +1,54 @@
-"""convert-to-hybrid MODEL OUT: flags and YAML to a `ConversionConfig`, and errors to one line. No other logic."""
+"""The commands: flags and YAML to options, and errors to one line. No other logic.
+
+convert-to-hybrid MODEL OUT converts; the other commands have names.
+"""
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from typer.core import TyperGroup
+
+from .use_cli import COMMANDS
 
 # flags of the command itself, not of the conversion
 SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
 TEACHER, LAYERS, MIXER, ALIGN, OUTPUT, RUN = "Teacher", "Layers", "Mixer", "Alignment", "Output", "Run"
 console = Console(stderr=True, highlight=False, soft_wrap=True)
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+class ConvertByDefault(TyperGroup):
+    """Without the name of a command, the conversion."""
+
+    def parse_args(self, ctx, args):
+        """See click."""
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else ["convert", *args])
+
+
+app = typer.Typer(cls=ConvertByDefault, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
 def _option(panel: str, help: str, *names: str):
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)
 
 
-@app.command(no_args_is_help=True)
+@app.command(
+    "convert",
+    no_args_is_help=True,
+    epilog="Other commands, each with its own --help: inspect, env, generate.",
+)
 def convert_command(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Hub id, local folder or GGUF file.", show_default=False)
@@ -215,6 +237,20 @@ def set_verbosity(verbose: bool, quiet: bool) -> None:
         logging.disable(logging.WARNING)
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run_command(**flags) -> None:
+        set_verbosity(flags["verbose"], quiet=False)
+        with one_line_errors(flags["verbose"]):
+            command(**flags)
+
+    return run_command
+
+
+for _name, _command in COMMANDS.items():
+    app.command(_name, no_args_is_help=_name != "env")(_guarded(_command))
 
 
 def main() -> None:

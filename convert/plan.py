@@ -97,8 +97,8 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
         channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
         channels += config.mixer_num_heads * config.mixer_d_state
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
-    if config.hybrid_window is not None:
-        state += window_bytes(config, length, dtype)
+    window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
+    states = {"linear_attention": state, "hybrid": state + window}
 
     def tokens(layer_type: str) -> int:
         return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
@@ -108,7 +108,7 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     heads = kept * per_token // config.num_key_value_heads * length
     teacher_types = config.conversion["teacher_layer_types"]
     teacher = sum(per_token * tokens(kind) for kind in teacher_types)
-    hybrid = sum(state if kind in MIXER_LAYERS else per_token * tokens(kind) for kind in config.layer_types)
+    hybrid = sum(states.get(kind, per_token * tokens(kind)) for kind in config.layer_types)
     return teacher, hybrid + heads
 
 

@@ -8,10 +8,21 @@ without one has no length at all: `RecurrentCache` keeps the count itself. A hyb
 window and sinks: `WindowLayer`, which takes the place of what `DynamicCache` and `StaticCache` put there.
 """
 
+from collections.abc import Sequence
+
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from .window_attention import Tokens
+
+NEVER = torch.iinfo(torch.long).max
 
 
 def has_attention_layer(cache: Cache) -> bool:
@@ -32,6 +43,30 @@ def note_length(cache: Cache | None, length: int) -> None:
     """Note that the cache now holds `length` tokens; needed where no attention layer counts them."""
     if cache is not None and cache.layers and not has_attention_layer(cache):
         cache.seen_tokens = length
+
+
+def ending_at(t: torch.Tensor, ends: Sequence[int], size: int, axis: int) -> torch.Tensor:
+    """Of each row of t the `size` columns before column ends[row]; the first stands in for those there are not."""
+    if len(set(ends)) == 1 and ends[0] >= size:
+        return t.narrow(axis, ends[0] - size, size)
+    columns = (torch.tensor(ends)[:, None] - size + torch.arange(size)).clamp(min=0).to(t.device)
+    shape = [1] * t.ndim
+    shape[0], shape[axis] = columns.shape
+    wanted = [*t.shape]
+    wanted[axis] = size
+    return t.gather(axis, columns.view(shape).expand(wanted))
+
+
+def crop_rows(layer: DynamicLayer, tokens: int, counts: Sequence[int], length: int) -> None:
+    """Keep the first counts[row] of the last `tokens` columns; of all that is then left, the last `length`."""
+    if not layer.is_initialized:
+        return
+    size = length
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = length
+        size = min(length, layer.sliding_window - 1)
+    ends = [layer.keys.shape[-2] - tokens + count for count in counts]
+    layer.keys, layer.values = (ending_at(t, ends, size, axis=2) for t in (layer.keys, layer.values))
 
 
 class RecurrentCache(DynamicCache):
@@ -74,12 +109,13 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recent: Tokens | None = None
         self.first: Tokens | None = None
         self.leaving: tuple[torch.Tensor, ...] | None = None
+        self.recorded = None  # see recording.py
         self.full = DynamicLayer()
         self.seen_tokens = 0
 
     def keep(self, context: Tokens, sinks: Tokens, new_tokens: int) -> None:
         """Remember the end of `context`, at least the last `new_tokens` columns of which are new, and the sinks."""
-        start = max(context.index.shape[1] - self.window + 1, 0)
+        start = 0 if self.recorded is not None else max(context.index.shape[1] - self.window + 1, 0)
         # copies: a view would hold on to the whole prompt
         keys, values = (t[:, :, start:].clone() for t in (context.keys, context.values))
         self.recent = Tokens(keys, values, context.index[:, start:].clone())
@@ -100,10 +136,28 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Bytes held."""
+        return sum(t.numel() * t.element_size() for t in self.tensors() if t is not None)
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """All that is carried from call to call, indices apart."""
         states = [*self.conv_states.values(), *self.recurrent_states.values(), *(self.leaving or ())]
         states += [t for tokens in (self.recent, self.first) if tokens is not None for t in tokens[:2]]
-        states += [self.full.keys, self.full.values]
-        return sum(t.numel() * t.element_size() for t in states if isinstance(t, torch.Tensor))
+        return [*states, self.full.keys, self.full.values]
+
+    def accept(self, tokens: int, counts: Sequence[int], length: int) -> None:
+        """As `crop_rows`, of window and sinks; a sink that was not accepted is no sink. See recording.py."""
+        crop_rows(self.full, tokens, counts, length)
+        self.seen_tokens = length
+        index = self.recent.index
+        columns = index.shape[1]
+        ends = torch.tensor([columns - tokens + count for count in counts], device=index.device)[:, None]
+        rejected = (torch.arange(columns, device=index.device) >= ends) & (index >= 0)
+        beyond = index.masked_fill(~rejected, NEVER).amin(1, keepdim=True)
+        self.first = self.first._replace(index=self.first.index.masked_fill(self.first.index >= beyond, -1))
+        size, last = min(columns - tokens + max(counts), self.window - 1), ends[:, 0].tolist()
+        absent = torch.arange(size, device=index.device) < size - ends
+        keys, values = (ending_at(t, last, size, axis=2).clone() for t in self.recent[:2])
+        self.recent = Tokens(keys, values, ending_at(index, last, size, axis=1).masked_fill(absent, -1))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Follow the beams."""

@@ -31,6 +31,7 @@ from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .matrix_mixer import OPEN_GATE
 from .short_conv import ShortConv
+from .speculative_decoding import speculative_decoding
 from .window_attention import WindowInputs
 
 logger = logging.get_logger(__name__)
@@ -81,7 +82,7 @@ class HybridPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # A recurrent state cannot be cropped, so transformers must not try assisted generation.
+    # A recurrent state cannot be cropped, so transformers must not try assisted generation; speculative_decoding does.
     _is_stateful = True
     _can_record_outputs = {
         "hidden_states": HybridDecoderLayer,
@@ -299,6 +300,12 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     """Language model head on a hybrid. A family fills model and lm_head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    # for generate(custom_generate=...), which calls it with the model
+    speculative_decoding = staticmethod(speculative_decoding)
+
+    def new_cache(self) -> Cache:
+        """An empty cache for this model, of a kind that can record (recording.py)."""
+        return new_cache(self.config)
 
     @can_return_tuple
     def forward(

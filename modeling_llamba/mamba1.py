@@ -12,6 +12,8 @@ code is not under grouped queries.
 Shapes: B batch, L length, H heads, G key/value heads, P head dim, N state, D = H P channels, S = D / N pieces.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -19,8 +21,9 @@ from transformers.cache_utils import Cache
 
 from .matrix_mixer import OPEN_GATE, convolve_with_cache
 from .norms import head_norm
+from .recording import recorded_by
 from .rotary import apply_rotary
-from .selective_scan import selective_matrix, selective_scan, selective_step
+from .selective_scan import selective_advance, selective_matrix, selective_read, selective_scan, selective_step
 from .short_conv import ShortConv
 from .ssd import repeat_groups
 
@@ -86,12 +89,17 @@ class Mamba1(nn.Module):
         x, dt, B, C, z = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         A = -self.A_log.to(dt.dtype).exp()
         state = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
-        if state is not None and x.shape[1] == 1 and seq_idx is None:
+        recorded = recorded_by(past_key_values, self.layer_idx)
+        if recorded is not None:
+            recorded.advance = partial(selective_advance, A=A)
+            all_x, all_dt, all_B = recorded.add((x, dt, B))
+            y = selective_read(state, all_x, all_dt, A, all_B, C)
+        elif state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])
             y = y[:, None]
         else:
             y, state = selective_scan(x, dt, A, B, C, state, seq_idx)
-        if past_key_values is not None:
+        if past_key_values is not None and recorded is None:
             past_key_values.update_recurrent_state(state, self.layer_idx)
         return self.finish(y + self.D.to(y.dtype) * x.to(y.dtype), z)
 

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from .norms import RMSNorm, head_norm
+from .recording import Recorded, recorded_by
 from .rotary import apply_rotary
 from .short_conv import ShortConv
-from .ssd import repeat_groups, ssd_matrix, ssd_scan, ssd_step
+from .ssd import repeat_groups, ssd_advance, ssd_matrix, ssd_read, ssd_scan, ssd_step
 
 # silu(z) = 1 here, so a gate whose projection is zero lets everything through.
 OPEN_GATE = 1.278464542761074
@@ -102,6 +103,9 @@ class SSDMixer(nn.Module):
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         state = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
         layer = past_key_values.layers[self.layer_idx] if past_key_values is not None and self.delay else None
+        recorded = recorded_by(past_key_values, self.layer_idx)
+        if recorded is not None:
+            return self.finish(self._read(streams, state, recorded, index, layer), streams.gate)
         y, new_state = self.mix(streams, state, seq_idx, index, layer)
         if past_key_values is not None and new_state is not state:
             past_key_values.update_recurrent_state(new_state, self.layer_idx)
@@ -119,21 +123,37 @@ class SSDMixer(nn.Module):
 
         `waiting` is the cache's layer, which keeps the tokens that have not reached the state, or None.
         """
-        x, B, log_a = self._entering(streams, seq_idx, index, waiting)
+        x, log_a, B = self._entering(streams, seq_idx, index, waiting)
         if state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], streams.C[:, 0])
             y = y[:, None]
         else:
             size, backend = self.config.mixer_chunk_size, self.config.mixer_backend
             y, state = ssd_scan(x, log_a, B, streams.C, state, seq_idx, size, backend)
-        return y + self.D.to(y.dtype)[:, None] * repeat_groups(streams.x, self.num_heads).to(y.dtype), state
+        return self._skip(y, streams), state
+
+    def _skip(self, y, streams):
+        return y + self.D.to(y.dtype)[:, None] * repeat_groups(streams.x, self.num_heads).to(y.dtype)
+
+    def _read(self, streams, state, recorded: Recorded, index, waiting):
+        """y (B, L, H, P) from the state at the checkpoint and what was recorded since, these tokens included."""
+        inputs = recorded.add(self._new_inputs(streams, index), None if waiting is None else waiting.leaving)
+        recorded.advance = ssd_advance
+        entering = inputs[0].shape[1] - self.delay
+        y = ssd_read(state, *(t[:, :entering] for t in inputs), streams.C)
+        return self._skip(y, streams)
+
+    def _new_inputs(self, streams, index):
+        """x, log_a and B of these tokens; x of the first `skipped` is zero, so that they never reach the state."""
+        x, B = self._stepped_x(streams)
+        x = x * (index >= self.skipped)[..., None, None].to(x.dtype) if self.delay else x
+        return x, streams.log_a, B
 
     def _entering(self, streams, seq_idx, index, waiting=None):
-        """x, B and log_a as they reach the state: at once, or `delay` columns late, the first `skipped` never."""
-        x, B = self._stepped_x(streams)
+        """x, log_a and B as they reach the state: at once, or `delay` columns late."""
+        entering = self._new_inputs(streams, index)
         if not self.delay:
-            return x, B, streams.log_a
-        entering = (x * (index >= self.skipped)[..., None, None].to(x.dtype), B, streams.log_a)
+            return entering
         before = None if waiting is None else waiting.leaving
         queues = []
         for i, new in enumerate(entering):
@@ -141,13 +161,13 @@ class SSDMixer(nn.Module):
             queues.append(torch.cat([old, new], dim=1))
         if waiting is not None:
             waiting.leaving = tuple(queue[:, -self.delay :].clone() for queue in queues)
-        length = x.shape[1]
-        x, B, log_a = (queue[:, :length] for queue in queues)
+        length = entering[0].shape[1]
+        x, log_a, B = (queue[:, :length] for queue in queues)
         if seq_idx is not None:
             same = torch.zeros_like(seq_idx, dtype=torch.bool)
             same[:, self.delay :] = seq_idx[:, self.delay :] == seq_idx[:, : -self.delay]
             x, log_a = x * same[..., None, None].to(x.dtype), log_a * same[..., None].to(log_a.dtype)
-        return x, B, log_a
+        return x, log_a, B
 
     def _stepped_x(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor]:
         if streams.step is None:
@@ -175,7 +195,7 @@ class SSDMixer(nn.Module):
         if self.delay:
             # the same way x goes, a mark goes with each token: 1 where it reaches the state, else 0
             marked = streams._replace(x=torch.ones_like(streams.x[..., :1]), step=None)
-            mark, B, log_a = self._entering(marked, seq_idx, index)
+            mark, log_a, B = self._entering(marked, seq_idx, index)
             matrix = ssd_matrix(log_a, B, streams.C, seq_idx)
             matrix = matrix * repeat_groups(mark, self.num_heads)[..., 0].transpose(1, 2)[:, :, None].to(matrix.dtype)
             matrix = F.pad(matrix[..., self.delay :], (0, min(self.delay, matrix.shape[-1])))
@@ -217,6 +237,11 @@ def convolve_with_cache(
     if cache is None:
         return conv(x, seq_idx)
     past = cache.get_conv_state(layer_idx)
+    recorded = recorded_by(cache, layer_idx)
+    if recorded is not None:
+        past = past if recorded.conv is None else recorded.conv
+        recorded.conv = torch.cat([past, x.mT], dim=-1)
+        return conv(x, None, past)
     past = past.clone() if past is not None else None
     cache.update_conv_state(x.transpose(1, 2), layer_idx, conv_kernel_size=conv.kernel_size)
     return conv(x, seq_idx, past)

@@ -89,6 +89,34 @@ def selective_step(
     return (state * C).sum(-1), state
 
 
+def selective_read(
+    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor
+) -> torch.Tensor:
+    """What the last tokens of a short chunk read, from a state (B, D, N) that stays as it is.
+
+    Args:
+        x, dt: (B, R, D). A: (D, N). B: (B, R, G, N). C: (B, L, G, N) of the last L <= R tokens.
+
+    Returns:
+        y (B, L, D).
+    """
+    earlier, y = x.shape[1] - C.shape[1], []
+    for t in range(x.shape[1]):
+        read = C[:, max(t - earlier, 0)]
+        y_t, state = selective_step(state, x[:, t], dt[:, t], A, B[:, t], read)
+        y.append(y_t)
+    return torch.stack(y[earlier:], dim=1)
+
+
+def selective_advance(
+    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, A: torch.Tensor
+) -> torch.Tensor:
+    """The state (B, D, N) after a short chunk; shapes as in `selective_read`. Zeros leave it as it is."""
+    for t in range(x.shape[1]):
+        _, state = selective_step(state, x[:, t], dt[:, t], A, B[:, t], B[:, t])
+    return state
+
+
 def selective_scan(
     x: torch.Tensor,
     dt: torch.Tensor,

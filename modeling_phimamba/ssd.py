@@ -90,15 +90,15 @@ def ssd_matrix(
 ) -> torch.Tensor:
     """The unrolled matrix mixer: M[l, s] = (C_l . B_s) exp(sum_{s<k<=l} log_a_k) for s <= l, else 0.
 
-    Args and shapes as in `ssd_recurrence`.
+    Args and shapes as in `ssd_recurrence`; C may be that of the last tokens only, whose rows are then returned.
 
     Returns:
         M (B, H, L, L) with y = M x per head, in the dtype of C.
     """
-    H, L = C.shape[2], log_a.shape[1]
+    H, L, rows = C.shape[2], log_a.shape[1], C.shape[1]
     total = reset_at_boundaries(log_a.double(), seq_idx).cumsum(1).transpose(1, 2)  # (B, T, L)
-    upper = torch.ones(L, L, dtype=torch.bool, device=log_a.device).triu(1)
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()
+    upper = torch.ones(rows, L, dtype=torch.bool, device=log_a.device).triu(1 + L - rows)
+    decay = (total[..., L - rows :, None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()
     with full_precision(C):
         scores = C.transpose(1, 2) @ repeat_groups(B, H).transpose(1, 2).transpose(-1, -2)
     return scores * decay.to(scores.dtype).repeat_interleave(H // decay.shape[1], dim=1)
@@ -128,6 +128,37 @@ def ssd_step(
         if T == C.shape[1]:
             return (state @ C[..., None]).squeeze(-1), state
         return (C.unflatten(1, (T, -1)) @ state.mT).flatten(1, 2), state
+
+
+def ssd_read(
+    state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor, C: torch.Tensor
+) -> torch.Tensor:
+    """What the last tokens of a short chunk read, from a state (B, T, P, N) that stays as it is.
+
+    Args:
+        x: (B, R, G, P). log_a: (B, R, T). B: (B, R, G, N). C: (B, L, H, N) of the last L <= R tokens.
+
+    Returns:
+        y (B, L, H, P) in the state's dtype.
+    """
+    L, H = C.shape[1:3]
+    x, log_a, B, C = (t.to(state.dtype) for t in (x, log_a, B, C))
+    enter = log_a.double().cumsum(1)[:, -L:].exp().to(state.dtype).repeat_interleave(H // log_a.shape[-1], dim=-1)
+    with full_precision(state):
+        y = ssd_matrix(log_a, B, C) @ repeat_groups(x, H).transpose(1, 2)  # (B, H, L, P)
+        from_state = (C * enter[..., None]).transpose(1, 2) @ state.repeat_interleave(H // state.shape[1], dim=1).mT
+    return (y + from_state).transpose(1, 2)
+
+
+def ssd_advance(state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """Take a state (B, T, P, N) over a short chunk, in place; shapes as in `ssd_read`. Zeros leave it as it is."""
+    T = state.shape[1]
+    total = log_a.double().cumsum(1)
+    leave = (total[:, -1:] - total).exp().to(state.dtype)
+    x, B = (repeat_groups(t.to(state.dtype), T) for t in (x, B))
+    with full_precision(state):
+        added = (x * leave[..., None]).permute(0, 2, 3, 1) @ B.transpose(1, 2)  # (B, T, P, R) @ (B, T, R, N)
+    return state.mul_(total[:, -1].exp().to(state.dtype)[..., None, None]).add_(added)
 
 
 def ssd_scan(

@@ -94,11 +94,12 @@ class WindowAttention(nn.Module):
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         recent = None if past is None else past.recent
         sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
-        output = self.attend(query, sink_query, with_past(new, recent), sinks, seq_idx)
+        context = with_past(new, recent)
+        output = self.attend(query, sink_query, context, sinks, seq_idx)
         if self.full_heads:
             output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past, **kwargs)
         if past is not None:
-            past.keep(with_past(new, recent), sinks, new.index.shape[1])
+            past.keep(context, sinks, new.index.shape[1])
         return output.transpose(1, 2).flatten(2)
 
     def project(self, hidden_states, position_embeddings, inputs: WindowInputs) -> tuple[torch.Tensor, ...]:
@@ -149,7 +150,7 @@ class WindowAttention(nn.Module):
         """One softmax over the sinks and the window: (B, H, L, D).
 
         Args:
-            query, sink_query: (B, H, L, D). context: at most W - 1 columns before the queries', then theirs.
+            query, sink_query: (B, H, L, D). context: columns before the queries', W - 1 of which count, then theirs.
             sinks: see `find_sinks`.
         """
         batch, heads, length, dim = query.shape

@@ -1,0 +1,108 @@
+"""What this machine has: versions, devices, kernels, and which code runs where."""
+
+import importlib
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from transformers.utils import is_flash_attn_2_available
+
+LIBRARIES = (
+    "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
+    "datasets", "peft", "trl", "lm-eval", "gguf",
+)  # fmt: skip
+# package on the index, module that has to import
+KERNELS = {
+    "mamba-ssm": "mamba_ssm.ops.triton.ssd_combined",
+    "causal-conv1d": "causal_conv1d",
+    "flash-attn": "flash_attn",
+    "flash-linear-attention": "fla",
+    "triton": "triton",
+    "kernels": "kernels",
+}
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices, kernels and backends, as plain data."""
+    kernels = {package: _kernel(package, module) for package, module in KERNELS.items()}
+    cuda = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {library: _version(library) for library in LIBRARIES},
+        "threads": torch.get_num_threads(),
+        "cuda": {
+            "built_for": torch.version.cuda,
+            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        },
+        "kernels": kernels,
+        "backends": _backends(kernels, cuda),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _kernel(package: str, module: str) -> dict[str, str | None]:
+    """Its version, and where it is installed and yet unusable, why."""
+    version = _version(package)
+    if version is None:
+        return {"version": None, "problem": "not installed"}
+    try:
+        importlib.import_module(module)
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        return {"version": version, "problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    return {"version": version, "problem": None}
+
+
+def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str, dict[str, str]]:
+    """What runs, and why, for each part that could run in more than one way."""
+
+    def choose(name: str, package: str) -> dict[str, str]:
+        problem = kernels[package]["problem"]
+        if not cuda:
+            return {"runs": "torch", "why": "no CUDA device"}
+        if problem:
+            return {"runs": "torch", "why": f"{package}: {problem}"}
+        return {"runs": name, "why": f"{package} {kernels[package]['version']} on CUDA"}
+
+    scan = choose("mamba_ssm", "mamba-ssm")
+    if scan["runs"] == "mamba_ssm":
+        scan["why"] += "; torch where a gradient is wanted, unless mixer_backend is 'mamba_ssm'"
+    return {
+        "SSD scan (discrete_mamba2, mamba2)": scan,
+        "one token of it, or a short chunk": {"runs": "torch", "why": "a few products; no kernel is used"},
+        "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
+        "short convolution of a prompt": choose("causal_conv1d", "causal-conv1d"),
+        "attention": {
+            "runs": "sdpa",
+            "why": "torch's own; flash_attention_2 on request"
+            if is_flash_attn_2_available()
+            else "torch's own; flash_attention_2 cannot be used here",
+        },
+    }
+
+
+def describe_environment(report: dict[str, Any]) -> Group:
+    """The report for a terminal."""
+    versions = Table.grid(padding=(0, 2))
+    versions.add_row("python", report["python"])
+    versions.add_row("platform", report["platform"])
+    for library, version in report["versions"].items():
+        versions.add_row(library, version or "not installed")
+    devices = ", ".join(report["cuda"]["devices"]) or "no CUDA device"
+    versions.add_row("device", f"{devices}; {report['threads']} threads on the CPU")
+    kernels = Table("kernel", "version", "usable")
+    for name, kernel in report["kernels"].items():
+        kernels.add_row(name, kernel["version"] or "-", kernel["problem"] or "yes")
+    backends = Table("part", "runs on", "because")
+    for part, choice in report["backends"].items():
+        backends.add_row(part, choice["runs"], choice["why"])
+    return Group(versions, kernels, backends)

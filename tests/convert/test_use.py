@@ -1,0 +1,152 @@
+"""inspect, env and generate, as they are typed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from convert import convert
+from convert.cli import app
+from convert.environment import environment
+from convert.generation import recorded_teacher
+from convert.inspection import inspect_model
+from modeling_llamba import LlambaForCausalLM
+from tests.modeling.test_training import tokenizer
+from tests.students import make_student, student_config
+from tests.teachers import TINY, random_ids
+
+
+def use(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A teacher with a tokenizer, a hybrid made from it, and one of unknown origin."""
+    folder = tmp_path_factory.mktemp("use")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder / "teacher")
+    tokenizer().save_pretrained(folder / "teacher")
+    convert(str(folder / "teacher"), folder / "hybrid", align="none", window=8, attention_ratio=0.25)
+    make_student(pattern="hybrid", dtype=torch.float32).save_pretrained(folder / "found")
+    return folder
+
+
+def test_inspect_says_what_the_model_is(checkpoints):
+    report = inspect_model(str(checkpoints / "hybrid"))
+    model = LlambaForCausalLM.from_pretrained(checkpoints / "hybrid")
+    assert report["parameters"] == sum(p.numel() for p in model.parameters())
+    assert sorted(report["layer_map"]) == sorted("AHHH") and len(report["attention_layers"]) == 1
+    assert report["window"] == {"tokens": 8, "sinks": 4, "mixer": "beyond"} and report["mixer"]["d_state"] == 8
+    assert report["provenance"]["teacher"] == "teacher" and report["provenance"]["align"] == "none"
+    done = use("inspect", checkpoints / "hybrid", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout) == report | {"model": str(checkpoints / "hybrid")}
+    done = use("inspect", checkpoints / "hybrid")
+    assert report["layer_map"] in done.stdout and "131072" not in done.stdout and "128k" in done.stdout
+
+
+def test_inspected_cache_is_the_caches_own(checkpoints):
+    """All attention: keys and values of every layer."""
+    sizes = inspect_model(str(checkpoints / "found"))["cache_bytes"]["4k"]
+    assert sizes["all_attention"] == 4 * 2 * 4096 * 2 * 8 * 4
+    cache = LlambaForCausalLM.from_pretrained(checkpoints / "found")(random_ids(1, 9), use_cache=True).past_key_values
+    states = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    held = sum(t.numel() * 4 for layer in states for t in (layer.conv_states[0], layer.recurrent_states[0]))
+    assert sizes["this_model"] == sizes["all_attention"] // 2 + held
+
+
+def test_inspect_reads_the_alignment(checkpoints, tmp_path):
+    folder = tmp_path / "aligned"
+    shutil.copytree(checkpoints / "hybrid", folder)
+    figures = {"0": {"mapped": 9.0, "solved": 0.4, "refined": 0.2}, "2": {"mapped": 8.0, "solved": 0.6}}
+    (folder / "alignment.json").write_text(json.dumps({"text": "x", "tokens": 7, "held_out_error": figures}))
+    done = use("inspect", folder)
+    assert "held-out error 0.400 on average, most in layer 2 (0.600)" in " ".join(done.stdout.split())
+    (folder / "alignment.json").write_text("{")
+    assert use("inspect", folder).exit_code == 1
+
+
+def test_env_says_which_code_runs_and_why():
+    report = environment()
+    assert report["versions"]["torch"] == torch.__version__ and report["versions"]["transformers"]
+    scan = report["backends"]["SSD scan (discrete_mamba2, mamba2)"]
+    usable = torch.cuda.is_available() and report["kernels"]["mamba-ssm"]["problem"] is None
+    assert scan["runs"] == ("mamba_ssm" if usable else "torch") and scan["why"]
+    assert json.loads(use("env", "--json").stdout) == report
+    assert "SSD scan" in use("env").stdout
+
+
+def test_a_broken_kernel_is_told_from_an_absent_one(monkeypatch, tmp_path):
+    (tmp_path / "mamba_ssm").mkdir()
+    (tmp_path / "mamba_ssm/__init__.py").write_text("raise ImportError('undefined symbol: x')")
+    (tmp_path / "mamba_ssm-9.dist-info").mkdir()
+    (tmp_path / "mamba_ssm-9.dist-info/METADATA").write_text("Name: mamba-ssm\nVersion: 9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    report = environment()
+    assert report["kernels"]["mamba-ssm"] == {"version": "9", "problem": "ImportError: undefined symbol: x"}
+    assert report["kernels"]["causal-conv1d"]["problem"] in (None, "not installed")
+
+
+def test_generate_says_what_the_model_says(checkpoints):
+    options = ("--prompt", "w5 w6 w7", "--max-new-tokens", "9")
+    done = use("generate", checkpoints / "hybrid", *options)
+    assert done.exit_code == 0, done.output
+    words = AutoTokenizer.from_pretrained(checkpoints / "hybrid")
+    model = LlambaForCausalLM.from_pretrained(checkpoints / "hybrid")
+    inputs = words("w5 w6 w7", return_tensors="pt")
+    ids = model.generate(inputs["input_ids"], max_new_tokens=9, do_sample=False)[0]
+    expected = words.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert done.stdout.split() == expected.split()
+    assert "tokens per second" in done.stderr
+    beside = use("generate", checkpoints / "hybrid", *options, "--teacher", checkpoints / "teacher")
+    assert beside.exit_code == 0 and "hybrid (llamba)" in beside.stdout and "teacher (llama)" in beside.stdout
+    assert done.stdout.strip() in beside.stdout
+    sampled = ("generate", checkpoints / "hybrid", *options, "--temperature", "2")
+    first, second = (use(*sampled, "--seed", seed).stdout for seed in (1, 2))
+    assert first != second
+
+
+def test_the_recorded_teacher(smollm2_gguf):
+    config = student_config()
+    config.conversion = {"teacher": "org/name", "teacher_revision": "abc"}
+    assert recorded_teacher(config) == "org/name"
+    config.conversion = {"teacher": smollm2_gguf.name, "teacher_revision": None}
+    assert recorded_teacher(config) == str(smollm2_gguf)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("inspect", "{}/nothing"), "does not exist"),
+        (("inspect", "{}"), "no config.json"),
+        (("inspect", "{}/teacher"), "not a hybrid"),
+        (("generate", "{}/hybrid", "--prompt", " "), "The prompt is empty"),
+        (("generate", "{}/found", "--prompt", "a"), "no tokenizer"),
+        (("generate", "{}/hybrid", "--prompt", "a", "--dtype", "int3"), "dtype must be one of"),
+        (("generate", "{}/hybrid", "--prompt", "a", "--teacher", "recorded"), "was a local path"),
+        (("generate", "{}/hybrid", "--prompt", "a", "--teacher", "{}/none"), "does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(checkpoints, arguments, message):
+    done = use(*(argument.format(checkpoints) for argument in arguments))
+    assert done.exit_code == 1 and message in done.stderr and "Traceback" not in done.output
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_damaged_weights_are_one_line(checkpoints, tmp_path):
+    shutil.copytree(checkpoints / "hybrid", tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    done = use("generate", tmp_path / "damaged", "--prompt", "a")
+    assert done.exit_code == 1 and "damaged" in done.stderr.splitlines()[-1]
+
+
+def test_no_teacher_recorded(checkpoints):
+    with pytest.raises(ValueError, match="records no teacher"):
+        recorded_teacher(student_config())
+    tokenizer().save_pretrained(checkpoints / "found")
+    done = use("generate", checkpoints / "found", "--prompt", "w3", "--teacher", "recorded")
+    assert done.exit_code == 1 and "records no teacher" in done.stderr
