@@ -337,8 +337,10 @@ def matrix_approximation_command(
     with one_line_errors(verbose):
         from convert.teacher import embedded_teacher
 
-        for name, value, least in (("num-matrices", num_matrices, 1), ("length", length, 4), ("sweeps", sweeps, 1),
-                                   ("gradient-steps", gradient_steps, 0), ("workers", 1 if workers is None else workers, 1)):  # fmt: skip
+        processes = (os.cpu_count() or 1) if workers is None else workers
+        at_least = {"num-matrices": (num_matrices, 1), "length": (length, 4), "sweeps": (sweeps, 1),
+                    "gradient-steps": (gradient_steps, 0), "workers": (processes, 1)}  # fmt: skip
+        for name, (value, least) in at_least.items():
             if value < least:
                 raise ValueError(f"--{name} must be at least {least}, not {value}.")
         states = parse_sizes(state_sizes, length)
@@ -349,7 +351,7 @@ def matrix_approximation_command(
         with progress_bars(quiet) as (_, _, on_progress):
             report = study(
                 teacher or str(embedded_teacher()), output, dataset or ["default"], num_matrices, states, length,
-                Effort(sweeps, gradient_steps, extensions), student or [], workers or os.cpu_count() or 1, seed,
+                Effort(sweeps, gradient_steps, extensions), student or [], processes, seed,
                 on_progress,
             )  # fmt: skip
         if as_json:
