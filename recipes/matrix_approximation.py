@@ -95,11 +95,12 @@ def extensions(target: torch.Tensor, state: int, effort: Effort, ssd: Factors) -
     """
     sums = ssd.matrix().sum(-1, keepdim=True)
     normalised = ssd.matrix() / torch.where(sums.abs() < 0.1, 1.0, sums)
-    mamba1 = alternate(target, decay_start(target, state), max(effort.sweeps // 2, 1), fit_decays=False)
+    sweeps = max(effort.sweeps // 2, 1)
+    mamba1 = alternate(target, decay_start(target, state), sweeps, fit_decays=False)
     rest = beyond_window(target, WINDOW, SINKS)
     C, B = truncated_svd(rest, state)
     start = Factors(C, B, target.new_full((*target.shape[:2], 1), math.log(0.99)))
-    beside = alternate(rest, start, effort.sweeps, fit_decays=True)
+    beside = alternate(rest, start, sweeps, fit_decays=True)
     return {
         "ssd_normalised": distance(target, normalised),
         "mamba1": distance(target, mamba1.matrix()),

@@ -137,13 +137,14 @@ def improve_decays(target: torch.Tensor, factors: Factors) -> torch.Tensor:
     def corners(values: torch.Tensor) -> torch.Tensor:  # [i, j]: the sum over rows from i on and columns before j
         return nn.functional.pad(values.flip(1).cumsum(1).flip(1).cumsum(2), (1, -1))
 
-    gradient = corners(residual * matrix).diagonal(dim1=1, dim2=2)
-    squares = corners(matrix.square())
+    # in float32: only the direction depends on it, and a step that does not help is not taken
+    gradient = corners((residual * matrix).float()).diagonal(dim1=1, dim2=2)
+    squares = corners(matrix.square().float())
     hessian = squares.tril() + squares.tril(-1).mT
     damping = 1e-2 * hessian.diagonal(dim1=1, dim2=2) + 1e-12
     factor, info = torch.linalg.cholesky_ex(hessian + torch.diag_embed(damping))
     step = torch.cholesky_solve(gradient[..., None], factor)[..., 0].clamp(-1, 1)
-    step = torch.where(info[:, None] == 0, step, 0.0)
+    step = torch.where((info[:, None] == 0) & step.isfinite(), step, 0.0).double()
     best, log_a = residual.square().sum((1, 2)), factors.log_a
     for size in (1.0, 0.3):
         moved = (factors.log_a[..., 0] + size * step).clamp(LEAST_LOG_DECAY, 0)[..., None]
