@@ -149,11 +149,22 @@ def tree(values, reduce):
 
 def state_needed(curve: dict[str, float], wanted: float) -> float | None:
     """The state size at which a curve of distances reaches `wanted`, between the sizes measured, else None."""
-    points = sorted((math.log(int(n)), math.log(value)) for n, value in curve.items())
+    least = 1e-12
+    points = sorted((math.log(int(n)), math.log(max(value, least))) for n, value in curve.items())
+    aim = math.log(max(wanted, least))
     for (n0, d0), (n1, d1) in zip(points, points[1:], strict=False):
-        if d1 <= math.log(wanted) <= d0 and d1 < d0:
-            return math.exp(n0 + (d0 - math.log(wanted)) / (d0 - d1) * (n1 - n0))
-    return next((math.exp(n) for n, d in points if d == math.log(wanted)), None)
+        if d1 <= aim <= d0 and d1 < d0:
+            return math.exp(n0 + (d0 - aim) / (d0 - d1) * (n1 - n0))
+    return next((math.exp(n) for n, d in points if d == aim), None)
+
+
+def needed_text(curve: dict[str, float], wanted: float) -> str:
+    """The same in words: beyond the sizes measured, on which side."""
+    found = state_needed(curve, wanted)
+    if found is not None:
+        return f"{found:.0f}"
+    smallest = min(curve, key=int)
+    return f"< {smallest}" if wanted > curve[smallest] else f"> {max(curve, key=int)}"
 
 
 def summarise(found: dict, matrices: torch.Tensor, datasets: list[str]) -> dict:
@@ -176,9 +187,9 @@ def summarise(found: dict, matrices: torch.Tensor, datasets: list[str]) -> dict:
         },
         "order": {n: sorted(FAMILIES, key=lambda name: mean[name][n]) for n in sizes},
         "ratio_to_ssm": {f: {n: mean[f][n] / max(mean["ssm"][n], 1e-12) for n in sizes} for f in FAMILIES},
-        "state_needed": {
-            f: {n: state_needed(mean[f], max(mean["ssd"][n], 1e-12)) for n in sizes} for f in ("low_rank", "ssm")
-        } if min(min(mean[f].values()) for f in FAMILIES) > 0 else {},
+        "state_needed_for_ssd": {
+            f: {n: needed_text(mean[f], mean["ssd"][n]) for n in sizes} for f in ("low_rank", "ssm")
+        },
         "paper": PAPER,
     }  # fmt: skip
     paper = {f: {n: PAPER[f][n] / PAPER["ssm"][n] for n in sizes if n in PAPER["ssm"]} for f in FAMILIES}
@@ -200,6 +211,8 @@ def as_table(report: dict) -> str:
     lines.insert(2, f"| Toeplitz (paper), no state | {toeplitz_cell} |" + " |" * (len(sizes) - 1))
     for name, values in {"lower_bound": report["lower_bound"], **report["extensions"]}.items():
         lines.append(f"| {LABELS[name]} | " + " | ".join(f"{values[n]:.3f}" for n in sizes) + " |")
+    for family, of_sizes in report["state_needed_for_ssd"].items():
+        lines.append(f"| N that {LABELS[family]} needs for SSD's distance | " + " | ".join(of_sizes.values()) + " |")
     if report.get("students"):
         lines += ["", "| student | matrices | distance | best scale per matrix |", "|---|---|---|---|"]
         lines += [

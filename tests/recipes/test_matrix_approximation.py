@@ -12,7 +12,7 @@ from convert.alignment.matrix_orientation import attention_rows
 from modeling_phimamba.ssd import ssd_matrix
 from recipes import matrix_approximation
 from recipes.attention_matrices import Sampler, best_scale, choose_places
-from recipes.matrix_approximation import Effort, app, approximate, approximate_all, state_needed
+from recipes.matrix_approximation import Effort, app, approximate, approximate_all, needed_text, state_needed
 from recipes.matrix_fits import (
     Factors,
     alternate,
@@ -252,6 +252,8 @@ def test_state_needed():
     assert state_needed(curve, 0.4) == pytest.approx(32) and state_needed(curve, 0.8) == pytest.approx(16)
     assert state_needed(curve, 0.2 * math.sqrt(2)) == pytest.approx(32 * math.sqrt(2))
     assert state_needed(curve, 0.1) is None and state_needed(curve, 1.0) is None
+    assert [needed_text(curve, wanted) for wanted in (1.0, 0.4, 0.1)] == ["< 16", "32", "> 64"]
+    assert state_needed({"2": 0.0}, 0.0) == pytest.approx(2), "a distance of zero is one, too"
 
 
 def test_places_are_spread():
