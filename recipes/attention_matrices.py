@@ -15,6 +15,8 @@ from convert.alignment.hybrid_training import load_hybrid
 from convert.alignment.matrix_orientation import attention_rows, check_comparable
 from convert.alignment.teacher_model import TeacherModel
 from convert.alignment.text import documents, token_rows
+from convert.config import make_config
+from convert.teacher import find_teacher
 
 ROWS_AT_ONCE = 128
 
@@ -114,6 +116,17 @@ def check_student(hybrid: nn.Module, teacher: TeacherModel, folder: Path) -> Non
         raise ValueError(f"{folder} has a window beside its mixers, which then hold a part of the attention only.")
     if "linear_attention" not in hybrid.config.layer_types:
         raise ValueError(f"{folder} kept every layer as attention: there is nothing to compare.")
+
+
+def open_teacher(model: str) -> TeacherModel:
+    """The teacher as its blocks.
+
+    Raises:
+        ValueError: it does not exist or is of an unsupported kind.
+    """
+    found = find_teacher(model)
+    options = make_config(model=model, output="unused", attention_ratio=0.0, align="none")
+    return TeacherModel(found, options, found.open_weights())
 
 
 def best_scale(target: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -253,6 +253,21 @@ def plot(report: dict, matrices: torch.Tensor, path: Path) -> None:
     pyplot.close(figure)
 
 
+def compare_students(sampler, folders: list[Path], matrices: torch.Tensor) -> list[dict]:
+    """Distances of hybrids' matrices to the teacher's, where they replaced its attention."""
+    from .attention_matrices import best_scale
+
+    compared = []
+    for folder in folders:
+        indices, mixed = sampler.student(folder)
+        away, scaled = (distance(matrices[indices], m) for m in (mixed, best_scale(matrices[indices], mixed)))
+        compared.append(
+            {"name": folder.name, "matrices": len(indices), "distance": away.mean().item(),
+             "spread": away.std(correction=0).item(), "scaled": scaled.mean().item(), "indices": indices}
+        )  # fmt: skip
+    return compared
+
+
 def study(
     model: str, output: Path, datasets: list[str], num_matrices: int, states: list[int], length: int, effort: Effort,
     students: list[Path], workers: int, seed: int, progress=lambda what, done, total: None,
@@ -262,50 +277,29 @@ def study(
     Raises:
         ValueError: a teacher, text or student that cannot be used.
     """
-    from convert.alignment.teacher_model import TeacherModel
-    from convert.config import make_config
-    from convert.teacher import find_teacher
-
-    from .attention_matrices import Sampler, best_scale, choose_places
+    from .attention_matrices import Sampler, choose_places, open_teacher
 
     started = time.perf_counter()
-    found_teacher = find_teacher(model)
-    options = make_config(model=model, output=str(output), attention_ratio=0.0, align="none")
-    teacher = TeacherModel(found_teacher, options, found_teacher.open_weights())
-    heads = teacher.config.num_attention_heads
-    places = choose_places(datasets, teacher.num_layers, heads, num_matrices, seed)
+    teacher = open_teacher(model)
+    places = choose_places(datasets, teacher.num_layers, teacher.config.num_attention_heads, num_matrices, seed)
     sampler = Sampler(teacher, places, length)
     matrices = sampler.attention()
-    compared = []
-    for folder in students:
-        indices, mixed = sampler.student(folder)
-        away, scaled = (distance(matrices[indices], m) for m in (mixed, best_scale(matrices[indices], mixed)))
-        compared.append(
-            {"name": folder.name, "matrices": len(indices), "distance": away.mean().item(),
-             "spread": away.std(correction=0).item(), "scaled": scaled.mean().item(), "indices": indices}
-        )  # fmt: skip
+    compared = compare_students(sampler, students, matrices)
     sampled = time.perf_counter() - started
     found = approximate_all(matrices, states, effort, workers, progress)
+    of_families = {family: found[family] for family in ("toeplitz", *FAMILIES)}
     for student in compared:
         rows = student.pop("indices")
-        student["families"] = tree(
-            {f: found[f] for f in ("toeplitz", *FAMILIES)}, lambda t, r=rows: t[r].mean().item()
-        )
-    report = summarise(found, matrices, [place.dataset for place in places])
-    report |= {
-        "teacher": found_teacher.public_name,
-        "num_matrices": num_matrices,
-        "tokens": length,
-        "effort": asdict(effort),
+        student["families"] = tree(of_families, lambda t, rows=rows: t[rows].mean().item())
+    report = summarise(found, matrices, [place.dataset for place in places]) | {
+        "teacher": teacher.teacher.public_name, "num_matrices": num_matrices, "tokens": length,
+        "effort": asdict(effort), "workers": workers, "seed": seed, "students": compared,
         "seconds": {"sampling": round(sampled, 1), "all": round(time.perf_counter() - started, 1)},
-        "workers": workers,
-        "seed": seed,
-        "students": compared,
         "matrices": [
             asdict(place) | {"norm": matrices[i].norm().item()} | tree(found, lambda t, i=i: t[i].item())
             for i, place in enumerate(places)
         ],
-    }
+    }  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
     write_beside(output / "approximation.png", lambda path: plot(report, matrices, path))
     write_beside(output / "table.md", lambda path: path.write_text(as_table(report)))

@@ -29,6 +29,7 @@ from convert.alignment.settings import HiddenStateSettings
 from convert.alignment.teacher_model import TeacherModel, replaced
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 
+from .attention_matrices import open_teacher
 from .fidelity import Yardstick, text_rows
 from .head_scores import rank_correlation
 from .toeplitz_mixer import ToeplitzMixer, set_kernel
@@ -42,6 +43,7 @@ PAPER = {"toeplitz": (9.6, 35.0), "low_rank": (7.6, 36.4), "ssd": (5.5, 59.2)}
 ACTIVATION_MEMORY = 2_000_000_000
 KERNEL_SEQUENCES = 4
 HELD_OUT = 4
+FIGURES = ("kl", "kl_95", "perplexity", "perplexity_ratio", "top1", "copy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,16 +164,11 @@ def study(
     Raises:
         ValueError: layers, text or results that cannot be used.
     """
-    from convert.config import make_config
-    from convert.teacher import find_teacher
-
-    started, found = time.perf_counter(), find_teacher(model)
-    options = make_config(model=model, output=str(output), attention_ratio=0.0, align="none")
-    teacher = TeacherModel(found, options, found.open_weights())
+    started, teacher = time.perf_counter(), open_teacher(model)
     if not layers or not all(0 <= layer < teacher.num_layers for layer in layers):
         raise ValueError(f"layers must lie in 0 to {teacher.num_layers - 1}, not {layers}.")
     distances = layer_distances(approximation, layers)
-    tokenizer = load_tokenizer(found, False)
+    tokenizer = load_tokenizer(teacher.teacher, False)
     count = budget.sequences + HELD_OUT
     ids = text_rows(train, tokenizer, length, count)
     # of the same text, the rows after those that were fitted on
@@ -186,7 +183,7 @@ def study(
         errors = errors_of(teacher, fitted, layers, ids)
         for kind in KINDS:
             figures = measure(yardstick, teacher, fitted[kind])
-            kept = {name: figures[name] for name in ("kl", "kl_95", "perplexity", "perplexity_ratio", "top1", "copy")}
+            kept = {name: figures[name] for name in FIGURES}
             mean_error = sum(errors[kind].values()) / len(layers)
             rows[f"{kind}, {stage}"] = {
                 "kind": kind,
@@ -196,7 +193,8 @@ def study(
             } | kept
     final = {kind: rows[f"{kind}, stage 2"]["layers"] for kind in KINDS}
     report = {
-        "teacher": found.public_name, "layers": layers, "budget": dataclasses.asdict(budget), "length": length,
+        "teacher": teacher.teacher.public_name, "layers": layers, "length": length,
+        "budget": dataclasses.asdict(budget),
         "teacher_perplexity": yardstick.teacher["perplexity"], "rows": rows, "matrix_distance": distances,
         "correlation": correlations(distances, final) if distances else {}, "paper": PAPER,
         "seconds": round(time.perf_counter() - started, 1),
