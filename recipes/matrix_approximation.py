@@ -230,7 +230,7 @@ def plot(report: dict, matrices: torch.Tensor, path: Path) -> None:
     from matplotlib import pyplot
 
     sizes = list(report["distance"]["ssm"])
-    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4))
+    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4), layout="constrained")
     curves = {name: report["distance"][name] for name in FAMILIES} | {"lower_bound": report["lower_bound"]}
     curves |= {name: report["extensions"][name] for name in ("mamba1", "window_ssd") if name in report["extensions"]}
     for name, values in curves.items():
@@ -238,6 +238,8 @@ def plot(report: dict, matrices: torch.Tensor, path: Path) -> None:
                      linestyle=":" if name == "lower_bound" else "-")  # fmt: skip
     axes[0].axhline(report["distance"]["toeplitz"], color="grey", linestyle="--", label="Toeplitz")
     axes[0].set(xscale="log", yscale="log", xlabel="state size N", ylabel="Frobenius distance")
+    axes[0].set_xticks([int(n) for n in sizes], sizes, minor=False)
+    axes[0].set_xticks([], minor=True)
     axes[0].legend(fontsize=7)
     example = matrices[len(matrices) // 2 : len(matrices) // 2 + 1].double()
     shown = {
@@ -248,8 +250,7 @@ def plot(report: dict, matrices: torch.Tensor, path: Path) -> None:
     for axis, (title, matrix) in zip(axes[1:], shown.items(), strict=True):
         axis.imshow(matrix[0].clamp_min(0).sqrt().numpy(), vmin=0, vmax=1, cmap="magma")
         axis.set_title(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, format="png")
+    figure.savefig(path, dpi=80, format="png")
     pyplot.close(figure)
 
 
