@@ -12,7 +12,8 @@ from convert.alignment.matrix_orientation import attention_rows
 from modeling_phimamba.ssd import ssd_matrix
 from recipes import matrix_approximation
 from recipes.attention_matrices import Sampler, best_scale, choose_places
-from recipes.matrix_approximation import Effort, app, approximate, approximate_all, needed_text, state_needed
+from recipes.family_distances import Effort, approximate
+from recipes.matrix_approximation import app, approximate_all, needed_text, state_needed
 from recipes.matrix_fits import (
     Factors,
     alternate,
