@@ -30,7 +30,7 @@ from convert.alignment.teacher_model import TeacherModel, replaced
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 
 from .attention_matrices import open_teacher
-from .fidelity import Yardstick, text_rows
+from .fidelity import Yardstick, append, text_rows
 from .head_scores import rank_correlation
 from .toeplitz_mixer import ToeplitzMixer, set_kernel
 from .window_ladder import LAYERS
@@ -175,6 +175,8 @@ def study(
     judged = text_rows(validation or train, tokenizer, length, budget.validation, 0 if validation else count)
     yardstick = Yardstick(teacher.whole(), tokenizer, judged, judged[:1], new_tokens=1, copied=min(150, length // 3))
     fitted = fit_kinds(teacher, layers, ids, budget, progress)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "rows.jsonl").unlink(missing_ok=True)
     rows = {}
     for stage in ("closed form", "stage 2"):
         if stage == "stage 2":
@@ -191,6 +193,7 @@ def study(
                 "error": mean_error,
                 "layers": errors[kind],
             } | kept
+            append(output / "rows.jsonl", rows[f"{kind}, {stage}"])  # what an interrupted run has measured
     final = {kind: rows[f"{kind}, stage 2"]["layers"] for kind in KINDS}
     report = {
         "teacher": teacher.teacher.public_name, "layers": layers, "length": length,
@@ -199,7 +202,6 @@ def study(
         "correlation": correlations(distances, final) if distances else {}, "paper": PAPER,
         "seconds": round(time.perf_counter() - started, 1),
     }  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
     write_beside(output / "swap.png", lambda path: plot(report, path))
     write_beside(output / "table.md", lambda path: path.write_text(as_table(report)))
     write_beside(output / "swap.json", lambda path: path.write_text(json.dumps(report, indent=2) + "\n"))

@@ -104,6 +104,8 @@ def test_swap_measures_every_kind(folder):
         before, after = (report["rows"][f"{kind}, {stage}"] for stage in ("closed form", "stage 2"))
         assert 0 < after["error"] <= 1.01 * before["error"] and after["kl"] > 0
     assert report["correlation"]["all"] is not None and report["correlation"]["ssd"] is None
+    lines = (folder / "out" / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == list(report["rows"].values())
     assert (folder / "out" / "swap.png").stat().st_size > 5000
     assert "| SSD, stage 2 |" in (folder / "out" / "table.md").read_text()
     again = run(folder)
