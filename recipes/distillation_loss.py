@@ -131,7 +131,11 @@ class _ChunkedLoss(torch.autograd.Function):
         total, statistics = wide(hidden.new_zeros(())), wide(hidden.new_zeros(3))
         wanted = [differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         differentiate = any(wanted)
-        grads = [torch.zeros_like(t) if want else None for t, want in zip((hidden, weight, bias), wanted, strict=True)]
+        # sums over many chunks, in float32 at least
+        grads = [
+            torch.zeros_like(t, dtype=wide(t).dtype) if want else None
+            for t, want in zip((hidden, weight, bias), wanted, strict=True)
+        ]
         for start in range(0, len(hidden), size):
             span = slice(start, start + size)
             teacher = teacher_of(span) if teacher_of is not None else None
