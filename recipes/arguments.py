@@ -93,8 +93,17 @@ class LossArguments:
         metadata={"help": "Compute the teacher's so many likeliest tokens once, keep them on disk, drop the teacher."},
     )
 
+    offline_folder: str | None = field(
+        default=None,
+        metadata={"help": "Where they are kept for other runs; else beside the checkpoints, and gone with them."},
+    )
+
     def __post_init__(self):
         self.weights()
+        if self.offline_folder and not self.offline_top_k:
+            raise ValueError("offline_folder is for offline_top_k, which is 0.")
+        if self.offline_top_k and self.temperature != 1:
+            raise ValueError("offline_top_k keeps probabilities at temperature 1; leave temperature at 1.")
         if self.offline_top_k < 0:
             raise ValueError(f"offline_top_k must be 0 or more, not {self.offline_top_k}.")
         if self.offline_top_k and not self.kl_weight:

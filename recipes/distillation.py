@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     teaching = TeacherArguments(config.teacher_model_name_or_path, config.teacher_model_revision, **vars(more))
     with Run("distillation", config, model_config, run_arguments, script, mixture, teaching) as run:
         train, held_out = load_splits(script, mixture, config.eval_strategy != "no", COLUMNS)
+        run.refuse("other_learning_rate")
         train = run_arguments.chunk_of(train)
         student, tokenizer = load_student(model_config, config.trust_remote_code)
         teacher = load_teacher(teaching, model_config.model_name_or_path, config.trust_remote_code)
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=get_peft_config(model_config),
         )
+        run.learns_from(teacher)
         settings = {"beta": config.beta, "temperature": config.temperature, "trainable": run_arguments.trainable}
         return run.train(trainer, teacher, tokenizer, script.dataset_name or "a mixture", settings)
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
+from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 CHUNK_ELEMENTS = 2**23
 IGNORED = -100
@@ -133,7 +134,7 @@ class _ChunkedLoss(torch.autograd.Function):
         differentiate = any(wanted)
         # sums over many chunks, in float32 at least
         grads = [
-            torch.zeros_like(t, dtype=wide(t).dtype) if want else None
+            torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) if want else None
             for t, want in zip((hidden, weight, bias), wanted, strict=True)
         ]
         for start in range(0, len(hidden), size):
@@ -179,7 +180,9 @@ def distillation_loss(
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-    loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, torch.is_grad_enabled())
+    with maybe_gather_lm_head_ctx(weight, bias):  # DeepSpeed ZeRO-3
+        differentiate = torch.is_grad_enabled()
+        loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, differentiate)
     return DistillationOutput(loss, statistics, torch.tensor(len(labels), device=hidden.device))
 
 
@@ -190,6 +193,31 @@ def naive_loss(
     keep = labels[:, 1:] != IGNORED
     s, t, y = student_logits[:, :-1][keep], teacher_logits[:, :-1][keep], labels[:, 1:][keep]
     return chunk_loss(s, y, t, weights)[0] / keep.sum()
+
+
+def add_hidden_output(teacher: nn.Module) -> None:
+    """Let `teacher(..., hidden_only=True)` return the states after the final norm (B, L, D).
+
+    Through the model's own forward, which is where FSDP gathers the weights that lie in no block.
+    """
+    original = teacher.forward
+
+    @functools.wraps(type(teacher).forward)
+    def forward(self, *args, hidden_only=False, **kwargs):
+        if not hidden_only:
+            return original(*args, **kwargs)
+        return self.base_model(*args, use_cache=False, **kwargs).last_hidden_state
+
+    teacher.forward = MethodType(forward, teacher)
+
+
+def head_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From hidden states to logits, the weights gathered once where FSDP2 has spread them."""
+    head = model.get_output_embeddings()
+    if not isinstance(head.weight, torch.distributed.tensor.DTensor):
+        return head
+    weight, bias = head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
+    return lambda hidden: nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
 
 
 def add_distillation_head(model: nn.Module) -> None:

@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     with Run("dpo", config, model_config, run_arguments, script, mixture, teaching, reference) as run:
         train, held_out = load_splits(script, mixture, config.eval_strategy != "no", COLUMNS)
+        run.refuse("other_learning_rate")
+        if run_arguments.train_decays and reference.reference == "student" and not config.precompute_ref_log_probs:
+            raise ValueError("train_decays moves the student that is the reference; precompute_ref_log_probs: true.")
         train = run_arguments.chunk_of(train)
         check_completions(train, ("chosen", "rejected"))
         student, tokenizer = load_student(model_config, config.trust_remote_code)
@@ -59,6 +62,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=get_peft_config(model_config),
         )
+        run.learns_from(teacher)
+        if config.precompute_ref_log_probs:
+            trainer.ref_model = teacher = None
         run.check_rows(len(train), trainer)
         settings = {"reference": reference.reference, "trainable": run_arguments.trainable}
         return run.train(trainer, teacher, tokenizer, script.dataset_name or "a mixture", settings)

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
-from convert.pipeline import check_apart
+from convert.pipeline import check_apart, staged
 
 from .arguments import TeacherArguments
 from .load import LOADING_ERRORS, device_of, load_splits, load_teacher
@@ -85,11 +85,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if output.exists() and any(output.iterdir()):
         if not arguments.overwrite:
             raise ValueError(f"{output} exists and is not empty; choose another output_dir or say --overwrite.")
-        check_apart(output, Path(script.dataset_name or ".").expanduser().resolve())
+        if not is_seqkd_data(output):
+            raise ValueError(f"{output} holds no data of this recipe, so --overwrite will not replace it.")
+        for kept in (script.dataset_name, teaching.teacher_model_name_or_path):
+            if kept is not None and Path(kept).expanduser().exists():
+                check_apart(output, Path(kept).expanduser().resolve())
     if teaching.teacher_model_name_or_path is None:
         raise ValueError("teacher_model_name_or_path is missing; it names who answers.")
     rows, _ = load_splits(script, mixture, False, COLUMNS)
-    tokenizer = load_tokenizer(teaching.teacher_model_name_or_path, arguments.trust_remote_code)
+    tokenizer = load_tokenizer(
+        teaching.teacher_model_name_or_path, arguments.trust_remote_code, teaching.teacher_revision
+    )
     prompts, counts = read_prompts(rows, tokenizer, arguments)
     if not prompts:
         raise ValueError(f"No prompt is left: {counts}; raise max_prompt_length or check the data.")
@@ -100,7 +106,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def is_seqkd_data(folder: Path) -> bool:
+    """Whether this recipe wrote it."""
+    card = folder / "README.md"
+    return card.is_file() and "- seqkd" in card.read_text()
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedTokenizerBase:
     """A teacher's tokenizer, from a folder, a GGUF file or the Hub.
 
     Raises:
@@ -109,6 +121,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     path, options = Path(name).expanduser(), {"trust_remote_code": trust_remote_code}
     if path.suffix == ".gguf":
         name, options["gguf_file"] = str(path.parent), path.name
+    elif revision is not None:
+        options["revision"] = revision
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
     except LOADING_ERRORS as error:
@@ -181,7 +195,7 @@ def answer_all(
     generate = engine(teaching, tokenizer, arguments)
     with open(path, "a") as file:
         for number, batch in tqdm(left, desc="answers", unit="batch"):
-            set_seed(arguments.seed * 1_000_003 + number)
+            set_seed((arguments.seed * 1_000_003 + number) % 2**32)
             for i, ids in zip(batch, generate([prompts[i].ids for i in batch]), strict=True):
                 answers[i] = finished_answer(ids, tokenizer, generate.stops)
                 file.write(json.dumps({"index": i} | answers[i]) + "\n")
@@ -218,7 +232,9 @@ def read_answers(path: Path) -> dict[int, dict[str, Any]]:
 def finished_answer(ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: set[int]) -> dict[str, Any]:
     """The text of an answer, and whether the teacher ended it itself."""
     end = next((n for n, token in enumerate(ids) if token in stops), None)
-    return {"text": tokenizer.decode(ids[:end], skip_special_tokens=True).strip(), "finished": end is not None}
+    text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+    # a continued text goes on where it was, its first space included; a turn of a chat stands by itself
+    return {"text": text if tokenizer.chat_template is None else text.strip(), "finished": end is not None}
 
 
 class TransformersEngine:
@@ -289,10 +305,17 @@ def engine(teaching: TeacherArguments, tokenizer: PreTrainedTokenizerBase, argum
     has_vllm = importlib.util.find_spec("vllm") is not None
     if arguments.engine == "vllm" and not has_vllm:
         raise ValueError("engine: vllm needs vLLM: pip install vllm, or say engine: transformers.")
-    if arguments.engine == "vllm" or (arguments.engine == "auto" and has_vllm and torch.cuda.is_available()):
+    quantised = teaching.teacher_load_in_4bit or teaching.teacher_load_in_8bit
+    if arguments.engine == "vllm" and quantised:
+        raise ValueError("teacher_load_in_8bit and teacher_load_in_4bit are for engine: transformers.")
+    if arguments.engine == "vllm" or (
+        not quantised and arguments.engine == "auto" and has_vllm and torch.cuda.is_available()
+    ):
         return VllmEngine(teaching, tokenizer, arguments)
     teacher = load_teacher(teaching, "", arguments.trust_remote_code)
-    return TransformersEngine(teacher.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, arguments)
+    if not quantised:
+        teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
+    return TransformersEngine(teacher, tokenizer, arguments)
 
 
 def put_in_place(
@@ -308,7 +331,7 @@ def put_in_place(
     """Write train.jsonl, test.jsonl and the card, and rename the folder to its name."""
     rows = list(kept_rows(prompts, answers, counts | {}, arguments))
     counts = counts | {
-        "empty answers": sum(not answer["text"] for answer in answers.values()),
+        "empty answers": sum(not answer["text"].strip() for answer in answers.values()),
         "cut off": sum(not answer["finished"] for answer in answers.values()),
     }
     if not rows:
@@ -319,19 +342,13 @@ def put_in_place(
     share = int(len(rows) * arguments.test_share)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed)).tolist()
     tests = set(order[:share])
-    folder = work / "finished"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
     splits = {"train": [row for i, row in enumerate(rows) if i not in tests], "test": [rows[i] for i in sorted(tests)]}
-    for name, part in splits.items():
-        if part:
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     report = {"rows": {name: len(part) for name, part in splits.items()}, "left out": counts}
-    (folder / "README.md").write_text(card(report, arguments, teaching, source))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if output.exists():
-        shutil.rmtree(output)
-    folder.rename(output)
+    with staged(output) as folder:
+        for name, part in splits.items():
+            if part:
+                (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        (folder / "README.md").write_text(card(report, arguments, teaching, source))
     shutil.rmtree(work)
     return report | {"output": str(output)}
 
@@ -342,7 +359,7 @@ def kept_rows(
     """Rows in the order of the prompts."""
     for i, prompt in enumerate(prompts):
         answer = answers[i]
-        if not answer["text"] or (not answer["finished"] and arguments.truncated == "drop"):
+        if not answer["text"].strip() or (not answer["finished"] and arguments.truncated == "drop"):
             continue
         if isinstance(prompt.turns, str):
             yield {"prompt": prompt.turns, "completion": answer["text"]}

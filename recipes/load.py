@@ -161,6 +161,8 @@ def check_completions(rows: Any, fields: tuple[str, ...]) -> None:
         if name not in rows.column_names:
             continue
         for i, answer in enumerate(rows[name]):
+            if name == "messages":
+                answer = [turn for turn in answer if turn["role"] == "assistant"]
             text = answer[-1]["content"] if isinstance(answer, list) and answer else answer
             if not (isinstance(text, str) and text.strip()):
                 raise ValueError(f"Row {i} of the data has an empty {name}; leave such rows out.")

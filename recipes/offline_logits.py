@@ -5,11 +5,13 @@ interrupted run goes on where it was.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm.auto import tqdm
@@ -49,12 +51,16 @@ class OfflineLogits:
         first = len(self.rows)
         folder = self.folder / key_of(dataset, teacher, self.k)[:16]
         folder.mkdir(parents=True, exist_ok=True)
-        starts = range(0, len(dataset), ROWS_PER_PART)
-        for number, start in enumerate(tqdm(starts, desc=f"teacher's logits, {what}", leave=False)):
-            path = folder / f"part-{number:05d}.safetensors"
-            if not path.is_file():
-                rows = [dataset[i] for i in range(start, min(start + ROWS_PER_PART, len(dataset)))]
-                self._write(path, [self._row(row, teacher, collate) for row in rows])
+        state, starts = PartialState(), range(0, len(dataset), ROWS_PER_PART)
+        paths = [folder / f"part-{number:05d}.safetensors" for number in range(len(starts))]
+        left = [(start, path) for start, path in zip(starts, paths, strict=True) if not path.is_file()]
+        own = left[state.process_index :: state.num_processes]  # `left` is the same for all until they meet again
+        state.wait_for_everyone()
+        for start, path in tqdm(own, desc=f"teacher's logits, {what}", leave=False):
+            rows = [dataset[i] for i in range(start, min(start + ROWS_PER_PART, len(dataset)))]
+            self._write(path, [self._row(row, teacher, collate) for row in rows])
+        state.wait_for_everyone()
+        for path in paths:
             part = load_file(path)
             counts = part["counts"].tolist()
             ids, log_probs = part["ids"].split(counts), part["log_probs"].split(counts)
@@ -79,7 +85,7 @@ class OfflineLogits:
 
     @staticmethod
     def _write(path: Path, rows: list[TopK]) -> None:
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".partial-{os.getpid()}")
         tensors = {
             "counts": torch.tensor([len(row.ids) for row in rows]),
             "ids": torch.cat([row.ids for row in rows]),

@@ -36,7 +36,9 @@ class MixerVectors(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Read them back where a checkpoint is continued."""
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
-        if state.global_step and path.is_file():
+        if state.global_step:
+            if not path.is_file():
+                raise ValueError(f"{path.parent} lacks {FILE}: it was not written to its end; delete that checkpoint.")
             stored = load_file(path)
             for name, parameter in self.vectors.items():
                 parameter.data.copy_(stored[name])

@@ -5,6 +5,9 @@ make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--com
 Every step leaves a folder, and a step whose folder is there is not done again. After each the model is measured on
 held-out data: KL to the teacher and perplexity on web text, KL on the teacher's held-out answers, and reward accuracy
 and margin against the teacher on held-out preference pairs. The Hub is a stand-in on this machine.
+
+Answers are short, so that this takes half an hour; most are cut off. To the KL that makes no difference. Cross entropy
+learns from them to stop anywhere: `--compare-losses` shows what it costs in KL, not how it would do on whole answers.
 """
 
 import argparse
@@ -42,8 +45,8 @@ PAIR_TOKENS = 192
 QUESTION = "What is the capital of France?"
 REPOSITORY = "me/hybrid"
 COMMON = [
-    "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true", "--save_strategy", "no",
-    "--eval_strategy", "no", "--per_device_train_batch_size", "4", "--num_train_epochs", "1", "--logging_steps", "4",
+    "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "4",
+    "--save_strategy", "no", "--eval_strategy", "epoch", "--num_train_epochs", "1", "--per_device_train_batch_size", "4",
     "--lr_scheduler_type", "cosine", "--warmup_steps", "0.1", "--gradient_checkpointing", "false",
 ]  # fmt: skip
 SFT = ["--learning_rate", "2e-4", "--other_learning_rate", "2e-5", "--max_length", "256"]
@@ -75,7 +78,7 @@ class Judge:
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
-        """KL and perplexity on text; KL on answers; reward accuracy and margin on pairs."""
+        """KL and perplexity on text; KL on answers; reward accuracy and margin (nats, beta left out) on pairs."""
         kl, nats = zip(*(self._on_text(model, row[None]) for row in self.text), strict=True)
         chat = torch.cat([self._kl(model, ids)[start - 1 : -1] for ids, start in self.answers])
         margins = torch.tensor(
@@ -107,9 +110,9 @@ class Judge:
 
 def prepare_data(gguf: Path, folder: Path) -> None:
     """Real prompts, the teacher's answers, preference pairs that fit, and text."""
-    if not (folder / "chat").is_dir():
+    if not (folder / "chat" / "pairs.jsonl").is_file():
         chat_data.main(folder / "chat")
-    if not (folder / "text").is_dir():
+    if not (folder / "text" / "owt_5.jsonl").is_file():
         validation_text.main(folder / "text")
     if not (folder / "seqkd").is_dir():
         generate_seqkd_data.main([
@@ -117,12 +120,12 @@ def prepare_data(gguf: Path, folder: Path) -> None:
             "--output_dir", str(folder / "seqkd"), "--max_prompts", str(PROMPTS), "--max_prompt_length", "128",
             "--max_new_tokens", "64", "--batch_size", "32", "--test_share", "0.1", "--truncated", "keep",
         ])  # fmt: skip
-    if not (folder / "pairs").is_dir():
+    if not (folder / "pairs" / "test.jsonl").is_file():
         pairs = [json.loads(line) for line in (folder / "chat" / "pairs.jsonl").read_text().splitlines()]
         pairs.sort(key=lambda pair: len(json.dumps(pair)))
         chosen = pairs[: PAIRS + HELD_OUT_PAIRS]
         every = (PAIRS + HELD_OUT_PAIRS) // HELD_OUT_PAIRS  # long and short ones in both splits
-        (folder / "pairs").mkdir()
+        (folder / "pairs").mkdir(exist_ok=True)
         chat_data.write(folder / "pairs" / "train.jsonl", [p for i, p in enumerate(chosen) if i % every])
         chat_data.write(folder / "pairs" / "test.jsonl", chosen[::every])
 
@@ -166,7 +169,7 @@ def main(folder: Path, compare_losses: bool) -> dict[str, Any]:
     dpo_options = ["--learning_rate", "5e-6", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")
     judge = Judge(gguf, folder)
-    steps = [{"name": "teacher"} | judge.measure(judge.teacher)]
+    steps = [{"name": "teacher"} | judge.measure(judge.teacher) | {"reward_accuracy": None}]  # against itself
     steps += [{"name": path.name} | judge.measure(load(path)) for path in (hybrid, finetuned, preferred)]
     report: dict[str, Any] = {"steps": steps}
     if compare_losses:
@@ -196,7 +199,7 @@ def show(report: dict[str, Any]) -> None:
     for title in ("steps", "losses"):
         table = Table("after", "KL", "perplexity", "KL, answers", "reward accuracy", "margin", title=title)
         for row in report.get(title, []):
-            table.add_row(row["name"], *(f"{value:.3f}" for key, value in row.items() if key != "name"))
+            table.add_row(row["name"], *("–" if v is None else f"{v:.3f}" for k, v in row.items() if k != "name"))
         if table.rows:
             console.print(table)
     console.print(f"{report['pulled']['question']} {report['pulled']['answer']}", highlight=False)

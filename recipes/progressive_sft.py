@@ -134,6 +134,7 @@ def run(arguments: list[str], schedule: str, steps: int | None) -> list[dict]:
     replaced = [i for i, kind in enumerate(lender.config.layer_types) if kind in MIXER_LAYERS]
     plan = grouped(order_of(schedule, replaced), steps)
     work = output.with_name(f"{output.name}.steps")
+    check_same_run(work, [plan, arguments])
     if not (work / "attention" / "config.json").is_file():
         convert(teaching.teacher_model_name_or_path, work / "attention", attention_ratio=1.0, align="none")
     attention, _ = load_student(
@@ -153,11 +154,23 @@ def run(arguments: list[str], schedule: str, steps: int | None) -> list[dict]:
             if not (start / "config.json").is_file():
                 write_step(compose(lender, attention, trained, mixers), lender_folder, before, start)
             own = ["--model_name_or_path", str(start), "--output_dir", str(target)]
+            own += [] if last else ["--push_to_hub", "false"]
             reports.append(sft.main([*arguments, *own, "--data_chunk", f"{number}/{len(plan)}"]))
             shutil.rmtree(start)
         before = target
     shutil.rmtree(work)
     return reports
+
+
+def check_same_run(work: Path, what: list) -> None:
+    """Raises ValueError where the steps in `work` are those of another schedule or other arguments."""
+    path, key = work / "run.json", json.dumps(what)
+    if path.is_file() and path.read_text() != key:
+        raise ValueError(f"{work} holds the steps of another run; delete it, or choose another output_dir.")
+    if not path.is_file() and work.is_dir() and any(work.iterdir()):
+        raise ValueError(f"{work} is not empty and not of this recipe; choose another output_dir.")
+    work.mkdir(parents=True, exist_ok=True)
+    path.write_text(key)
 
 
 def _at(model_config, folder: Path):

@@ -37,6 +37,7 @@ NOT_OF_THE_RUN = (
     "hub_token",
     "hub_private_repo",
     "keep_checkpoints",
+    "offline_folder",
     "logging_dir",
     "output_dir",
     "overwrite",
@@ -63,6 +64,7 @@ class Run(contextlib.AbstractContextManager):
         self.output = Path(config.output_dir).expanduser().resolve()
         self.work = self.output.with_name(f"{self.output.name}.work")
         self._check(model_config.model_name_or_path)
+        self.teacher: str | None = None
         self.repository = None
         if config.push_to_hub:
             self.repository = repository_for(config.hub_model_id or self.output.name, config.hub_private_repo)
@@ -79,10 +81,16 @@ class Run(contextlib.AbstractContextManager):
             raise ValueError("model_name_or_path is missing; it names the hybrid to train.")
         if self.model_config.use_peft and self.arguments.trainable != "all":
             raise ValueError("With LoRA the adapters are trained; leave trainable at 'all'.")
+        if self.config.resume_from_checkpoint or self.config.hub_token:
+            raise ValueError(
+                "resume_from_checkpoint is not needed (the same command goes on by itself), and hub_token is taken "
+                "from HF_TOKEN or `hf auth login`; leave both out."
+            )
         if self.arguments.train_decays and not self.model_config.use_peft:
             raise ValueError("train_decays is for LoRA; without it everything is trained anyway.")
-        if self.model_config.use_peft and (os.environ.get("ACCELERATE_USE_FSDP") == "true"):
-            raise ValueError("LoRA under FSDP cannot be merged into the model at the end; use DDP.")
+        sharded = [n for n in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{n}") == "true"]
+        if self.model_config.use_peft and sharded:
+            raise ValueError(f"LoRA under {sharded[0]} cannot be merged into the model at the end; use DDP.")
         if self.state.is_main_process:
             check_output(self.output, self.arguments.overwrite)
             if Path(student).expanduser().is_dir():
@@ -90,8 +98,15 @@ class Run(contextlib.AbstractContextManager):
 
     def _key(self, *settings: dict[str, Any]) -> str:
         """Of everything that the result depends on; a checkpoint of another run must not be continued."""
-        kept = [{k: v for k, v in values.items() if k not in NOT_OF_THE_RUN} for values in settings]
+        kept: list = [self._student_files()]
+        kept += [{k: v for k, v in values.items() if k not in NOT_OF_THE_RUN} for values in settings]
         return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
+
+    def _student_files(self) -> list:
+        """Name, size and time of a local student's files: another student at the same path is another run."""
+        folder = Path(self.model_config.model_name_or_path).expanduser()
+        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
         """Say how many rows the trainer's preparation left out.
@@ -106,7 +121,7 @@ class Run(contextlib.AbstractContextManager):
                 f"({self.config.max_length}); raise it or shorten the prompts."
             )
         if left < given and not packed:
-            self._say(f"[yellow]{given - left} of {given} rows left out:[/] the prompt alone fills max_length.")
+            self.say(f"[yellow]{given - left} of {given} rows left out:[/] the prompt alone fills max_length.")
 
     def train(
         self,
@@ -124,15 +139,20 @@ class Run(contextlib.AbstractContextManager):
             options = self.arguments.window_dropout, self.arguments.window_dropout_share
             trainer.add_callback(WindowDropout(trainer.model, *options))
         checkpoint = self._checkpoint()
-        self._say(f"{self.stage}: {self._estimate(trainer, teacher)}")
+        if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
+            state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+            trainer._total_train_tokens = max(
+                (entry.get("num_tokens", 0) for entry in state["log_history"]), default=0
+            )
+        self.say(f"{self.stage}: {self._estimate(trainer, teacher)}")
         # inside `train`, because a model that was evaluated before it does not become distributed any more
         trainer.args.eval_on_start = checkpoint is None and trainer.eval_dataset is not None
         trainer.train(resume_from_checkpoint=checkpoint)
         after = trainer.evaluate() if trainer.eval_dataset is not None else {}
-        log = trainer.state.log_history
+        log = list(trainer.state.log_history)
         record = StageRecord(
             stage=self.stage,
-            teacher=self._teacher_name(teacher),
+            teacher=self.teacher,
             data=Path(data).stem if Path(data).exists() else data,
             settings=settings | hyperparameters(self.config),
             before=_figures(next((entry for entry in log if entry["step"] == 0), {})),
@@ -168,11 +188,12 @@ class Run(contextlib.AbstractContextManager):
             path.write_text(json.dumps({"key": self.key}))
         return checkpoint
 
-    def _teacher_name(self, teacher: nn.Module | None) -> str | None:
+    def learns_from(self, teacher: nn.Module | None) -> None:
+        """Note the teacher's name for the record; the model itself may be let go."""
         if teacher is None:
-            return None
+            return
         name = teacher.config._name_or_path or conversion_of(self.model_config.model_name_or_path).get("teacher", "")
-        return Path(name).name if Path(name).exists() else name
+        self.teacher = Path(name).name if Path(name).exists() else name
 
     def _estimate(self, trainer: Trainer, teacher: nn.Module | None) -> str:
         config, rows = self.config, trainer.train_dataset
@@ -192,10 +213,17 @@ class Run(contextlib.AbstractContextManager):
                     upload(self.output, self.repository, f"Add {self.stage}")
             if not self.arguments.keep_checkpoints:
                 shutil.rmtree(self.work, ignore_errors=True)
-            self._say(f"[green]{self.stage}[/] -> {self.output}")
+            self.say(f"[green]{self.stage}[/] -> {self.output}")
         self.state.wait_for_everyone()
 
-    def _say(self, text: str) -> None:
+    def refuse(self, *options: str) -> None:
+        """Raises ValueError for options of `RunArguments` that this recipe does not know."""
+        for name in options:
+            if getattr(self.arguments, name):
+                raise ValueError(f"{name} has no effect on {self.stage}; leave it out.")
+
+    def say(self, text: str) -> None:
+        """One line on the main process."""
         if self.state.is_main_process:
             console.print(text, highlight=False)
 

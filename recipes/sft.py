@@ -10,9 +10,10 @@ when the same command is given again.
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
-from trl import SFTConfig, get_peft_config
+from trl import ModelConfig, SFTConfig, get_peft_config
 
 from .arguments import LossArguments, RunArguments, TeacherArguments, parse
 from .load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
@@ -31,7 +32,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with Run("sft", config, model_config, run_arguments, script, mixture, teaching, loss) as run:
         train, held_out = load_splits(script, mixture, evaluates, COLUMNS)
         train = run_arguments.chunk_of(train)
-        check_completions(train, ("completion",))
+        check_completions(train, ("completion", "messages"))
+        check_options(config, model_config)
+        if not config.assistant_only_loss and {"messages", "conversations"} & set(train.column_names):
+            run.say("[yellow]messages: every token counts, the questions' too;[/] say assistant_only_loss: true where "
+                    "the chat template marks answers, or use prompt and completion.")  # fmt: skip
         student, tokenizer = load_student(model_config, config.trust_remote_code)
         teacher = None
         if loss.kl_weight:
@@ -46,16 +51,32 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             weights=loss.weights(),
             other_learning_rate=run_arguments.other_learning_rate,
             offline_top_k=loss.offline_top_k,
-            offline_folder=run.work / "teacher",
+            offline_folder=Path(loss.offline_folder or run.work / "teacher").expanduser(),
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
             peft_config=get_peft_config(model_config),
         )
+        run.learns_from(teacher)
+        teacher = None  # the trainer has it, unless its figures are on disk
         run.check_rows(len(train), trainer)
         settings = {"ce_weight": loss.ce_weight, "kl_weight": loss.kl_weight, "divergence": loss.divergence}
         settings |= {"temperature": loss.temperature, "trainable": run_arguments.trainable}
-        return run.train(trainer, teacher, tokenizer, script.dataset_name or "a mixture", settings)
+        return run.train(trainer, trainer.teacher, tokenizer, script.dataset_name or "a mixture", settings)
+
+
+def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
+    """Refuse what SFTTrainer knows and this loss does not.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if config.loss_type != "nll" or config.label_smoothing_factor:
+        raise ValueError("loss_type and label_smoothing_factor are not for this loss: see ce_weight and kl_weight.")
+    if config.packing and config.packing_strategy == "wrapped":
+        raise ValueError("packing_strategy: wrapped lets one conversation see another; use bfd.")
+    if model_config.use_peft and "lm_head" in (model_config.lora_target_modules or ()):
+        raise ValueError("lm_head takes no adapter: the loss uses its weight directly; use lora_modules_to_save.")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,14 @@ from trl.models import prepare_deepspeed, prepare_fsdp
 
 from convert.alignment.distillation import is_mixer
 
-from .distillation_loss import IGNORED, STATISTICS, LossWeights, add_distillation_head
-from .offline_logits import ROW, OfflineLogits, WithTeacherRows, final_hidden
+from .distillation_loss import (
+    STATISTICS,
+    LossWeights,
+    add_distillation_head,
+    add_hidden_output,
+    head_of,
+)
+from .offline_logits import ROW, OfflineLogits, WithTeacherRows, teacher_inputs
 
 
 class DistilledSFTTrainer(SFTTrainer):
@@ -58,7 +64,7 @@ class DistilledSFTTrainer(SFTTrainer):
 
     def _to_disk(self, teacher: nn.Module, folder: Path, k: int) -> None:
         self.offline = OfflineLogits(folder, k)
-        teacher = teacher.to(self.args.device)
+        teacher = self._placed(teacher)
         self.train_dataset = self.offline.add(self.train_dataset, teacher, self.data_collator, "training")
         if self.eval_dataset is not None:
             self.eval_dataset = self.offline.add(self.eval_dataset, teacher, self.data_collator, "evaluation")
@@ -66,10 +72,14 @@ class DistilledSFTTrainer(SFTTrainer):
 
     def _prepare_teacher(self, teacher: nn.Module) -> nn.Module:
         teacher = teacher.eval().requires_grad_(False)
+        add_hidden_output(teacher)
         if self.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self.accelerator)
         if self.is_fsdp_enabled:
             return prepare_fsdp(teacher, self.accelerator)
+        return self._placed(teacher)
+
+    def _placed(self, teacher: nn.Module) -> nn.Module:
         if getattr(teacher, "is_loaded_in_8bit", False) or getattr(teacher, "is_loaded_in_4bit", False):
             return teacher  # placed when it was loaded
         return teacher.to(self.args.device)
@@ -94,8 +104,9 @@ class DistilledSFTTrainer(SFTTrainer):
             return from_disk
         if self.teacher is None:
             return None
-        hidden = final_hidden(self.teacher, inputs)[:, :-1]
-        head = self.accelerator.unwrap_model(self.teacher).get_output_embeddings()
+        with torch.no_grad():
+            hidden = self.teacher(**teacher_inputs(inputs), hidden_only=True)[:, :-1]
+            head = head_of(self.accelerator.unwrap_model(self.teacher))
 
         def from_teacher(counts: torch.Tensor):
             chosen = hidden[counts]
@@ -119,7 +130,7 @@ class DistilledSFTTrainer(SFTTrainer):
 
     def _record(self, inputs: dict[str, Any], outputs: Any) -> None:
         mode = "train" if self.model.training else "eval"
-        seen = (inputs["labels"] != IGNORED).numel()
+        seen = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["labels"].numel()
         own = torch.cat([outputs.statistics, torch.stack([outputs.tokens, torch.tensor(seen)]).to(outputs.statistics)])
         totals = self.accelerator.gather(own[None]).sum(0).tolist()
         for name, value in zip((*STATISTICS, "tokens"), totals, strict=False):
@@ -131,12 +142,13 @@ class DistilledSFTTrainer(SFTTrainer):
         """Adds CE, KL and agreement per token since the last time, over all processes."""
         mode = "train" if self.model.training else "eval"
         sums = self._sums[mode]
-        if sums["tokens"]:
+        if sums["tokens"] and (mode == "train" or "eval_loss" in logs):
             names = STATISTICS if self.teacher is not None or self.offline is not None else STATISTICS[:1]
             prefix = "eval_" if mode == "eval" else ""
             logs |= {prefix + name: sums[name] / sums["tokens"] for name in names}
             if mode == "train":
                 logs["num_tokens"] = self._total_train_tokens
+        if not mode == "train" or sums["tokens"]:
             sums.clear()
         super().log(logs, start_time)
 

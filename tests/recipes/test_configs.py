@@ -1,6 +1,7 @@
 """Every configuration that ships is understood by the TRL installed, and runs a step on a tiny model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def test_it_runs(path, world, tmp_path):
     if path.parent.name != "tiny":
         assert record["settings"]["learning_rate"] == given["learning_rate"]
         assert record["settings"].get("beta") == given.get("beta", record["settings"].get("beta"))
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem not in ("seqkd",) and p.parent.name != "tiny"], ids=str)
+def test_the_batch_is_the_one_it_names(path):
+    """On the processes of `accelerate/ddp.yaml`, which its first lines launch it with."""
+    given, processes = yaml.safe_load(path.read_text()), 8
+    (named,) = re.findall(r"(\d+) (?:sequences|pairs|prompts) a\s+#? ?step", path.read_text())
+    assert given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * processes == int(named)
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)

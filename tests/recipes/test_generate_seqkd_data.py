@@ -142,7 +142,10 @@ def test_an_existing_folder_is_not_replaced_unasked(teacher, prompts, tmp_path):
     (tmp_path / "out" / "kept").write_text("")
     with pytest.raises(ValueError, match="--overwrite"):
         module.main(arguments(teacher, prompts, tmp_path / "out"))
+    with pytest.raises(ValueError, match="no data of this recipe"):
+        module.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
     assert (tmp_path / "out" / "kept").exists()
+    (tmp_path / "out" / "README.md").write_text("---\ntags:\n- seqkd\n---\n")
     torch.manual_seed(0)
     module.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
     assert not (tmp_path / "out" / "kept").exists()

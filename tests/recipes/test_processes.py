@@ -20,7 +20,8 @@ def test_two_processes_equal_one(recipe, tmp_path):
 
     def arguments(processes: int) -> list[str]:
         # plain SGD: AdamW's step is the sign of a gradient, however small, and rounding decides those near zero
-        more = ("--per_device_train_batch_size", str(4 // processes), "--optim", "sgd", "--learning_rate", "0.5")
+        more = ("--per_device_train_batch_size", str(2 // processes), "--gradient_accumulation_steps", "2")
+        more += ("--optim", "sgd", "--learning_rate", "0.5", "--max_grad_norm", "0")
         return common_arguments(hybrid, teacher, data, tmp_path / str(processes), *more)
 
     alone = recipe.main(arguments(1))
@@ -40,20 +41,22 @@ SHARDED = """
 import sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from recipes.distillation_loss import LossWeights, add_distillation_head
+from recipes.distillation_loss import LossWeights, add_distillation_head, add_hidden_output, head_of
 from tests.students import make_student
 from tests.teachers import make_teacher, random_ids
 
 def gradients(sharded, rows):
     model, teacher = make_student(sys.argv[1], dtype=torch.float32), make_teacher("llama-gqa")
     add_distillation_head(model)
+    add_hidden_output(teacher)
     if sharded:
+        fully_shard(teacher, reshard_after_forward=True)
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
     def signal(counts):
-        hidden = teacher.model(rows).last_hidden_state[:, :-1][counts]
-        return lambda span: teacher.lm_head(hidden[span])
+        hidden, head = teacher(rows, hidden_only=True)[:, :-1][counts], head_of(teacher)
+        return lambda span: head(hidden[span])
     out = model(input_ids=rows, labels=rows, distillation=(signal, LossWeights(ce_weight=0.5)))
     (out.loss / out.tokens).backward()
     return {n: p.grad.full_tensor() if sharded else p.grad for n, p in model.named_parameters()}
