@@ -1,4 +1,7 @@
-"""convert-to-hybrid MODEL OUT: flags and YAML to a `ConversionConfig`, and errors to one line. No other logic."""
+"""The commands: flags and YAML to options, and errors to one line. No other logic.
+
+convert-to-hybrid MODEL OUT converts; the other commands have names: import SOURCE OUT, export MODEL OUT.
+"""
 
 import contextlib
 import errno
@@ -14,19 +17,35 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from typer.core import TyperGroup
 
 # flags of the command itself, not of the conversion
 SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
 TEACHER, LAYERS, MIXER, ALIGN, OUTPUT, RUN = "Teacher", "Layers", "Mixer", "Alignment", "Output", "Run"
 console = Console(stderr=True, highlight=False, soft_wrap=True)
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+class ConvertByDefault(TyperGroup):
+    """Without the name of a command, the conversion."""
+
+    def parse_args(self, ctx, args):
+        """See click."""
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else ["convert", *args])
+
+
+app = typer.Typer(cls=ConvertByDefault, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
 def _option(panel: str, help: str, *names: str):
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)
 
 
-@app.command(no_args_is_help=True)
+@app.command(
+    "convert",
+    no_args_is_help=True,
+    epilog="Other commands: convert-to-hybrid import --help, convert-to-hybrid export --help.",
+)
 def convert_command(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Hub id, local folder or GGUF file.", show_default=False)
@@ -151,6 +170,54 @@ def convert_command(
             console.print(f"[green]done[/] {escape(options.output)} ({size})")
             if options.push_to_hub:
                 console.print(f"[green]pushed[/] {options.push_to_hub}")
+
+
+@app.command("import", no_args_is_help=True)
+def import_command(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Hub id or folder of a published hybrid.")],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
+    base: Annotated[
+        str | None, typer.Option(help="Model it was made from, for the tokenizer and what the checkpoint leaves out.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")] = None,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="NAME=VALUE", help="A field of the configuration, over what is derived."),
+    ] = (),
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once all is well.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks and library messages.")] = False,
+) -> None:
+    """Import a published hybrid (Phi-Mamba, mohawk, Llamba, Mamba in the Llama, M1) as an ordinary checkpoint."""
+    set_verbosity(verbose, quiet)
+    with one_line_errors(verbose):
+        from .importing import ImportOptions, describe, import_checkpoint, parse_settings, plan_import
+
+        options = ImportOptions(
+            source=source, output=output, base=base, revision=revision, settings=parse_settings(settings),
+            dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite,
+        )  # fmt: skip
+        _carry_out(options, plan_import, import_checkpoint, describe, dry_run, quiet)
+
+
+def _carry_out(options, plan, run, describe, dry_run: bool, quiet: bool) -> None:
+    """Print the plan, and unless that is all, carry it out under a progress bar."""
+    if dry_run:
+        console.print(describe(plan(options)), markup=False)
+        return
+    with progress_bars(quiet) as (set_total, advance, _):
+
+        def on_plan(plan) -> None:
+            if not quiet:
+                console.print(describe(plan), markup=False)
+            set_total(plan.summary()["bytes_to_write"])
+
+        run(options, on_plan, advance)
+    if not quiet:
+        console.print(f"[green]done[/] {escape(options.output)}")
 
 
 def _print_plan(plan, describe, as_json: bool, quiet: bool) -> None:

@@ -26,7 +26,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 import modeling_llamba
 import modeling_phimamba
@@ -137,7 +137,7 @@ def run(
         add_tokenizer(teacher, folder, options.trust_remote_code)
         add_generation_config(teacher, folder)
         record_provenance(plan, options, alignment, hashes.result())
-        add_config_and_code(plan, folder)
+        add_config_and_code(plan.config, plan.dtype, folder)
         make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
         if alignment is not None:
             (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
@@ -338,15 +338,15 @@ def record_provenance(
     }
 
 
-def add_config_and_code(plan: Plan, folder: Path) -> None:
+def add_config_and_code(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> None:
     """The remote code, then config.json, whose presence makes the folder a checkpoint."""
-    package, prefix = PACKAGES[plan.config.model_type]
+    package, prefix = PACKAGES[config.model_type]
     for path in Path(package.__file__).parent.glob("*.py"):
         if path.name != "__init__.py":
             shutil.copyfile(path, folder / path.name)
-    config, name = plan.config, plan.config.model_type
+    name = config.model_type
     config.architectures = [f"{prefix}ForCausalLM"]
-    config.dtype = plan.dtype
+    config.dtype = dtype
     config.auto_map = {
         "AutoConfig": f"configuration_{name}.{prefix}Config",
         "AutoModel": f"modeling_{name}.{prefix}Model",

@@ -1,0 +1,379 @@
+"""Published checkpoints, built here in their own formats, give the logits of their own equations once imported."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PhiConfig
+
+import modeling_llamba  # noqa: F401  (registers the class)
+import modeling_phimamba  # noqa: F401
+from convert.checkpoint import TensorInfo
+from convert.importing import ImportOptions, import_checkpoint, plan_import
+from convert.parts import make_rules
+from convert.plan import STUDENTS, tensor_shapes
+from convert.published import Published, recognise
+from tests import published as p
+from tests.convert.test_bad_input import run_as_is as run
+from tests.modeling.test_training import tokenizer
+
+IDS = torch.randint(3, p.VOCAB, (2, 23), generator=torch.Generator().manual_seed(0))
+BACKBONE = ("backbone.embedding.weight", "backbone.layers", "backbone.final_layernorm.weight")
+PLAIN = ("model.embed_tokens.weight", "model.layers", "model.norm.weight")
+
+
+def imported(folder, out, **options):
+    plan = import_checkpoint(ImportOptions(source=str(folder), output=str(out), **options))
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    assert sum(x.numel() for x in model.parameters()) == plan.parameters
+    return plan, model
+
+
+def assert_logits(model, expected):
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model's folder without weights: configuration, tokenizer, generation settings."""
+    folder = tmp_path_factory.mktemp("base")
+    config = PhiConfig(hidden_size=p.D, num_attention_heads=p.H, vocab_size=p.VOCAB, bos_token_id=5, eos_token_id=6)
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 6, "temperature": 0.7, "do_sample": true}')
+    return folder
+
+
+@pytest.mark.parametrize("attention", [(), (1, 3)])
+@pytest.mark.parametrize("binary", [True, False])
+def test_phi_mamba(tmp_path, base, attention, binary):
+    config, tensors = p.phi_mamba(attention)
+    folder = p.write(tmp_path / "in", config, tensors, binary=binary)
+    plan, model = imported(folder, tmp_path / "out", base=str(base))
+    assert plan.config.model_type == "phimamba" and plan.config.eos_token_id == 6
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.7
+    assert (tmp_path / "out/tokenizer.json").is_file()
+    assert_logits(model, p.phi_logits(tensors, IDS, attention, heads=p.H))
+
+
+def test_phi_attention_takes_its_sizes_from_phi_config_or_flags(tmp_path):
+    config, tensors = p.phi_mamba((2,))
+    folder = p.write(tmp_path / "in", config, tensors)
+    plan, model = imported(folder, tmp_path / "out", settings={"num_attention_heads": 8, "num_key_value_heads": 8})
+    assert_logits(model, p.phi_logits(tensors, IDS, (2,), heads=8))
+    assert plan.config.rope_parameters["partial_rotary_factor"] == 0.5
+    notes = " ".join(plan.notes)
+    assert "PhiConfig" in notes and "no tokenizer" in notes
+    assert "PhiConfig" in " ".join(model.config.conversion["notes"])
+
+
+@pytest.mark.parametrize("qwen, groups, nested", [(False, 2, False), (True, 4, True), (False, 1, False)])
+def test_mohawk_students(tmp_path, qwen, groups, nested):
+    config, tensors = p.mohawk(qwen=qwen, groups=groups)
+    config = {"ComponentsConfig": config, "DistillConfig": {}} if nested else config
+    _, model = imported(p.write(tmp_path / "in", config, tensors), tmp_path / "out")
+    freq = p.frequencies(p.HEAD, 1e6) if qwen else p.frequencies(p.HEAD, 5e5, p.LLAMA3)
+
+    def mixer(w, i, u):
+        prefix = f"backbone.layers.{i}.mixer."
+        if i != 2:
+            return p.discrete_mamba2(w, prefix, u, p.H, groups, 8)
+        q, k, v = (p.linear(w, f"{prefix}self_attn.{n}_proj", u).unflatten(-1, (-1, p.HEAD)) for n in "qkv")
+        return p.linear(w, f"{prefix}self_attn.o_proj", p.attention(q, k, v, freq))
+
+    assert model.config.tie_word_embeddings
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-5, *BACKBONE))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llamba(tmp_path, tied):
+    config, tensors = p.llamba(tied)
+    plan, model = imported(p.write(tmp_path / "in", config, tensors, shards=3), tmp_path / "out")
+
+    def mixer(w, i, u):
+        return p.discrete_mamba2(w, f"backbone.layers.{i}.mixer.", u, p.H, p.H, 8)
+
+    assert model.config.tie_word_embeddings == tied and plan.config.eos_token_id is None
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-5, *BACKBONE))
+
+
+CASES = [(1, False, None), (1, False, False), (1, True, None), (2, False, None), (2, False, True), (2, True, None)]
+
+
+@pytest.mark.parametrize("version, m1, early", CASES)
+def test_mamba_in_the_llama_and_m1(tmp_path, version, m1, early):
+    """v1's bias counted twice and its runs of 4 channels where heads have 8; v2's own epsilon; RoPE scaling."""
+    config, tensors, mamba_config = p.mamba_in_llama(version, m1=m1, early=early)
+    folder = p.write(tmp_path / "in", config, tensors, binary=m1, mamba_config=mamba_config, shards=2)
+    plan, model = imported(folder, tmp_path / "out")
+    early = version == 1 if early is None else early
+    freq = p.frequencies(p.HEAD, 1e4, None if m1 else p.LLAMA3)
+
+    def mixer(w, i, u):
+        prefix = f"model.layers.{i}."
+        if i % 2 == 0 and version == 2:
+            return p.mamba2(w, f"{prefix}mamba.", u, early)
+        if i % 2 == 0:
+            return p.mamba1(w, f"{prefix}mamba.", u, 4, early)
+        if m1:
+            q, k, v = p.linear(w, f"{prefix}mha.in_proj", u).split([p.D, p.K * p.HEAD, p.K * p.HEAD], dim=-1)
+        else:
+            q, k, v = (p.linear(w, f"{prefix}self_attn.{n}_proj", u) for n in "qkv")
+        mixed = p.attention(*(x.unflatten(-1, (-1, p.HEAD)) for x in (q, k, v)), freq)
+        return p.linear(w, f"{prefix}mha.out_proj" if m1 else f"{prefix}self_attn.o_proj", mixed)
+
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-6, *PLAIN))
+    assert ("left out" if m1 else "kept, as in training") in " ".join(plan.notes)
+    assert plan.config.eos_token_id == 2
+
+
+def test_mistrals_window_is_kept_and_a_tied_head_is_stored_once(tmp_path):
+    config, tensors, mamba_config = p.mamba_in_llama(2)
+    config |= {"model_type": "mistral", "sliding_window": 5, "tie_word_embeddings": True, "rope_scaling": None}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
+    plan, model = imported(folder, tmp_path / "out")
+
+    def mixer(w, i, u):
+        if i % 2 == 0:
+            return p.mamba2(w, f"model.layers.{i}.mamba.", u, False)
+        q, k, v = (p.linear(w, f"model.layers.{i}.self_attn.{n}_proj", u).unflatten(-1, (-1, p.HEAD)) for n in "qkv")
+        return p.linear(w, f"model.layers.{i}.self_attn.o_proj", p.attention(q, k, v, p.frequencies(p.HEAD, 1e4), 5))
+
+    assert plan.dropped == {"lm_head.weight": "tied to the embedding"}
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-6, *PLAIN))
+    # a head that was trained apart is not thrown away, whatever the configuration says
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.01
+    plan = plan_import(ImportOptions(source=str(p.write(tmp_path / "b", config, tensors, mamba_config=mamba_config)),
+                                     output=str(tmp_path / "c")))  # fmt: skip
+    assert not plan.config.tie_word_embeddings and "both are kept" in " ".join(plan.notes)
+
+
+class Headers:
+    """A checkpoint of which only names and shapes are known."""
+
+    files: list = []
+
+    def __init__(self, shapes):
+        self.tensors = {name: TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
+
+
+def real_phi_mamba(attention):
+    """Phi-1.5's sizes; shapes of the tensors as the original class makes them."""
+    t = {"backbone.embedding.weight": (51200, 2048), "lm_head.weight": (51200, 2048), "lm_head.bias": (51200,)}
+    t |= {f"backbone.final_layernorm.{kind}": (2048,) for kind in ("weight", "bias")}
+    core = {"d_state": 64, "n_v_heads": 32, "n_qk_heads": 32, "d_conv": 4, "conv_bias": True, "expand": 1,
+            "chunk_size": 128, "activation": "identity", "bias": False}  # fmt: skip
+    config = {"LanguageModel": {"input": {"vocab_size": 51200, "pad_vocab_size_multiple": 8}},
+              "MixerModel": {"input": {"d_model": 2048, "n_layer": 24, "lm_head_prenorm": "layer"}}}  # fmt: skip
+    for i in range(24):
+        b = f"backbone.layers.{i}."
+        t |= {f"{b}input_layernorm.{kind}": (2048,) for kind in ("weight", "bias")}
+        t |= {f"{b}mlp.fc1.weight": (8192, 2048), f"{b}mlp.fc1.bias": (8192,)}
+        t |= {f"{b}mlp.fc2.weight": (2048, 8192), f"{b}mlp.fc2.bias": (2048,)}
+        if i in attention:
+            for name in ("q_proj", "k_proj", "v_proj", "dense"):
+                t |= {f"{b}mixer.self_attn.{name}.weight": (2048, 2048), f"{b}mixer.self_attn.{name}.bias": (2048,)}
+        else:
+            t |= real_discrete(f"{b}mixer.", 2048, 64, z_bias=True)
+        kind = "phi_attention" if i in attention else "discrete_mamba2"
+        config[f"Block{i}"] = {"n_layers": 1, "BlockType": "modules.phi_block", "CoreType": f"modules.mixers.{kind}",
+                               "core_input": {} if i in attention else core}  # fmt: skip
+    return config, t
+
+
+def real_discrete(prefix, width, state, z_bias):
+    channels = width + 64 * state
+    return {f"{prefix}in_proj.weight": (channels + width + 32, width), f"{prefix}out_proj.weight": (width, width),
+            f"{prefix}conv1d.weight": (channels, 1, 4), f"{prefix}conv1d.bias": (channels,), f"{prefix}D": (32,),
+            f"{prefix}z_bias": (width,)}  # fmt: skip
+
+
+def real_llamba(width, layers, inter, tied):
+    t = {"backbone.embedding.weight": (128256, width), "backbone.final_layernorm.weight": (width,)}
+    t |= {} if tied else {"lm_head.weight": (128256, width)}
+    for i in range(layers):
+        b = f"backbone.layers.{i}."
+        t |= {f"{b}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
+        t |= {f"{b}mlp.gate_proj.weight": (inter, width), f"{b}mlp.up_proj.weight": (inter, width)}
+        t |= {f"{b}mlp.down_proj.weight": (width, inter)} | real_discrete(f"{b}mixer.", width, 64, z_bias=True)
+    config = {"model_type": "llamba", "tie_embeddings": tied, "d_model": width, "n_layer": layers,
+              "mlp_cfg": {"intermediate_size": inter, "bias": False, "act_fn": "silu"},
+              "ssm_cfg": {"d_state": 64, "n_v_heads": 32, "n_qk_heads": 32, "expand": 1, "bias": False}}  # fmt: skip
+    return config, t
+
+
+def real_mamba_in_llama(version, m1, width, heads, kv, layers, inter, attention, tied, d=128):
+    t = {"model.embed_tokens.weight": (128256, width), "model.norm.weight": (width,)}
+    t |= {} if tied else {"lm_head.weight": (128256, width)}
+    xb, rank = kv * d, math.ceil(width / 16)
+    for i in range(layers):
+        b, m = f"model.layers.{i}.", f"model.layers.{i}.mamba."
+        t |= {f"{b}{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
+        t |= {f"{b}mlp.gate_proj.weight": (inter, width), f"{b}mlp.up_proj.weight": (inter, width)}
+        t |= {f"{b}mlp.down_proj.weight": (width, inter)}
+        if i in attention and m1:
+            t |= {f"{b}mha.in_proj.weight": (width + 2 * xb, width), f"{b}mha.out_proj.weight": (width, width)}
+        elif i in attention:
+            t |= {f"{b}self_attn.{x}_proj.weight": (width if x in "qo" else xb, width) for x in "qkvo"}
+        elif version == 2:
+            c = width + 2 * xb
+            t |= {f"{m}in_proj.weight": (2 * width + 2 * xb + heads, width), f"{m}out_proj.weight": (width, width)}
+            t |= {f"{m}conv1d.weight": (c, 1, 4), f"{m}conv1d.bias": (c,), f"{m}norm.weight": (width,)}
+            t |= {f"{m}{name}": (heads,) for name in ("dt_bias", "A_log", "D")}
+        else:
+            t |= {f"{m}in_proj.weight": (2 * width + 2 * xb + rank, width), f"{m}out_proj.weight": (width, width)}
+            t |= {f"{m}conv1d.weight": (width, 1, 4), f"{m}conv1d.bias": (width,), f"{m}A_log": (width, 16)}
+            t |= {f"{m}D": (width,), f"{m}dt_proj.weight": (width, rank), f"{m}dt_proj.bias": (width,)}
+    config = {"model_type": "llama", "vocab_size": 128256, "hidden_size": width, "intermediate_size": inter,
+              "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+              "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": tied, "max_position_embeddings": 8192}  # fmt: skip
+    ssm = {"expand": 1, "ngroups": heads, "d_state": d} if version == 2 else {"expand": 1}
+    mamba = {"d_model": width, "ssm_cfg": ssm, "d_inner": None, "d_xb": xb, "n_layer": layers,
+             "attn_layers": list(attention)}  # fmt: skip
+    return config, t, mamba
+
+
+M1_ATTENTION = (3, 8, 13, 18, 23, 27)
+# parameters, and the sizes of the files that the Hub lists, in bytes
+SIZES = {
+    "Phi-Mamba-1.5B": (real_phi_mamba(()), 1_521_097_472, 4, 6.08e9),
+    "Hybrid-Phi-Mamba-1.5B": (real_phi_mamba((4, 10, 16, 22)), 1_503_959_680, 4, 6.02e9),
+    "Llamba-1B": (real_llamba(2048, 16, 8192, True), 1.405e9, None, None),
+    "Llamba-3B": (real_llamba(3072, 28, 8192, True), 3.657e9, 4, 14.6e9),
+    "Llamba-8B": (real_llamba(4096, 32, 14336, True), 8.316e9, None, None),
+    "Llamba-8B-untied": (real_llamba(4096, 32, 14336, False), 8.841e9, None, None),
+    "Mamba2InLlama_1": (real_mamba_in_llama(2, False, 4096, 32, 8, 32, 14336, (), False), None, 4, 34.3e9),
+    "Mamba2InLlama_0_75": (
+        real_mamba_in_llama(2, False, 4096, 32, 8, 32, 14336, range(3, 32, 4), False), None, 4, 33.7e9),
+    "MambaInLlama_0_875": (
+        real_mamba_in_llama(1, False, 4096, 32, 8, 32, 14336, (7, 15, 23, 31), False), None, 4, 34.2e9),
+    "Llama3.1-Mamba2-8B-distill": (
+        real_mamba_in_llama(2, False, 4096, 32, 8, 32, 14336, range(1, 32, 2), False), None, 4, 33.2e9),
+    "M1-3B": (real_mamba_in_llama(1, True, 3072, 24, 8, 28, 8192, M1_ATTENTION, True), None, 2, 6.90e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_at_full_size_match_the_published_files(name):
+    """The real configurations, planned without a weight: every tensor has its place, and the bytes are the files'."""
+    (config, shapes, *mamba_config), parameters, itemsize, file_size = SIZES[name]
+    source = Published(name, config, Headers(shapes), *mamba_config)
+    published = recognise(source)
+    ours = STUDENTS[published.student(source)][0](**published.fields(source))
+    table, dropped = published.table(source, ours)
+    rules = make_rules(table, tensor_shapes(ours), source.tensors, dropped, published.name)
+    count = sum(math.prod(rule.shape) for rule in rules)
+    assert count == sum(math.prod(shape) for shape in shapes.values())
+    if parameters is not None:
+        assert count == pytest.approx(parameters, rel=0 if isinstance(parameters, int) else 4e-4)
+    if file_size is not None:
+        assert count * itemsize == pytest.approx(file_size, rel=2e-3)
+
+
+def broken(tmp_path, what):
+    """A folder that cannot be imported."""
+    config, tensors, mamba_config = p.mamba_in_llama(2)
+    if what == "no mamba_config":
+        mamba_config = None
+    if what == "mixed":
+        tensors |= p.mamba_in_llama(1)[1]
+    if what == "backbone too":
+        tensors |= p.llamba(True)[1]
+        config |= p.llamba(True)[0]
+    if what == "plain":
+        tensors = {name: t for name, t in tensors.items() if ".mamba." not in name}
+    if what == "quantised":
+        config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    if what == "eight bit":
+        tensors["model.layers.0.mamba.out_proj.weight"] = torch.ones(p.D, p.D, dtype=torch.int8)
+    if what == "missing tensor":
+        del tensors["model.layers.2.mamba.A_log"]
+    if what == "strange tensor":
+        tensors["model.layers.2.mamba.extra"] = torch.ones(3)
+    if what == "other layers":
+        mamba_config["attn_layers"] = [0]
+    if what == "wrong shape":
+        tensors["model.layers.0.mamba.out_proj.weight"] = torch.ones(p.D, p.D + 1)
+    if what == "no config":
+        config = None
+    if what == "norm":
+        config, tensors = p.mohawk()
+        tensors["backbone.layers.0.mixer.norm.weight"], mamba_config = torch.ones(p.D), None
+    if what == "unknown core":
+        config, tensors = p.mohawk()
+        config["MixerModel"]["Blocks"][0]["Layer"]["name"], mamba_config = "DiscreteMamba2Rotary", None
+    if what == "no config, backbone":
+        (config, tensors), mamba_config = (None, p.llamba(True)[1]), None
+    if what == "incomplete config":
+        config, tensors = p.llamba(True)
+        mamba_config = config.pop("n_layer") and None
+    return p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
+
+
+ERRORS = {
+    "no mamba_config": "no mamba_config.json",
+    "mixed": "mixes the tensors of Mamba in the Llama v1 and Mamba in the Llama v2",
+    "backbone too": "mixes the tensors of cartesia Llamba and Mamba in the Llama v2",
+    "plain": "A plain Transformer is converted",
+    "quantised": "is quantised",
+    "eight bit": "so the weights are quantised",
+    "missing tensor": "missing tensor model.layers.2.mamba.A_log",
+    "strange tensor": "unexpected tensor model.layers.2.mamba.extra",
+    "other layers": "mamba_config.json leaves other layers",
+    "wrong shape": "has shape (32, 33)",
+    "no config": "name the model it was made from (--base)",
+    "norm": "norm before out_proj",
+    "unknown core": "'discretemamba2rotary' mixers",
+    "no config, backbone": "no config.json, tensors such as backbone",
+    "incomplete config": "has no 'n_layer'",
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_bad_input(tmp_path, what):
+    with pytest.raises(ValueError) as error:
+        import_checkpoint(ImportOptions(source=str(broken(tmp_path, what)), output=str(tmp_path / "out")))
+    assert ERRORS[what] in str(error.value) and "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_our_own_checkpoints_and_unknown_fields_are_refused(tmp_path):
+    config, tensors = p.llamba(True)
+    folder = p.write(tmp_path / "in", config, tensors)
+    with pytest.raises(ValueError, match="no such field"):
+        plan_import(ImportOptions(source=str(folder), output="-", settings={"rope": 1}))
+    imported(folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="just load it"):
+        plan_import(ImportOptions(source=str(tmp_path / "out"), output="-"))
+
+
+def test_pickles_with_code_are_not_opened(tmp_path):
+    class Code:
+        def __reduce__(self):
+            return (print, ("ran",))
+
+    config, tensors = p.phi_mamba()
+    p.write(tmp_path / "in", config, {**tensors, "x": Code()}, binary=True)
+    with pytest.raises(ValueError, match="could run code"):
+        plan_import(ImportOptions(source=str(tmp_path / "in"), output="-"))
+
+
+def test_the_command(tmp_path):
+    config, tensors = p.llamba(True)
+    folder = p.write(tmp_path / "in", config, tensors)
+    done = run("import", folder, tmp_path / "out", "--dry-run")
+    assert done.returncode == 0 and "cartesia Llamba -> llamba with discrete_mamba2" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = run("import", folder, tmp_path / "out", "--set", "max_position_embeddings=99", "--dtype", "bfloat16")
+    assert done.returncode == 0 and "done" in done.stderr
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["max_position_embeddings"] == 99 and written["dtype"] == "bfloat16"
+    done = run("import", folder, tmp_path / "out")
+    assert done.returncode == 1 and "--overwrite" in done.stderr and "Traceback" not in done.stderr
+    save_file({"a": torch.ones(2)}, tmp_path / "in" / "model.safetensors")
+    done = run("import", folder, tmp_path / "new")
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
