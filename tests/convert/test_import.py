@@ -230,7 +230,7 @@ def real_mamba_in_llama(version, m1, width, heads, kv, layers, inter, attention,
             t |= {f"{m}D": (width,), f"{m}dt_proj.weight": (width, rank), f"{m}dt_proj.bias": (width,)}
     config = {"model_type": "llama", "vocab_size": 128256, "hidden_size": width, "intermediate_size": inter,
               "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-              "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": tied, "max_position_embeddings": 8192}  # fmt: skip
+              "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": tied}  # fmt: skip
     ssm = {"expand": 1, "ngroups": heads, "d_state": d} if version == 2 else {"expand": 1}
     mamba = {"d_model": width, "ssm_cfg": ssm, "d_inner": None, "d_xb": xb, "n_layer": layers,
              "attn_layers": list(attention)}  # fmt: skip
