@@ -150,7 +150,7 @@ def plan_import(options: ImportOptions) -> ImportPlan:
     """
     folder = _find(options)
     base = None if options.base is None else find_teacher(options.base, with_weights=False)
-    config, mamba_config = _read_json(folder / "config.json"), _read_json(folder / "mamba_config.json")
+    config, mamba_config = read_json(folder / "config.json"), read_json(folder / "mamba_config.json")
     checkpoint = open_weights(folder)
     source = Published(options.source, config or {}, checkpoint, mamba_config, None if base is None else base.config)
     published = recognise(source)
@@ -185,7 +185,12 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no such file.
+
+    Raises:
+        ValueError: it is not JSON, or holds something else.
+    """
     if not path.is_file():
         return None
     try:
@@ -280,4 +285,12 @@ def _add_side_files(plan: ImportPlan, options: ImportOptions, folder: Path) -> N
     made.save(folder / "README.md")
 
 
-__all__ = ["ImportOptions", "ImportPlan", "describe", "import_checkpoint", "parse_settings", "plan_import"]
+__all__ = [
+    "ImportOptions",
+    "ImportPlan",
+    "describe",
+    "import_checkpoint",
+    "parse_settings",
+    "plan_import",
+    "read_json",
+]
