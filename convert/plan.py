@@ -18,7 +18,6 @@ from .families import COMMON_FIELDS, TeacherFamily
 from .head_selection import count_heads, is_number, named_heads, query_heads
 from .layer_selection import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
 from .mixer_mapping import LayerMapping, fold_out_bias
-from .stock import check_holdable
 from .teacher import Teacher
 from .weight_mapping import Rule, canonical_sources, moved
 
@@ -207,10 +206,7 @@ def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedCon
     has_bias = fields.get("attention_bias", family.student == "phimamba")
     fields |= mixer_fields(options, fields, has_bias)
     fields["hybrid_full_heads"] = full_heads(options, fields, teacher_types)
-    config = config_class(**fields, conversion={"teacher_layer_types": teacher_types})
-    if options.export_ready:
-        check_holdable(config, "bamba")  # which holds all that the other does
-    return config
+    return config_class(**fields, conversion={"teacher_layer_types": teacher_types})
 
 
 def full_heads(options: ConversionConfig, fields: dict[str, Any], teacher_types: list[str]) -> list[list[int]] | None:

@@ -89,8 +89,8 @@ def check_holdable(config: PreTrainedConfig, target: str) -> None:
     found = obstacles(config, STOCK_CLASSES[target])
     if found:
         raise ValueError(
-            f"{target} cannot hold {', '.join(found)}. Convert with --export-ready, from a teacher of Llama's kind "
-            "without norms on queries and keys or a sliding window."
+            f"{target} cannot hold {', '.join(found)}. It takes a conversion with --export-ready of a teacher of "
+            "Llama's kind without norms on queries and keys or a sliding window, some of whose layers stay attention."
         )
 
 
