@@ -3,14 +3,13 @@
 python -m recipes.validation_text runs/text
 python -m recipes.export_cost runs/export_cost --train runs/text/wikipedia_5.jsonl --validation runs/text/owt_5.jsonl
 
-Every other layer keeps its attention, whatever the mixer. Results go to OUT/results.jsonl; what is there is not
-computed again.
+Every other layer keeps its attention, whatever the mixer. Hybrids and results.jsonl stay in OUT, and what is there is
+not computed again; an interrupted fit goes on.
 """
 
 import argparse
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +46,17 @@ def main(arguments: argparse.Namespace) -> None:
     for name in arguments.only or VARIANTS:
         if name in done:
             continue
-        folder, started = arguments.output / name.replace(" ", "-"), time.perf_counter()
-        convert(
-            str(gguf), folder, layer_pattern="MA", calibration_dataset=str(arguments.train), overwrite=True,
-            calibration_tokens=arguments.calibration_tokens, work_dir=f"{folder}.work", **VARIANTS[name],
-        )  # fmt: skip
-        seconds = time.perf_counter() - started
+        folder = arguments.output / name.replace(" ", "-")
+        if not folder.is_dir():
+            convert(
+                str(gguf), folder, layer_pattern="MA", calibration_dataset=str(arguments.train),
+                calibration_tokens=arguments.calibration_tokens, work_dir=f"{folder}.work", **VARIANTS[name],
+            )  # fmt: skip
         student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
         per_row = [kl_of_logits(teacher(row[None]).logits, student(row[None]).logits).mean().item() for row in ids]
         kl = torch.tensor(per_row)
-        fits = json.loads((folder / "alignment.json").read_text())["held_out_error"].values()
+        report = json.loads((folder / "alignment.json").read_text())
+        fits = report["held_out_error"].values()
         record = {
             "variant": name,
             "kl": kl.mean().item(),
@@ -64,8 +64,8 @@ def main(arguments: argparse.Namespace) -> None:
             "held_out_error": {
                 step: sum(fit[step] for fit in fits) / len(fits) for step in ("mapped", "solved", "refined")
             },
-            "calibration_tokens": arguments.calibration_tokens,
-            "seconds": round(seconds),
+            "calibration_tokens": report["tokens"],
+            "fit_seconds": report["fit_seconds"],
         }
         append(results, record)
         print(json.dumps(record), flush=True)
