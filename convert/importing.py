@@ -89,6 +89,7 @@ class ImportPlan:
     notes: list[str]
     checkpoint: Checkpoint
     folder: Path
+    commit: str | None
     base: Teacher | None
 
     @property
@@ -148,7 +149,7 @@ def plan_import(options: ImportOptions) -> ImportPlan:
     Raises:
         ValueError: not a published format, or an incomplete, quantised or contradictory checkpoint.
     """
-    folder = _find(options)
+    folder, commit = _find(options)
     base = None if options.base is None else find_teacher(options.base, with_weights=False)
     config, mamba_config = read_json(folder / "config.json"), read_json(folder / "mamba_config.json")
     checkpoint = open_weights(folder)
@@ -167,18 +168,19 @@ def plan_import(options: ImportOptions) -> ImportPlan:
     dtype = output_dtype(options.dtype, checkpoint.tensors)
     if base is None and not _has_tokenizer(folder):
         source.notes.append("no tokenizer: the checkpoint has none and no base model was given (--base)")
-    return ImportPlan(published, ours, rules, dropped, dtype, source.notes, checkpoint, folder, base)
+    return ImportPlan(published, ours, rules, dropped, dtype, source.notes, checkpoint, folder, commit, base)
 
 
-def _find(options: ImportOptions) -> Path:
+def _find(options: ImportOptions) -> tuple[Path, str | None]:
+    """The folder, and the commit when it came from the Hub."""
     path = Path(options.source).expanduser()
     if path.is_file():
         raise ValueError(f"{options.source} is a file; name the folder that holds config.json and the weights.")
     if path.is_dir():
         if options.revision is not None:
             raise ValueError(f"{options.source} is local; a revision exists on the Hub only.")
-        return path
-    return download_model(options.source, options.revision, None, False, True)[0]
+        return path, None
+    return download_model(options.source, options.revision, None, False, True)[:2]
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -250,6 +252,7 @@ def import_checkpoint(
         _add_side_files(plan, options, folder)
         plan.config.conversion |= {
             "imported_from": Path(options.source).name if os.path.isdir(options.source) else options.source,
+            "revision": plan.commit,
             "format": plan.format.name,
             "notes": plan.notes,
             "source_sha256": hashes.result(),

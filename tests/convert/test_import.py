@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from convert.plan import STUDENTS, tensor_shapes
 from convert.published import Published, recognise
 from tests import published as p
 from tests.convert.test_bad_input import run_as_is as run
+from tests.hub_server import COMMIT, HubServer
 from tests.modeling.test_training import tokenizer
 
 IDS = torch.randint(3, p.VOCAB, (2, 23), generator=torch.Generator().manual_seed(0))
@@ -31,9 +36,14 @@ def imported(folder, out, **options):
     return plan, model
 
 
+@torch.no_grad()
 def assert_logits(model, expected):
-    with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    """At once, and with the last tokens one by one from the cache."""
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    parts = [model(IDS[:, :18], use_cache=True)]
+    for t in range(18, IDS.shape[1]):
+        parts.append(model(IDS[:, t : t + 1], past_key_values=parts[-1].past_key_values))
+    torch.testing.assert_close(torch.cat([part.logits for part in parts], 1), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -360,6 +370,33 @@ def test_pickles_with_code_are_not_opened(tmp_path):
     p.write(tmp_path / "in", config, {**tensors, "x": Code()}, binary=True)
     with pytest.raises(ValueError, match="could run code"):
         plan_import(ImportOptions(source=str(tmp_path / "in"), output="-"))
+
+
+def test_from_the_hub_with_a_base_from_there_too(tmp_path, base):
+    config, tensors = p.llamba(True)
+    p.write(tmp_path / "hub/org/Llamba", config, tensors, binary=True)
+    shutil.copytree(base, tmp_path / "hub/org/base")
+    save_file({"a": torch.ones(2)}, tmp_path / "hub/org/base/model.safetensors")
+    with HubServer(tmp_path / "hub") as hub:
+        command = [sys.executable, "-m", "convert.cli", "import", "org/Llamba", tmp_path / "out", "--base", "org/base"]
+        environment = os.environ | hub.environment(tmp_path / "cache")
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["conversion"]["imported_from"] == "org/Llamba" and written["conversion"]["revision"] == COMMIT
+    assert written["eos_token_id"] == 6 and (tmp_path / "out/tokenizer.json").is_file()
+
+
+def test_an_interrupted_import_leaves_nothing(tmp_path):
+    config, tensors = p.llamba(True)
+    folder = p.write(tmp_path / "in", config, tensors)
+
+    def interrupt(nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_checkpoint(ImportOptions(source=str(folder), output=str(tmp_path / "out")), progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_the_command(tmp_path):

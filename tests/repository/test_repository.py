@@ -97,13 +97,16 @@ def test_readme_commands_exist():
     """Every `make` target and every long flag that the README mentions is real."""
     import inspect
 
-    from convert.cli import convert_command
+    from convert.cli import app
 
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     mentioned = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(re.findall(r"`[^`]+`|```.*?```", readme, re.S))))
     assert mentioned and mentioned <= targets, mentioned - targets
-    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(convert_command).parameters}
+    parameters = [
+        name for command in app.registered_commands for name in inspect.signature(command.callback).parameters
+    ]
+    flags = {f"--{name.replace('_', '-')}" for name in parameters} | {"--set"}
     flags |= {"--no-rotary", "--no-out-bias", "--no-decay-bias", "--share-kv-heads", "--json"}
     for line in readme.splitlines():
         if line.strip().startswith("convert-to-hybrid"):
