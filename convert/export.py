@@ -173,7 +173,6 @@ def stock_config(source: PreTrainedConfig, target: str, expand: int | None = Non
     heads, expand = total_heads(source, expand)
     has_bias = source.attention_bias or source.attention_out_bias
     fields = {name: getattr(source, name) for name in COPIED_FIELDS} | {
-        "rope_parameters": {"partial_rotary_factor": 1.0} | dict(source.rope_parameters),
         "attention_bias": has_bias,
         "mamba_n_heads": heads,
         "mamba_n_groups": heads,
@@ -186,27 +185,33 @@ def stock_config(source: PreTrainedConfig, target: str, expand: int | None = Non
     }
     if source.head_dim * source.num_attention_heads != source.hidden_size:
         fields["head_dim"] = source.head_dim
-    if target == "granitemoehybrid":
-        del fields["rope_parameters"]["partial_rotary_factor"]
-        fields |= {
-            "shared_intermediate_size": source.intermediate_size,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "position_embedding_type": "rope",
-            "attention_multiplier": source.head_dim**-0.5,
-            "layer_types": list(source.layer_types),
-        }
-    else:
-        attention = [i for i, kind in enumerate(source.layer_types) if kind == "full_attention"]
-        partial = source.rope_parameters.get("partial_rotary_factor", 1.0)
-        fields |= {
-            "attn_layer_indices": attention,
-            "mlp_bias": source.mlp_bias,
-            "attn_rotary_emb": int(source.head_dim * partial),  # llama.cpp and vLLM look here
-        }
+    fields |= _granite_fields(source) if target == "granitemoehybrid" else _bamba_fields(source)
     config = AutoConfig.for_model(target, **fields)
     config.architectures = [STOCK_CLASSES[target].architecture]
     return config
+
+
+def _granite_fields(source: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "rope_parameters": dict(source.rope_parameters),
+        "shared_intermediate_size": source.intermediate_size,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "rope",
+        "attention_multiplier": source.head_dim**-0.5,
+        "layer_types": list(source.layer_types),
+    }
+
+
+def _bamba_fields(source: PreTrainedConfig) -> dict[str, Any]:
+    # unless it is said, Bamba takes half of each head
+    rope = {"partial_rotary_factor": 1.0} | dict(source.rope_parameters)
+    return {
+        "rope_parameters": rope,
+        "attn_layer_indices": [i for i, kind in enumerate(source.layer_types) if kind == "full_attention"],
+        "mlp_bias": source.mlp_bias,
+        "attn_rotary_emb": int(source.head_dim * rope["partial_rotary_factor"]),  # llama.cpp and vLLM look here
+    }
 
 
 def export_table(source: PreTrainedConfig, config: PreTrainedConfig, target: str) -> Table:

@@ -250,20 +250,25 @@ def import_checkpoint(
             stop.set()
             raise
         _add_side_files(plan, options, folder)
-        plan.config.conversion |= {
-            "imported_from": Path(options.source).name if os.path.isdir(options.source) else options.source,
-            "revision": plan.commit,
-            "format": plan.format.name,
-            "notes": plan.notes,
-            "source_sha256": hashes.result(),
-            "versions": {
-                "convert-to-hybrid": importlib.metadata.version("convert-to-hybrid"),
-                "transformers": transformers.__version__,
-                "torch": torch.__version__,
-            },
-        }
+        plan.config.conversion |= _provenance(plan, options, hashes.result())
         add_config_and_code(plan.config, plan.dtype, folder)
     return plan
+
+
+def _provenance(plan: ImportPlan, options: ImportOptions, weight_hashes: dict[str, str]) -> dict[str, Any]:
+    is_local = os.path.isdir(os.path.expanduser(options.source))
+    return {
+        "imported_from": Path(options.source).name if is_local else options.source,
+        "revision": plan.commit,
+        "format": plan.format.name,
+        "notes": plan.notes,
+        "source_sha256": weight_hashes,
+        "versions": {
+            "convert-to-hybrid": importlib.metadata.version("convert-to-hybrid"),
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
+    }
 
 
 def _add_side_files(plan: ImportPlan, options: ImportOptions, folder: Path) -> None:

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridForCausalLM
 from convert import convert
 from convert.config import make_config
 from convert.export import ExportOptions, export_checkpoint, plan_export
+from convert.importing import ImportOptions, import_checkpoint
 from convert.stock import STOCK_CLASSES
+from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.students import make_student
 from tests.teachers import LLAMA3_ROPE, random_ids
@@ -156,3 +158,27 @@ def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
         make_config(model="a", output="b", export_ready=True, mixer="mamba1")
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--export-ready", "--window", "4", "--dry-run")
     check_one_line_error(done, "window beside the mixer")
+
+
+def test_a_published_mamba2_hybrid_goes_all_the_way(tmp_path):
+    """Mamba in the Llama v2 imported and exported: a stock class gives the logits of the published equations."""
+    config, tensors, mamba_config = published.mamba_in_llama(2)
+    config |= {"rms_norm_eps": 1e-5}
+    folder = published.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
+    import_checkpoint(ImportOptions(source=str(folder), output=str(tmp_path / "hybrid")))
+    export_checkpoint(ExportOptions(model=str(tmp_path / "hybrid"), output=str(tmp_path / "out"), to="bamba"))
+    freq = published.frequencies(published.HEAD, 1e4, published.LLAMA3)
+
+    def mixer(w, i, u):
+        prefix = f"model.layers.{i}."
+        if i % 2 == 0:
+            return published.mamba2(w, f"{prefix}mamba.", u, False)
+        q, k, v = (published.linear(w, f"{prefix}self_attn.{n}_proj", u).unflatten(-1, (-1, 8)) for n in "qkv")
+        return published.linear(w, f"{prefix}self_attn.o_proj", published.attention(q, k, v, freq))
+
+    ids = torch.randint(3, published.VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
+    names = ("model.embed_tokens.weight", "model.layers", "model.norm.weight")
+    expected = published.llama_logits(tensors, ids, mixer, 1e-5, *names)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
