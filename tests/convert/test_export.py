@@ -84,7 +84,10 @@ def test_bamba_holds_mlp_biases_and_partial_rotary(tmp_path):
 
 
 def test_config_has_the_spellings_of_other_readers(tmp_path):
-    _, _, out = exported(tmp_path, "granitemoehybrid")
+    _, _, out = exported(tmp_path, "granitemoehybrid", rope_parameters=dict(LLAMA3_ROPE))
+    notes = plan_export(ExportOptions(model=str(tmp_path / "hybrid"), output="-")).notes
+    for what in ("--to bamba", "--expand 2", "--no-gate-bias --no-out-bias", "RoPE scaling"):
+        assert sum(what in note for note in notes) == 1
     text = (out / "config.json").read_text()
     written = json.loads(text)
     assert written["layer_types"] == ["mamba", "attention"] * 2 and written["rope_theta"] == 1e4
