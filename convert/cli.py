@@ -47,7 +47,7 @@ def _option(panel: str, help: str, *names: str):
 @app.command(
     "convert",
     no_args_is_help=True,
-    epilog="Other commands, each with its own --help: inspect, env, generate.",
+    epilog="Other commands, each with its own --help: import, export, inspect, env, generate.",
 )
 def convert_command(
     model: Annotated[
@@ -109,6 +109,9 @@ def convert_command(
         bool | None, _option(MIXER, "A bias on the decay of discrete_mamba2.", "--decay-bias/--no-decay-bias")
     ] = None,
     out_bias: Annotated[bool | None, _option(MIXER, "A bias on out_proj.", "--out-bias/--no-out-bias")] = None,
+    export_ready: Annotated[
+        bool | None, _option(MIXER, "A mixer that `export` can write as a stock architecture.", "--export-ready")
+    ] = None,
     initial_decay: Annotated[float | None, _option(MIXER, "Decay per token before alignment (default 0.9).")] = None,
     align: Annotated[str | None, _option(ALIGN, "none, closed-form (default) or mohawk.")] = None,
     align_config: Annotated[str | None, _option(ALIGN, "YAML file with the alignment's settings.")] = None,
@@ -173,6 +176,83 @@ def convert_command(
             console.print(f"[green]done[/] {escape(options.output)} ({size})")
             if options.push_to_hub:
                 console.print(f"[green]pushed[/] {options.push_to_hub}")
+
+
+@app.command("import", no_args_is_help=True)
+def import_command(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Hub id or folder of a published hybrid.")],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
+    base: Annotated[
+        str | None, typer.Option(help="Model it was made from, for the tokenizer and what the checkpoint leaves out.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")] = None,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="NAME=VALUE", help="A field of the configuration, over what is derived."),
+    ] = (),
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once all is well.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks and library messages.")] = False,
+) -> None:
+    """Import a published hybrid (Phi-Mamba, mohawk, Llamba, Mamba in the Llama, M1) as an ordinary checkpoint."""
+    set_verbosity(verbose, quiet)
+    with one_line_errors(verbose):
+        from .importing import ImportOptions, describe, import_checkpoint, parse_settings, plan_import
+
+        options = ImportOptions(
+            source=source, output=output, base=base, revision=revision, settings=parse_settings(settings),
+            dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite,
+        )  # fmt: skip
+        _carry_out(options, plan_import, import_checkpoint, describe, dry_run, quiet)
+
+
+@app.command("export", no_args_is_help=True)
+def export_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or folder of a hybrid of this project.")],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
+    to: Annotated[str, typer.Option(help="granitemoehybrid, or bamba (the one for llama.cpp).")] = "granitemoehybrid",
+    expand: Annotated[
+        int | None,
+        typer.Option(help="Width of the mixers over the model's, filled up with zero heads (llama.cpp: 2)."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once all is well.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks and library messages.")] = False,
+) -> None:
+    """Write a hybrid made with --export-ready as one of transformers' own architectures."""
+    set_verbosity(verbose, quiet)
+    with one_line_errors(verbose):
+        from .export import ExportOptions, describe, export_checkpoint, plan_export
+
+        options = ExportOptions(
+            model=model, output=output, to=to, expand=expand, revision=revision, dtype=dtype,
+            max_shard_size=max_shard_size, overwrite=overwrite,
+        )  # fmt: skip
+        _carry_out(options, plan_export, export_checkpoint, describe, dry_run, quiet)
+
+
+def _carry_out(options, plan, run, describe, dry_run: bool, quiet: bool) -> None:
+    """Print the plan, and unless that is all, carry it out under a progress bar."""
+    if dry_run:
+        console.print(describe(plan(options)), markup=False)
+        return
+    with progress_bars(quiet) as (set_total, advance, _):
+
+        def on_plan(plan) -> None:
+            if not quiet:
+                console.print(describe(plan), markup=False)
+            set_total(plan.summary()["bytes_to_write"])
+
+        run(options, on_plan, advance)
+    if not quiet:
+        console.print(f"[green]done[/] {escape(options.output)}")
 
 
 def _print_plan(plan, describe, as_json: bool, quiet: bool) -> None:

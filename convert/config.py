@@ -17,6 +17,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ACTIVATIONS = ("identity", "silu")
 NORMS = ("none", "head", "whole")
 SEES = ("beyond", "all")
+# options of a conversion whose result one of transformers' own architectures can hold: `export`
+EXPORT_READY = {"mixer": "mamba2", "norm": "head", "activation": "silu", "rotary": False}
 LAYER_CHOICES = {"attention_layers", "attention_ratio", "cache_bytes", "layer_pattern"}
 # what these say goes without effect when nothing is aligned
 ALIGNMENT_ONLY = (
@@ -90,6 +92,8 @@ class ConversionConfig:
     """A bias that sets how long the memory of a discrete_mamba2 head is."""
     out_bias: bool = True
     """A bias on out_proj."""
+    export_ready: bool = False
+    """A mixer that transformers' own architectures hold: mamba2 with a norm per head, SiLU and no rotary embedding."""
     initial_decay: float = 0.9
     """Decay per token of every head before alignment, in (0, 1]."""
     align: str = "closed-form"
@@ -150,6 +154,10 @@ class ConversionConfig:
         if self.d_state is not None and self.d_state < 1:
             raise ValueError(f"d_state must be positive, not {self.d_state}.")
         self._check_window()
+        if self.export_ready:
+            for name, value in EXPORT_READY.items():
+                if getattr(self, name) != value:
+                    raise ValueError(f"export_ready needs {name} {value}, not {getattr(self, name)}.")
         if self.norm is not None and self.mixer != "mamba2":
             raise ValueError(f"norm exists for the mamba2 mixer only; the mixer is {self.mixer}.")
         if self.shared_state and self.mixer == "mamba1":
@@ -274,6 +282,8 @@ def make_config(config_file: str | Path | None = None, **flags: Any) -> Conversi
         replaced = LAYER_CHOICES | ({"layer_selection"} if named else set())
         values = {name: value for name, value in values.items() if name not in replaced}
     values |= flags
+    if values.get("export_ready"):
+        values = EXPORT_READY | values
     for name in ("model", "output"):
         if not values.get(name):
             raise ValueError(f"No {name} given: convert-to-hybrid MODEL OUT, or `{name}:` in the config file.")

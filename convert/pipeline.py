@@ -36,6 +36,7 @@ from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .head_selection import as_text, is_number
 from .model_card import make_card
 from .plan import Plan, make_plan, with_cache_budget
+from .stock import check_holdable
 from .teacher import Teacher, find_teacher, gguf_tokenizer
 from .writer import plan_shards, write_shards
 
@@ -81,7 +82,10 @@ def plan_conversion(options: ConversionConfig) -> Plan:
     """
     teacher = find_teacher(options.model, options.revision, options.gguf_file, with_weights=False)
     checkpoint = teacher.open_weights()
-    return make_plan(teacher, with_cache_budget(options, teacher, checkpoint), checkpoint)
+    plan = make_plan(teacher, with_cache_budget(options, teacher, checkpoint), checkpoint)
+    if options.export_ready:
+        check_holdable(plan.config, "bamba")
+    return plan
 
 
 def run(
@@ -108,6 +112,8 @@ def run(
     checkpoint = teacher.open_weights()
     placed = with_cache_budget(options, teacher, checkpoint)
     plan = make_plan(teacher, placed, checkpoint)
+    if options.export_ready:
+        check_holdable(plan.config, "bamba")  # which holds all that the other does
     repository = prepare_repository(options)
     aligner, alignment = None, None
     work = Path(options.work_dir or output.with_name(f"{output.name}.work")).expanduser()

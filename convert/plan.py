@@ -170,7 +170,7 @@ def with_cache_budget(options: ConversionConfig, teacher: Teacher, checkpoint: C
         return options
     options, budget = dataclasses.replace(options, cache_bytes=None, attention_ratio=0.0), options.cache_bytes
     config = student_config(teacher, options)
-    dtype, kinds = _output_dtype(options.dtype, checkpoint.tensors), config.conversion["teacher_layer_types"]
+    dtype, kinds = output_dtype(options.dtype, checkpoint.tensors), config.conversion["teacher_layer_types"]
     for count in range(len(kinds), -1, -1):
         # the layers that keep most are counted, so that whichever are chosen, the budget holds
         kept = sorted(kinds)[:count]
@@ -332,7 +332,7 @@ def make_plan(teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoin
         config=config,
         rules=_in_reading_order(rules, checkpoint.tensors),
         dropped=dropped,
-        dtype=_output_dtype(options.dtype, checkpoint.tensors),
+        dtype=output_dtype(options.dtype, checkpoint.tensors),
         read_buffer_bytes=checkpoint.buffer_bytes(),
         parameters_before=sum(math.prod(checkpoint.tensors[name].shape) for name in used),
     )
@@ -355,7 +355,8 @@ def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) ->
     return sorted(rules.values(), key=lambda rule: keys[rule.target])
 
 
-def _output_dtype(name: str, teacher: dict[str, TensorInfo]) -> torch.dtype:
+def output_dtype(name: str, teacher: dict[str, TensorInfo]) -> torch.dtype:
+    """The type of that name; "auto" is the one that most bytes of the teacher have."""
     if name != "auto":
         return getattr(torch, name)
     sizes = Counter()
@@ -420,6 +421,10 @@ __all__ = [
     "human_bytes",
     "layer_letters",
     "make_plan",
+    "num_states",
+    "output_dtype",
     "student_config",
+    "teacher_layer_types",
+    "tensor_shapes",
     "with_cache_budget",
 ]

@@ -112,7 +112,7 @@ def find_teacher(
     elif path.is_dir():
         folder = path
     else:
-        folder, commit, headers_only = _download(model, revision, gguf_file, trust_remote_code, with_weights)
+        folder, commit, headers_only = download_model(model, revision, gguf_file, trust_remote_code, with_weights)
     if revision is not None and path.exists():
         raise ValueError(f"{model} is local; a revision exists on the Hub only.")
     if gguf_file is not None:
@@ -122,7 +122,7 @@ def find_teacher(
     return Teacher(model, folder, config, get_family(config.model_type), commit, gguf_file, headers_only)
 
 
-def _download(
+def download_model(
     model: str, revision: str | None, gguf_file: str | None, trust_remote_code: bool, with_weights: bool
 ) -> tuple[Path, str | None, bool]:
     """Fetch what is needed of a repository: the newest commit's, or the cached one when offline.

@@ -28,6 +28,7 @@ class HybridConfig(PreTrainedConfig):
         mixer_num_heads (H), mixer_num_kv_heads (G, heads of x and B), mixer_head_dim (P), mixer_d_state (N).
         mixer_d_conv: width of the short convolution. mixer_activation: after it, "identity" or "silu".
         mixer_norm: before out_proj, "none", "head" (gated RMSNorm per head) or "whole" (over all heads).
+        mixer_norm_eps: epsilon of that norm; the model's own by default. Mamba in the Llama fixes it at 1e-5.
         mixer_rotary: apply the model's rotary embedding to B and C.
         mixer_qk_norm: norm per head on C and B, as qk_norm.
         mixer_decay_bias: a learned bias on the decay logit (discrete_mamba2 only; the others have dt_bias).
@@ -75,6 +76,7 @@ class HybridConfig(PreTrainedConfig):
     mixer_d_conv: int = 4
     mixer_activation: str | None = None
     mixer_norm: str | None = None
+    mixer_norm_eps: float | None = None
     mixer_rotary: bool = False
     mixer_qk_norm: str | None = None
     mixer_decay_bias: bool = False

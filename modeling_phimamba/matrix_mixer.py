@@ -63,7 +63,8 @@ class SSDMixer(nn.Module):
         self.B_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)
         self.C_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)
         group = self.head_dim if config.mixer_norm == "head" else None
-        self.norm = None if config.mixer_norm == "none" else RMSNorm(self.inner_size, config.norm_eps, group)
+        eps = config.norm_eps if config.mixer_norm_eps is None else config.mixer_norm_eps
+        self.norm = None if config.mixer_norm == "none" else RMSNorm(self.inner_size, eps, group)
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
         # in a hybrid layer tokens reach the state this many columns late, and the first few never: others see to them
         self.delay, self.skipped = 0, 0

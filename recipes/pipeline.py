@@ -46,7 +46,8 @@ QUESTION = "What is the capital of France?"
 REPOSITORY = "me/hybrid"
 COMMON = [
     "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "4",
-    "--save_strategy", "no", "--eval_strategy", "epoch", "--num_train_epochs", "1", "--per_device_train_batch_size", "4",
+    "--save_strategy", "no", "--eval_strategy", "epoch", "--num_train_epochs", "1",
+    "--per_device_train_batch_size", "4",
     "--lr_scheduler_type", "cosine", "--warmup_steps", "0.1", "--gradient_checkpointing", "false",
 ]  # fmt: skip
 SFT = ["--learning_rate", "2e-4", "--other_learning_rate", "2e-5", "--max_length", "256"]

@@ -1,0 +1,289 @@
+"""Published checkpoints, built here in their own formats, give the logits of their own equations once imported."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PhiConfig
+
+import modeling_llamba  # noqa: F401  (registers the class)
+import modeling_phimamba  # noqa: F401
+from convert.importing import ImportOptions, import_checkpoint, plan_import
+from tests import published as p
+from tests.convert.test_bad_input import run_as_is as run
+from tests.hub_server import COMMIT, HubServer
+from tests.modeling.test_training import tokenizer
+
+IDS = torch.randint(3, p.VOCAB, (2, 23), generator=torch.Generator().manual_seed(0))
+BACKBONE = ("backbone.embedding.weight", "backbone.layers", "backbone.final_layernorm.weight")
+PLAIN = ("model.embed_tokens.weight", "model.layers", "model.norm.weight")
+
+
+def imported(folder, out, **options):
+    plan = import_checkpoint(ImportOptions(source=str(folder), output=str(out), **options))
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    assert sum(x.numel() for x in model.parameters()) == plan.parameters
+    return plan, model
+
+
+@torch.no_grad()
+def assert_logits(model, expected):
+    """At once, and with the last tokens one by one from the cache."""
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    parts = [model(IDS[:, :18], use_cache=True)]
+    for t in range(18, IDS.shape[1]):
+        parts.append(model(IDS[:, t : t + 1], past_key_values=parts[-1].past_key_values))
+    torch.testing.assert_close(torch.cat([part.logits for part in parts], 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base model's folder without weights: configuration, tokenizer, generation settings."""
+    folder = tmp_path_factory.mktemp("base")
+    config = PhiConfig(hidden_size=p.D, num_attention_heads=p.H, vocab_size=p.VOCAB, bos_token_id=5, eos_token_id=6)
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 6, "temperature": 0.7, "do_sample": true}')
+    return folder
+
+
+@pytest.mark.parametrize("attention", [(), (1, 3)])
+@pytest.mark.parametrize("binary", [True, False])
+def test_phi_mamba(tmp_path, base, attention, binary):
+    config, tensors = p.phi_mamba(attention)
+    folder = p.write(tmp_path / "in", config, tensors, binary=binary)
+    plan, model = imported(folder, tmp_path / "out", base=str(base))
+    assert plan.config.model_type == "phimamba" and plan.config.eos_token_id == 6
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.7
+    assert (tmp_path / "out/tokenizer.json").is_file()
+    assert_logits(model, p.phi_logits(tensors, IDS, attention, heads=p.H))
+
+
+def test_phi_attention_takes_its_sizes_from_phi_config_or_flags(tmp_path):
+    config, tensors = p.phi_mamba((2,))
+    folder = p.write(tmp_path / "in", config, tensors)
+    plan, model = imported(folder, tmp_path / "out", settings={"num_attention_heads": 8, "num_key_value_heads": 8})
+    assert_logits(model, p.phi_logits(tensors, IDS, (2,), heads=8))
+    assert plan.config.rope_parameters["partial_rotary_factor"] == 0.5
+    notes = " ".join(plan.notes)
+    assert "PhiConfig" in notes and "no tokenizer" in notes
+    assert "PhiConfig" in " ".join(model.config.conversion["notes"])
+
+
+@pytest.mark.parametrize("qwen, groups, nested", [(False, 2, False), (True, 4, True), (False, 1, False)])
+def test_mohawk_students(tmp_path, qwen, groups, nested):
+    config, tensors = p.mohawk(qwen=qwen, groups=groups)
+    config = {"ComponentsConfig": config, "DistillConfig": {}} if nested else config
+    _, model = imported(p.write(tmp_path / "in", config, tensors), tmp_path / "out")
+    freq = p.frequencies(p.HEAD, 1e6) if qwen else p.frequencies(p.HEAD, 5e5, p.LLAMA3)
+
+    def mixer(w, i, u):
+        prefix = f"backbone.layers.{i}.mixer."
+        if i != 2:
+            return p.discrete_mamba2(w, prefix, u, p.H, groups, 8)
+        q, k, v = (p.linear(w, f"{prefix}self_attn.{n}_proj", u).unflatten(-1, (-1, p.HEAD)) for n in "qkv")
+        return p.linear(w, f"{prefix}self_attn.o_proj", p.attention(q, k, v, freq))
+
+    assert model.config.tie_word_embeddings
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-5, *BACKBONE))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llamba(tmp_path, tied):
+    config, tensors = p.llamba(tied)
+    plan, model = imported(p.write(tmp_path / "in", config, tensors, shards=3), tmp_path / "out")
+
+    def mixer(w, i, u):
+        return p.discrete_mamba2(w, f"backbone.layers.{i}.mixer.", u, p.H, p.H, 8)
+
+    assert model.config.tie_word_embeddings == tied and plan.config.eos_token_id is None
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-5, *BACKBONE))
+
+
+CASES = [(1, False, None), (1, False, False), (1, True, None), (2, False, None), (2, False, True), (2, True, None)]
+
+
+@pytest.mark.parametrize("version, m1, early", CASES)
+def test_mamba_in_the_llama_and_m1(tmp_path, version, m1, early):
+    """v1's bias counted twice and its runs of 4 channels where heads have 8; v2's own epsilon; RoPE scaling."""
+    config, tensors, mamba_config = p.mamba_in_llama(version, m1=m1, early=early)
+    folder = p.write(tmp_path / "in", config, tensors, binary=m1, mamba_config=mamba_config, shards=2)
+    plan, model = imported(folder, tmp_path / "out")
+    early = version == 1 if early is None else early
+    freq = p.frequencies(p.HEAD, 1e4, None if m1 else p.LLAMA3)
+
+    def mixer(w, i, u):
+        prefix = f"model.layers.{i}."
+        if i % 2 == 0 and version == 2:
+            return p.mamba2(w, f"{prefix}mamba.", u, early)
+        if i % 2 == 0:
+            return p.mamba1(w, f"{prefix}mamba.", u, 4, early)
+        if m1:
+            q, k, v = p.linear(w, f"{prefix}mha.in_proj", u).split([p.D, p.K * p.HEAD, p.K * p.HEAD], dim=-1)
+        else:
+            q, k, v = (p.linear(w, f"{prefix}self_attn.{n}_proj", u) for n in "qkv")
+        mixed = p.attention(*(x.unflatten(-1, (-1, p.HEAD)) for x in (q, k, v)), freq)
+        return p.linear(w, f"{prefix}mha.out_proj" if m1 else f"{prefix}self_attn.o_proj", mixed)
+
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-6, *PLAIN))
+    assert ("left out" if m1 else "kept, as in training") in " ".join(plan.notes)
+    assert plan.config.eos_token_id == 2
+
+
+def test_mistrals_window_is_kept_and_a_tied_head_is_stored_once(tmp_path):
+    config, tensors, mamba_config = p.mamba_in_llama(2)
+    config |= {"model_type": "mistral", "sliding_window": 5, "tie_word_embeddings": True, "rope_scaling": None}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
+    plan, model = imported(folder, tmp_path / "out")
+
+    def mixer(w, i, u):
+        if i % 2 == 0:
+            return p.mamba2(w, f"model.layers.{i}.mamba.", u, False)
+        q, k, v = (p.linear(w, f"model.layers.{i}.self_attn.{n}_proj", u).unflatten(-1, (-1, p.HEAD)) for n in "qkv")
+        return p.linear(w, f"model.layers.{i}.self_attn.o_proj", p.attention(q, k, v, p.frequencies(p.HEAD, 1e4), 5))
+
+    assert plan.dropped == {"lm_head.weight": "tied to the embedding"}
+    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-6, *PLAIN))
+    # a head that was trained apart is not thrown away, whatever the configuration says
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.01
+    plan = plan_import(ImportOptions(source=str(p.write(tmp_path / "b", config, tensors, mamba_config=mamba_config)),
+                                     output=str(tmp_path / "c")))  # fmt: skip
+    assert not plan.config.tie_word_embeddings and "both are kept" in " ".join(plan.notes)
+
+
+def broken(tmp_path, what):
+    """A folder that cannot be imported."""
+    config, tensors, mamba_config = p.mamba_in_llama(2)
+    if what == "no mamba_config":
+        mamba_config = None
+    if what == "mixed":
+        tensors |= p.mamba_in_llama(1)[1]
+    if what == "backbone too":
+        tensors |= p.llamba(True)[1]
+        config |= p.llamba(True)[0]
+    if what == "plain":
+        tensors = {name: t for name, t in tensors.items() if ".mamba." not in name}
+    if what == "quantised":
+        config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    if what == "eight bit":
+        tensors["model.layers.0.mamba.out_proj.weight"] = torch.ones(p.D, p.D, dtype=torch.int8)
+    if what == "missing tensor":
+        del tensors["model.layers.2.mamba.A_log"]
+    if what == "strange tensor":
+        tensors["model.layers.2.mamba.extra"] = torch.ones(3)
+    if what == "other layers":
+        mamba_config["attn_layers"] = [0]
+    if what == "wrong shape":
+        tensors["model.layers.0.mamba.out_proj.weight"] = torch.ones(p.D, p.D + 1)
+    if what == "no config":
+        config = None
+    if what == "norm":
+        config, tensors = p.mohawk()
+        tensors["backbone.layers.0.mixer.norm.weight"], mamba_config = torch.ones(p.D), None
+    if what == "unknown core":
+        config, tensors = p.mohawk()
+        config["MixerModel"]["Blocks"][0]["Layer"]["name"], mamba_config = "DiscreteMamba2Rotary", None
+    if what == "no config, backbone":
+        (config, tensors), mamba_config = (None, p.llamba(True)[1]), None
+    if what == "incomplete config":
+        config, tensors = p.llamba(True)
+        mamba_config = config.pop("n_layer") and None
+    return p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
+
+
+ERRORS = {
+    "no mamba_config": "no mamba_config.json",
+    "mixed": "mixes the tensors of Mamba in the Llama v1 and Mamba in the Llama v2",
+    "backbone too": "mixes the tensors of cartesia Llamba and Mamba in the Llama v2",
+    "plain": "A plain Transformer is converted",
+    "quantised": "is quantised",
+    "eight bit": "so the weights are quantised",
+    "missing tensor": "missing tensor model.layers.2.mamba.A_log",
+    "strange tensor": "unexpected tensor model.layers.2.mamba.extra",
+    "other layers": "mamba_config.json leaves other layers",
+    "wrong shape": "has shape (32, 33)",
+    "no config": "name the model it was made from (--base)",
+    "norm": "norm before out_proj",
+    "unknown core": "'discretemamba2rotary' mixers",
+    "no config, backbone": "no config.json, tensors such as backbone",
+    "incomplete config": "has no 'n_layer'",
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_bad_input(tmp_path, what):
+    with pytest.raises(ValueError) as error:
+        import_checkpoint(ImportOptions(source=str(broken(tmp_path, what)), output=str(tmp_path / "out")))
+    assert ERRORS[what] in str(error.value) and "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_our_own_checkpoints_and_unknown_fields_are_refused(tmp_path):
+    config, tensors = p.llamba(True)
+    folder = p.write(tmp_path / "in", config, tensors)
+    with pytest.raises(ValueError, match="no such field"):
+        plan_import(ImportOptions(source=str(folder), output="-", settings={"rope": 1}))
+    imported(folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="just load it"):
+        plan_import(ImportOptions(source=str(tmp_path / "out"), output="-"))
+
+
+def test_pickles_with_code_are_not_opened(tmp_path):
+    class Code:
+        def __reduce__(self):
+            return (print, ("ran",))
+
+    config, tensors = p.phi_mamba()
+    p.write(tmp_path / "in", config, {**tensors, "x": Code()}, binary=True)
+    with pytest.raises(ValueError, match="could run code"):
+        plan_import(ImportOptions(source=str(tmp_path / "in"), output="-"))
+
+
+def test_from_the_hub_with_a_base_from_there_too(tmp_path, base):
+    config, tensors = p.llamba(True)
+    p.write(tmp_path / "hub/org/Llamba", config, tensors, binary=True)
+    shutil.copytree(base, tmp_path / "hub/org/base")
+    save_file({"a": torch.ones(2)}, tmp_path / "hub/org/base/model.safetensors")
+    with HubServer(tmp_path / "hub") as hub:
+        command = [sys.executable, "-m", "convert.cli", "import", "org/Llamba", tmp_path / "out", "--base", "org/base"]
+        environment = os.environ | hub.environment(tmp_path / "cache")
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["conversion"]["imported_from"] == "org/Llamba" and written["conversion"]["revision"] == COMMIT
+    assert written["eos_token_id"] == 6 and (tmp_path / "out/tokenizer.json").is_file()
+
+
+def test_an_interrupted_import_leaves_nothing(tmp_path):
+    config, tensors = p.llamba(True)
+    folder = p.write(tmp_path / "in", config, tensors)
+
+    def interrupt(nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_checkpoint(ImportOptions(source=str(folder), output=str(tmp_path / "out")), progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_command(tmp_path):
+    config, tensors = p.llamba(True)
+    folder = p.write(tmp_path / "in", config, tensors)
+    done = run("import", folder, tmp_path / "out", "--dry-run")
+    assert done.returncode == 0 and "cartesia Llamba -> llamba with discrete_mamba2" in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = run("import", folder, tmp_path / "out", "--set", "max_position_embeddings=99", "--dtype", "bfloat16")
+    assert done.returncode == 0 and "done" in done.stderr
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["max_position_embeddings"] == 99 and written["dtype"] == "bfloat16"
+    done = run("import", folder, tmp_path / "out")
+    assert done.returncode == 1 and "--overwrite" in done.stderr and "Traceback" not in done.stderr
+    save_file({"a": torch.ones(2)}, tmp_path / "in" / "model.safetensors")
+    done = run("import", folder, tmp_path / "new")
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
