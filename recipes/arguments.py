@@ -130,7 +130,7 @@ def parse(config_class: type, *more: type, argv: list[str] | None = None) -> tup
         raise ValueError(f"The configuration file {error.filename} does not exist.") from error
 
 
-def conversion_of(student: str) -> dict[str, Any]:
+def conversion_of(student: Path) -> dict[str, Any]:
     """What a hybrid folder's configuration says of where it came from; nothing where there is no such file."""
-    path = Path(student).expanduser() / "config.json"
+    path = student / "config.json"
     return (json.loads(path.read_text()).get("conversion") or {}) if path.is_file() else {}

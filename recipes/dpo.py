@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         check_completions(train, ("chosen", "rejected"))
         student, tokenizer = load_student(model_config, config.trust_remote_code)
         if reference.reference == "teacher":
-            teacher = load_teacher(teaching, model_config.model_name_or_path, config.trust_remote_code)
+            teacher = load_teacher(teaching, run.source, config.trust_remote_code)
             check_vocabularies(student, teacher)
         elif model_config.use_peft:
             teacher = None  # the student without its adapters

@@ -77,7 +77,7 @@ def check_finite(model: nn.Module) -> None:
 def write_checkpoint(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    source: str,
+    source: Path,
     output: Path,
     record: StageRecord,
     max_shard_size: str = "5GB",
@@ -88,16 +88,15 @@ def write_checkpoint(
         ValueError: a weight is not finite. OSError: the disk.
     """
     check_finite(model)
-    known = Path(source).expanduser()
     with staged(output) as folder:
         tokenizer.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
-        stages = [*read_record(known), record.__dict__]
+        stages = [*read_record(source), record.__dict__]
         (folder / RECORD).write_text(json.dumps(stages, indent=2, default=str) + "\n")
-        if (known / "alignment.json").is_file():
-            (folder / "alignment.json").write_bytes((known / "alignment.json").read_bytes())
+        if (source / "alignment.json").is_file():
+            (folder / "alignment.json").write_bytes((source / "alignment.json").read_bytes())
         loss_curves(stages).savefig(folder / "training.png", dpi=120)
-        card = ModelCard.load(known / "README.md") if (known / "README.md").is_file() else new_card(output.name)
+        card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(output.name)
         with_training(card, stages, output.name).save(folder / "README.md")
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         add_code(model.config, folder, model.dtype)  # its config.json, written last, makes the folder a checkpoint

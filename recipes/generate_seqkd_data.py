@@ -312,7 +312,7 @@ def engine(teaching: TeacherArguments, tokenizer: PreTrainedTokenizerBase, argum
         not quantised and arguments.engine == "auto" and has_vllm and torch.cuda.is_available()
     ):
         return VllmEngine(teaching, tokenizer, arguments)
-    teacher = load_teacher(teaching, "", arguments.trust_remote_code)
+    teacher = load_teacher(teaching, None, arguments.trust_remote_code)
     if not quantised:
         teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
     return TransformersEngine(teacher, tokenizer, arguments)

@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import torch
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
@@ -68,16 +71,31 @@ def _with_its_own_code(name: str, options: dict[str, Any]) -> nn.Module:
     return model_class.from_pretrained(name, **options)
 
 
-def load_teacher(arguments: TeacherArguments, student: str, trust_remote_code: bool = False) -> nn.Module:
+def side_files(name: str, revision: str | None = None) -> Path:
+    """Where a student's configuration, card and training record lie; of a Hub repository they are fetched.
+
+    Raises:
+        ValueError: there is no such repository, or it cannot be reached.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.md"]))
+    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError, ValueError) as error:
+        raise ValueError(f"{name} does not load: {_first_line(error)}") from error
+
+
+def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote_code: bool = False) -> nn.Module:
     """The teacher, in evaluation mode, without gradients.
 
     Args:
-        student: folder of the hybrid, which knows what it was converted from.
+        student: folder with the hybrid's configuration, which knows what it was converted from; None: `arguments` do.
 
     Raises:
         ValueError: none is named or known, or it does not load.
     """
-    name = arguments.teacher_model_name_or_path or conversion_of(student).get("teacher")
+    name = arguments.teacher_model_name_or_path or (conversion_of(student) if student else {}).get("teacher")
     if name is None:
         raise ValueError(f"{student} does not say what it was converted from; name teacher_model_name_or_path.")
     options: dict[str, Any] = {"dtype": arguments.teacher_dtype, "trust_remote_code": trust_remote_code}

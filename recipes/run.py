@@ -28,6 +28,7 @@ from convert.pipeline import check_apart, check_output
 from .arguments import RunArguments, conversion_of
 from .estimate import estimate
 from .finish import StageRecord, hyperparameters, write_checkpoint
+from .load import side_files
 from .peft_vectors import MixerVectors
 from .publish import push_errors, repository_for, upload
 from .window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
@@ -64,6 +65,8 @@ class Run(contextlib.AbstractContextManager):
         self.output = Path(config.output_dir).expanduser().resolve()
         self.work = self.output.with_name(f"{self.output.name}.work")
         self._check(model_config.model_name_or_path)
+        with self.state.main_process_first():
+            self.source = side_files(model_config.model_name_or_path, model_config.model_revision)
         self.teacher: str | None = None
         self.repository = None
         if config.push_to_hub:
@@ -192,7 +195,7 @@ class Run(contextlib.AbstractContextManager):
         """Note the teacher's name for the record; the model itself may be let go."""
         if teacher is None:
             return
-        name = teacher.config._name_or_path or conversion_of(self.model_config.model_name_or_path).get("teacher", "")
+        name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
         self.teacher = Path(name).name if Path(name).exists() else name
 
     def _estimate(self, trainer: Trainer, teacher: nn.Module | None) -> str:
@@ -206,7 +209,7 @@ class Run(contextlib.AbstractContextManager):
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
         if self.state.is_main_process:
-            source, size = self.model_config.model_name_or_path, self.arguments.max_shard_size
+            source, size = self.source, self.arguments.max_shard_size
             write_checkpoint(model, tokenizer, source, self.output, record, size)
             if self.repository is not None:
                 with push_errors(f"{self.repository} (the model is complete in {self.output})"):

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         student, tokenizer = load_student(model_config, config.trust_remote_code)
         teacher = None
         if loss.kl_weight:
-            teacher = load_teacher(teaching, model_config.model_name_or_path, config.trust_remote_code)
+            teacher = load_teacher(teaching, run.source, config.trust_remote_code)
             check_vocabularies(student, teacher)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)

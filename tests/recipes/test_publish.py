@@ -58,6 +58,10 @@ def test_an_upload_that_broke_off_goes_on_and_is_pulled_by_a_stranger(world, tmp
         pulled = subprocess.run([sys.executable, "-I", "-c", code, str(tmp_path / "logits.pt")],
                                 env=environment, capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
         assert pulled.returncode == 0, pulled.stderr[-2000:]
+        argv = common_arguments("me/finished", teacher, data, tmp_path / "further", "--hub_model_id", "unused")
+        done = client(hub, tmp_path, "-m", "recipes.sft", *argv)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert len(json.loads((tmp_path / "further" / "training.json").read_text())) == 2
     local = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(torch.tensor([[4, 9, 10, 6, 5]])).logits)
     card = ModelCard.load(tmp_path / "hub" / "me" / "finished" / "README.md")
