@@ -24,7 +24,7 @@ pipeline: install ## teacher -> hybrid -> SeqKD data -> SFT -> DPO -> a stand-in
 	$(BIN)/python -m recipes.pipeline --compare-losses
 
 test: install ## what CI runs: CPU only, offline
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

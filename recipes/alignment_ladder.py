@@ -36,6 +36,12 @@ from .fidelity import Yardstick, append, summary, text_rows
 
 LENGTH = 512
 RATIOS = (0.5, 0.25, 0.125, 0.0)
+STAGE3_ROWS = (
+    "closed form + stages 2, 3",
+    "MOHAWK start + stages 2, 3",
+    "Mamba-in-the-Llama start + stage 3",
+    "MOHAWK start + stages 1, 2, 3",
+)
 Mixers = dict[int, nn.Module]
 
 
@@ -259,13 +265,17 @@ def main(arguments: argparse.Namespace) -> None:
     every("closed form + stage 2", aligned, closed_tokens + stage2)
     every("MOHAWK start + stage 2", random, stage2)
     for ratio in arguments.stage3_ratios:
-        for name, start, tokens, rate in (
-            ("closed form + stages 2, 3", aligned, closed_tokens + stage2 + stage3, 1.5e-4),
-            ("MOHAWK start + stages 2, 3", random, stage2 + stage3, 5e-4),
-            ("Mamba-in-the-Llama start + stage 3", lambda: ladder.start("mamba-in-llama"), stage3, 5e-4),
-            ("MOHAWK start + stages 1, 2, 3", lambda: oriented(ladder), stage2 * 6 // 5 + stage3, 5e-4),
+        for name, (start, tokens, rate) in zip(
+            STAGE3_ROWS,
+            (
+                (aligned, closed_tokens + stage2 + stage3, 1.5e-4),
+                (random, stage2 + stage3, 5e-4),
+                (lambda: ladder.start("mamba-in-llama"), stage3, 5e-4),
+                (lambda: oriented(ladder), stage2 * 6 // 5 + stage3, 5e-4),
+            ),
+            strict=True,
         ):
-            if not ladder.has(name, ratio):
+            if name in arguments.stage3_rows and not ladder.has(name, ratio):
                 since = clock()
                 mixers = ladder.distilled(start(), ratio, f"{name} {ratio}", rate)
                 ladder.row(name, ratio, mixers, tokens, clock() - since)
@@ -287,6 +297,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="teacher (default: the embedded one)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--stage3-ratios", type=float, nargs="*", default=(0.5,))
+    parser.add_argument("--stage3-rows", nargs="+", default=STAGE3_ROWS, choices=STAGE3_ROWS)
     parser.add_argument("--placements", type=Path, help="scores.json of recipes.layer_scores: other choices of layers")
     parser.add_argument("--placed-by", nargs="*", default=["kl", "kl+recall, 3 rounds"], help="which of them")
     parser.add_argument("--calibration-tokens", type=int, default=30720)

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         student, tokenizer = load_student(model_config, config.trust_remote_code)
         if reference.reference == "teacher":
             teacher = load_teacher(teaching, run.source, config.trust_remote_code)
-            check_vocabularies(student, teacher)
+            check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
         elif model_config.use_peft:
             teacher = None  # the student without its adapters
         else:

@@ -21,13 +21,13 @@ from typing import Any, Literal
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from convert.pipeline import check_apart, staged
 
 from .arguments import TeacherArguments
-from .load import LOADING_ERRORS, device_of, load_splits, load_teacher
+from .load import device_of, load_splits, load_teacher, load_tokenizer
 from .run import one_line_errors
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
@@ -110,26 +110,6 @@ def is_seqkd_data(folder: Path) -> bool:
     """Whether this recipe wrote it."""
     card = folder / "README.md"
     return card.is_file() and "- seqkd" in card.read_text()
-
-
-def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """A teacher's tokenizer, from a folder, a GGUF file or the Hub.
-
-    Raises:
-        ValueError: it does not load.
-    """
-    path, options = Path(name).expanduser(), {"trust_remote_code": trust_remote_code}
-    if path.suffix == ".gguf":
-        name, options["gguf_file"] = str(path.parent), path.name
-    elif revision is not None:
-        options["revision"] = revision
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"The tokenizer of {name} does not load: {' '.join(str(error).split())}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def read_prompts(

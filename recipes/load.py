@@ -23,6 +23,7 @@ from convert.plan import STUDENTS
 from .arguments import TeacherArguments, conversion_of
 
 DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+RENAMED_TOKENS = 0.01
 LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError)
 
 
@@ -86,6 +87,18 @@ def side_files(name: str, revision: str | None = None) -> Path:
         raise ValueError(f"{name} does not load: {_first_line(error)}") from error
 
 
+def teacher_name(arguments: TeacherArguments, student: Path | None) -> str:
+    """What is named as the teacher, or what the hybrid was converted from.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    name = arguments.teacher_model_name_or_path or (conversion_of(student) if student else {}).get("teacher")
+    if name is None:
+        raise ValueError(f"{student} does not say what it was converted from; name teacher_model_name_or_path.")
+    return name
+
+
 def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote_code: bool = False) -> nn.Module:
     """The teacher, in evaluation mode, without gradients.
 
@@ -95,9 +108,7 @@ def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote
     Raises:
         ValueError: none is named or known, or it does not load.
     """
-    name = arguments.teacher_model_name_or_path or (conversion_of(student) if student else {}).get("teacher")
-    if name is None:
-        raise ValueError(f"{student} does not say what it was converted from; name teacher_model_name_or_path.")
+    name = teacher_name(arguments, student)
     options: dict[str, Any] = {"dtype": arguments.teacher_dtype, "trust_remote_code": trust_remote_code}
     if arguments.teacher_load_in_8bit or arguments.teacher_load_in_4bit:
         if importlib.util.find_spec("bitsandbytes") is None:
@@ -121,11 +132,66 @@ def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote
     return teacher.eval().requires_grad_(False)
 
 
-def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
-    """Raises ValueError where the two do not predict the same tokens."""
+def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """A teacher's tokenizer, from a folder, a GGUF file or the Hub.
+
+    Raises:
+        ValueError: it does not load.
+    """
+    path, options = Path(name).expanduser(), {"trust_remote_code": trust_remote_code}
+    if path.suffix == ".gguf":
+        name, options["gguf_file"] = str(path.parent), path.name
+    elif revision is not None:
+        options["revision"] = revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
+    except LOADING_ERRORS as error:
+        raise ValueError(f"The tokenizer of {name} does not load: {' '.join(str(error).split())}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_vocabularies(
+    student: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: nn.Module,
+    arguments: TeacherArguments,
+    source: Path,
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuse a teacher of another vocabulary; of one that comes without a tokenizer only the size is known.
+
+    Args:
+        source: as `student` of `load_teacher`.
+
+    Raises:
+        ValueError: the two do not predict the same tokens.
+    """
     ours, theirs = (model.get_output_embeddings().weight.shape[0] for model in (student, teacher))
     if ours != theirs:
         raise ValueError(f"The teacher has {theirs} tokens and the student {ours}; distillation needs one vocabulary.")
+    name, revision = teacher_name(arguments, source), arguments.teacher_revision
+    try:
+        of_teacher = load_tokenizer(name, trust_remote_code, revision)
+    except ValueError:
+        return
+    check_tokens(tokenizer, of_teacher)
+
+
+def check_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError where numbers stand for other tokens: two vocabularies of one size need not be one.
+
+    A few may differ, since chat models give reserved tokens a name.
+    """
+    known = {number: token for token, number in theirs.get_vocab().items()}
+    other = [(n, token, known[n]) for token, n in ours.get_vocab().items() if n in known and known[n] != token]
+    if len(other) > RENAMED_TOKENS * len(known):
+        n, token, of_teacher = min(other)
+        raise ValueError(
+            f"The teacher's vocabulary is another one ({len(other):,} tokens differ: {n} is {of_teacher!r} there and "
+            f"{token!r} here); distillation needs one vocabulary."
+        )
 
 
 def load_splits(

@@ -36,7 +36,7 @@ from convert.teacher import embedded_teacher
 from . import chat_data, dpo, generate_seqkd_data, sft, validation_text
 from .demo import perplexity
 from .fidelity import text_rows
-from .generate_seqkd_data import load_tokenizer
+from .load import load_tokenizer
 from .stand_in_hub import TOKEN, HubServer
 
 PROMPTS = 224

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         teacher = None
         if loss.kl_weight:
             teacher = load_teacher(teaching, run.source, config.trust_remote_code)
-            check_vocabularies(student, teacher)
+            check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
         trainer = DistilledSFTTrainer(

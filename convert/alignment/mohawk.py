@@ -19,8 +19,9 @@ from transformers import TrainerCallback
 from ..plan import MIXER_LAYERS
 from .align import Progress
 from .distillation import distil, mean_kl
-from .layerwise import LayerwiseStage, append_jsonl, hidden_state_loss, orientation_loss, split_layers
+from .layerwise import LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
 from .matrix_orientation import check_has_matrix_per_head
+from .reporting import Reporter, reporters
 from .settings import AlignmentSettings
 from .teacher_model import TeacherModel
 
@@ -94,6 +95,7 @@ class Stages:
         self.folder.mkdir(parents=True, exist_ok=True)
         before, after, seconds, tokens = {}, {}, 0.0, 0
         if mine:
+            report = Reporter(self.folder, f"{name}-rank{rank}", settings.report_to if rank == 0 else "none")
             stage = LayerwiseStage(
                 self.teacher,
                 {layer: mixers[layer] for layer in mine},
@@ -101,9 +103,10 @@ class Stages:
                 settings,
                 self.folder / name,
                 self.seed,
-                append_jsonl(self.folder / f"{name}-rank{rank}.jsonl"),
+                report,
             )
             done = stage.run(self.train, self.held_out, self.progress)
+            report.close()
             before, after, seconds, tokens = done.before, done.after, done.seconds, done.tokens
         if world_size > 1:
             before, after = _share(mixers, sorted(mixers), before, after)
@@ -162,6 +165,9 @@ def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool, wind
                 "Matrix orientation compares one matrix with another; a mixer beside a window has a part of it only. "
                 "Leave the stage out (matrix_orientation: {tokens: 0})."
             )
+    for name in STAGES.values():
+        if getattr(settings, name).tokens:
+            reporters(getattr(settings, name).report_to)
     if settings.distillation.tokens and low_memory:
         raise ValueError(
             "Distillation needs the whole teacher; leave out low_memory or say distillation: {tokens: 0}."

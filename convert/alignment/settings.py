@@ -53,6 +53,8 @@ class StageSettings:
     """Of matrices."""
     save_every: int = 200
     """Steps between checkpoints; 0 writes none on the way."""
+    report_to: str = "none"
+    """Where figures go besides the log file: none, tensorboard, wandb, ... as the Trainer has it."""
 
     def __post_init__(self):
         for name in ("sequences", "learning_rate", "max_grad_norm"):
@@ -98,8 +100,6 @@ class DistillationSettings(StageSettings):
     """Recompute blocks in the backward pass, for memory."""
     bf16: bool = False
     """Run matrix products in bfloat16 (the recurrence and the loss stay in float32)."""
-    report_to: str = "none"
-    """Where the Trainer reports: none, tensorboard, wandb, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)

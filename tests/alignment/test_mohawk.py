@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 import yaml
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
 from convert import convert
 from convert.alignment.distillation import distil, mean_kl, set_trainable
@@ -412,3 +414,35 @@ def test_mixers_alone_train_by_default(hybrids):
     set_trainable(student, DistillationSettings())
     trainable = {name for name, p in student.named_parameters() if p.requires_grad}
     assert trainable == {name for name, _ in student.named_parameters() if ".mixer." in name}
+
+
+def test_stages_1_and_2_report_as_a_trainer_does(hybrids, tmp_path, monkeypatch):
+    seen = []
+
+    class StandIn(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.append(args.run_name)
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            seen.append((state.global_step, logs))
+
+        def on_train_end(self, args, state, control, **kwargs):
+            seen.append("end")
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "stand-in", StandIn)
+    reported = dataclasses.replace(SETTINGS.hidden_state_alignment, tokens=4 * LENGTH, report_to="stand-in")
+    settings = only_stages(dataclasses.replace(SETTINGS, hidden_state_alignment=reported), (2,), None)
+    stages(hybrids, "llama-gqa", tmp_path, settings).run()
+    begun, *steps, end = seen
+    assert begun == "hidden_state_alignment-rank0" and end == "end" and [step for step, _ in steps] == [1, 2]
+    lines = (tmp_path / "work" / "hidden_state_alignment-rank0.jsonl").read_text().splitlines()
+    for (_, logs), line in zip(steps, lines, strict=True):
+        losses = json.loads(line)["loss"]
+        assert logs["loss"] == pytest.approx(sum(losses.values()) / len(losses)) and logs["tokens_per_second"] > 0
+        assert {name for name in logs if "/" in name} == {f"loss/layer_{layer}" for layer in losses}
+
+
+def test_a_reporter_that_is_not_there(hybrids, tmp_path):
+    reported = dataclasses.replace(SETTINGS.hidden_state_alignment, report_to="chalkboard")
+    with pytest.raises(ValueError, match="chalkboard is not supported"):
+        stages(hybrids, "llama-gqa", tmp_path, dataclasses.replace(SETTINGS, hidden_state_alignment=reported)).run()

@@ -37,7 +37,7 @@ def world(tmp_path_factory):
 
 
 def test_there_is_one_for_every_recipe_and_family():
-    for family in ("llamba", "phimamba"):
+    for family in ("llamba", "phimamba", "tiny"):
         assert {path.stem for path in FILES if path.parent.name == family} == set(RECIPES)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -90,6 +91,35 @@ def test_the_code_in_the_folder_is_trained_as_well(world, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
         assert done.returncode == 0, done.stderr[-3000:]
         assert AutoModelForCausalLM.from_pretrained(tmp_path / recipe).config.model_type == "llamba"
+
+
+@pytest.mark.parametrize("recipe", (dpo, distillation))
+def test_the_teacher_stays_as_it_is(recipe, world, tmp_path, monkeypatch):
+    seen, load = {}, recipe.load_teacher
+
+    def remembered(*args):
+        seen["teacher"] = load(*args)
+        seen["before"] = {name: p.clone() for name, p in seen["teacher"].named_parameters()}
+        return seen["teacher"]
+
+    monkeypatch.setattr(recipe, "load_teacher", remembered)
+    of_recipe = {"data": "data"} if recipe is dpo else {"data": "chats"}
+    more = () if recipe is dpo else ("--max_completion_length", "4")
+    recipe.main(arguments(world, tmp_path / "out", "--learning_rate", "1e-2", *more, **of_recipe))
+    for name, parameter in seen["teacher"].named_parameters():
+        assert parameter.grad is None and not parameter.requires_grad, name
+        assert torch.equal(parameter, seen["before"][name]), name
+
+
+def test_a_vocabulary_of_the_same_size_that_is_another_one(world, tmp_path):
+    shuffled = shutil.copytree(world["teacher"], tmp_path / "teacher")
+    stored = json.loads((shuffled / "tokenizer.json").read_text())
+    words = stored["model"]["vocab"]
+    stored["model"]["vocab"] = dict(zip(words, [0, 1, 2, *range(127, 2, -1)], strict=True))
+    (shuffled / "tokenizer.json").write_text(json.dumps(stored))
+    for recipe, data in ((dpo, "data"), (distillation, "chats")):
+        with pytest.raises(ValueError, match="The teacher's vocabulary is another one"):
+            recipe.main(arguments(world | {"teacher": shuffled}, tmp_path / "out", data=data))
 
 
 def test_on_policy_distillation_comes_closer_to_the_teacher(world, tmp_path):

@@ -180,8 +180,8 @@ def test_gradient_accumulation_and_checkpointing_change_nothing(world, tmp_path)
 def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(world, tmp_path, monkeypatch):
     lora = (
         "--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "in_proj", "out_proj", "q_proj",
-        "--lora_modules_to_save", "conv1d", "--train_decays", "true", "--max_steps", "4", "--eval_steps", "4",
-        "--save_strategy", "steps", "--save_steps", "2",
+        "--lora_modules_to_save", "conv1d", "input_layernorm", "--train_decays", "true", "--max_steps", "4",
+        "--eval_steps", "4", "--save_strategy", "steps", "--save_steps", "2",
     )  # fmt: skip
     sft.main(arguments(world, tmp_path / "out", *lora))
     before, after = weights(world["llamba"]), weights(tmp_path / "out")
@@ -189,7 +189,7 @@ def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(worl
     changed = {name.split(".", 3)[-1] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {
         "mixer.in_proj.weight", "mixer.out_proj.weight", "self_attn.q_proj.weight", "mixer.conv1d.weight",
-        "mixer.conv1d.bias", "mixer.A_log_bias", "mixer.D", "mixer.z_bias",
+        "mixer.conv1d.bias", "input_layernorm.weight", "mixer.A_log_bias", "mixer.D", "mixer.z_bias",
     }  # fmt: skip
     step, calls = DistilledSFTTrainer.training_step, []
 
