@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from convert import convert
 from convert.alignment.divergence import kl_of_logits
 from convert.teacher import embedded_teacher
 
+from .arguments import TeacherArguments
 from .fidelity import append, text_rows
+from .load import load_teacher, load_tokenizer
 
 LENGTH = 512
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -37,11 +39,11 @@ def main(arguments: argparse.Namespace) -> None:
     """Convert once per variant and measure each on the validation text."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    results, gguf = arguments.output / "results.jsonl", embedded_teacher()
+    results, name_of_teacher = arguments.output / "results.jsonl", arguments.model or str(embedded_teacher())
     arguments.output.mkdir(parents=True, exist_ok=True)
     done = [json.loads(line)["variant"] for line in results.read_text().splitlines()] if results.is_file() else []
-    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    named = TeacherArguments(teacher_model_name_or_path=name_of_teacher, teacher_dtype="float32")
+    teacher, tokenizer = load_teacher(named, None), load_tokenizer(name_of_teacher)
     ids = text_rows(arguments.validation, tokenizer, LENGTH, arguments.validation_rows)
     for name in arguments.only or VARIANTS:
         if name in done:
@@ -49,7 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
         folder = arguments.output / name.replace(" ", "-")
         if not folder.is_dir():
             convert(
-                str(gguf), folder, layer_pattern="MA", calibration_dataset=str(arguments.train),
+                name_of_teacher, folder, layer_pattern="MA", calibration_dataset=str(arguments.train),
                 calibration_tokens=arguments.calibration_tokens, work_dir=f"{folder}.work", **VARIANTS[name],
             )  # fmt: skip
         student = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
@@ -78,5 +80,6 @@ if __name__ == "__main__":
     parser.add_argument("--validation", type=Path, required=True)
     parser.add_argument("--calibration-tokens", type=int, default=8192)
     parser.add_argument("--validation-rows", type=int, default=8)
+    parser.add_argument("--model", help="teacher (default: the embedded one)")
     parser.add_argument("--only", choices=VARIANTS, action="append")
     main(parser.parse_args())
