@@ -8,7 +8,6 @@ on where it was interrupted. docs/evaluation.md says what each figure is.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,8 +189,6 @@ def command(
 ) -> None:
     """Measure MODEL beside its teacher. The same command goes on after an interruption."""
     set_verbosity(verbose, quiet=False)
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
     with one_line_errors(verbose, "the same command goes on from here"):
         logging.disable_progress_bar()
         if update_model_card and not Path(model).expanduser().is_dir():

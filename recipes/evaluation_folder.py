@@ -38,7 +38,9 @@ class EvaluationFolder:
                 (path / name).unlink(missing_ok=True)
             known = {}
         settings = json.loads(json.dumps(settings))
-        for part in known.keys() & settings.keys():
+        for part in sorted(known.keys() & settings.keys()):
+            if not self._has_cells(part):
+                continue
             different = sorted(k for k in settings[part] if settings[part][k] != known[part].get(k))
             if different:
                 raise ValueError(
@@ -54,6 +56,11 @@ class EvaluationFolder:
         if not (self.path / SETTINGS).is_file():
             raise ValueError(f"{self.path} holds something else than an evaluation; choose another --output.")
         return self.read(SETTINGS)
+
+    def _has_cells(self, part: str) -> bool:
+        """Whether something depends on these settings: a run may have ended before its first cell."""
+        pattern = "*.json" if part == COMMON else f"{part}*.json"
+        return any((self.path / PARTS).glob(pattern))
 
     def read(self, name: str) -> Any:
         """A JSON file of the folder.
@@ -71,7 +78,7 @@ class EvaluationFolder:
         write_beside(self.path / name, lambda partial: partial.write_text(text))
 
     def cell(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns, from the folder where it was computed before."""
+        """What `compute` returns, from the folder where it was computed before; `name` begins with its part's."""
         file = f"{PARTS}/{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)}.json"
         if not (self.path / file).is_file():
             self._write(file, compute())

@@ -7,8 +7,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from convert.cli import console
 from convert.loading import load_config, load_model, load_tokenizer, locate
 
 from .evaluation_folder import COMMON, EvaluationFolder
@@ -16,7 +18,7 @@ from .evaluation_texts import SHIPPED, TextSource
 from .generation_checks import CHECKED, continuations, judge
 from .position_metrics import SHORTEST, Reader, by_position, over_text, per_token, reader
 from .recall_probes import hits, questions, side_by_side
-from .task_scores import run_task, task_manager
+from .task_scores import run_task, task_files, task_manager
 from .task_scores import side_by_side as task_rows
 from .timing import speed
 
@@ -87,6 +89,11 @@ class Settings:
         """At most the limit."""
         return count if self.limit is None else min(count, self.limit)
 
+    def longest(self) -> int:
+        """Tokens of the longest sequence of all parts but tasks."""
+        of_parts = {"text": self.lengths, "recall": self.recall_lengths, "speed": self.contexts}
+        return max((max(lengths) for part, lengths in of_parts.items() if part in self.parts), default=0)
+
     def by_part(self) -> dict[str, dict[str, Any]]:
         """What each part's results depend on; the batch size is not of it."""
         first, *_ = texts = [[*text, text.fingerprint()] for text in self.texts]
@@ -100,7 +107,7 @@ class Settings:
             },
             "generation": {"max_new_tokens": self.max_new_tokens},
             "tasks": {
-                "include_path": self.include_path,
+                "include_path": [self.include_path, task_files(self.include_path)],
                 "num_fewshot": self.num_fewshot,
                 "apply_chat_template": self.apply_chat_template,
             },
@@ -120,6 +127,11 @@ class Settings:
             "device": self.device,
         }
         return {COMMON: common} | {part: own[part] for part in self.parts}
+
+
+def warn(message: str) -> None:
+    """One line on stderr."""
+    console.print(f"[yellow]warning:[/] {escape(message)}")
 
 
 def fingerprint(model: str, trust_remote_code: bool) -> str | None:
@@ -175,6 +187,10 @@ class Models:
         sizes = {model.get_output_embeddings().weight.shape[0] for model in found.values()}
         if len(sizes) > 1:
             raise ValueError(f"{settings.model} and {settings.teacher} differ in vocabulary: {sorted(sizes)} tokens.")
+        for which, model in found.items():
+            longest, known = settings.longest(), getattr(model.config, "max_position_embeddings", None)
+            if known is not None and longest > known:
+                warn(f"the {which} was made for {known} tokens, and {longest} are asked for.")
         return found
 
     @cached_property
@@ -271,7 +287,7 @@ class Evaluation:
         """A row per task and metric."""
         rows = []
         for done, name in enumerate(self.settings.tasks, 1):
-            found = {w: self.folder.cell(f"task {name} {w}", partial(self._task, name, w)) for w in self._names()}
+            found = {w: self.folder.cell(f"tasks {name} {w}", partial(self._task, name, w)) for w in self._names()}
             rows += task_rows(found["model"], found.get("teacher"), self.settings.chances)
             self.progress("tasks", done, len(self.settings.tasks))
         return rows

@@ -60,6 +60,9 @@ def per_token(
 
     Args:
         ids: (S, L), read `batch_size` sequences at once. advance: told how many sequences are done.
+
+    Raises:
+        ValueError: logits that are no numbers.
     """
     parts, done = [], 0
     for batch in ids.split(batch_size):
@@ -67,7 +70,10 @@ def per_token(
         done += len(batch)
         advance(done)
     columns = zip(*parts, strict=True)
-    return PerToken(*(None if column[0] is None else torch.cat(column) for column in columns))
+    found = PerToken(*(None if column[0] is None else torch.cat(column) for column in columns))
+    if not all(values.isfinite().all() for values in found if values is not None):
+        raise ValueError("Logits are not finite on this text; try --dtype float32, or check the weights.")
+    return found
 
 
 def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerToken:

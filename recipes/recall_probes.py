@@ -126,13 +126,15 @@ def _score(distance: int | None, found: torch.Tensor, answers: torch.Tensor, who
 
 def _distances(probe: Probe) -> torch.Tensor:
     """(R, L): how far before a value its key's first value stands, at the answers of an associative probe."""
-    ids, half = probe.ids, probe.ids.shape[1] // 2
-    # the token asked about at t - 1 is some even token q of the first half, and its value is q + 1
-    keys = ids[:, :half:2]
-    place = (ids[:, :-1, None] == keys[:, None, :]).int().argmax(-1) * 2 + 1
-    distance = torch.zeros_like(ids)
-    distance[:, 1:] = torch.arange(1, ids.shape[1]) - place
-    return distance.masked_fill(~probe.answers, 0)
+    distances = torch.zeros_like(probe.ids)
+    for row, (ids, answers) in enumerate(zip(probe.ids.tolist(), probe.answers.tolist(), strict=True)):
+        value_of: dict[int, int] = {}
+        for place in range(0, len(ids) // 2, 2):
+            value_of.setdefault(ids[place], place + 1)
+        for place, asked in enumerate(answers):
+            if asked:
+                distances[row, place] = place - value_of[ids[place - 1]]
+    return distances
 
 
 def side_by_side(question: Question, model: torch.Tensor, teacher: torch.Tensor | None) -> list[dict[str, Any]]:

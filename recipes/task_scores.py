@@ -5,9 +5,10 @@ means over paired values, and its standard error is the ratio estimator's (delta
 that of the mean of (s_i - r_i) - R (t_i - r_i), over t - r.
 """
 
+import hashlib
 import math
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def task_manager(names: Sequence[str], include_path: str | None) -> Any:
     Raises:
         ValueError: lm-eval is not installed, there is no such folder, or one of the tasks is not there.
     """
-    if include_path is not None and not os.path.isdir(include_path):
+    if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"{include_path} is not a folder; --include-path takes one with tasks as YAML files.")
     try:
         from lm_eval.tasks import TaskManager
@@ -38,6 +39,16 @@ def task_manager(names: Sequence[str], include_path: str | None) -> Any:
             "a folder of your own."
         )
     return manager
+
+
+def task_files(include_path: str | None) -> str | None:
+    """Changes when a task's YAML file does."""
+    if include_path is None:
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(Path(include_path).rglob("*.yaml")):
+        digest.update(f"{file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def run_task(

@@ -5,14 +5,13 @@ Runs alternate between the models, so that whatever else the machine does falls 
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from modeling_phimamba.recording import cache_nbytes
-
-from .position_metrics import Advance
 
 
 def now(device: torch.device) -> float:
@@ -42,7 +41,7 @@ def speed(
     context: int,
     new_tokens: int,
     repeats: int,
-    advance: Advance = lambda done: None,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
     """A row per model: medians of `repeats` runs, taken in turns, after one each that does not count."""
     runs: dict[str, list] = {which: [] for which in models}

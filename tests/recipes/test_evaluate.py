@@ -139,6 +139,12 @@ def test_other_settings_are_refused_and_other_parts_added(folder, tmp_path):
     assert "is damaged" in run("--parts", "text", "--lengths", 32).stderr
 
 
+def test_a_run_that_failed_before_it_measured_claims_nothing(folder, tmp_path):
+    for wrong in (("--text", folder / "missing.jsonl"), ("--seed", 3, "--text", folder / "empty.jsonl")):
+        assert evaluate(folder, "--output", tmp_path / "e", "--parts", "text", *wrong).exit_code == 1
+    assert evaluate(folder, "--output", tmp_path / "e", "--parts", "text").exit_code == 0
+
+
 def test_without_a_teacher(folder, tmp_path):
     parts = ("--output", tmp_path / "e", "--parts", "text,recall,generation,speed", "--limit", 1, "--json")
     done = evaluate(folder, *parts, teacher="none")
@@ -233,6 +239,19 @@ def test_figures_are_the_plain_ones():
     assert over_text(alone)["kl"] is None and by_position(alone)[0]["teacher_perplexity"] is None
     same = over_text(per_token(reader(teacher), reader(teacher), ids, 5))
     assert same["kl"]["mean"] < 1e-6 and same["agreement"] == 1 and same["perplexity_ratio"] == pytest.approx(1)
+
+
+def test_logits_that_are_no_numbers_are_an_error():
+    model = make_student(dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.inf
+    with pytest.raises(ValueError, match="not finite"):
+        per_token(reader(model), None, random_ids(1, 20), 1)
+
+
+def test_more_tokens_than_a_model_was_made_for_are_warned_of(folder, tmp_path):
+    arguments = ("--output", tmp_path / "e", "--parts", "speed", "--contexts", 300, "--limit", 1)
+    assert "made for 256 tokens, and 300 are asked for" in evaluate(folder, *arguments, teacher="none").stderr
 
 
 def test_positions_are_powers_of_two():
