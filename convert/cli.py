@@ -281,12 +281,12 @@ def progress_bars(quiet: bool) -> Iterator:
 
 
 @contextlib.contextmanager
-def one_line_errors(verbose: bool) -> Iterator[None]:
+def one_line_errors(verbose: bool, interrupted: str = "no half-written checkpoint is left") -> Iterator[None]:
     """What went wrong and what to do, in one line, with a non-zero exit; the traceback with --verbose."""
     try:
         yield
     except KeyboardInterrupt:
-        _fail("interrupted; no half-written checkpoint is left.", 130)
+        _fail(f"interrupted; {interrupted}.", 130)
     except (ValueError, OSError) as error:
         if verbose:
             raise

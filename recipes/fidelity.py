@@ -69,7 +69,7 @@ class Yardstick:
         if model is not None:
             figures |= self._generation(model)
             pairs = zip(figures["continuations"], self.teacher["continuations"], strict=True)
-            figures["greedy_agreement"] = _mean([_common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs])
+            figures["greedy_agreement"] = _mean([common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs])
         return figures
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class Yardstick:
         return {
             "continuations": continuations,
             "answers": [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in continuations],
-            "repetition": _mean([_repetition(tokens) for tokens in continuations]),
+            "repetition": _mean([repetition(tokens) for tokens in continuations]),
         }
 
 
@@ -139,11 +139,12 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Equal leading tokens."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _repetition(tokens: list[int], n: int = 4) -> float:
+def repetition(tokens: list[int], n: int = 4) -> float:
     """Share of n-grams that occurred before."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -20,6 +20,7 @@ from convert.pipeline import add_code, staged
 
 RECORD = "training.json"
 SECTION = "## Training"
+EVALUATION = "## Evaluation"  # recipes/evaluate.py writes it, and training makes it out of date
 TRAINED_NOTE = '**Trained end to end** after the conversion: see "Training" below.'
 LABELS = {
     "eval_loss": "loss",
@@ -118,7 +119,7 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
     """The card with its section on training made anew, and the last stage's figures as evaluation results."""
     for note in ALIGNMENT_NOTES.values():
         card.text = card.text.replace(note, TRAINED_NOTE)
-    text = card.text.split(SECTION)[0].rstrip()
+    text = card.text.split(SECTION)[0].split(EVALUATION)[0].rstrip()
     rows = [
         f"| {i}. {stage['stage']} | {stage['teacher'] or 'none'} | {stage['data']} | {_settings(stage['settings'])} |"
         for i, stage in enumerate(stages, 1)

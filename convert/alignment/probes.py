@@ -34,16 +34,16 @@ def associative_probe(vocabulary: range, rows: int, pairs: int, seed: int) -> Pr
     return Probe(torch.cat([tokens.flatten(1), asked], 1), answers)
 
 
-def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int = 8) -> Probe:
+def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int = 8, place: int | None = None) -> Probe:
     """A needle of random tokens early in prose; at the end its first half again: recall the second half.
 
     Args:
         prose: (B, L) token ids of text, which the needle and the question replace in place of L's own tokens.
-        width: tokens of the needle.
+        width: tokens of the needle. place: where it begins; an eighth of the way by default.
     """
     rows, length = prose.shape
     needle = _random(vocabulary, rows, width, seed)
-    ids, place = prose.clone(), length // 8
+    ids, place = prose.clone(), length // 8 if place is None else place
     ids[:, place : place + width] = needle
     ids[:, -width:] = needle
     answers = torch.zeros_like(ids, dtype=torch.bool)

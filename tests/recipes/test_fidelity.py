@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipes import alignment_ladder, head_scores, layer_scores
-from recipes.fidelity import Yardstick, _common_prefix, _repetition, summary, text_rows
+from recipes.fidelity import Yardstick, common_prefix, repetition, summary, text_rows
 from tests.alignment.tiny import teacher_model
 from tests.modeling.test_training import tokenizer
 from tests.teachers import make_teacher, random_ids
@@ -80,8 +80,8 @@ def test_hybrid_shares_the_teachers_tensors(folder):
 
 
 def test_small_figures():
-    assert _common_prefix([1, 2, 3], [1, 2, 4]) == 2 and _common_prefix([1], [1, 2]) == 1
-    assert _repetition([1, 2, 3, 4, 5, 6]) == 0 and _repetition([1] * 10) == pytest.approx(6 / 7)
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2 and common_prefix([1], [1, 2]) == 1
+    assert repetition([1, 2, 3, 4, 5, 6]) == 0 and repetition([1] * 10) == pytest.approx(6 / 7)
 
 
 def test_window_with_sinks(folder):

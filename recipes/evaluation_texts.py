@@ -1,0 +1,69 @@
+"""Texts to evaluate on: what ships, Python's own documentation, a file, or a Hub data set, as rows of token ids."""
+
+import hashlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from convert.alignment.text import documents, token_rows
+
+SHIPPED = "shipped"
+PYTHON_DOCS = "python-docs"
+NAMED = (SHIPPED, PYTHON_DOCS)
+
+
+class TextSource(NamedTuple):
+    """A text, and where in a data set it lies."""
+
+    name: str
+    column: str = "text"
+    config: str | None = None
+    split: str = "train"
+
+    @property
+    def label(self) -> str:
+        """What to call it where a path does not belong."""
+        path = Path(self.name).expanduser()
+        return path.stem if path.exists() else self.name
+
+    def documents(self) -> Iterator[str]:
+        """In order.
+
+        `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
+        has not read; `python-docs` is the documentation inside Python, of which only long documents count.
+
+        Raises:
+            ValueError: there is no such text.
+        """
+        if self.name == SHIPPED:
+            everything = list(documents("default"))
+            return iter(everything[len(everything) // 2 :])
+        if self.name == PYTHON_DOCS:
+            try:
+                topics = importlib.import_module("pydoc_data.topics").topics
+            except ImportError as error:
+                raise ValueError("This Python comes without its documentation; name another --text.") from error
+            return iter(sorted(topics.values(), key=len, reverse=True))
+        return documents(self.name, self.column, self.split, self.config)
+
+    def fingerprint(self) -> str | None:
+        """Of a local file or folder, to tell when it has changed."""
+        path = Path(self.name).expanduser()
+        if not path.exists():
+            return None
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def rows(self, tokenizer: Any, length: int, count: int) -> torch.Tensor:
+        """(S, length) token ids, S = `count` or as many as the text has.
+
+        Raises:
+            ValueError: it does not fill one row.
+        """
+        return token_rows(self.documents(), tokenizer, length, count, self.name, at_least=1)

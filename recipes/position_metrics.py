@@ -1,0 +1,156 @@
+"""KL, perplexity and top-1 agreement per token: over a text, and by position in powers of two.
+
+A position is where a prediction is made: the one at t has seen t + 1 tokens. Intervals are 1.96 standard errors over
+sequences, since the tokens of one sequence depend on each other; of exponentials by the delta method.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from convert.alignment.divergence import CHUNK_TOKENS, kl_of_logits
+
+FIRST_EDGE = 16
+SHORTEST = 8
+Advance = Callable[[int], None]
+
+
+class Reader(NamedTuple):
+    """A causal language model in two steps, so that the logits of a long text never exist all at once.
+
+    states: token ids (B, L) to (B, L, D). head: any of them (T, D) to logits (T, V).
+    """
+
+    states: Callable[[torch.Tensor], torch.Tensor]
+    head: Callable[[torch.Tensor], torch.Tensor]
+
+
+class PerToken(NamedTuple):
+    """One figure per prediction, in nats; without a teacher, only `nats`.
+
+    kl, agrees: (S, L). nats, teacher_nats: (S, L - 1), of the token that follows.
+    """
+
+    nats: torch.Tensor
+    kl: torch.Tensor | None = None
+    agrees: torch.Tensor | None = None
+    teacher_nats: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def reader(model: nn.Module) -> Reader:
+    """The model's body and head where they make its logits; elsewhere (scaling, caps) the logits themselves."""
+    body, head = model.base_model, model.get_output_embeddings()
+    probe = torch.arange(SHORTEST, device=model.device)[None] % model.config.vocab_size
+    if body is not model and head is not None:
+        apart = head(body(probe, use_cache=False).last_hidden_state)
+        if torch.allclose(apart.float(), model(probe, use_cache=False).logits.float(), rtol=1e-2, atol=1e-2):
+            return Reader(lambda ids: body(ids, use_cache=False).last_hidden_state, head)
+    return Reader(lambda ids: model(ids, use_cache=False).logits, lambda logits: logits)
+
+
+@torch.no_grad()
+def per_token(
+    model: Reader, teacher: Reader | None, ids: torch.Tensor, batch_size: int, advance: Advance = lambda done: None
+) -> PerToken:
+    """Every figure of every token.
+
+    Args:
+        ids: (S, L), read `batch_size` sequences at once. advance: told how many sequences are done.
+
+    Raises:
+        ValueError: logits that are no numbers.
+    """
+    parts, done = [], 0
+    for batch in ids.split(batch_size):
+        parts.append(_of_batch(model, teacher, batch))
+        done += len(batch)
+        advance(done)
+    columns = zip(*parts, strict=True)
+    found = PerToken(*(None if column[0] is None else torch.cat(column) for column in columns))
+    if not all(values.isfinite().all() for values in found if values is not None):
+        raise ValueError("Logits are not finite on this text; try --dtype float32, or check the weights.")
+    return found
+
+
+def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerToken:
+    following = torch.cat([ids[:, 1:], ids[:, :1]], 1).flatten()
+    states = [reader.states(ids).flatten(0, 1) for reader in (model, teacher) if reader is not None]
+    chunks = []
+    for y, s, *t in zip(*(tensor.split(CHUNK_TOKENS) for tensor in (following, *states)), strict=True):
+        logits = model.head(s)
+        found = [_nats(logits, y)]
+        if t:
+            reference = teacher.head(t[0])
+            agrees = (logits.argmax(-1) == reference.argmax(-1)).float()
+            found += [kl_of_logits(reference, logits), agrees, _nats(reference, y)]
+        chunks.append(found)
+    nats, *rest = (torch.cat(column).view(ids.shape).cpu() for column in zip(*chunks, strict=True))
+    if not rest:
+        return PerToken(nats[:, :-1])
+    kl, agrees, teacher_nats = rest
+    return PerToken(nats[:, :-1], kl, agrees, teacher_nats[:, :-1])
+
+
+def _nats(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float(), following, reduction="none")
+
+
+def half_width(values: torch.Tensor) -> float | None:
+    """1.96 standard errors of the mean of independent values (S,); None of a single one."""
+    return 1.96 * values.double().std().item() / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def over_text(found: PerToken) -> dict[str, Any]:
+    """Figures of a whole text."""
+    perplexity, width = _exponential(found.nats)
+    figures = {"sequences": len(found.nats), "perplexity": perplexity, "perplexity_interval": width}
+    if found.kl is None:
+        return figures | dict.fromkeys(("kl", "teacher_perplexity", "perplexity_ratio", "agreement"))
+    ratio, ratio_width = _exponential(found.nats - found.teacher_nats)
+    return figures | {
+        "kl": {"mean": found.kl.double().mean().item(), "interval": half_width(found.kl.mean(1))},
+        "teacher_perplexity": _exponential(found.teacher_nats)[0],
+        "perplexity_ratio": ratio,
+        "perplexity_ratio_interval": ratio_width,
+        "agreement": found.agrees.double().mean().item(),
+        "agreement_interval": half_width(found.agrees.mean(1)),
+    }
+
+
+def _exponential(nats: torch.Tensor) -> tuple[float, float | None]:
+    """exp of the mean of (S, L - 1), and the half width of its interval."""
+    mean, width = math.exp(nats.double().mean().item()), half_width(nats.mean(1))
+    return mean, None if width is None else mean * width
+
+
+def edges(length: int) -> list[int]:
+    """0, 16, 32, 64, ... and the length."""
+    found = [0]
+    while (edge := max(2 * found[-1], FIRST_EDGE)) < length:
+        found.append(edge)
+    return [*found, length]
+
+
+def by_position(found: PerToken) -> list[dict[str, Any]]:
+    """Figures of each range of positions [start, stop)."""
+    length, rows = found.nats.shape[1] + 1, []
+    for start, stop in zip(edges(length), edges(length)[1:], strict=False):
+        if start >= found.nats.shape[1]:  # the last position has nothing to predict
+            break
+        row = {"start": start, "stop": stop, "perplexity": _exponential(found.nats[:, start:stop])[0]}
+        if found.kl is None:
+            rows.append(row | dict.fromkeys(("kl", "teacher_perplexity", "agreement")))
+            continue
+        rows.append(
+            row
+            | {
+                "kl": found.kl[:, start:stop].double().mean().item(),
+                "teacher_perplexity": _exponential(found.teacher_nats[:, start:stop])[0],
+                "agreement": found.agrees[:, start:stop].double().mean().item(),
+            }
+        )
+    return rows

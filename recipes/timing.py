@@ -1,0 +1,75 @@
+"""Prefill and decoding of models side by side in one process: seconds, and the bytes of their caches.
+
+Runs alternate between the models, so that whatever else the machine does falls on both; the median counts.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling_phimamba.recording import cache_nbytes
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@torch.no_grad()
+def run_once(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> tuple[float, float, int]:
+    """Read ids (B, L), then take `new_tokens` steps of one token; seconds of both, bytes of the cache between."""
+    started = now(ids.device)
+    out = model(ids, use_cache=True, logits_to_keep=1)
+    token = out.logits[:, -1:].argmax(-1)
+    read, nbytes = now(ids.device), cache_nbytes(out.past_key_values)
+    before = now(ids.device)
+    for _ in range(new_tokens):
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+    return read - started, now(ids.device) - before, nbytes
+
+
+def speed(
+    models: dict[str, nn.Module],
+    batch: int,
+    context: int,
+    new_tokens: int,
+    repeats: int,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[dict[str, Any]]:
+    """A row per model: medians of `repeats` runs, taken in turns, after one each that does not count."""
+    runs: dict[str, list] = {which: [] for which in models}
+    for turn in range(repeats + 1):
+        for which, model in models.items():
+            generator = torch.Generator().manual_seed(turn)
+            ids = torch.randint(model.config.vocab_size, (batch, context), generator=generator).to(model.device)
+            if model.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(model.device)
+            measured = run_once(model, ids, new_tokens)
+            if turn:
+                runs[which].append(measured)
+        advance(turn)
+    return [_row(which, models[which], found, batch, context, new_tokens) for which, found in runs.items()]
+
+
+def _row(which: str, model: nn.Module, found: list, batch: int, context: int, new_tokens: int) -> dict[str, Any]:
+    prefill, decode = (statistics.median(column) for column in list(zip(*found, strict=True))[:2])
+    row = {
+        "which": which,
+        "batch": batch,
+        "context": context,
+        "prefill_tokens_per_second": batch * context / prefill,
+        "decode_tokens_per_second": batch * new_tokens / decode,
+        "seconds_per_token": decode / new_tokens,
+        "cache_bytes": found[-1][2],
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+    }
+    if model.device.type == "cuda":
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(model.device)
+    return row

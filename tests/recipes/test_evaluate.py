@@ -1,0 +1,443 @@
+"""The evaluation as it is typed, on tiny models, and its figures against plain computations."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from recipes import evaluation_parts
+from recipes.evaluate import app
+from recipes.evaluation_texts import TextSource
+from recipes.generation_checks import CHECKED, judge
+from recipes.instructions import INSTRUCTIONS
+from recipes.position_metrics import by_position, edges, half_width, over_text, per_token, reader
+from recipes.recall_probes import hits, questions, scores, side_by_side
+from recipes.task_scores import relative_score
+from recipes.task_scores import side_by_side as task_rows
+from recipes.timing import speed
+from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
+from tests.students import make_student
+from tests.teachers import make_teacher, random_ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A teacher, its hybrid, one of other words, a text, and a task with its data."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    teacher = save_chat_teacher(folder / "teacher")
+    save_hybrid(teacher, folder / "hybrid")
+    save_chat_teacher(folder / "other", "llama-mha-tied")
+    description = json.loads((folder / "other/tokenizer.json").read_text())
+    vocabulary = description["model"]["vocab"]
+    vocabulary["another"] = vocabulary.pop("w9")
+    (folder / "other/tokenizer.json").write_text(json.dumps(description))
+    rng = random.Random(0)
+    lines = [json.dumps({"text": words(rng, 60, 90)}) for _ in range(40)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    (folder / "empty.jsonl").write_text("")
+    (folder / "tasks").mkdir()
+    rows = [{"q": words(rng, 3, 6), "choices": ["w7", "w8", "w9 w10"], "answer": i % 3} for i in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "{{answer}}",
+    }
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "metric_list": [{"metric": "acc"}]}
+    lost = {"dataset_kwargs": {"data_files": {"test": str(folder / "gone.jsonl")}}}
+    for name, task in (("tiny_choice", common | choice), ("lost_choice", common | choice | lost)):
+        (folder / f"tasks/{name}.yaml").write_text(yaml.safe_dump({"task": name} | task))
+    return folder
+
+
+def evaluate(folder, *arguments, model="hybrid", teacher="teacher"):
+    named = () if teacher is None else ("--teacher", folder / teacher if teacher != "none" else teacher)
+    quick = ("--text", folder / "text.jsonl", "--lengths", "64", "--sequences", 3, "--recall-sequences", 2)
+    small = ("--depths", "0.2,0.8", "--max-new-tokens", 4, "--speed-tokens", 2, "--speed-repeats", 1)
+    return CliRunner().invoke(app, [str(a) for a in (folder / model, *named, *quick, *small, *arguments)])
+
+
+def test_everything_at_once(folder, tmp_path):
+    """All parts, offline; the same command again computes nothing; the card takes the figures."""
+    card = ModelCard.load(folder / "hybrid/README.md")
+    arguments = ("--output", tmp_path / "e", "--tasks", "tiny_choice", "--include-path", folder / "tasks", "--json")
+    done = evaluate(folder, *arguments, "--update-card")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "e/evaluation.json").read_text())
+    (text,) = found["text"]
+    assert (text["name"], text["length"], text["sequences"]) == ("text", 64, 3) and text["kl"]["mean"] > 0
+    assert [row["stop"] for row in text["by_position"]] == [16, 32, 64]
+    assert {row["probe"] for row in found["recall"]} == {"copy", "associative", "needle", "passkey"}
+    assert all(0 <= row[who] <= 1 for row in found["recall"] for who in ("model", "teacher"))
+    assert found["generation"]["instructions"]["count"] == len(INSTRUCTIONS)
+    assert len(found["generation"]["answers"]) == len(CHECKED)
+    (task,) = found["tasks"]
+    assert task["chance"] == pytest.approx(1 / 3) and task["chance_from"] == "choices" and task["documents"] == 8
+    assert [row["which"] for row in found["speed"]] == ["model", "teacher"]
+    assert found["speed"][0]["cache_bytes"] != found["speed"][1]["cache_bytes"]
+    report = (tmp_path / "e/evaluation.md").read_text()
+    assert all(f"## {part}" in report for part in ("Text", "Recall", "Generation", "Tasks", "Speed"))
+    assert f"{text['kl']['mean']:.3f}" in report
+
+    after = ModelCard.load(folder / "hybrid/README.md")
+    values = {(r.dataset_type, r.metric_type): r.metric_value for r in after.data.eval_results}
+    assert values["text", "kl"] == pytest.approx(text["kl"]["mean"], abs=1e-6)
+    assert values["tiny_choice", "acc"] == pytest.approx(task["model"], abs=1e-6)
+    assert card.text.strip() in after.text and "### Recall" in after.text and str(folder) not in after.text
+
+    def fail(*arguments, **options):
+        raise AssertionError("computed again")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load_model", "load_tokenizer", "run_task"):
+            patch.setattr(evaluation_parts, name, fail)
+        again = evaluate(folder, *arguments, "--update-card")
+        assert again.exit_code == 0 and json.loads(again.stdout) == found
+    assert ModelCard.load(folder / "hybrid/README.md").content == after.content, "written twice, the card is the same"
+
+
+def test_an_interrupted_run_goes_on(folder, tmp_path, monkeypatch):
+    arguments = ("--output", tmp_path / "e", "--parts", "text,generation")
+    whole = evaluate(folder, "--output", tmp_path / "whole", "--parts", "text,generation", "--json")
+    monkeypatch.setattr(evaluation_parts, "judge", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+    broken = evaluate(folder, *arguments)
+    assert broken.exit_code == 130 and "goes on from here" in broken.stderr
+    assert not (tmp_path / "e/evaluation.json").exists() and len(list((tmp_path / "e/parts").iterdir())) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(evaluation_parts, "per_token", None)  # what is done is not done again
+    done = evaluate(folder, *arguments, "--json")
+    first, second = json.loads(whole.stdout), json.loads(done.stdout)
+    assert (first["text"], first["generation"]) == (second["text"], second["generation"])
+
+
+def test_other_settings_are_refused_and_other_parts_added(folder, tmp_path):
+    def run(*arguments):
+        return evaluate(folder, "--output", tmp_path / "e", *arguments)
+
+    assert run("--parts", "text").exit_code == 0
+    refused = run("--parts", "text", "--lengths", 32)
+    assert refused.exit_code == 1 and "other settings (text: lengths)" in refused.stderr
+    assert "common: seed" in run("--parts", "recall", "--seed", 5).stderr
+    assert "common: model" in evaluate(folder, "--output", tmp_path / "e", "--parts", "text", model="teacher").stderr
+    added = json.loads(run("--parts", "speed", "--json", "--batch-size", 1).stdout)
+    assert "text" in added and "speed" in added and "recall" not in added
+    anew = json.loads(run("--parts", "text", "--lengths", 32, "--overwrite", "--json").stdout)
+    assert anew["text"][0]["length"] == 32 and "speed" not in anew
+    (tmp_path / "e/parts/x.json").write_text("{")
+    damaged = next(p for p in (tmp_path / "e/parts").iterdir() if p.name.startswith("text"))
+    damaged.write_text("{")
+    assert "is damaged" in run("--parts", "text", "--lengths", 32).stderr
+
+
+def test_a_run_that_failed_before_it_measured_claims_nothing(folder, tmp_path):
+    for wrong in (("--text", folder / "missing.jsonl"), ("--seed", 3, "--text", folder / "empty.jsonl")):
+        assert evaluate(folder, "--output", tmp_path / "e", "--parts", "text", *wrong).exit_code == 1
+    assert evaluate(folder, "--output", tmp_path / "e", "--parts", "text").exit_code == 0
+
+
+def test_without_a_teacher(folder, tmp_path):
+    parts = ("--output", tmp_path / "e", "--parts", "text,recall,generation,speed", "--limit", 1, "--json")
+    done = evaluate(folder, *parts, teacher="none")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["teacher"] is None and found["text"][0]["kl"] is None and found["text"][0]["perplexity"] > 1
+    assert found["text"][0]["sequences"] == 1 and found["text"][0]["perplexity_interval"] is None
+    assert all(row["teacher"] is None for row in found["recall"])
+    assert found["generation"]["greedy_agreement"] is None and found["generation"]["prompts"] == 1
+    assert [row["which"] for row in found["speed"]] == ["model"]
+    assert "| 0–16 | – |" in (tmp_path / "e/evaluation.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--parts", "tex"), "--parts takes some of"),
+        (("--parts", "tasks"), "--tasks names none"),
+        (("--tasks", "tiny_choice", "--parts", "text"), "--parts leaves them out"),
+        (("--tasks", "no_such_task"), "There is no task no_such_task"),
+        (("--tasks", "lost_choice", "--include-path", "{}/tasks", "--parts", "tasks"), "lost_choice cannot be run"),
+        (("--tasks", "tiny_choice", "--include-path", "{}/nothing"), "is not a folder"),
+        (("--tasks", "tiny_choice", "--chance", "0.5"), "TASK=NUMBER"),
+        (("--lengths", "0"), "--lengths must be 8 or more"),
+        (("--lengths", "many"), "numbers with commas"),
+        (("--recall-lengths", "16"), "--recall-lengths must be 64 or more"),
+        (("--depths", "1.5"), "from 0 to 1"),
+        (("--contexts", "0"), "must be 1 or more"),
+        (("--text", "{}/empty.jsonl"), "is empty"),
+        (("--text", "{}/missing.jsonl"), "cannot be read as text"),
+        (("--lengths", "90000"), "use a longer text"),
+        (("--teacher", "{}/other"), "another vocabulary"),
+        (("--teacher", "{}/missing"), "does not exist"),
+        (("--output", "{}/text.jsonl"), "is a file"),
+        (("--output", "{}/tasks"), "something else than an evaluation"),
+        (("--device", "cuda"), "no CUDA device"),
+    ],
+)
+def test_bad_input_is_one_line(folder, tmp_path, arguments, message):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    done = evaluate(folder, "--output", tmp_path / "e", *(a.format(folder) for a in arguments))
+    assert done.exit_code == 1 and message in " ".join(done.stderr.split()), done.output
+    errors = [line for line in done.stderr.strip().splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "Traceback" not in done.output
+
+
+def test_a_missing_model_or_teacher_is_one_line(folder, tmp_path):
+    missing = evaluate(folder, model="missing")
+    assert missing.exit_code == 1 and "does not exist" in missing.stderr
+    unrecorded = evaluate(folder, model="teacher", teacher=None)
+    assert unrecorded.exit_code == 1 and "--teacher none" in unrecorded.stderr
+    local = evaluate(folder, teacher=None)  # a local teacher's path is not recorded whole
+    assert local.exit_code == 1 and "say where it is" in local.stderr
+    hub = CliRunner().invoke(app, ["org/name", "--teacher", "none", "--update-card"])
+    assert hub.exit_code == 1 and "--update-card" in hub.stderr
+    zero = evaluate(folder, "--sequences", 0)
+    assert zero.exit_code == 2 and "Traceback" not in zero.output
+
+
+def naive(model, teacher, ids):
+    """KL, nats and agreement of every token, a sequence at a time, in float64."""
+    p, q = (
+        torch.cat([m(row[None], use_cache=False).logits.double().log_softmax(-1) for row in ids])
+        for m in (teacher, model)
+    )
+    following = ids[:, 1:, None]
+    nats, teacher_nats = (-t[:, :-1].gather(-1, following).squeeze(-1) for t in (q, p))
+    return (p.exp() * (p - q)).sum(-1), nats, teacher_nats, (p.argmax(-1) == q.argmax(-1)).double()
+
+
+@torch.no_grad()
+def test_figures_are_the_plain_ones():
+    model, teacher, ids = make_student(dtype=torch.float32), make_teacher("llama-gqa"), random_ids(5, 300)
+    found = per_token(reader(model), reader(teacher), ids, batch_size=2)
+    kl, nats, teacher_nats, agrees = naive(model, teacher, ids)
+    torch.testing.assert_close(found.kl.double(), kl, rtol=1e-4, atol=1e-5)
+    figures = over_text(found)
+    assert figures["sequences"] == 5 and figures["kl"]["mean"] == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert figures["kl"]["interval"] == pytest.approx(1.96 * kl.mean(1).std().item() / math.sqrt(5), rel=1e-4)
+    assert figures["perplexity"] == pytest.approx(math.exp(nats.mean()), rel=1e-5)
+    assert figures["teacher_perplexity"] == pytest.approx(math.exp(teacher_nats.mean()), rel=1e-5)
+    assert figures["perplexity_ratio"] == pytest.approx(math.exp((nats - teacher_nats).mean()), rel=1e-5)
+    assert figures["agreement"] == pytest.approx(agrees.mean().item(), abs=1e-9)
+    late = by_position(found)[-1]
+    assert (late["start"], late["stop"]) == (256, 300)
+    assert late["kl"] == pytest.approx(kl[:, 256:].mean().item(), rel=1e-5)
+    assert late["perplexity"] == pytest.approx(math.exp(nats[:, 256:].mean()), rel=1e-5)
+    assert late["agreement"] == pytest.approx(agrees[:, 256:].mean().item(), abs=1e-9)
+    alone = per_token(reader(model), None, ids, 5)
+    torch.testing.assert_close(alone.nats, found.nats, rtol=1e-4, atol=1e-5)
+    assert over_text(alone)["kl"] is None and by_position(alone)[0]["teacher_perplexity"] is None
+    same = over_text(per_token(reader(teacher), reader(teacher), ids, 5))
+    assert same["kl"]["mean"] < 1e-6 and same["agreement"] == 1 and same["perplexity_ratio"] == pytest.approx(1)
+
+
+def test_logits_that_are_no_numbers_are_an_error():
+    model = make_student(dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.inf
+    with pytest.raises(ValueError, match="not finite"):
+        per_token(reader(model), None, random_ids(1, 20), 1)
+
+
+def test_more_tokens_than_a_model_was_made_for_are_warned_of(folder, tmp_path):
+    arguments = ("--output", tmp_path / "e", "--parts", "speed", "--contexts", 300, "--limit", 1)
+    assert "made for 256 tokens, and 300 are asked for" in evaluate(folder, *arguments, teacher="none").stderr
+
+
+def test_positions_are_powers_of_two():
+    assert edges(8) == [0, 8] and edges(16) == [0, 16] and edges(100) == [0, 16, 32, 64, 100]
+    assert half_width(torch.tensor([1.0])) is None and half_width(torch.zeros(3)) == 0
+
+
+def test_a_model_that_scales_its_logits_is_read_whole():
+    """Body and head would give other logits than the model's own."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    from tests.teachers import TINY
+
+    model = GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=4.0)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+        ids = random_ids(2, 20)
+        read = reader(model)
+        torch.testing.assert_close(read.head(read.states(ids)), model(ids).logits)
+
+
+class Copier(torch.nn.Module):
+    """Says what followed its last token where that stood before; or always something else."""
+
+    def __init__(self, vocabulary: int, right: bool):
+        super().__init__()
+        self.config, self.device = SimpleNamespace(vocab_size=vocabulary), torch.device("cpu")
+        self.right, self.base_model = right, None
+
+    def get_output_embeddings(self):
+        return None
+
+    def forward(self, ids, use_cache=False):
+        logits = torch.zeros(*ids.shape, self.config.vocab_size)
+        for b, row in enumerate(ids.tolist()):
+            for t, token in enumerate(row):
+                before = [s for s in range(t) if row[s] == token]
+                said = row[before[-1] + 1] if before else 0
+                logits[b, t, said if self.right else (row[t + 1 : t + 2] or [0])[0] - 1] = 9
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_probes_tell_a_model_that_copies_from_one_that_does_not(right):
+    model, tokenizer = Copier(400, right), chat_tokenizer()
+    prose = torch.randint(320, 400, (3, 64), generator=torch.Generator().manual_seed(1))  # unlike the random tokens
+    asked = questions(prose, tokenizer, 400, [0.0, 0.5, 1.0], seed=0)
+    found = {}
+    for question in asked:
+        said = hits(reader(model), question.probe, 2, torch.device("cpu"))
+        assert not said[~question.probe.answers].any()
+        for row in side_by_side(question, said, None):
+            found[row["probe"], row["distance"]] = row["model"]
+            assert row["samples"] <= 3 and row["standard_error"] in (0.0, None)
+    assert {key: value for key, value in found.items() if key[0] != "passkey"} == {
+        key: float(right) for key in found if key[0] != "passkey"
+    }
+    assert {distance for probe, distance in found if probe == "needle"} == {56, 32, 8}
+    assert found["copy", 32] == float(right) and found["associative", None] == float(right)
+    assert {distance for probe, distance in found if probe == "associative"} <= {None, 2, 4, 8, 16, 32, 64}
+
+
+def test_distances_of_associative_recall():
+    """Against a search in each row, and half right is half right."""
+    question = next(
+        q for q in questions(torch.zeros(2, 64).long(), chat_tokenizer(), 400, [], 3) if q.distance is None
+    )
+    ids, answers = question.probe
+    expected = {}
+    for b, row in enumerate(ids.tolist()):
+        for t in answers[b].nonzero().flatten().tolist():
+            distance = t - (row.index(row[t - 1]) + 1)
+            expected.setdefault(2 ** math.ceil(math.log2(distance)), []).append((b, t))
+    found = torch.zeros_like(answers)
+    upper = max(expected)
+    for b, t in expected[upper]:
+        found[b, t] = True
+    rows = {row["distance"]: row for row in scores(question, found)}
+    assert rows.keys() == {None, *expected} and rows[upper]["accuracy"] == 1
+    assert all(row["accuracy"] == 0 for distance, row in rows.items() if distance not in (None, upper))
+    shares = [found[b].sum().item() / answers[b].sum().item() for b in range(2)]
+    assert rows[None]["accuracy"] == pytest.approx(sum(shares) / 2)
+    assert rows[None]["error"] == pytest.approx(abs(shares[0] - shares[1]) / 2)
+
+
+def test_a_passkey_counts_only_whole():
+    question = questions(torch.zeros(2, 64).long(), chat_tokenizer(), 128, [0.5], 0)[-1]
+    assert question.name == "passkey" and question.whole
+    assert question.probe.ids.shape == (2, 64) and question.probe.answers[:, -1].all()
+    partly = question._replace(probe=question.probe._replace(answers=torch.ones(2, 64, dtype=torch.bool)))
+    found = torch.ones(2, 64, dtype=torch.bool)
+    found[0, 3] = False
+    assert scores(partly, found)[0]["accuracy"] == 0.5
+
+
+def test_relative_score_and_its_error():
+    """Against many samples of documents, whose scores of both models depend on each other."""
+    generator = torch.Generator().manual_seed(0)
+    ratios, errors, n = [], [], 400
+    for _ in range(400):
+        hard = torch.rand(n, generator=generator)
+        s, t = (
+            (hard + torch.rand(n, generator=generator) * spread < level).double()
+            for spread, level in ((0.3, 0.5), (0.3, 0.7))
+        )
+        ratio, error = relative_score(s.tolist(), t.tolist(), 0.25)
+        ratios.append(ratio)
+        errors.append(error)
+    ratios, errors = torch.tensor(ratios), torch.tensor(errors)
+    assert ratios.mean().item() == pytest.approx((0.35 - 0.25) / (0.55 - 0.25), abs=0.01)
+    assert errors.mean().item() == pytest.approx(ratios.std().item(), rel=0.1)
+    covered = ((ratios - ratios.mean()).abs() < 1.96 * errors).double().mean().item()
+    assert 0.92 < covered < 0.98
+    assert relative_score([1, 0] * 50, [1, 0] * 50, 0.25) == (1.0, 0.0)
+    assert relative_score([1, 1, 0, 1], [0, 1, 0, 0], 0.25) is None, "a teacher at chance is nothing to divide by"
+    ratio, _ = relative_score([1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.5, 0.25, 0.25])
+    assert ratio == pytest.approx((2 - 1) / (3 - 1))
+
+
+def test_chance_is_said_where_it_comes_from():
+    def result(values):
+        metrics = {
+            "acc": {"value": sum(values) / len(values), "better": True, "values": values},
+            "exact_match": {"value": sum(values) / len(values), "better": True, "values": values},
+            "perplexity": {"value": 12.0, "better": False, "values": None},
+        }
+        return {"t": {"documents": len(values), "chance": 0.5, "chances": [0.5] * len(values), "metrics": metrics}}
+
+    ours, theirs = result([1.0, 0.0, 1.0, 1.0] * 20), result([1.0, 1.0, 1.0, 1.0] * 20)
+    rows = {row["metric"]: row for row in task_rows(ours, theirs, {})}
+    assert (rows["acc"]["chance"], rows["acc"]["chance_from"]) == (0.5, "choices")
+    assert rows["acc"]["relative"] == pytest.approx(0.5) and rows["exact_match"]["relative"] == pytest.approx(0.75)
+    assert rows["exact_match"]["chance_from"] == "assumed"
+    assert rows["perplexity"]["relative"] is None and rows["perplexity"]["teacher"] == 12
+    given = task_rows(ours, theirs, {"t": 0.6})[0]
+    assert given["chance_from"] == "given" and given["relative"] == pytest.approx((0.75 - 0.6) / 0.4)
+    assert task_rows(ours, None, {})[0]["relative"] is None
+
+
+def test_greedy_agreement_and_repetition():
+    tokenizer, prompts = chat_tokenizer(), [CHECKED[0], INSTRUCTIONS[17].prompt]
+    found = judge(prompts, [[5, 6, 7, 8], [9] * 8], [[5, 6, 1, 8], [9] * 8], tokenizer)
+    assert found["greedy_agreement"] == pytest.approx((0.5 + 1) / 2)
+    assert found["repetition"] == pytest.approx((0 + 4 / 5) / 2)
+    assert found["instructions"] == {"model": 1.0, "teacher": 1.0, "count": 1}
+    assert found["answers"][0]["followed"] is None and found["answers"][1]["model"] == " ".join(["w9"] * 8)
+
+
+FOLLOWED = (
+    "ROME.", "IT RAINS.", "a bicycle has two wheels.", "Green.", "Flour and water", "Wide, blue and cold.",
+    " ".join(["tree"] * 45), "Dogs bark. Dogs run.", "It tells the time.", "It is round. It is far! Is it cold?",
+    "Here:\n- apple\n- pear\n- plum", "* red\n* blue\n* green\n* black", "1. cat\n2. dog\n3. cow",
+    "Oslo, Rome, Paris, Lima, Cairo", "The river ran over the Stone.", "It is quiet.", "Salt the pan.", "Hello there.",
+    "It has a roof.", "Birds sing.", "In short, a place to learn.", "Dear friend, thank you.", "They sing. The end.",
+    "Good morning!", '```json\n{"name": "Ann", "age": 3}\n```', '{"colour": "red"}', '"Hello, reader."', "1 2 3 4 5",
+    "Yes.", "<<A Day>>",
+)  # fmt: skip
+BROKEN = (
+    "Rome.", "", "A bicycle", "It is green", "Flour, water, salt, yeast and sugar", " ".join(["sea"] * 11), "tree",
+    "Dogs bark.", "It ticks. It tocks.", "It is round.", "- apple\n- pear", "* red", "1. cat\n2. dog", "Oslo, Rome",
+    "The river.", "It is loud.", "Salted pans.", "zebra", "quiet", "Birds, all", "A school", "Hello", "The end. No",
+    "Good morning.", '{"name": "Ann"}', "colour: red", 'Hello "you"', "1, 2, 3, 4, 5", "yes, no", "<A Day>",
+)  # fmt: skip
+
+
+def test_every_rule_tells_a_followed_instruction_from_a_broken_one():
+    assert len(INSTRUCTIONS) == len(FOLLOWED) == len(BROKEN)
+    for instruction, good, bad in zip(INSTRUCTIONS, FOLLOWED, BROKEN, strict=True):
+        assert instruction.followed(good) is True, (instruction.prompt, good)
+        assert instruction.followed(bad) is False and instruction.followed("") is False, (instruction.prompt, bad)
+
+
+def test_texts():
+    shipped = TextSource("shipped").rows(chat_tokenizer(), 32, 2)
+    assert shipped.shape == (2, 32) and TextSource("shipped").label == "shipped"
+    longest = next(TextSource("python-docs").documents())
+    assert len(longest) > 20_000
+    with pytest.raises(ValueError, match="needs? "):
+        TextSource("shipped").rows(chat_tokenizer(), 10_000_000, 1)
+
+
+def test_speed_counts_the_cache(folder):
+    hybrid = AutoModelForCausalLM.from_pretrained(folder / "hybrid")
+    rows = speed({"model": hybrid}, batch=2, context=16, new_tokens=2, repeats=1)
+    (twice,) = speed({"model": hybrid}, batch=2, context=32, new_tokens=2, repeats=1)
+    assert rows[0]["decode_tokens_per_second"] == pytest.approx(2 / rows[0]["seconds_per_token"])
+    kv = 2 * 2 * 16 * hybrid.config.num_key_value_heads * hybrid.config.head_dim * 4
+    layers = hybrid.config.layer_types.count("full_attention")
+    assert twice["cache_bytes"] - rows[0]["cache_bytes"] == layers * kv
