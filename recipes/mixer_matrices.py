@@ -4,7 +4,7 @@ python -m recipes.mixer_matrices mapped closed-form stage-2 --teacher MODEL --te
 
 STUDENT... are hybrids of one teacher in the order of their stages; NAME=FOLDER shows one under another name. On the
 teacher's own layer inputs, each mixer's unrolled matrix M is compared with the attention matrix A of the head that it
-replaced: ||M - A|| / ||A|| (Frobenius), and the same after the best scalar per head, since out_proj takes up any scale.
+replaced: ||M - A|| / ||A|| (Frobenius), and the same after the best scalar per head, as out_proj takes up any scale.
 Distances are means over the sequences. The matrices kept to be looked at are those of the first sequence, at that best
 scale, a pixel the share of its rows' attention that goes to its columns. Writes matrices.npz and matrices.json into
 DIR, which `recipes.report` reads; both are safe to load.

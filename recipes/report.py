@@ -34,7 +34,7 @@ def build(runs: list[Run], title: str):
     Raises:
         ValueError: a file does not hold what its command writes.
     """
-    from . import report_evaluation, report_overview, report_quality, report_sections
+    from . import report_evaluation, report_overview, report_quality, report_sections, report_training
     from .report_page import Report
 
     makers = (
@@ -42,7 +42,7 @@ def build(runs: list[Run], title: str):
         report_sections.head_section,
         report_sections.matrix_section,
         report_sections.distance_section,
-        report_sections.training_section,
+        report_training.training_section,
         report_quality.quality_section,
         report_evaluation.evaluation_section,
         report_evaluation.speed_section,

@@ -8,7 +8,7 @@ from .report_drawing import Line, number, tokens
 from .report_figures import dots_figure, lines_figure
 from .report_page import Picture, Section, Table, slug
 from .report_quality import KL, half_width
-from .report_sections import _of, interval, labelled, named, source
+from .report_sections import interval, labelled, named, of_run, source
 
 
 def evaluation_section(runs: list[Run]) -> Section:
@@ -107,7 +107,7 @@ def recall_pictures(run: Run, rows: list[dict], evaluated: list[Any]) -> list[Pi
         ends = f"{number(lines[0].y[0])} at {tokens(lengths[0])} to {number(lines[0].y[-1])} at {tokens(lengths[-1])}"
         pictures.append(
             Picture(slug("recall", probe, run.name if len(evaluated) > 1 else ""),
-                    f"Recall: {str(probe).replace('_', ' ')}{_of(run, evaluated)}",
+                    f"Recall: {str(probe).replace('_', ' ')}{of_run(run, evaluated)}",
                     lines_figure(lines, "tokens of context", "share answered right", context=True, from_zero=True),
                     f"Accuracy of the hybrid from {ends}; of the teacher {number(lines[1].y[0])} to "
                     f"{number(lines[1].y[-1])}.",
@@ -137,7 +137,7 @@ def task_picture(run: Run, tasks: list[dict], evaluated: list[Any]) -> Picture:
     ]  # fmt: skip
     relative = "; ".join(f"{task['task']} {number(task.get('relative'))}" for task in tasks)
     return Picture(
-        named("tasks", evaluated, run), f"Tasks{_of(run, evaluated)}", dots_figure(names, lines, "score"),
+        named("tasks", evaluated, run), f"Tasks{of_run(run, evaluated)}", dots_figure(names, lines, "score"),
         f"Scores of hybrid, teacher and chance; relative scores: {relative}.",
         f"Relative scores, (hybrid − chance) ⁄ (teacher − chance): {relative}. Whiskers: 1.96 standard errors.",
         source(run, "evaluation"),
@@ -184,7 +184,7 @@ def speed_section(runs: list[Run]) -> Section:
             told = "; ".join(f"{line.name} {number(line.y[-1])} at {tokens(line.x[-1])}" for line in lines)
             section.pictures.append(
                 Picture(slug("speed", key.split("_")[0], run.name if len(evaluated) > 1 else ""),
-                        f"{title}{_of(run, evaluated)}",
+                        f"{title}{of_run(run, evaluated)}",
                         lines_figure(lines, "tokens of context", unit, context=True, from_zero=True),
                         f"{title}, {unit}: {told}.", f"At the longest context: {told} {unit}.",
                         source(run, "evaluation"), Table(header, cells))

@@ -9,7 +9,7 @@ from .report_data import HYBRIDS, Run, parts_of
 from .report_drawing import Line, number, tokens
 from .report_figures import dots_figure, lines_figure
 from .report_page import Picture, Section, Table, slug
-from .report_sections import _of, attention_layers, by_share_table, interval, labelled, named, source
+from .report_sections import attention_layers, by_share_table, interval, labelled, named, of_run, source
 
 ROWS = {"copy": "mapped, nothing fitted"}
 KL = "KL to the teacher, nats per token"
@@ -59,7 +59,7 @@ def ladder_pictures(run: Run, rows: list[dict], ladders: list[Any]) -> list[Pict
         best = min(lines, key=lambda line: line.y[-1]) if key == "kl" else max(lines, key=lambda line: max(line.y))
         pictures.append(
             Picture(
-                named(f"share-{key}", ladders, run), f"{title}{_of(run, ladders)}",
+                named(f"share-{key}", ladders, run), f"{title}{of_run(run, ladders)}",
                 lines_figure(curves, "share of layers that keep attention, %", unit, log_y=key == "kl", reverse=True,
                              from_zero=True, ticks=shares, left=key == "copy"),
                 f"{unit} for {', '.join(line.name for line in curves)} at {', '.join(f'{s:g} %' for s in shares)} of "
@@ -92,7 +92,7 @@ def _dots_at(run: Run, rows: list[dict], share: float, ladders: list[Any], where
         for name, row in zip(names, rows, strict=True)
     ]  # fmt: skip
     return Picture(
-        named("kl-at-share", ladders, run), f"Every row at {share:.1%} attention{_of(run, ladders)}",
+        named("kl-at-share", ladders, run), f"Every row at {share:.1%} attention{of_run(run, ladders)}",
         dots_figure(names, [line], KL, log=True),
         f"KL of {len(rows)} methods from {names[0]}, {number(rows[0]['kl'])}, to {names[-1]}, "
         f"{number(rows[-1]['kl'])}.",
@@ -108,7 +108,7 @@ def _by_tokens(run: Run, rows: list[dict], share: float, ladders: list[Any], whe
         Line(row["row"], [row["tokens"]], [row["kl"]], [row.get("kl_95", 0)]) for row in rows[:9]
     ]  # fmt: skip
     return Picture(
-        named("kl-by-tokens", ladders, run), f"KL by tokens, at {share:.1%} attention{_of(run, ladders)}",
+        named("kl-by-tokens", ladders, run), f"KL by tokens, at {share:.1%} attention{of_run(run, ladders)}",
         lines_figure(lines, "tokens that passed through a fit or a training step", KL, log_x=True, log_y=True),
         "KL against tokens: "
         + "; ".join(f"{row['row']} {number(row['kl'])} at {number(row['tokens'])}" for row in rows) + ".",
@@ -128,7 +128,7 @@ def _by_position(run: Run, rows: list[dict], share: float, ladders: list[Any], w
         for row in rows
     ]  # fmt: skip
     return Picture(
-        named("kl-by-position", ladders, run), f"KL by position, at {share:.1%} attention{_of(run, ladders)}",
+        named("kl-by-position", ladders, run), f"KL by position, at {share:.1%} attention{of_run(run, ladders)}",
         lines_figure(lines, "position in the text, tokens", KL, context=True, from_zero=True),
         "KL from the first to the last positions: " + "; ".join(
             f"{line.name} {number(line.y[0])} to {number(line.y[-1])}" for line in lines) + ".",
@@ -172,7 +172,7 @@ def window_pictures(runs: list[Run]) -> list[Picture]:
     return pictures
 
 
-def config_of(run: Run) -> dict[str, Any] | None:
+def configof_run(run: Run) -> dict[str, Any] | None:
     """Of the hybrid that an evaluation is about: beside it, or where it says the model lies."""
     config = run.get("hybrid")
     if config is None and "evaluation" in run.parts:
@@ -188,7 +188,7 @@ def evaluated_pictures(runs: list[Run]) -> list[Picture]:
     """KL of several evaluated hybrids against attention and against their cache."""
     points = []
     for run, data in parts_of(runs, "evaluation"):
-        config, texts = config_of(run), data.get("text") or []
+        config, texts = configof_run(run), data.get("text") or []
         if config and texts and texts[0].get("kl"):
             share = 100 * len(attention_layers(config)) / len(config["layer_types"])
             caches = [s for s in data.get("speed") or [] if s["which"] == "model" and s.get("cache_bytes")]
@@ -245,7 +245,7 @@ def bench_section(runs: list[Run]) -> Section:
                      Line("causal attention (SDPA)", lengths, [row["sdpa_ms"] for row in rows])]  # fmt: skip
             ratios = ", ".join(f"{row['sdpa_over_scan']:.1f} at {tokens(row['length'])}" for row in rows)
             section.pictures.append(
-                Picture(named("scan", measured, run), f"Scan against attention{_of(run, measured)}",
+                Picture(named("scan", measured, run), f"Scan against attention{of_run(run, measured)}",
                         lines_figure(lines, "tokens", f"milliseconds, {common} heads, one thread", context=True,
                                      log_y=True),
                         f"Milliseconds against length; attention takes {ratios} times as long as the scan.",
@@ -306,20 +306,20 @@ def study_section(runs: list[Run]) -> Section:
                 lines.append(Line(labels.get(name, name), sizes, list(values.values()), dashed=dashed,
                                   color="grey" if dashed else None))  # fmt: skip
         section.pictures.append(
-            Picture(named("approximation", studies, run), f"Distance by state size{_of(run, studies)}",
+            Picture(named("approximation", studies, run), f"Distance by state size{of_run(run, studies)}",
                     lines_figure(lines, "state size N", "Frobenius distance", log_x=True, log_y=True),
                     "Distance to attention by state size: " + "; ".join(
                         f"{line.name} {number(line.y[-1])} at {line.x[-1]}" for line in lines) + ".",
                     f"Means over {data.get('num_matrices', len(data['matrices']))} matrices of "
-                    f"{data.get('tokens', '?')} tokens, whose norm is {number(data['norm'])} on average; a Toeplitz matrix comes to "
-                    f"{number(data['distance'].get('toeplitz'))}.", source(run, "approximation"),
+                    f"{data.get('tokens', '?')} tokens, whose norm is {number(data['norm'])} on average; a Toeplitz "
+                    f"matrix comes to {number(data['distance'].get('toeplitz'))}.", source(run, "approximation"),
                     Table(["", *(f"N = {n}" for n in lines[0].x)],
                           [[line.name, *map(number, line.y)] for line in lines]))
         )  # fmt: skip
     for run, data in parts_of(runs, "swap"):
         rows = list(data["rows"].items())
         line = Line("", list(range(len(rows))), [row["kl"] for _, row in rows], [r.get("kl_95", 0) for _, r in rows])
-        cells = [[name, interval(r["kl"], r.get("kl_95")), *(number(r[key]) for key in ("error", "perplexity", "copy"))]
+        cells = [[name, interval(r["kl"], r.get("kl_95")), *(number(r[k]) for k in ("error", "perplexity", "copy"))]
                  for name, r in rows]  # fmt: skip
         section.pictures.append(
             Picture(slug("swap", run.name), "Mixers in the same layers",

@@ -1,24 +1,15 @@
-"""Sections on what was converted: layers and heads with their scores, matrices, distances, training curves."""
+"""Sections on what was converted: layers and heads with their scores, matrices, distances over stages."""
 
-import json
-import math
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .report_data import Part, Run, parts_of
+from .report_data import Run, parts_of
 from .report_drawing import Line, number, short
 from .report_figures import cells_figure, image_png, layer_figure, lines_figure, on_paper, strip
 from .report_page import Matrices, Picture, Section, Strip, Table, plain, slug
 
 LETTERS = {"linear_attention": "M", "hybrid": "H"}
-STAGE_NAMES = {
-    "matrix_orientation": "stage 1, matrix orientation",
-    "hidden_state_alignment": "stage 2, hidden states",
-    "distillation": "stage 3, distillation",
-}
 
 
 def source(run: Run, kind: str) -> str:
@@ -82,7 +73,7 @@ def layer_section(runs: list[Run]) -> Section:
         ]
         section.pictures.append(
             Picture(
-                named("layers", scored, run), f"Cost by layer{_of(run, scored)}",
+                named("layers", scored, run), f"Cost by layer{of_run(run, scored)}",
                 layer_figure(layers, kl, recall, choices),
                 f"Bars of KL and recall loss for {len(layers)} layers; KL is highest for layers {_listed(worst)}, "
                 f"recall loss for layers {_listed(worst_recall)}.",
@@ -122,7 +113,7 @@ def placement_pictures(run: Run, placements: list[dict], teacher: dict, runs: li
         told = f" The teacher copies {number(teacher[what])}." if what in teacher and what != "kl" else ""
         pictures.append(
             Picture(
-                named(f"placement-{what.split('_')[0]}", runs, run), f"{title}{_of(run, runs)}",
+                named(f"placement-{what.split('_')[0]}", runs, run), f"{title}{of_run(run, runs)}",
                 lines_figure(lines, "share of layers that keep attention, %", unit, log_y=what == "kl", reverse=True,
                              from_zero=True, ticks=lines[0].x, left=what != "kl"),
                 f"{unit} against the share of attention for {', '.join(ways)}.",
@@ -167,7 +158,7 @@ def head_section(runs: list[Run]) -> Section:
         rows = [[layer, *(number(v) for v in values[:, i])] for i, layer in enumerate(layers)]
         section.pictures.append(
             Picture(
-                named("heads", scored, run), f"Attention on the token to copy{_of(run, scored)}",
+                named("heads", scored, run), f"Attention on the token to copy{of_run(run, scored)}",
                 cells_figure(values, heads, layers, "layer", "query head"),
                 f"Heat map of {len(layers)} layers by {len(heads)} query heads; the largest score is "
                 f"{number(values.max())}; the best key/value heads are {best}.",
@@ -179,7 +170,7 @@ def head_section(runs: list[Run]) -> Section:
         line = Line("", [row["bytes"] / 1e6 for row in kept], [row["copy"] for row in kept])
         section.pictures.append(
             Picture(
-                named("heads-kept", scored, run), f"Copying by heads kept{_of(run, scored)}",
+                named("heads-kept", scored, run), f"Copying by heads kept{of_run(run, scored)}",
                 lines_figure([line], "MB of keys and values at 4k tokens, per sequence",
                              "share of tokens copied right", log_x=True, from_zero=True),
                 f"Copying rises from {number(kept[0]['copy'])} with {kept[0]['kept']} heads to "
@@ -204,7 +195,7 @@ def matrix_section(runs: list[Run]) -> Section:
     )  # fmt: skip
     measured = parts_of(runs, "matrices")
     for run, data in measured:
-        section.matrices.append(matrices_of(run, data, named("matrices", measured, run)))
+        section.matrices.append(matricesof_run(run, data, named("matrices", measured, run)))
         for which, title, told in (
             (
                 "scaled",
@@ -219,7 +210,7 @@ def matrix_section(runs: list[Run]) -> Section:
                 lines.append(Line(stage["name"], list(means), list(means.values())))
             section.pictures.append(
                 Picture(
-                    named(f"matrix-distance-{which}", measured, run), f"{title}{_of(run, measured)}",
+                    named(f"matrix-distance-{which}", measured, run), f"{title}{of_run(run, measured)}",
                     lines_figure(lines, "layer", "‖M − A‖ ⁄ ‖A‖, mean over heads", log_y=which == "relative",
                                  from_zero=True),
                     f"Relative distance by layer for {', '.join(line.name for line in lines)}; on average "
@@ -242,7 +233,7 @@ def by_layer_table(lines: list[Line]) -> Table:
     return Table(["layer", *(line.name for line in lines)], [*rows, mean])
 
 
-def matrices_of(run: Run, data: dict[str, Any], name: str) -> Matrices:
+def matricesof_run(run: Run, data: dict[str, Any], name: str) -> Matrices:
     """The strips, from matrices.npz beside matrices.json.
 
     Raises:
@@ -299,7 +290,7 @@ def distance_section(runs: list[Run]) -> Section:
         means = ", ".join(f"{line.name} {number(float(np.mean(line.y)))}" for line in lines)
         section.pictures.append(
             Picture(
-                named("distance", aligned, run), f"Error of the attention's output{_of(run, aligned)}",
+                named("distance", aligned, run), f"Error of the attention's output{of_run(run, aligned)}",
                 lines_figure(lines, "layer", "‖mixer(u) − y‖² ⁄ ‖y‖²", log_y=True),
                 f"Relative squared error by layer; means: {means}.",
                 f"Relative squared error on sequences that no fit has seen, of {plain(data.get('text', '?'))}. "
@@ -329,96 +320,10 @@ def stage_lines(data: dict[str, Any]) -> list[Line]:
     return lines
 
 
-def training_section(runs: list[Run]) -> Section:
-    """Loss and KL against tokens, of every run that trained."""
-    section = Section("training", "Training", "Loss and KL to the teacher against the tokens that were trained on.")
-    curves: dict[tuple[str, str], list[Line]] = {}
-    sources: dict[tuple[str, str], list[str]] = {}
-    for run, stages in parts_of(runs, "training"):
-        for i, stage in enumerate(stages):
-            name = f"{run.name}, {stage['stage']}" + (f" {i + 1}" if len(stages) > 1 else "")
-            for key, what, note in (
-                ("loss", "loss", ""), ("eval_loss", "loss", ", held out"), ("kl", "KL", ""),
-                ("eval_kl", "KL", ", held out"),
-            ):  # fmt: skip
-                _add_curve(curves, sources, what, f"{name}{note}", stage["log"], key, source(run, "training"))
-    for run, logs in parts_of(runs, "logs"):
-        tokens_a_step = ladder_tokens_a_step(run.folder, logs)
-        for name, records in logs.items():
-            known = [r | {"tokens": r["step"] * tokens_a_step} for r in records] if tokens_a_step else records
-            named_ = STAGE_NAMES.get(name, re.sub(r" (0\.\d+)$", lambda m: f", {100 * float(m[1]):g} %", name))
-            what = "KL" if "ladder" in run.parts else "loss"
-            name = f"{run.name}, {named_}" if name in STAGE_NAMES else named_
-            _add_curve(curves, sources, what, name, known, "loss", f"{run.folder} · {run.parts['logs'].kind.command}")
-    stages_kl = stage_three_lines(runs)
-    if stages_kl:
-        curves.setdefault(("KL", "tokens"), []).extend(line for line, _ in stages_kl)
-        sources.setdefault(("KL", "tokens"), []).extend(where for _, where in stages_kl)
-    for (what, axis), lines in sorted(curves.items()):
-        unit = {"KL": "KL to the teacher, nats per token", "loss": "loss"}[what]
-        for page, first in enumerate(range(0, len(lines), 6)):
-            shown = lines[first : first + 6]
-            section.pictures.append(
-                Picture(
-                    slug("training", what, axis, page or ""), f"{what[:1].upper()}{what[1:]} against {axis}",
-                    lines_figure(shown, axis, unit, from_zero=True),
-                    f"{what} against {axis}: " + "; ".join(f"{line.name} {number(line.y[0])} to {number(line.y[-1])}"
-                                                            for line in shown) + ".",
-                    "From the first to the last record: " + "; ".join(
-                        f"{line.name} {number(line.y[0])} → {number(line.y[-1])}" for line in shown) + ".",
-                    " — ".join(dict.fromkeys(sources[what, axis])),
-                    Table(["run", f"last {axis}", "records", "first", "last", "least"],
-                          [[line.name, number(line.x[-1]), str(len(line.x)), number(line.y[0]), number(line.y[-1]),
-                            number(min(line.y))] for line in shown]),
-                )
-            )  # fmt: skip
-    return section
-
-
-def _add_curve(curves, sources, what: str, name: str, log: list[dict], key: str, where: str) -> None:
-    points = [record for record in log if isinstance(record.get(key), int | float) and math.isfinite(record[key])]
-    count = next((k for k in ("num_tokens", "tokens") if any(k in record for record in log)), None)
-    seen, xs, ys = 0.0, [], []
-    for record in log:
-        seen = record.get(count, seen) if count else record.get("step", seen)
-        if record in points:
-            xs.append(seen)
-            ys.append(record[key])
-    if len(xs) > 1:
-        at = what, "tokens" if count else "steps"
-        curves.setdefault(at, []).append(Line(name, xs, ys))
-        sources.setdefault(at, []).append(where)
-
-
-def ladder_tokens_a_step(folder: Path, logs: dict[str, list[dict]]) -> float | None:
-    """Of a ladder's stage 3, from its arguments; None where they say nothing."""
-    path = folder / "arguments.json"
-    try:
-        total = int(json.loads(path.read_text())["stage3_tokens"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return total / max(record["step"] for records in logs.values() for record in records)
-
-
-def stage_three_lines(runs: list[Run]) -> list[tuple[Line, str]]:
-    """Held-out KL before and after MOHAWK's stage 3."""
-    lines = []
-    for run, data in parts_of(runs, "alignment"):
-        for stages in data.get("stages") or []:
-            figures = stages.get("distillation")
-            if figures:
-                ends = [figures["held_out_kl_before"], figures["held_out_kl_after"]]
-                line = Line(f"{run.name}, stage 3, held out", [0, figures["tokens"]], ends)
-                lines.append((line, source(run, "alignment")))
-    return lines
-
-
-def _of(run: Run, runs: list[Any]) -> str:
+def of_run(run: Run, runs: list[Any]) -> str:
+    """The end of a title, where several runs have such a figure."""
     return f", {run.name}" if len(runs) > 1 else ""
 
 
 def _listed(values: list[int]) -> str:
     return f"{', '.join(map(str, values[:-1]))} and {values[-1]}" if len(values) > 1 else str(values[0])
-
-
-__all__ = ["Part", "distance_section", "head_section", "layer_section", "matrix_section", "training_section"]
