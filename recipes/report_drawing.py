@@ -101,14 +101,16 @@ def draw_lines(axes: Axes, lines: Sequence[Line], left: bool = False) -> None:
         style = {"color": LIGHT[line.color], "linestyle": (0, (3, 2)) if line.dashed else "-"}
         axes.plot(line.x, line.y, marker=marker, markeredgewidth=0, **style)
         if line.spread is not None:
-            axes.errorbar(line.x, line.y, halves(line), fmt="none", ecolor=style["color"], elinewidth=0.8, alpha=0.6)
+            half = halves(line, axes.get_yscale() == "log")
+            axes.errorbar(line.x, line.y, half, fmt="none", ecolor=style["color"], elinewidth=0.8, alpha=0.6)
     label_ends(axes, lines, left)
 
 
-def halves(line: Line) -> np.ndarray:
-    """Half intervals around y that stay above zero, where a logarithm needs them."""
+def halves(line: Line, log: bool) -> np.ndarray:
+    """Half intervals around y; on a logarithmic axis they stay above zero."""
     spread = np.nan_to_num(np.asarray(line.spread if line.spread is not None else 0.0, float))
-    return np.minimum(np.broadcast_to(spread, np.shape(line.y)), np.abs(line.y) * 0.95)
+    spread = np.broadcast_to(spread, np.shape(line.y))
+    return np.minimum(spread, np.abs(line.y) * 0.95) if log else spread
 
 
 def label_ends(axes: Axes, lines: Sequence[Line], left: bool) -> None:
@@ -160,18 +162,18 @@ def draw_dots(axes: Axes, names: Sequence[str], lines: Sequence[Line], log: bool
     for i, line in enumerate(lines):
         line.color = line.color or SERIES[i % len(SERIES)]
         if line.spread is not None:
-            axes.errorbar(line.y, line.x, xerr=halves(line), fmt="none", ecolor=LIGHT[line.color], elinewidth=0.8)
+            axes.errorbar(line.y, line.x, xerr=halves(line, log), fmt="none", ecolor=LIGHT[line.color], elinewidth=0.8)
         axes.plot(line.y, line.x, MARKERS[i % len(MARKERS)], color=LIGHT[line.color], markeredgewidth=0)
     axes.set_yticks(range(len(names)), [short(name, 34) for name in names], color=LIGHT["ink"])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", pad=4)
     if log:
-        log_axis(axes.xaxis, reach(lines))
+        log_axis(axes.xaxis, reach(lines, log))
 
 
-def reach(lines: Sequence[Line]) -> list[float]:
+def reach(lines: Sequence[Line], log: bool) -> list[float]:
     """Every finite y with its interval."""
-    ends = [end for line in lines for end in (np.asarray(line.y, float) + s * halves(line) for s in (-1, 1))]
+    ends = [end for line in lines for end in (np.asarray(line.y, float) + s * halves(line, log) for s in (-1, 1))]
     return [float(y) for end in ends for y in end if np.isfinite(y)]
 
 

@@ -23,7 +23,7 @@ def evaluation_section(runs: list[Run]) -> Section:
     for run, data in evaluated:
         section.pictures += recall_pictures(run, data.get("recall") or [], evaluated)
         if data.get("tasks"):
-            section.pictures.append(task_picture(run, data["tasks"], evaluated))
+            section.pictures += task_pictures(run, data["tasks"], evaluated)
     if any(data.get("generation") for _, data in evaluated):
         section.tables.append(generation_table(evaluated))
     return section
@@ -37,7 +37,7 @@ def text_table(evaluated: list[tuple[Run, dict]]) -> Table:
             kl = text.get("kl") or {}
             rows.append(
                 [
-                    labelled(run, evaluated, text["name"]), f"{text['sequences']} × {number(text['length'])}",
+                    labelled(run, evaluated, str(text["name"])), f"{text['sequences']} × {number(text['length'])}",
                     interval(kl.get("mean"), half_width(kl.get("interval"))), number(text.get("perplexity")),
                     number(text.get("teacher_perplexity")), number(text.get("perplexity_ratio")),
                     number(text.get("agreement")),
@@ -52,33 +52,45 @@ def position_pictures(evaluated: list[tuple[Run, dict]]) -> list[Picture]:
     kl, perplexity = [], []
     for run, data in evaluated:
         for text in data.get("text") or []:
-            spans = text.get("by_position") or []
-            if len(spans) < 2:
-                continue
-            name = labelled(run, evaluated, text["name"])
-            middle = [(span["start"] + span["stop"]) / 2 for span in spans]
-            kl.append(Line(name, middle, [span["kl"] for span in spans]))
-            perplexity.append(Line(name, middle, [span["perplexity"] for span in spans]))
-            if not any(line.name == f"teacher, {text['name']}" for line in perplexity):
-                theirs = [span["teacher_perplexity"] for span in spans]
-                perplexity.append(Line(f"teacher, {text['name']}", middle, theirs, color="grey", dashed=True))
+            name = labelled(run, evaluated, text_name(text, data["text"]))
+            kl += _over_spans(name, text, "kl")
+            perplexity += _over_spans(name, text, "perplexity")
+            theirs = f"teacher, {text_name(text, data['text'])}"
+            if not any(line.name == theirs for line in perplexity):
+                perplexity += _over_spans(theirs, text, "teacher_perplexity", color="grey", dashed=True)
     where = " — ".join(source(run, "evaluation") for run, _ in evaluated)
     pictures = []
     for name, lines, unit, told in (
         ("position-kl", kl, KL, "Each point is the mean over a span of positions, drawn at its middle."),
         ("position-perplexity", perplexity, "perplexity", "Dashed: the teacher on the same text."),
     ):
-        for page in range(0, len(lines), 7):
-            shown = lines[page : page + 7]
+        for page in range(0, len(lines), 6):
+            shown = lines[page : page + 6]
             ends = "; ".join(f"{line.name} {number(line.y[0])} to {number(line.y[-1])}" for line in shown)
+            places = sorted({x for line in shown for x in line.x})
+            cells = [dict(zip(line.x, line.y, strict=True)) for line in shown]
             pictures.append(
                 Picture(slug(name, page or ""), f"{'KL' if unit == KL else 'Perplexity'} by position",
-                        lines_figure(shown, "position in the text, tokens", unit, context=True, from_zero=unit == KL),
+                        lines_figure(shown, "position in the text, tokens", unit, context=True, from_zero=unit == KL,
+                                     log_y=unit != KL),
                         f"{unit} from the first to the last positions: {ends}.", told, where,
-                        Table(["", *(tokens(x) for x in shown[0].x)],
-                              [[line.name, *map(number, line.y)] for line in shown]))
+                        Table(["position", *(line.name for line in shown)],
+                              [[number(x), *(number(of.get(x)) for of in cells)] for x in places]))
             )  # fmt: skip
     return pictures
+
+
+def text_name(text: dict, texts: list[dict]) -> str:
+    """A text's name, with its length where it is there in several."""
+    alone = sum(other["name"] == text["name"] for other in texts) == 1
+    return str(text["name"]) if alone else f"{text['name']}, {tokens(text['length'])}"
+
+
+def _over_spans(name: str, text: dict, key: str, **style: Any) -> list[Line]:
+    spans = [span for span in text.get("by_position") or [] if span.get(key) is not None]
+    if len(spans) < 2:
+        return []
+    return [Line(name, [(s["start"] + s["stop"]) / 2 for s in spans], [s[key] for s in spans], **style)]
 
 
 def recall_pictures(run: Run, rows: list[dict], evaluated: list[Any]) -> list[Picture]:
@@ -88,61 +100,89 @@ def recall_pictures(run: Run, rows: list[dict], evaluated: list[Any]) -> list[Pi
         own = [row for row in rows if row["probe"] == probe]
         lengths = sorted({row["length"] for row in own})
         lines = []
-        for which in ("model", "teacher"):
-            means, errors = [], []
-            for length in lengths:
-                values = [row for row in own if row["length"] == length]
-                means.append(sum(row[which] for row in values) / len(values))
-                squares = sum((row.get("standard_error") or 0.0) ** 2 for row in values)
-                errors.append(1.96 * math.sqrt(squares) / len(values))
-            theirs = which == "teacher"
-            name = "teacher" if theirs else "hybrid"
-            lines.append(Line(name, lengths, means, None if theirs else errors, "grey" if theirs else "blue", theirs))
+        for which, name, error in (
+            ("model", "hybrid", "standard_error"),
+            ("teacher", "teacher", "teacher_standard_error"),
+        ):
+            of_length = {n: [r for r in own if r["length"] == n and r.get(which) is not None] for n in lengths}
+            of_length = {length: values for length, values in of_length.items() if values}
+            means = [sum(row[which] for row in values) / len(values) for values in of_length.values()]
+            squares = [sum((row.get(error) or 0.0) ** 2 for row in values) for values in of_length.values()]
+            widths = [1.96 * math.sqrt(s) / len(v) for s, v in zip(squares, of_length.values(), strict=True)]
+            if means:
+                theirs = which == "teacher"
+                lines.append(Line(name, list(of_length), means, widths, "grey" if theirs else "blue", theirs))
         cells = [
             [tokens(row["length"]), "–" if row.get("distance") is None else number(row["distance"]),
              number(row["model"]), number(row["teacher"]), number(row.get("standard_error")),
              number(row.get("samples"))]
             for row in own
         ]  # fmt: skip
-        ends = f"{number(lines[0].y[0])} at {tokens(lengths[0])} to {number(lines[0].y[-1])} at {tokens(lengths[-1])}"
+        ends = "; ".join(
+            f"{line.name} {number(line.y[0])} at {tokens(line.x[0])} to {number(line.y[-1])} at {tokens(line.x[-1])}"
+            for line in lines
+        )
         pictures.append(
             Picture(slug("recall", probe, run.name if len(evaluated) > 1 else ""),
                     f"Recall: {str(probe).replace('_', ' ')}{of_run(run, evaluated)}",
                     lines_figure(lines, "tokens of context", "share answered right", context=True, from_zero=True),
-                    f"Accuracy of the hybrid from {ends}; of the teacher {number(lines[1].y[0])} to "
-                    f"{number(lines[1].y[-1])}.",
-                    "Means over what the probe asks at each length; whiskers are 95 % intervals of the hybrid's.",
+                    f"Share answered right: {ends}.",
+                    "Means over what the probe asks at each length; whiskers are 1.96 standard errors.",
                     source(run, "evaluation"),
                     Table(["length", "distance", "hybrid", "teacher", "standard error", "samples"], cells))
         )  # fmt: skip
     return pictures
 
 
-def task_picture(run: Run, tasks: list[dict], evaluated: list[Any]) -> Picture:
-    """Scores of the hybrid between chance and the teacher."""
-    names = [task["task"] for task in tasks]
-    places = list(range(len(tasks)))
-    chance = [math.nan if task.get("chance") is None else task["chance"] for task in tasks]
-    errors = [1.96 * (task.get("standard_error") or 0.0) for task in tasks]
+def task_pictures(run: Run, tasks: list[dict], evaluated: list[Any]) -> list[Picture]:
+    """Scores of hybrid, teacher and chance; then what is left of the teacher's score over chance."""
+    names = [str(task["task"]) for task in tasks]
     lines = [
-        Line("hybrid", places, [task["model"] for task in tasks], errors, "blue"),
-        Line("teacher", places, [task["teacher"] for task in tasks], None, "red"),
-        Line("chance", places, chance, None, "grey"),
+        Line(name, list(range(len(tasks))), [_or_nan(task.get(key)) for task in tasks], None, color)
+        for name, key, color in (
+            ("hybrid", "model", "blue"),
+            ("teacher", "teacher", "red"),
+            ("chance", "chance", "grey"),
+        )
     ]
+    header = ["task", "metric", "hybrid", "teacher", "chance", "relative", "documents"]
     cells = [
-        [task["task"], str(task.get("metric", "")), number(task["model"]), number(task["teacher"]),
-         number(task.get("chance")), number(task.get("relative")), number(task.get("standard_error")),
-         number(task.get("documents"))]
+        [task["task"], str(task.get("metric", "")), *(number(task.get(key)) for key in ("model", "teacher", "chance")),
+         interval(task.get("relative"), _times(task.get("standard_error"))), number(task.get("documents"))]
         for task in tasks
     ]  # fmt: skip
-    relative = "; ".join(f"{task['task']} {number(task.get('relative'))}" for task in tasks)
-    return Picture(
-        named("tasks", evaluated, run), f"Tasks{of_run(run, evaluated)}", dots_figure(names, lines, "score"),
-        f"Scores of hybrid, teacher and chance; relative scores: {relative}.",
-        f"Relative scores, (hybrid − chance) ⁄ (teacher − chance): {relative}. Whiskers: 1.96 standard errors.",
-        source(run, "evaluation"),
-        Table(["task", "metric", "hybrid", "teacher", "chance", "relative", "standard error", "documents"], cells),
-    )  # fmt: skip
+    where, table = source(run, "evaluation"), Table(header, cells)
+    scores = "; ".join(f"{t['task']} {number(t['model'])} of {number(t.get('teacher'))}" for t in tasks)
+    pictures = [
+        Picture(
+            named("tasks", evaluated, run), f"Tasks{of_run(run, evaluated)}", dots_figure(names, lines, "score"),
+            f"Scores of hybrid and teacher: {scores}.", "Scored by lm-eval, both models in one run.", where, table,
+        )
+    ]  # fmt: skip
+    judged = [task for task in tasks if task.get("relative") is not None]
+    if judged:
+        relative = [task["relative"] for task in judged]
+        spread = [_times(task.get("standard_error")) or 0.0 for task in judged]
+        told = "; ".join(f"{task['task']} {number(task['relative'])}" for task in judged)
+        pictures.append(
+            Picture(
+                named("tasks-relative", evaluated, run), f"What is left of the teacher's score{of_run(run, evaluated)}",
+                dots_figure([str(task["task"]) for task in judged],
+                            [Line("", list(range(len(judged))), relative, spread, "blue")],
+                            "(hybrid − chance) ⁄ (teacher − chance)", marks=(0.0, 1.0)),
+                f"Relative scores: {told}.", "0 is chance, 1 the teacher; whiskers are 1.96 standard errors.",
+                where, table,
+            )
+        )  # fmt: skip
+    return pictures
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _times(error: float | None) -> float | None:
+    return None if error is None else 1.96 * error
 
 
 def generation_table(evaluated: list[tuple[Run, dict]]) -> Table:

@@ -50,7 +50,7 @@ def lines_figure(
     room = {"left": 0.36, "right": 0.92} if left else {}
     figure, axes = canvas(max(2.5, 0.75 + rows * FONT * 1.12 / 72), **room)
     xs = [float(value) for line in lines for value in line.x]
-    ys = reach(lines)
+    ys = reach(lines, log_y)
     # limits first: the names are placed by what is on the screen
     axes.plot([min(xs), max(xs)], [min(ys), max(ys)], alpha=0)
     if context:
@@ -78,12 +78,16 @@ def lines_figure(
 
 
 @styled
-def dots_figure(names: Sequence[str], lines: Sequence[Line], x: str, log: bool = False) -> Figure:
-    """A row of dots per name; which dot is which stands above in its colour."""
+def dots_figure(
+    names: Sequence[str], lines: Sequence[Line], x: str, log: bool = False, marks: Sequence[float] = ()
+) -> Figure:
+    """A row of dots per name; which dot is which stands above in its colour; `marks` are values to compare with."""
     longest = max(len(short(name, 34)) for name in names)
     figure, axes = canvas(
         max(1.4, 0.8 + 0.215 * len(names)), left=min(0.52, 0.05 + longest * FONT * 0.55 / 338), right=0.96
     )
+    for mark in marks:
+        axes.axvline(mark, color=LIGHT["muted"], linewidth=0.8, zorder=0)
     draw_dots(axes, names, lines, log)
     axes.set(xlabel=x)
     if len(lines) > 1 or lines[0].name:
