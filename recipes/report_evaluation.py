@@ -166,7 +166,8 @@ def task_pictures(run: Run, tasks: list[dict], evaluated: list[Any]) -> list[Pic
         told = "; ".join(f"{task['task']} {number(task['relative'])}" for task in judged)
         pictures.append(
             Picture(
-                named("tasks-relative", evaluated, run), f"What is left of the teacher's score{of_run(run, evaluated)}",
+                named("tasks-relative", evaluated, run),
+                f"Score over chance, of the teacher's{of_run(run, evaluated)}",
                 dots_figure([str(task["task"]) for task in judged],
                             [Line("", list(range(len(judged))), relative, spread, "blue")],
                             "(hybrid − chance) ⁄ (teacher − chance)", marks=(0.0, 1.0)),
