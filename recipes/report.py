@@ -35,7 +35,7 @@ def build(runs: list[Run], title: str):
         ValueError: a file does not hold what its command writes.
     """
     from . import report_evaluation, report_overview, report_quality, report_sections, report_training
-    from .report_page import Report
+    from .report_page import Report, name_apart
 
     makers = (
         report_sections.layer_section,
@@ -51,6 +51,7 @@ def build(runs: list[Run], title: str):
         report_quality.study_section,
     )
     sections = [section for make in makers if not (section := _checked(make, runs)).empty]
+    name_apart(sections)
     commit = project_commit()
     made = f"{len(runs)} run{'s' * (len(runs) > 1)}, {time.strftime('%-d %B %Y, %H:%M')}"
     return Report(
@@ -59,7 +60,7 @@ def build(runs: list[Run], title: str):
         headlines=_checked(report_overview.headlines, runs),
         models=_checked(report_overview.models, runs),
         sections=sections,
-        missing=report_overview.missing(runs, sections),
+        missing=report_overview.missing(runs),
         files=[(str(part.path), part.kind.command, _when(part.path)) for run in runs for part in run.parts.values()],
     )
 

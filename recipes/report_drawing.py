@@ -234,7 +234,9 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def tokens(count: float) -> str:
-    """512, 4k, 128k, 1.5M."""
+    """512, 1,536, 4k, 128k, 1.5M."""
+    if count < 1e4 and count % 1024:
+        return f"{count:,.4g}" if count < 1000 else f"{count:,.0f}"
     for size, letter in ((1024, "k"),) if count % 1024 == 0 else ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.4g}{letter}"

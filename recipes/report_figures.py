@@ -62,7 +62,7 @@ def lines_figure(
         axes.xaxis.set_major_formatter(lambda value, _: tokens(value))
     if ticks is not None:
         axes.set_xticks(list(ticks), [f"{at:g}" for at in ticks])
-    if log_y and min(ys) > 0:
+    if log_y and min(ys) > 0 and max(ys) > 4 * min(ys):
         log_axis(axes.yaxis, ys)
     elif from_zero:
         axes.set_ylim(min(0.0, *ys), max(ys) * 1.08 or 1.0)

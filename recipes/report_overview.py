@@ -8,7 +8,7 @@ from convert.plan import human_bytes
 
 from .report_data import COMMANDS, Run, parts_of
 from .report_drawing import number, tokens
-from .report_page import Headline, Model, Section, plain
+from .report_page import Headline, Model, plain
 from .report_quality import half_width
 
 CONTEXT = "32k"
@@ -142,7 +142,7 @@ def _of_demo(run: Run, path) -> list[Headline]:
         return []
 
 
-def missing(runs: list[Run], sections: list[Section]) -> list[tuple[str, str]]:
+def missing(runs: list[Run]) -> list[tuple[str, str]]:
     """What is not shown, and the command that writes it."""
     present = {kind for run in runs for kind in run.parts}
     return [

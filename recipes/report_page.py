@@ -145,6 +145,17 @@ def write_files(report: Report, folder: Path) -> None:
                 (folder / f"{matrices.name}-layer-{layer:02d}.png").write_bytes(png)
 
 
+def name_apart(sections: list[Section]) -> None:
+    """Give every picture and group of matrices a name of its own, whatever the runs are called."""
+    known: set[str] = set()
+    for section in sections:
+        for shown in (*section.matrices, *section.pictures):
+            name, count = shown.name, 2
+            while shown.name in known:
+                shown.name, count = f"{name}-{count}", count + 1
+            known.add(shown.name)
+
+
 def slug(*words: Any) -> str:
     """A name for a file and an id."""
     text = re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
@@ -154,9 +165,3 @@ def slug(*words: Any) -> str:
 def plain(text: Any) -> str:
     """Text without characters that HTML cannot hold."""
     return "".join(c if c.isprintable() or c == " " else "\N{REPLACEMENT CHARACTER}" for c in str(text))
-
-
-__all__ = [
-    "PAGE", "Headline", "Matrices", "Model", "Picture", "Report", "Section", "Strip", "Table", "plain",
-    "render", "slug", "write_files",
-]  # fmt: skip

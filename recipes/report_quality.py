@@ -202,7 +202,7 @@ def evaluated_pictures(runs: list[Run]) -> list[Picture]:
         [run.name, number(share), number(s["cache_bytes"] / 1e6) + " MB" if s else "–", interval(kl, half)]
         for run, share, s, kl, half in points
     ])  # fmt: skip
-    told = "; ".join(f"{run.name} {number(kl)} at {share:g} %" for run, share, _, kl, _ in points)
+    told = "; ".join(f"{run.name} {number(kl)} at {share:.3g} %" for run, share, _, kl, _ in points)
     lines = [Line(run.name, [share], [kl], [half or 0.0]) for run, share, _, kl, half in points]
     pictures = [
         Picture("evaluated-share", "The hybrids by share of attention",

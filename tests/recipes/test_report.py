@@ -224,7 +224,7 @@ def test_page_is_whole(page, made):
     }
     assert {name for name in used if not name.startswith("data:")} <= set(parsed.ids)
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
-    figures = [attrs["id"] for attrs in parsed.all("figure")]
+    figures = [attrs["id"].removeprefix("figure-") for attrs in parsed.all("figure")]
     for name in ("layers-layers", "heads", "matrix-distance-scaled", "distance", "training-kl-tokens", "share-kl",
                  "bytes-2", "evaluated-share", "speed-decode-hybrid", "scan", "tasks-hybrid", "approximation",
                  "recall-passkey-hybrid", "position-kl", "kl-by-tokens"):  # fmt: skip
