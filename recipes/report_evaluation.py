@@ -217,17 +217,19 @@ def speed_section(runs: list[Run]) -> Section:
         for key, title, unit, scale in (
             ("decode_tokens_per_second", "Decoding", "tokens per second", 1),
             ("prefill_tokens_per_second", "Reading a prompt", "tokens per second", 1),
-            ("cache_bytes", "Cache", "MB in all", 1e6),
+            ("cache_bytes", "Cache", "MB of keys, values and states", 1e6),
         ):
             lines = speed_lines(rows, key, scale)
             if not lines:
                 continue
-            told = "; ".join(f"{line.name} {number(line.y[-1])} at {tokens(line.x[-1])}" for line in lines)
+            told = "; ".join(f"{line.name}: {number(line.y[-1])}" for line in lines)
+            longest = tokens(max(line.x[-1] for line in lines))
             section.pictures.append(
                 Picture(slug("speed", key.split("_")[0], run.name if len(evaluated) > 1 else ""),
                         f"{title}{of_run(run, evaluated)}",
                         lines_figure(lines, "tokens of context", unit, context=True, from_zero=True),
-                        f"{title}, {unit}: {told}.", f"At the longest context: {told} {unit}.",
+                        f"{title}, {unit}, at {longest} tokens: {told}.",
+                        f"At {longest} tokens, in {unit}: {told}.",
                         source(run, "evaluation"), Table(header, cells))
             )  # fmt: skip
     return section

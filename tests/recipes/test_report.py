@@ -269,7 +269,6 @@ def test_figures_hold_the_numbers(page, made):
     evaluated = text[text.index('id="evaluation"') :]
     assert "0.3 ± 0.03" in evaluated and "arc_easy" in evaluated and ">0.8<" in evaluated
     assert "commit abc1234" in evaluated
-    assert "0.4 ± 0.05" not in text[: text.index("<body>")]
     told = json.loads((made[0].parent / "runs" / "matrices" / "matrices.json").read_text())
     assert all(number(x) in text for stage in told["stages"] for row in stage["scaled"].values() for x in row)
 
