@@ -270,5 +270,5 @@ def to_png(figure: Figure) -> bytes:
     """The figure in light colours."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, format="png", dpi=200, facecolor=LIGHT["paper"])
+        figure.savefig(buffer, format="png", dpi=200, facecolor=LIGHT["paper"], bbox_inches="tight", pad_inches=0.12)
     return buffer.getvalue()

@@ -267,7 +267,7 @@ def test_figures_hold_the_numbers(page, made):
     """What is drawn and tabled is what was in the files."""
     _, text = page
     evaluated = text[text.index('id="evaluation"') :]
-    assert "0.3 ± 0.03" in evaluated and "arc_easy" in evaluated and ">0.8<" in evaluated
+    assert "0.300 ± 0.030" in evaluated and "arc_easy" in evaluated and "0.800 ± 0.039" in evaluated
     assert "commit abc1234" in evaluated
     told = json.loads((made[0].parent / "runs" / "matrices" / "matrices.json").read_text())
     assert all(number(x) in text for stage in told["stages"] for row in stage["scaled"].values() for x in row)
@@ -338,7 +338,7 @@ def test_numbers_and_odd_curves():
         "1.0e-07",
         "3.14",
     ]
-    assert [tokens(x) for x in (512, 2048, 131072, 30720, 50000)] == ["512", "2k", "128k", "30k", "50k"]
+    assert [tokens(x) for x in (512, 1536, 131072, 30720, 50000)] == ["512", "1,536", "128k", "30k", "50k"]
     for y in ([0.0, 0.0], [1.0, float("nan")], [-1.0, 5.0], [1e-9, 1e9]):
         svg = to_svg(
             lines_figure([Line("a", [1, 2], y), Line("b" * 90, [2], [1.0])], "x", "y", log_y=True), "n", "alt"
