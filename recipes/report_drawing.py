@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-WIDTH = 4.7
-FONT = 8.5
+WIDTH = 4.5
+FONT = 9.0
 LIGHT = {
     "paper": "#fbfaf7", "ink": "#1d1c1a", "muted": "#6a6861", "line": "#dcdad2", "faint": "#efede6",
     "blue": "#0f62a8", "red": "#b8450b", "green": "#0a7457", "violet": "#8a3f86", "ochre": "#876006",
@@ -80,11 +80,16 @@ def short(name: str, length: int = 26) -> str:
 
 
 def wrapped(name: str, width: int = 19) -> str:
-    """A name in two lines at most."""
+    """A name in three lines at most, about as long as one another."""
     lines = textwrap.wrap(short(name, 80), width, break_on_hyphens=False) or [""]
-    if len(lines) > 2:
-        lines[1] = short(f"{lines[1]} {lines[2]}", width)
-    return "\n".join(lines[:2])
+    if len(lines) > 3:
+        return "\n".join([*lines[:2], short(f"{lines[2]} {lines[3]}", width)])
+    for narrower in range(width - 1, 4, -1):
+        evener = textwrap.wrap(short(name, 80), narrower, break_long_words=False, break_on_hyphens=False)
+        if len(evener) > len(lines):
+            break
+        lines = evener
+    return "\n".join(lines)
 
 
 def unit(axes: Axes, text: str, color: str = "muted") -> None:

@@ -25,7 +25,6 @@ from .report_drawing import (
     short,
     styled,
     token_axis,
-    tokens,
     unit,
     wrapped,
 )
@@ -59,7 +58,7 @@ def lines_figure(
         log_axis(axes.xaxis, xs)
     elif max(xs) >= 1e4:
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_formatter(lambda value, _: tokens(value))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e3:g}k" if value else "0")
     if ticks is not None:
         axes.set_xticks(list(ticks), [f"{at:g}" for at in ticks])
     if log_y and min(ys) > 0 and max(ys) > 4 * min(ys):
@@ -84,7 +83,7 @@ def dots_figure(
     """A row of dots per name; which dot is which stands above in its colour; `marks` are values to compare with."""
     longest = max(len(short(name, 34)) for name in names)
     figure, axes = canvas(
-        max(1.4, 0.8 + 0.215 * len(names)), left=min(0.52, 0.05 + longest * FONT * 0.55 / 338), right=0.96
+        max(1.4, 0.8 + 0.215 * len(names)), left=min(0.52, 0.05 + longest * FONT * 0.55 / 324), right=0.96
     )
     for mark in marks:
         axes.axvline(mark, color=LIGHT["muted"], linewidth=0.8, zorder=0)
@@ -124,7 +123,7 @@ def layer_figure(
     """What replacing each layer costs, and under it which layers keep attention in each choice."""
     rows = 0.17 * len(choices)
     figure, axes = canvas(
-        3.5 + rows, panels=3 if choices else 2, left=0.22, right=0.97, sharex=True,
+        3.5 + rows, panels=3 if choices else 2, left=0.25, right=0.97, sharex=True,
         gridspec_kw={"height_ratios": [1.15, 1.15, max(rows, 0.1)] if choices else [1, 1]},
     )  # fmt: skip
     for panel, values, color, label in (

@@ -92,7 +92,7 @@ def _dots_at(run: Run, rows: list[dict], share: float, ladders: list[Any], where
         for name, row in zip(names, rows, strict=True)
     ]  # fmt: skip
     return Picture(
-        named("kl-at-share", ladders, run), f"Every row at {share:.1%} attention{of_run(run, ladders)}",
+        named("kl-at-share", ladders, run), f"Every row at {100 * share:g} % attention{of_run(run, ladders)}",
         dots_figure(names, [line], KL, log=True),
         f"KL of {len(rows)} methods from {names[0]}, {number(rows[0]['kl'])}, to {names[-1]}, "
         f"{number(rows[-1]['kl'])}.",
@@ -108,7 +108,7 @@ def _by_tokens(run: Run, rows: list[dict], share: float, ladders: list[Any], whe
         Line(row["row"], [row["tokens"]], [row["kl"]], [row.get("kl_95", 0)]) for row in rows[:9]
     ]  # fmt: skip
     return Picture(
-        named("kl-by-tokens", ladders, run), f"KL by tokens, at {share:.1%} attention{of_run(run, ladders)}",
+        named("kl-by-tokens", ladders, run), f"KL by tokens, at {100 * share:g} % attention{of_run(run, ladders)}",
         lines_figure(lines, "tokens that passed through a fit or a training step", KL, log_x=True, log_y=True),
         "KL against tokens: "
         + "; ".join(f"{row['row']} {number(row['kl'])} at {number(row['tokens'])}" for row in rows) + ".",
@@ -128,7 +128,7 @@ def _by_position(run: Run, rows: list[dict], share: float, ladders: list[Any], w
         for row in rows
     ]  # fmt: skip
     return Picture(
-        named("kl-by-position", ladders, run), f"KL by position, at {share:.1%} attention{of_run(run, ladders)}",
+        named("kl-by-position", ladders, run), f"KL by position, at {100 * share:g} % attention{of_run(run, ladders)}",
         lines_figure(lines, "position in the text, tokens", KL, context=True, from_zero=True),
         "KL from the first to the last positions: " + "; ".join(
             f"{line.name} {number(line.y[0])} to {number(line.y[-1])}" for line in lines) + ".",
