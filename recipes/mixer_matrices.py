@@ -185,8 +185,11 @@ def mixer_matrices_command(
     """Compare hybrids' unrolled mixers with the attention they replaced."""
     set_verbosity(verbose, quiet)
     with one_line_errors(verbose):
+        from transformers.utils import logging
+
         from convert.teacher import embedded_teacher
 
+        logging.disable_progress_bar()  # ours shows the students
         for name, value, least in (("length", length, 4), ("sequences", sequences, 1), ("pixels", pixels, 2)):
             if value < least:
                 raise ValueError(f"--{name} must be at least {least}, not {value}.")
