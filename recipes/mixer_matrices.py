@@ -4,10 +4,11 @@ python -m recipes.mixer_matrices mapped closed-form stage-2 --teacher MODEL --te
 
 STUDENT... are hybrids of one teacher in the order of their stages; NAME=FOLDER shows one under another name. On the
 teacher's own layer inputs, each mixer's unrolled matrix M is compared with the attention matrix A of the head that it
-replaced: ||M - A|| / ||A|| (Frobenius), and the same after the best scalar per head, as out_proj takes up any scale.
-Distances are means over the sequences. The matrices kept to be looked at are those of the first sequence, at that best
-scale, a pixel the share of its rows' attention that goes to its columns. Writes matrices.npz and matrices.json into
-DIR, which `recipes.report` reads; both are safe to load.
+replaced: ||M - A|| / ||A|| (Frobenius); the same after the best scalar per head, as out_proj takes up any scale; and
+that without the first token's column, where heads put what attention they do not need, on a value near zero. Distances
+are means over the sequences. The matrices kept to be looked at are those of the first sequence, at the best scale
+without that column, a pixel the share of its rows' attention that goes to its columns. Writes matrices.npz and
+matrices.json into DIR, which `recipes.report` reads; both are safe to load.
 """
 
 import json
@@ -129,14 +130,22 @@ def _stage(sampler, folder: Path, attention: torch.Tensor, places: list, heads: 
     target = attention[indices]
     if not torch.isfinite(mixed).all():
         raise ValueError(f"{folder} has mixers whose matrices are not finite.")
-    scaled, norms = best_scale(target, mixed), distance(target, torch.zeros_like(target))
+    beyond = [torch.cat((torch.zeros_like(m[..., :1]), m[..., 1:]), -1) for m in (target, mixed)]
+    pairs = {
+        "relative": (target, mixed),
+        "scaled": (target, best_scale(target, mixed)),
+        "beyond_first": (beyond[0], best_scale(*beyond)),
+    }
     layers = sorted({places[i].layer for i in indices})
     by_head = (sampling.sequences, len(layers), heads)
     found = {}
-    for name, matrices in (("relative", mixed), ("scaled", scaled)):
-        means = (distance(target, matrices) / norms).view(by_head).mean(0)
+    for name, (wanted, matrices) in pairs.items():
+        norms = distance(wanted, torch.zeros_like(wanted)).clamp_min(1e-12)
+        means = (distance(wanted, matrices) / norms).view(by_head).mean(0)
         found[name] = {layer: [round(x, 6) for x in row] for layer, row in zip(layers, means.tolist(), strict=True)}
-    return {"layers": layers} | found, _pictures(scaled[: len(layers) * heads], heads, sampling.pixels)
+    first = slice(len(layers) * heads)
+    scale = (beyond[0] * beyond[1]).sum((-2, -1)) / beyond[1].square().sum((-2, -1)).clamp_min(1e-30)
+    return {"layers": layers} | found, _pictures((scale[:, None, None] * mixed)[first], heads, sampling.pixels)
 
 
 def _pictures(matrices: torch.Tensor, heads: int, pixels: int) -> np.ndarray:
@@ -157,13 +166,13 @@ def write(output: Path, report: dict[str, Any], pictures: dict[str, np.ndarray])
 
 
 def as_table(report: dict[str, Any]) -> str:
-    """Mean over heads by layer and stage, at the best scale per head, in Markdown."""
+    """Mean over heads by layer and stage, at the best scale per head and without the first column, in Markdown."""
     stages = report["stages"]
     lines = ["| layer | " + " | ".join(s["name"] for s in stages) + " |", "|---" * (len(stages) + 1) + "|"]
     for layer in report["layers"]:
-        rows = [stage["scaled"].get(layer) for stage in stages]
+        rows = [stage["beyond_first"].get(layer) for stage in stages]
         lines.append(f"| {layer} | " + " | ".join(f"{np.mean(row):.3f}" if row else "–" for row in rows) + " |")
-    means = [np.mean([x for row in stage["scaled"].values() for x in row]) for stage in stages]
+    means = [np.mean([x for row in stage["beyond_first"].values() for x in row]) for stage in stages]
     return "\n".join([*lines, "| all | " + " | ".join(f"{mean:.3f}" for mean in means) + " |"])
 
 
