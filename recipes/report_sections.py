@@ -197,13 +197,11 @@ def matrix_section(runs: list[Run]) -> Section:
     for run, data in measured:
         section.matrices.append(matricesof_run(run, data, named("matrices", measured, run)))
         for which, title, told in (
-            (
-                "scaled",
-                "Distance by layer, at the best scale",
-                "after the best scalar per head (out_proj takes it up)",
-            ),
+            ("beyond_first", "Distance by layer, without the first token", "without the first token's column, on "
+             "which heads spend what they do not need, and after the best scalar per head"),
+            ("scaled", "Distance by layer, at the best scale", "after the best scalar per head: out_proj takes it up"),
             ("relative", "Distance by layer, as it is", "as the mixer stands"),
-        ):
+        ):  # fmt: skip
             lines = []
             for stage in data["stages"]:
                 means = {int(layer): float(np.mean(row)) for layer, row in stage[which].items()}
@@ -256,7 +254,7 @@ def matricesof_run(run: Run, data: dict[str, Any], name: str) -> Matrices:
             for stage, of_stage in zip(data["stages"], pictures, strict=True):
                 present = layer in stage["layers"]
                 tiles.append(of_stage[stage["layers"].index(layer), head] if present else None)
-                away = stage["scaled"][str(layer)][head] if present else None
+                away = stage["beyond_first"][str(layer)][head] if present else None
                 distances.append(number(away))
                 told.append(f"{plain(stage['name'])} at distance {number(away)}" if present else "not replaced")
             images.append(strip(tiles))
@@ -270,8 +268,8 @@ def matricesof_run(run: Run, data: dict[str, Any], name: str) -> Matrices:
     caption = (
         f"Rows are queries, columns keys, {data['length']} tokens of {plain(data['text'])}; a pixel is the share of "
         "attention that its tokens get. Orange is positive, blue negative, opacity the root of the size. Mixers are "
-        "shown at their best scale per head; below each, the relative Frobenius distance to the teacher's (1 is a "
-        "matrix of zeros)."
+        "shown at the best scale per head without the first column, on which heads spend what they do not need; below "
+        "each, the relative Frobenius distance to the teacher's without it (1 is a matrix of zeros)."
     )
     return Matrices(name, ["teacher", *names], layers, sheets, caption, source(run, "matrices"))
 
