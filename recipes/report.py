@@ -23,8 +23,10 @@ from rich.table import Table as RichTable
 from convert.cli import console, one_line_errors, set_verbosity
 
 from .commit import project_commit
-from .report_data import Run, read_runs
+from .report_data import Run, RunError, read_runs
 
+# what figures made of data of another shape than expected end in
+UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ZeroDivisionError)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -69,13 +71,15 @@ def _checked(make: Callable, runs: list[Run]):
     """What `make` returns; where it stumbles over a run's data, an error that names the run."""
     try:
         return make(runs)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except RunError:
+        raise
+    except UNREADABLE as error:
         for run in runs:
             try:
                 make([run])
-            except (KeyError, TypeError, IndexError, AttributeError):
+            except UNREADABLE:
                 files = ", ".join(str(part.path) for part in run.parts.values())
-                raise ValueError(
+                raise RunError(
                     f"{run.folder} does not hold what our commands write: {type(error).__name__} {error} in one of "
                     f"{files}; write it again or leave the run out."
                 ) from error

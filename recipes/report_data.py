@@ -15,6 +15,10 @@ HYBRIDS = ("llamba", "phimamba")
 DEPTH = 2  # folders below the one named, where it holds no result itself
 
 
+class RunError(ValueError):
+    """A run that cannot be shown; the message says which file is at fault."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A file some command writes.
@@ -99,7 +103,7 @@ def read_json(path: Path) -> Any:
     """A JSON or JSON-lines file.
 
     Raises:
-        ValueError: it is broken.
+        RunError: it is broken.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -107,14 +111,14 @@ def read_json(path: Path) -> Any:
             return [json.loads(line) for line in text.splitlines() if line.strip()]
         return json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); write it again or leave the run out.") from error
+        raise RunError(f"{path} is not valid JSON ({error}); write it again or leave the run out.") from error
 
 
 def read_folder(folder: Path) -> dict[str, Part]:
     """The parts a folder holds by itself, and the logs below it.
 
     Raises:
-        ValueError: a file is broken.
+        RunError: a file is broken.
     """
     parts = {}
     for name in dict.fromkeys(kind.file for kind in KINDS):

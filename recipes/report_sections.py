@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from .report_data import Run, parts_of
+from .report_data import Run, RunError, parts_of
 from .report_drawing import Line, number, short
 from .report_figures import cells_figure, image_png, layer_figure, lines_figure, on_paper, strip
 from .report_page import Matrices, Picture, Section, Strip, Table, plain, slug
@@ -235,7 +235,7 @@ def matricesof_run(run: Run, data: dict[str, Any], name: str) -> Matrices:
     """The strips, from matrices.npz beside matrices.json.
 
     Raises:
-        ValueError: the file is not there, or not what goes with the other.
+        RunError: the file is not there, or not what goes with the other.
     """
     path = run.parts["matrices"].path.with_suffix(".npz")
     try:
@@ -243,7 +243,7 @@ def matricesof_run(run: Run, data: dict[str, Any], name: str) -> Matrices:
             teacher = arrays["teacher"]
             pictures = [arrays[f"stage_{i}"] for i in range(len(data["stages"]))]
     except (OSError, ValueError, KeyError, EOFError, SyntaxError) as error:
-        raise ValueError(f"{path} does not go with matrices.json beside it ({error}); run mixer_matrices.") from error
+        raise RunError(f"{path} does not go with matrices.json beside it ({error}); run mixer_matrices.") from error
     names = [short(stage["name"], 22) for stage in data["stages"]]
     layers, sheets = {}, {}
     for row, layer in enumerate(data["layers"]):
