@@ -9,6 +9,7 @@ writes it.
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -95,13 +96,13 @@ def write(report, output: Path, overwrite: bool) -> None:
     from .report_page import write_files
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    staging = output.with_name(f".{output.name}.partial")
+    staging = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
         write_files(report, staging)
         if overwrite and output.is_dir():
-            replaced = output.with_name(f".{output.name}.replaced")
+            replaced = output.with_name(f"{staging.name}.replaced")
             shutil.rmtree(replaced, ignore_errors=True)
             output.rename(replaced)
             staging.rename(output)

@@ -362,7 +362,8 @@ def test_numbers_and_odd_curves():
         (lambda run: (run.mkdir(), (run / "scores.json").write_bytes(b"\xff\xfe")), "not valid JSON"),
         (lambda run: (run.mkdir(), (run / "evaluation.json").write_text('{"model": "m", "text": [{"kl": 1}]}')),
          "does not hold what"),
-        (lambda run: (run.mkdir(), (run / "swap.json").write_text('{"rows": {}, "layers": []}')), "does not hold what"),
+        (lambda run: (run.mkdir(), (run / "swap.json").write_text('{"rows": {}, "layers": []}')),
+         "does not hold what"),
         (lambda run: (run.mkdir(), (run / "matrices.json").write_text(
             '{"stages": [{"name": "a", "layers": [0]}], "layers": [0], "heads": 1, "pixels": 4}')), "matrices.npz"),
     ],
