@@ -33,15 +33,13 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.elements.append((tag, attrs, tuple(self.open)))
-        if "id" in attrs:
-            self.ids.append(attrs["id"])
+        self.handle_startendtag(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
         self.elements.append((tag, dict(attrs), tuple(self.open)))
+        self.ids += [value for name, value in attrs if name == "id"]
 
     def handle_endtag(self, tag):
         assert self.open and self.open[-1] == tag, f"{tag} closes {self.open[-3:]}"
