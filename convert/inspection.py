@@ -12,8 +12,9 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
+from .cache_size import CONTEXTS, cache_bytes
 from .loading import load_config, locate
-from .plan import CONTEXTS, MIXER_LAYERS, cache_bytes, human_bytes, layer_letters, tensor_shapes
+from .plan import MIXER_LAYERS, human_bytes, layer_letters, tensor_shapes
 
 MIXER_FIELDS = (
     "num_heads",

@@ -32,10 +32,11 @@ import modeling_llamba
 import modeling_phimamba
 
 from .alignment import Alignment, ClosedFormAligner, Progress
+from .cache_budget import with_cache_budget
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .head_selection import as_text, is_number
 from .model_card import make_card
-from .plan import Plan, make_plan, with_cache_budget
+from .plan import Plan, make_plan
 from .stock import check_holdable
 from .teacher import Teacher, find_teacher, gguf_tokenizer
 from .writer import plan_shards, write_shards

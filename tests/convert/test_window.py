@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.closed_form import FitSettings, fit_layer, held_out_error, refine
+from convert.cache_size import cache_bytes
 from convert.config import make_config
-from convert.plan import cache_bytes
 from tests.alignment.tiny import layer_data, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
