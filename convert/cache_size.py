@@ -20,6 +20,8 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
         channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
         channels += config.mixer_num_heads * config.mixer_d_state
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
+    if config.mixer == "none":
+        state = 0
     window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
     states = {"linear_attention": state, "hybrid": state + window}
 

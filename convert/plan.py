@@ -39,6 +39,8 @@ class Plan:
     dtype: torch.dtype
     parameters_before: int
     read_buffer_bytes: int
+    budget: dict[str, Any] | None = None
+    """What a budget of cache allowed, and which choice was taken."""
 
     @property
     def parameters_after(self) -> int:
@@ -75,7 +77,7 @@ class Plan:
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
                 for name, length in CONTEXTS.items()
             },
-        }
+        } | ({} if self.budget is None else {"budget": self.budget})
 
     def expected_peak_memory(self) -> int:
         """Bytes above the interpreter's own: what reading takes, and a mixer's projections in float32."""
@@ -210,7 +212,7 @@ def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bo
         "mixer_qk_norm": qk_norm,
         "mixer_decay_bias": options.decay_bias and options.mixer == "discrete_mamba2",
         "mixer_in_bias": has_bias and options.mixer == "mamba1",
-        "mixer_out_bias": options.out_bias,
+        "mixer_out_bias": options.out_bias and options.mixer != "none",
         "mixer_sees": options.mixer_sees,
         "hybrid_window": options.window,
         "hybrid_sinks": options.sinks,
@@ -301,11 +303,12 @@ def describe(plan: Plan) -> str:
     """The plan in a few lines for the console."""
     s = plan.summary()
     layers = layer_letters(s["layer_types"])
-    window = f" beside a window of {s['window']} and {s['sinks']} sinks" if s["window"] else ""
+    mixer = f"{s['mixer']} beside a" if s["mixer"] != "none" else "a"
+    replacement = f"{mixer} window of {s['window']} and {s['sinks']} sinks" if s["window"] else s["mixer"]
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     lines = [
-        f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {s['mixer']}{window}, {s['dtype']}",
+        f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {replacement}, {s['dtype']}",
         f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} mixer)",
         f"tensors     {counts}",
         f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
@@ -321,8 +324,23 @@ def describe(plan: Plan) -> str:
     lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
+    if plan.budget is not None:
+        lines.append(describe_budget(plan.budget))
     for name, reason in s["dropped"].items():
         lines.append(f"dropped     {name}: {reason}")
+    return "\n".join(lines)
+
+
+def describe_budget(report: dict[str, Any]) -> str:
+    """The choices that keep within a budget, what was predicted and measured of each."""
+    lines = [f"budget      {human_bytes(report['bytes'])} at {report['context']} tokens"]
+    for row in report["choices"]:
+        figures = [] if row["predicted"] is None else [f"predicted {row['predicted']:.4f}"]
+        figures += [] if row["measured"] is None else [f"measured {row['measured']['total']:.4f}"]
+        mark = "->" if row["taken"] else "  "
+        lines.append(f"  {mark} {row['choice']} ({human_bytes(row['bytes'])}) {', '.join(figures)}".rstrip())
+    scored = any(row["predicted"] is not None for row in report["choices"])
+    lines.append(f"  {'nats of KL and weighted recall loss' if scored else 'the heads are scored when this is run'}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ CASES += [
     ("llamba", "discrete_mamba2", "beside"),
     ("phimamba", "mamba2", "beside-only"),
     ("llamba", "mamba1", "beside-only"),
+    ("llamba", "none", "beside-only"),
 ]
 CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
