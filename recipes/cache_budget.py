@@ -148,19 +148,19 @@ class Study:
 
     def choice(self, row: str, budget: Budget) -> Choice | None:
         """What a row holds within a budget; None where nothing does, or the scores choose no head."""
-        costs, has_state = self.search.head_costs(), row.startswith("state")
+        has_state = row.startswith("state")
         longest = self.search.aligner.settings.sequence_length // 2 - 4 if has_state else budget.context
-        only = [c for c in best_choices(budget, costs, longest) if c.has_state == has_state]
-        if row in ("window", "state+window"):
-            return next((c for c in only if not c.kept), None)
-        chosen = next(iter(only), None)
-        if chosen is None or not chosen.kept or row != "window+even":
-            return chosen if chosen is not None and chosen.kept else None
-        free, count = budget.free_heads(), len(chosen.kept)
-        kept = tuple(free[(i + 1) * len(free) // count - 1] for i in range(count))
-        size = budget.sizes(False)
-        window = fitting_window(budget, kept, size, budget.context)
-        return None if window is None else Choice(kept, window, False, size(kept, window), math.nan)
+        kept: tuple = ()
+        if row not in ("window", "state+window"):
+            choices = best_choices(budget, self.search.head_costs((has_state,)), longest)
+            chosen = next((c for c in choices if c.has_state == has_state), None)
+            if chosen is None or not chosen.kept or row != "window+even":
+                return chosen if chosen is not None and chosen.kept else None
+            free, count = budget.free_heads(), len(chosen.kept)
+            kept = tuple(free[(i + 1) * len(free) // count - 1] for i in range(count))
+        size = budget.sizes(has_state)
+        window = fitting_window(budget, kept, size, longest)
+        return None if window is None else Choice(kept, window, has_state, size(kept, window), math.nan)
 
     def mixers(self, nbytes: int) -> tuple[nn.Module, int, str] | None:
         """As many evenly placed layers of attention as fit, mixers alone elsewhere; its bytes; in words."""
@@ -285,7 +285,8 @@ def main(arguments: argparse.Namespace) -> None:
             choice = study.choice(row, budget)
             if choice is not None:
                 what = choice.text(budget.shape)
-                record(row, ratio, what, choice.nbytes, study.student(budget, choice), choice.predicted)
+                predicted = None if math.isnan(choice.predicted) else choice.predicted
+                record(row, ratio, what, choice.nbytes, study.student(budget, choice), predicted)
     print(as_table(records))
     plot(records, study.folder / "cache_budget.png")
 

@@ -94,15 +94,15 @@ class BudgetSearch:
         self.aligner.report["budget"] = report
         return options, report
 
-    def head_costs(self) -> HeadCosts:
-        """Of every key/value head, at several windows, and what a state takes off."""
+    def head_costs(self, states: tuple[bool, ...] | None = None) -> HeadCosts:
+        """Of every key/value head, at several windows, and what a state takes off where one comes into question."""
         windows = self.windows()
         recall = self._recall(self.scoring.view(2, -1))
         kl = {window: self._kept(f"kl {window}", lambda w=window: self._kl_costs(w)) for window in windows}
         zero = [[0.0] * self.budget.shape[1] for _ in range(self.budget.shape[0])]
         lost = self._kept(f"recall {windows[0]}", lambda: self._recall_costs(recall)) if recall.counts else zero
         left = None
-        if self.settings.state and True in self.budget.states():
+        if self.settings.state and True in (self.budget.states() if states is None else states):
             left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(recall, kl[windows[0]], lost))
         return HeadCosts(kl, lost, left, self.budget.context, self.weight)
 
@@ -126,23 +126,28 @@ class BudgetSearch:
         head = self.model.model.lm_head
         return lambda hidden: distillation_loss(reference, hidden.flatten(0, 1), head, head)
 
-    def _costs(self, window: int, ids: torch.Tensor, loss) -> list[list[float]]:
+    def _points(self, name: str):
+        """Keeps the derivatives at each point, so that an interruption costs no more than one."""
+        return lambda point, compute: self._kept(f"{name} {point + 1}/{self.settings.points}", compute)
+
+    def _costs(self, name: str, window: int, ids: torch.Tensor, loss) -> list[list[float]]:
         """By layer and key/value head, the query heads of each together."""
         shape = (self.budget.shape[0], self.budget.shape[1] * self.budget.shared)
         sinks = self.budget.options.sinks
         of_heads = integrated_costs(
             self.model, ids, loss, shape, lambda gates: gated_heads(self.model, window, sinks, gates),
-            self.settings.points,
+            self.settings.points, self._points(name),
         )  # fmt: skip
         return of_heads.unflatten(1, (self.budget.shape[1], -1)).sum(-1).tolist()
 
     def _kl_costs(self, window: int) -> list[list[float]]:
         self.progress("scoring heads", self.windows().index(window), len(self.windows()) + 1)
-        return self._costs(window, self.scoring, self._kl_loss())
+        return self._costs(f"kl {window}", window, self.scoring, self._kl_loss())
 
     def _recall_costs(self, recall: Recall) -> list[list[float]]:
         self.progress("scoring heads", len(self.windows()), len(self.windows()) + 1)
-        return self._costs(self.windows()[0], recall.probe.ids, recall.loss)
+        window = self.windows()[0]
+        return self._costs(f"recall {window}", window, recall.probe.ids, recall.loss)
 
     def _left_beside_state(self, recall: Recall, kl: list[list[float]], lost: list[list[float]]) -> list[float]:
         """By layer, the cost with a state beside the window over the cost of the window alone."""
@@ -152,13 +157,15 @@ class BudgetSearch:
         fits = self.aligner.fit(layers, self.aligner.quick)
         mixers = {layer: mixer.eval() for layer, (mixer, _) in fits.items()}
 
-        def costs(ids: torch.Tensor, loss) -> torch.Tensor:
-            gated = lambda gates: gated_layers(self.model, mixers, gates)  # noqa: E731
-            return integrated_costs(self.model, ids, loss, (len(layers),), gated, self.settings.points)
+        def costs(name: str, ids: torch.Tensor, loss) -> torch.Tensor:
+            return integrated_costs(
+                self.model, ids, loss, (len(layers),), lambda gates: gated_layers(self.model, mixers, gates),
+                self.settings.points, self._points(f"{name} beside state"),
+            )  # fmt: skip
 
-        with_state, alone = costs(self.scoring, self._kl_loss()), torch.tensor(kl).sum(1)
+        with_state, alone = costs("kl", self.scoring, self._kl_loss()), torch.tensor(kl).sum(1)
         if recall.counts:
-            with_state = with_state + self.weight * costs(recall.probe.ids, recall.loss)
+            with_state = with_state + self.weight * costs("recall", recall.probe.ids, recall.loss)
             alone = alone + self.weight * torch.tensor(lost).sum(1)
         # the share is of small differences where a layer costs next to nothing: no less than none, no more than twice
         return (with_state.clamp_min(0) / alone.clamp_min(1e-6)).clamp(0, 2).tolist()

@@ -92,18 +92,27 @@ def final_hidden(teacher: TeacherModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def integrated_costs(
-    teacher: TeacherModel, ids: torch.Tensor, loss: Loss, shape: tuple[int, ...], gated, points: int
+    teacher: TeacherModel,
+    ids: torch.Tensor,
+    loss: Loss,
+    shape: tuple[int, ...],
+    gated: Callable[[torch.Tensor], contextlib.AbstractContextManager],
+    points: int,
+    kept: Callable[[int, Callable[[], list]], list] = lambda point, compute: compute(),
 ) -> torch.Tensor:
     """What each gate costs in nats, the gates' `shape`; their sum is about loss(all gates 1) - loss(all 0).
 
     Args:
         ids: (B, L). gated: gates to a context inside which the teacher runs with them. points: of the midpoint rule.
+        kept: is asked for the derivatives at a point, and given a way to compute them.
     """
-    total = torch.zeros(shape)
-    for point in range(points):
+
+    def derivatives(point: int) -> list:
         gates = torch.full(shape, (point + 0.5) / points, device=teacher.device, requires_grad=True)
         with torch.enable_grad(), gated(gates):
             # the blocks are run again in the backward pass, so it is inside the context, too
             loss(final_hidden(teacher, ids)).backward()
-        total += gates.grad.cpu() / points
-    return total
+        return gates.grad.tolist()
+
+    found = [kept(point, lambda point=point: derivatives(point)) for point in range(points)]
+    return torch.tensor(found).mean(0)

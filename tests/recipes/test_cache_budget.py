@@ -67,8 +67,8 @@ def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, mo
     (tmp_path / "align.yaml").write_text(yaml.safe_dump(settings))
     arguments = cache_budget.parse_arguments(
         [str(tmp_path / "out"), "--validation", str(tmp_path / "text.jsonl"), "--model", str(tmp_path / "teacher"),
-         "--align-config", str(tmp_path / "align.yaml"), "--context", "512", "--short-rows", "2", "--calibration-tokens", "320",
-         "--ratios", "0.6", "--generate", "--decode", "600"]
+         "--align-config", str(tmp_path / "align.yaml"), "--context", "512", "--short-rows", "2",
+         "--calibration-tokens", "320", "--ratios", "0.6", "--generate", "--decode", "600"]
     )  # fmt: skip
     cache_budget.main(arguments)
     results = tmp_path / "out" / "results.jsonl"
