@@ -1,6 +1,7 @@
 """Spend a budget of cache: score every head, choose, measure the best choices, take the best."""
 
 import dataclasses
+import functools
 import hashlib
 import time
 from typing import Any
@@ -97,13 +98,11 @@ class BudgetSearch:
     def head_costs(self, states: tuple[bool, ...] | None = None) -> HeadCosts:
         """Of every key/value head, at several windows, and what a state takes off where one comes into question."""
         windows = self.windows()
-        recall = self._recall(self.scoring.view(2, -1))
         kl = {window: self._kept(f"kl {window}", lambda w=window: self._kl_costs(w)) for window in windows}
-        zero = [[0.0] * self.budget.shape[1] for _ in range(self.budget.shape[0])]
-        lost = self._kept(f"recall {windows[0]}", lambda: self._recall_costs(recall)) if recall.counts else zero
+        lost = self._kept(f"recall {windows[0]}", self._recall_costs)
         left = None
         if self.settings.state and True in (self.budget.states() if states is None else states):
-            left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(recall, kl[windows[0]], lost))
+            left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(kl[windows[0]], lost))
         return HeadCosts(kl, lost, left, self.budget.context, self.weight)
 
     def windows(self) -> list[int]:
@@ -116,6 +115,11 @@ class BudgetSearch:
             self.known[name] = compute()
             self.cache.save_json("head-costs.json", self.known)
         return self.known[name]
+
+    @functools.cached_property
+    def _asked(self) -> Recall:
+        """The needles that score, in two rows of half the text."""
+        return self._recall(self.scoring.view(2, -1))
 
     def _recall(self, prose: torch.Tensor) -> Recall:
         return Recall(self.model, prose, self.settings.answers, self.budget.options.seed)
@@ -144,12 +148,15 @@ class BudgetSearch:
         self.progress("scoring heads", self.windows().index(window), len(self.windows()) + 1)
         return self._costs(f"kl {window}", window, self.scoring, self._kl_loss())
 
-    def _recall_costs(self, recall: Recall) -> list[list[float]]:
+    def _recall_costs(self) -> list[list[float]]:
+        """None where the teacher itself cannot recall."""
         self.progress("scoring heads", len(self.windows()), len(self.windows()) + 1)
+        if not self._asked.counts:
+            return [[0.0] * self.budget.shape[1] for _ in range(self.budget.shape[0])]
         window = self.windows()[0]
-        return self._costs(f"recall {window}", window, recall.probe.ids, recall.loss)
+        return self._costs(f"recall {window}", window, self._asked.probe.ids, self._asked.loss)
 
-    def _left_beside_state(self, recall: Recall, kl: list[list[float]], lost: list[list[float]]) -> list[float]:
+    def _left_beside_state(self, kl: list[list[float]], lost: list[list[float]]) -> list[float]:
         """By layer, the cost with a state beside the window over the cost of the window alone."""
         options, layers = self.budget.options, list(range(self.budget.shape[0]))
         window = self.windows()[0]
@@ -164,8 +171,8 @@ class BudgetSearch:
             )  # fmt: skip
 
         with_state, alone = costs("kl", self.scoring, self._kl_loss()), torch.tensor(kl).sum(1)
-        if recall.counts:
-            with_state = with_state + self.weight * costs("recall", recall.probe.ids, recall.loss)
+        if self._asked.counts:
+            with_state = with_state + self.weight * costs("recall", self._asked.probe.ids, self._asked.loss)
             alone = alone + self.weight * torch.tensor(lost).sum(1)
         # the share is of small differences where a layer costs next to nothing: no less than none, no more than twice
         return (with_state.clamp_min(0) / alone.clamp_min(1e-6)).clamp(0, 2).tolist()
@@ -174,6 +181,12 @@ class BudgetSearch:
         """KL and recall loss on text that scored nothing, of a quick fit where there is a state."""
         name = f"measured {choice.kept} {choice.window} {choice.has_state} {self.budget.context}"
         return self._kept(name, lambda: self._measure(choice))
+
+    @functools.cached_property
+    def _judge(self) -> tuple[torch.Tensor, Recall]:
+        """What the teacher makes of the text that judges."""
+        with torch.no_grad():
+            return final_hidden(self.model, self.judging), self._recall(self.judging)
 
     @torch.no_grad()
     def _measure(self, choice: Choice) -> dict[str, float]:
@@ -185,8 +198,7 @@ class BudgetSearch:
             mixers = {layer: mixer for layer, (mixer, _) in self.aligner.fit(layers, self.aligner.quick).items()}
         else:
             mixers = {layer: self.model.mixer(layer).requires_grad_(False) for layer in layers}
-        reference = final_hidden(self.model, self.judging)
-        recall, lost = self._recall(self.judging), 0.0
+        (reference, recall), lost = self._judge, 0.0
         with replaced(self.model.whole(), mixers):
             hidden = final_hidden(self.model, self.judging)
             if recall.counts and choice.window < recall.distance:

@@ -11,6 +11,7 @@ from convert import convert
 from convert.alignment.closed_form import FitSettings, fit_layer, held_out_error, refine
 from convert.cache_size import cache_bytes
 from convert.config import make_config
+from convert.mohawk import train_existing
 from tests.alignment.tiny import layer_data, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
@@ -152,6 +153,26 @@ def test_a_window_alone_is_the_teacher_behind_it_and_says_so(saved_teacher, tmp_
     )  # fmt: skip
     ids = random_ids(2, LENGTH)
     torch.testing.assert_close(aligned(ids).logits, mapped(ids).logits, rtol=0, atol=0)
+
+
+def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
+    folder = saved_teacher("llama-gqa")
+    before, _ = converted(folder, tmp_path / "window", mixer="none", window=3, sinks=1)
+    stage = "{tokens: 640, sequences: 2, learning_rate: 1e-3}"
+    (tmp_path / "align.yaml").write_text(
+        f"{{sequence_length: 32, held_out_sequences: 2, hidden_state_alignment: {stage}, distillation: {stage}}}"
+    )
+    options = make_config(
+        model=str(folder), output=str(tmp_path / "out"), calibration_dataset="sampled",
+        align_config=str(tmp_path / "align.yaml"),
+    )  # fmt: skip
+    report = train_existing(tmp_path / "window", options, (2, 3), None, None, lambda *args: None)
+    hidden = report["hidden_state_alignment"]
+    assert hidden["held_out_loss_after"] < hidden["held_out_loss_before"]
+    assert report["distillation"]["held_out_kl_after"] < report["distillation"]["held_out_kl_before"]
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert after.config.mixer == "none" and "Aligned with MOHAWK" in (tmp_path / "out" / "README.md").read_text()
+    assert not torch.equal(after.model.layers[0].mixer.out_proj.weight, before.model.layers[0].mixer.out_proj.weight)
 
 
 def test_options_of_a_mixer_without_one_warn():
