@@ -158,7 +158,7 @@ def test_a_window_alone_is_the_teacher_behind_it_and_says_so(saved_teacher, tmp_
 def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
     folder = saved_teacher("llama-gqa")
     before, _ = converted(folder, tmp_path / "window", mixer="none", window=3, sinks=1)
-    stage = "{tokens: 640, sequences: 2, learning_rate: 1e-3}"
+    stage = "{tokens: 2560, sequences: 4, learning_rate: 2e-4}"
     (tmp_path / "align.yaml").write_text(
         f"{{sequence_length: 32, held_out_sequences: 2, hidden_state_alignment: {stage}, distillation: {stage}}}"
     )
