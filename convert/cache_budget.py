@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .cache_size import cache_bytes
 from .checkpoint import Checkpoint
 from .config import MIXER_ONLY, ConversionConfig, parse_size
@@ -120,7 +122,7 @@ class Budget:
     """Without the budget, whose place its `choices` take."""
     nbytes: int
     context: int
-    dtype: Any
+    dtype: torch.dtype
     shape: tuple[int, int]
     """Layers, key/value heads."""
     shared: int
@@ -223,14 +225,19 @@ def budget_of(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoin
     """The budget of a conversion that is to choose everything within it; None where it chooses layers, or nothing.
 
     Raises:
-        ValueError: layers or heads that the teacher does not have.
+        ValueError: layers or heads that the teacher does not have, or cannot keep.
     """
     if not options.spends_budget:
         return None
     kinds = teacher_layer_types(teacher.config)
-    if "sliding_attention" in kinds:  # no head may see more than the teacher's own
-        return None
     named = options.attention_layers is not None or options.layer_pattern is not None
+    if "sliding_attention" in kinds:  # no head may see more than the teacher's own
+        if named or options.attention_heads is not None or (options.mixer == "none" and options.window is None):
+            raise ValueError(
+                "This teacher's own layers see a window, so a budget of cache chooses only how many of them stay; leave "
+                "out attention_layers, layer_pattern and attention_heads, and give mixer none a window."
+            )
+        return None
     fixed = choose_attention_layers(options, len(kinds)) if named else ()
     bare = {"cache_bytes": None, "cache_ratio": None, "context": DEFAULTS["context"], "measure": DEFAULTS["measure"]}
     base = dataclasses.replace(

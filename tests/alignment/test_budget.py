@@ -140,6 +140,9 @@ def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
         assert budget(folder, **said).states() == (True,)
     assert budget(folder, align="none") is budget(folder, layer_selection="kl") is None
     assert budget(saved_teacher("mistral-window")) is None, "its heads may not see more than they do"
+    for said in (dict(attention_layers="1"), dict(attention_heads="2"), dict(mixer="none")):
+        with pytest.raises(ValueError, match="own layers see a window"):
+            budget(saved_teacher("mistral-window"), **said)
     with pytest.raises(ValueError, match="too little"):
         best_choices(budget(folder, cache_bytes="100"), made_up_costs(torch.ones(SHAPE)), 16)
 
