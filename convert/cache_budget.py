@@ -234,8 +234,8 @@ def budget_of(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoin
     if "sliding_attention" in kinds:  # no head may see more than the teacher's own
         if named or options.attention_heads is not None or (options.mixer == "none" and options.window is None):
             raise ValueError(
-                "This teacher's own layers see a window, so a budget of cache chooses only how many of them stay; leave "
-                "out attention_layers, layer_pattern and attention_heads, and give mixer none a window."
+                "This teacher's own layers see a window, so a budget of cache chooses only how many of them stay; "
+                "leave out attention_layers, layer_pattern and attention_heads, and give mixer none a window."
             )
         return None
     fixed = choose_attention_layers(options, len(kinds)) if named else ()
