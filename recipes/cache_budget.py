@@ -5,13 +5,14 @@ python -m recipes.cache_budget runs/budget --validation runs/text/owt_5.jsonl
 
 Nothing is trained: mixers are solved in closed form, windows and heads are the teacher's own. Rows are those of ROWS,
 at each of `--ratios` of the teacher's cache at 4k tokens, as many as keep within it. Columns: KL on short rows with
-its 95 % interval and by position on a long one; recall of random tokens by their distance; what greedy decoding makes
-of prompts (`--generate`); time of a decoding step (`--decode`). Results go to OUT/results.jsonl, a row each, and what
-is there is not computed again; scores and fits are kept in OUT/work. OUT/cache_budget.png shows all of it.
+its 95 % interval and by position on a long one; recall, by distance, of random tokens put into the latter; what greedy
+decoding makes of prompts (`--generate`); time of a decoding step (`--decode`). Results go to OUT/results.jsonl, a row
+each, and what is there is not computed again; scores and fits are kept in OUT/work. OUT/cache_budget.png shows all.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import statistics
@@ -20,10 +21,12 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.utils import logging
 
 from convert.alignment import BudgetSearch
+from convert.alignment.align import write_beside
 from convert.alignment.alignment import load_tokenizer
 from convert.alignment.divergence import kl_of_hidden
 from convert.cache_budget import Budget, Choice, best_choices, budget_of, fitting_window
@@ -55,23 +58,24 @@ class Distances:
     def __init__(self, text: torch.Tensor, vocabulary: range, distances: tuple[int, ...], seed: int = 3):
         """text: (1, L) token ids, which needles and questions replace in place of L's own."""
         self.ids, length, width = text.clone(), text.shape[1], 2 * ANSWERS
+        self.is_text = torch.ones(length, dtype=torch.bool)
         draw = torch.randint(len(vocabulary), (len(distances) * width,), generator=torch.Generator().manual_seed(seed))
         self.distances = [distance for distance in distances if distance + len(distances) * width < length]
         self.answers: dict[int, slice] = {}
         for i, distance in enumerate(self.distances):
             needle = vocabulary.start + draw[i * width : (i + 1) * width]
             asked = length - (len(self.distances) - i) * width
-            self.ids[:, asked : asked + width] = needle
-            self.ids[:, asked - distance : asked - distance + width] = needle
+            for start in (asked, asked - distance):
+                self.ids[:, start : start + width] = needle
+                self.is_text[start : start + width] = False
             self.answers[distance] = slice(asked + ANSWERS, asked + width)
 
     @torch.no_grad()
-    def measure(self, model: nn.Module) -> dict[str, float]:
-        """Share of the answers that are right, by distance."""
-        hidden = model.model(self.ids, use_cache=False).last_hidden_state
+    def measure(self, hidden: torch.Tensor, head: nn.Module) -> dict[str, float]:
+        """Share of the answers that are right, by distance, given the hidden states (1, L, D) after the final norm."""
         found = {}
         for distance, place in self.answers.items():
-            logits = model.lm_head(hidden[:, place.start - 1 : place.stop - 1])
+            logits = head(hidden[:, place.start - 1 : place.stop - 1])
             found[str(distance)] = (logits.argmax(-1) == self.ids[:, place]).float().mean().item()
         return found
 
@@ -93,11 +97,11 @@ class Study:
         self.model, tokenizer = self.search.model, load_tokenizer(found, trust_remote_code=False)
         short = text_rows(arguments.validation, tokenizer, 512, arguments.short_rows)
         skip = -(-512 * arguments.short_rows // arguments.context)
-        self.short, texts = short, text_rows(arguments.validation, tokenizer, arguments.context, 2, skip)
-        self.long, size = texts[:1], self.model.config.vocab_size
-        self.recall = Distances(texts[1:], range(size // 50, size - size // 5), DISTANCES)
-        teacher = self.model.whole()
-        self.reference = {name: self._hidden(teacher, ids) for name, ids in (("short", short), ("long", self.long))}
+        (text,) = text_rows(arguments.validation, tokenizer, arguments.context, 1, skip)
+        size, teacher = self.model.config.vocab_size, self.model.whole()
+        self.recall = Distances(text[None], range(size // 50, size - size // 5), DISTANCES)
+        self.texts = {"short": short, "long": self.recall.ids}
+        self.reference = {name: self._reference(name, ids) for name, ids in self.texts.items()}
         self.prompts = Yardstick(teacher, tokenizer, short[:2], short[:1]) if arguments.generate else None
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -105,24 +109,35 @@ class Study:
         if done % 10 == 0:
             print(f"  {time.strftime('%H:%M:%S')} {what} {done}/{total}", flush=True)
 
+    def _reference(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """The teacher's hidden states, computed once."""
+        digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12]
+        path = self.folder / "work" / f"teacher-{name}-{digest}.safetensors"
+        if not path.is_file():
+            hidden = self._hidden(self.model.whole(), ids)
+            write_beside(path, lambda partial: save_file({"hidden": hidden}, partial))
+        return load_file(path)["hidden"]
+
     @torch.no_grad()
     def _hidden(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return torch.cat([model.model(row, use_cache=False).last_hidden_state for row in ids.split(1)])
 
     def measure(self, model: nn.Module) -> dict:
         """Everything of one student."""
-        head, kl = self.model.model.lm_head, {}
-        for name, ids in (("short", self.short), ("long", self.long)):
-            pair = (self.reference[name].flatten(0, 1), self._hidden(model, ids).flatten(0, 1))
+        head, kl, hidden = self.model.model.lm_head, {}, {}
+        for name, ids in self.texts.items():
+            hidden[name] = self._hidden(model, ids)
+            pair = (self.reference[name].flatten(0, 1), hidden[name].flatten(0, 1))
             kl[name] = kl_of_hidden(*pair, head).view(ids.shape)
-        rows, edges = kl["short"].mean(1), [edge for edge in EDGES if edge <= self.long.shape[1]]
+        rows, edges = kl["short"].mean(1), [edge for edge in EDGES if edge <= self.recall.ids.shape[1]]
+        late, is_text = kl["long"][0], self.recall.is_text
         figures = {
             "kl": rows.mean().item(),
             "kl_95": 1.96 * rows.std().item() / math.sqrt(len(rows)),
             "kl_by_position": {
-                f"{a}-{b}": kl["long"][:, a:b].mean().item() for a, b in zip(edges, edges[1:], strict=False)
+                f"{a}-{b}": late[a:b][is_text[a:b]].mean().item() for a, b in zip(edges, edges[1:], strict=False)
             },
-            "recall": self.recall.measure(model),
+            "recall": self.recall.measure(hidden["long"], head),
         }
         if self.arguments.generate:
             found = self.prompts.generation(model)

@@ -37,9 +37,9 @@ class SelectionSettings:
 class BudgetSettings:
     """How heads are scored where a budget of cache chooses."""
 
-    windows: tuple[int, ...] = (32, 128, 512)
+    windows: tuple[int, ...] = (32, 256)
     """Windows at which it is measured what each head costs; others are interpolated."""
-    points: int = 3
+    points: int = 2
     """Of the line between full attention and windows that is integrated over."""
     prose_tokens: int = 2048
     """Length of the text that scores heads, and of another that judges the best choices."""

@@ -1,7 +1,6 @@
 """The study of what a cache buys, on a tiny teacher."""
 
 import json
-import types
 
 import pytest
 import torch
@@ -33,9 +32,8 @@ def test_needles_lie_at_their_distances_and_are_asked_for():
     ):
         hidden = following.clone()
         hidden[:, wrong] = 0
-        base = types.SimpleNamespace(last_hidden_state=hidden)
-        model = types.SimpleNamespace(model=lambda ids, use_cache, base=base: base, lm_head=torch.nn.Identity())
-        assert probe.measure(model) == {"100": 1.0, "300": expected}
+        assert probe.measure(hidden, torch.nn.Identity()) == {"100": 1.0, "300": expected}
+    assert not probe.is_text[probe.answers[100]].any() and probe.is_text.sum() == 700 - 4 * 2 * cache_budget.ANSWERS
 
 
 @pytest.mark.parametrize("pattern", ["attention", "beside", "beside-only", "hybrid"])
