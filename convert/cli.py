@@ -66,9 +66,11 @@ def convert_command(
         float | None, _option(LAYERS, "Share of layers that stay attention (default 0.5).")
     ] = None,
     cache_bytes: Annotated[
-        str | None, _option(LAYERS, "As many attention layers as keep the cache within this size: 50MB.")
+        str | None, _option(LAYERS, "Choose layers, heads, window and state to keep the cache within this size: 50MB.")
     ] = None,
-    context: Annotated[int | None, _option(LAYERS, "Tokens that --cache-bytes speaks of (default 4096).")] = None,
+    cache_ratio: Annotated[float | None, _option(LAYERS, "The same as a share of the teacher's cache: 0.1.")] = None,
+    context: Annotated[int | None, _option(LAYERS, "Tokens that both speak of (default 4096).")] = None,
+    measure: Annotated[int | None, _option(LAYERS, "Best choices to measure before one is taken (default 3).")] = None,
     layer_selection: Annotated[
         str | None, _option(LAYERS, "uniform, kl or kl+recall (default): which layers stay attention.")
     ] = None,
@@ -84,7 +86,9 @@ def convert_command(
         _option(MIXER, "Heads that see everything beside the window: 16:3,18:0, a JSON file, a number, or a share."),
     ] = None,
     mixer_sees: Annotated[str | None, _option(MIXER, "Beside a window: beyond it (default) or all tokens.")] = None,
-    mixer: Annotated[str | None, _option(MIXER, "discrete_mamba2 (default), mamba2 or mamba1.")] = None,
+    mixer: Annotated[
+        str | None, _option(MIXER, "discrete_mamba2 (default), mamba2, mamba1, or none (a window alone).")
+    ] = None,
     d_state: Annotated[int | None, _option(MIXER, "State size per head (default: the head dimension).")] = None,
     norm: Annotated[str | None, _option(MIXER, "Gated norm of mamba2: none, head (default) or whole.")] = None,
     activation: Annotated[str | None, _option(MIXER, "After the convolution: identity (default) or silu.")] = None,

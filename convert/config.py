@@ -12,14 +12,26 @@ from .head_selection import is_number
 
 ALIGNMENTS = ("none", "closed-form", "mohawk")
 SELECTIONS = ("uniform", "kl", "kl+recall")
-MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
+MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ACTIVATIONS = ("identity", "silu")
 NORMS = ("none", "head", "whole")
 SEES = ("beyond", "all")
 # options of a conversion whose result one of transformers' own architectures can hold: `export`
 EXPORT_READY = {"mixer": "mamba2", "norm": "head", "activation": "silu", "rotary": False}
-LAYER_CHOICES = {"attention_layers", "attention_ratio", "cache_bytes", "layer_pattern"}
+# what these say goes without effect where there is no mixer
+MIXER_ONLY = (
+    "d_state",
+    "activation",
+    "gate_bias",
+    "expand_kv_heads",
+    "rotary",
+    "decay_bias",
+    "out_bias",
+)
+LAYER_CHOICES = {"attention_layers", "attention_ratio", "cache_bytes", "cache_ratio", "layer_pattern"}
+# a layer that these name stays attention within a budget of cache; the budget chooses the rest
+NAMED_LAYERS, BUDGETS = {"attention_layers", "layer_pattern"}, {"cache_bytes", "cache_ratio"}
 # what these say goes without effect when nothing is aligned
 ALIGNMENT_ONLY = (
     "align_config",
@@ -54,9 +66,14 @@ class ConversionConfig:
     attention_ratio: float | None = None
     """Share of layers that stay attention; 0.5 when nothing else is said."""
     cache_bytes: str | None = None
-    """Instead of a share: as many attention layers as keep a sequence's cache within this size, such as 50MB."""
+    """Instead of a share of layers: what a sequence's cache may take, such as 50MB. Layers, heads, window and state
+    are then chosen together; with layer_selection, or without alignment, as many attention layers as fit."""
+    cache_ratio: float | None = None
+    """The same as a share of the teacher's cache."""
     context: int = 4096
-    """Tokens of the sequence that cache_bytes speaks of."""
+    """Tokens of the sequence that cache_bytes and cache_ratio speak of."""
+    measure: int = 3
+    """How many of the best choices within a budget are measured before one is taken; 0 trusts the scores."""
     layer_selection: str | None = None
     """Which layers stay attention: uniform (evenly placed), kl (those that cost most to replace) or kl+recall (the
     same, recall probes counted); kl+recall by default when the mixers are aligned, else uniform."""
@@ -72,7 +89,7 @@ class ConversionConfig:
     mixer_sees: str | None = None
     """Beside a window, what the mixer sees: beyond (what is neither in the window nor a sink; the default) or all."""
     mixer: str = "discrete_mamba2"
-    """Matrix mixer of the replaced layers."""
+    """Matrix mixer of the replaced layers; none leaves a window and sinks alone."""
     d_state: int | None = None
     """State size per head (N); the head dimension by default, 16 for mamba1."""
     norm: str | None = None
@@ -147,8 +164,11 @@ class ConversionConfig:
                 values = ", ".join(str(value) for value in allowed if value is not None)
                 raise ValueError(f"{name} must be one of {values}; got {getattr(self, name)!r}.")
         chosen = sorted(n for n in LAYER_CHOICES if getattr(self, n) is not None)
-        if len(chosen) > 1:
+        both = len(chosen) == 2 and NAMED_LAYERS.intersection(chosen) and BUDGETS.intersection(chosen)
+        if len(chosen) > 1 and not (both and self.spends_budget):
             raise ValueError(f"{' and '.join(chosen)} contradict each other; give one of them.")
+        if self.cache_ratio is not None and not 0 < self.cache_ratio <= 1:
+            raise ValueError(f"cache_ratio is a share of the teacher's cache, in (0, 1], not {self.cache_ratio}.")
         if not 0 < self.initial_decay <= 1:
             raise ValueError(f"initial_decay must lie in (0, 1], not {self.initial_decay}.")
         if self.d_state is not None and self.d_state < 1:
@@ -160,8 +180,8 @@ class ConversionConfig:
                     raise ValueError(f"export_ready needs {name} {value}, not {getattr(self, name)}.")
         if self.norm is not None and self.mixer != "mamba2":
             raise ValueError(f"norm exists for the mamba2 mixer only; the mixer is {self.mixer}.")
-        if self.shared_state and self.mixer == "mamba1":
-            raise ValueError("mamba1 has a decay per channel, so no heads can share a state; choose another mixer.")
+        if self.shared_state and self.mixer in ("mamba1", "none"):
+            raise ValueError(f"mixer {self.mixer} has no state that heads could share; choose another mixer.")
         if self.shared_state and self.expand_kv_heads:
             warnings.warn("shared_state has no effect with expand_kv_heads: no head shares its x and B.", stacklevel=4)
         if self.private and self.push_to_hub is None:
@@ -172,17 +192,32 @@ class ConversionConfig:
             parse_size(self.cache_bytes)
         self._check_alignment()
 
+    @property
+    def spends_budget(self) -> bool:
+        """Whether a budget of cache chooses layers, heads, window and state together, for which they are scored."""
+        by_layers = self.align == "none" or self.low_memory or self.layer_selection is not None or self.export_ready
+        return not by_layers and (self.cache_bytes is not None or self.cache_ratio is not None)
+
     def _check_window(self) -> None:
-        if self.window is None:
+        if self.window is None and not self.spends_budget:
             for name, value in (("sinks", self.sinks != 4), ("mixer_sees", self.mixer_sees is not None)):
                 if value:
                     warnings.warn(f"{name} has no effect without window.", stacklevel=5)
             if self.attention_heads is not None:
                 raise ValueError("attention_heads stand beside a window; give one (window: 64).")
-        elif self.window < 1:
+            if self.mixer == "none":
+                raise ValueError("mixer none leaves a window and sinks; say how wide it is (window: 256).")
+        elif self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}; leave it out for none.")
         if self.sinks < 0:
             raise ValueError(f"sinks cannot be negative: {self.sinks}.")
+        if self.mixer == "none":
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            for name in MIXER_ONLY:
+                if getattr(self, name) != defaults[name]:
+                    warnings.warn(f"{name} has no effect without a mixer.", stacklevel=5)
+        if self.mixer == "none" and self.mixer_sees is not None:
+            raise ValueError("mixer none sees nothing; leave out mixer_sees, or choose another mixer.")
         if self.window is not None and self.mixer == "mamba1" and self.mixer_sees == "beyond":
             raise ValueError("mamba1 beside a window sees everything; say mixer_sees all, or choose another mixer.")
 
@@ -201,8 +236,12 @@ class ConversionConfig:
             )
         if self.layer_selection is not None and (self.attention_layers is not None or self.layer_pattern is not None):
             raise ValueError("layer_selection chooses the layers; attention_layers and layer_pattern name them.")
-        if self.context != defaults["context"] and self.cache_bytes is None:
-            warnings.warn("context has no effect without cache_bytes.", stacklevel=4)
+        if self.context != defaults["context"] and self.cache_bytes is None and self.cache_ratio is None:
+            warnings.warn("context has no effect without cache_bytes or cache_ratio.", stacklevel=4)
+        if self.measure < 0:
+            raise ValueError(f"measure cannot be negative: {self.measure}.")
+        if self.measure != defaults["measure"] and not self.spends_budget:
+            warnings.warn("measure has no effect: no budget of cache chooses here.", stacklevel=4)
         counted = self.attention_heads is not None and is_number(self.attention_heads)
         if counted and self.align == "none":
             raise ValueError("attention_heads by number are chosen by the alignment; name them (16:3,18:0), or align.")

@@ -16,13 +16,14 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, PreTrainedConfig
 
+from .cache_size import num_states
 from .checkpoint import Checkpoint, open_weights
 from .config import DTYPES, parse_size
 from .families import get_family
 from .importing import read_json
 from .parts import Fill, Part, Parts, Table, make_rules, moved
 from .pipeline import add_generation_config, add_tokenizer, check_apart, check_output, staged
-from .plan import STUDENTS, human_bytes, num_states, output_dtype
+from .plan import STUDENTS, human_bytes, output_dtype
 from .stock import STOCK_CLASSES, check_holdable
 from .teacher import Teacher, download_model
 from .weight_mapping import Rule

@@ -32,14 +32,13 @@ from .pipeline import (
     add_tokenizer,
     check_apart,
     check_output,
-    hash_files,
     staged,
 )
 from .plan import STUDENTS, human_bytes, layer_letters, output_dtype, tensor_shapes
 from .published import Published, PublishedFormat, recognise
 from .teacher import Teacher, download_model, find_teacher
 from .weight_mapping import Rule
-from .writer import plan_shards, write_shards
+from .writer import hash_files, plan_shards, write_shards
 
 CARD = """---
 {{ card_data }}

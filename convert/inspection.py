@@ -12,8 +12,9 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
+from .cache_size import CONTEXTS, cache_bytes
 from .loading import load_config, locate
-from .plan import CONTEXTS, MIXER_LAYERS, cache_bytes, human_bytes, layer_letters, tensor_shapes
+from .plan import MIXER_LAYERS, human_bytes, layer_letters, tensor_shapes
 
 MIXER_FIELDS = (
     "num_heads",
@@ -59,7 +60,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         "provenance": dict(config.conversion or {}),
         "alignment": _alignment(model, revision),
     }
-    if any(kind in MIXER_LAYERS for kind in layers):
+    if any(kind in MIXER_LAYERS for kind in layers) and config.mixer != "none":
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
     if "hybrid" in layers:
         report["window"] = {"tokens": config.hybrid_window, "sinks": config.hybrid_sinks, "mixer": config.mixer_sees}
@@ -106,9 +107,10 @@ def describe_model(report: dict[str, Any]) -> Group:
         facts.add_row("mixer", f"{report['mixer']['kind']}: {rest}")
     if "window" in report:
         window = report["window"]
+        mixer = f"the mixer sees {window['mixer']}" if report["mixer"] else "no mixer"
         facts.add_row(
             "window",
-            f"{window['tokens']} tokens and {window['sinks']} sinks; the mixer sees {window['mixer']}; "
+            f"{window['tokens']} tokens and {window['sinks']} sinks; {mixer}; "
             f"{report['full_heads']} query heads see everything",
         )
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")

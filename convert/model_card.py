@@ -12,7 +12,7 @@ TEMPLATE = """---
 
 # {{ title }}
 
-{{ teacher }} with {{ num_mixer }} of its {{ num_layers }} attention layers replaced by a {{ mixer }} mixer, made by
+{{ teacher }} with {{ num_mixer }} of its {{ num_layers }} attention layers replaced by {{ replacement }}, made by
 [convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/).
 
 ```python
@@ -51,6 +51,16 @@ ALIGNMENT_NOTES = {
     "each stage changed).",
 }
 
+WINDOW_NOTE = (
+    "**A window and sinks.** The replaced layers are the teacher's own attention, restricted to the last tokens and "
+    "the first few; no weight was changed. What lies beyond the window is seen by the other layers and heads only."
+)
+
+
+def alignment_note(align: str, mixer: str) -> str:
+    """What a card says of how the weights came about."""
+    return WINDOW_NOTE if mixer == "none" and align != "mohawk" else ALIGNMENT_NOTES[align]
+
 
 def make_card(plan: Plan, name: str) -> ModelCard:
     """The card of the model in folder or repository `name`.
@@ -59,7 +69,7 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         KeyError: the alignment has no note; whoever adds one says what it did.
     """
     summary, conversion = plan.summary(), plan.config.conversion
-    replaced = summary["mixer_layers"]
+    replaced, has_mixer = summary["mixer_layers"], summary["mixer"] != "none"
     cache_rows = [
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()
@@ -77,15 +87,18 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         title=name.split("/")[-1],
         path=name,
         teacher=plan.teacher.public_name,
-        mixer=summary["mixer"],
-        window=f", H a mixer beside softmax attention to {summary['window']} tokens and {summary['sinks']} sinks"
+        replacement=f"a {summary['mixer']} mixer" if has_mixer else "attention to a window",
+        window=f", H {'a mixer beside ' if has_mixer else ''}softmax attention to {summary['window']} tokens and "
+        f"{summary['sinks']} sinks"
         if summary["window"]
         else "",
         num_mixer=len(replaced),
         num_layers=len(summary["layer_types"]),
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
-        alignment_note=ALIGNMENT_NOTES[conversion["align"]] if replaced else "Every layer is the teacher's own.",
+        alignment_note=alignment_note(conversion["align"], summary["mixer"])
+        if replaced
+        else "Every layer is the teacher's own.",
         provenance_rows="\n".join(
             f"| {key} | `{value if isinstance(value, str) else json.dumps(value)}` |"
             for key, value in provenance.items()

@@ -101,7 +101,10 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
         check_apart(output, hybrid)
         check_apart(output, found.folder)
     student = load_hybrid(hybrid)
-    options = dataclasses.replace(options, mixer=student.config.mixer, out_bias=student.config.mixer_out_bias)
+    of_student = {"mixer": student.config.mixer, "out_bias": student.config.mixer_out_bias}
+    if student.config.mixer == "none":
+        of_student = {"mixer": "none", "window": student.config.hybrid_window}
+    options = dataclasses.replace(options, **of_student)
     teacher = TeacherModel(found, options, found.open_weights(), options.device)
     count = training_rows_needed(settings) + settings.held_out_sequences
     rows = calibration_rows(found, teacher, options, settings.sequence_length, count, settings.held_out_sequences + 1)

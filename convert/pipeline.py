@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import glob
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -31,18 +30,18 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 import modeling_llamba
 import modeling_phimamba
 
-from .alignment import Alignment, ClosedFormAligner, Progress
+from .alignment import Alignment, BudgetSearch, ClosedFormAligner, Progress
+from .cache_budget import budget_of, budget_report, with_layer_budget
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .head_selection import as_text, is_number
 from .model_card import make_card
-from .plan import Plan, make_plan, with_cache_budget
+from .plan import Plan, make_plan
 from .stock import check_holdable
 from .teacher import Teacher, find_teacher, gguf_tokenizer
-from .writer import plan_shards, write_shards
+from .writer import hash_files, plan_shards, write_shards
 
 # where things lie on this machine; not for publication
 LOCAL_OPTIONS = ("model", "output", "overwrite", "work_dir", "align_config", "calibration_dataset", "attention_heads")
-HASH_BLOCK_BYTES = 16 * 2**20
 PACKAGES = {"llamba": (modeling_llamba, "Llamba"), "phimamba": (modeling_phimamba, "PhiMamba")}
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -79,10 +78,15 @@ def plan_conversion(options: ConversionConfig) -> Plan:
     """What `run` would do; reads configuration and tensor headers only.
 
     Layers that `run` would choose by score stand evenly placed here; their number and what follows from it is right.
+    Of a budget that chooses more than layers, the plan holds the first of the choices that keep within it.
     """
     teacher = find_teacher(options.model, options.revision, options.gguf_file, with_weights=False)
     checkpoint = teacher.open_weights()
-    plan = make_plan(teacher, with_cache_budget(options, teacher, checkpoint), checkpoint)
+    if (budget := budget_of(options, teacher, checkpoint)) is not None:
+        choices = budget.what_fits()
+        plan = make_plan(teacher, budget.applied(choices[0]), checkpoint)
+        return dataclasses.replace(plan, budget=budget_report(budget, choices, choices[0], {}))
+    plan = make_plan(teacher, with_layer_budget(options, teacher, checkpoint), checkpoint)
     if options.export_ready:
         check_holdable(plan.config, "bamba")
     return plan
@@ -110,21 +114,28 @@ def run(
     teacher = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code)
     check_apart(output, teacher.folder)
     checkpoint = teacher.open_weights()
-    placed = with_cache_budget(options, teacher, checkpoint)
+    budget = budget_of(options, teacher, checkpoint)
+    first = None if budget is None else budget.what_fits()[0]
+    placed = with_layer_budget(options, teacher, checkpoint) if first is None else budget.applied(first)
     plan = make_plan(teacher, placed, checkpoint)
     if options.export_ready:
         check_holdable(plan.config, "bamba")  # which holds all that the other does
     repository = prepare_repository(options)
     aligner, alignment = None, None
     work = Path(options.work_dir or output.with_name(f"{output.name}.work")).expanduser()
-    if options.align != "none" and plan.summary()["mixer_layers"]:
-        if options.align == "mohawk":  # what training must not lose
-            placed = dataclasses.replace(placed, work_dir=str(work))
+    if options.align == "mohawk":  # what training must not lose
+        placed = dataclasses.replace(placed, work_dir=str(work))
+    if budget is not None and plan.summary()["mixer_layers"]:
+        kept = dataclasses.replace(budget, options=dataclasses.replace(budget.options, work_dir=placed.work_dir))
+        search = BudgetSearch(kept, checkpoint, align_progress)
+        aligner, (placed, report) = search.aligner, search.run(options.measure)
+        plan = dataclasses.replace(make_plan(teacher, placed, checkpoint), budget=report)
+    elif options.align != "none" and plan.summary()["mixer_layers"]:
         aligner = ClosedFormAligner(teacher, placed, checkpoint, align_progress)
         if aligner.selects:
             placed = with_layers(placed, aligner.choose_layers())
             plan = make_plan(teacher, placed, checkpoint)
-        if options.attention_heads is not None and is_number(options.attention_heads):
+        if placed.attention_heads is not None and is_number(placed.attention_heads):
             heads = as_text(aligner.choose_heads(plan.summary()["mixer_layers"]))
             plan = make_plan(teacher, dataclasses.replace(placed, attention_heads=heads or None), checkpoint)
     on_plan(plan)
@@ -267,18 +278,6 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:
-    """sha256 of each weights file, as `sha256sum` and the Hub show it; gives up when `stop` is set."""
-    hashes = {}
-    for path in files:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while not stop.is_set() and (block := file.read(HASH_BLOCK_BYTES)):
-                digest.update(block)
-        hashes[path.name] = digest.hexdigest()
-    return hashes
 
 
 def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:

@@ -1,6 +1,5 @@
 """The plan of a conversion: the student's configuration, a rule for every tensor, and what it will cost."""
 
-import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from transformers import PreTrainedConfig
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 
+from .cache_size import CONTEXTS, cache_bytes
 from .checkpoint import BLOCK_BYTES, Checkpoint, TensorInfo
-from .config import ConversionConfig, parse_size
+from .config import ConversionConfig
 from .families import COMMON_FIELDS, TeacherFamily
 from .head_selection import count_heads, is_number, named_heads, query_heads
 from .layer_selection import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
@@ -24,7 +24,6 @@ from .weight_mapping import Rule, canonical_sources, moved
 STUDENTS = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
 MIXER_LAYERS = ("linear_attention", "hybrid")
 """Layer types whose attention was replaced."""
-CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ class Plan:
     dtype: torch.dtype
     parameters_before: int
     read_buffer_bytes: int
+    budget: dict[str, Any] | None = None
+    """What a budget of cache allowed, and which choice was taken."""
 
     @property
     def parameters_after(self) -> int:
@@ -76,57 +77,12 @@ class Plan:
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
                 for name, length in CONTEXTS.items()
             },
-        }
+        } | ({} if self.budget is None else {"budget": self.budget})
 
     def expected_peak_memory(self) -> int:
         """Bytes above the interpreter's own: what reading takes, and a mixer's projections in float32."""
         derived = [4 * math.prod(rule.shape) for rule in self.rules if rule.kind == "derived"]
         return 4 * BLOCK_BYTES + self.read_buffer_bytes + 2 * max(derived, default=0)
-
-
-def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes one sequence of `length` tokens keeps while generating: the teacher's, and the hybrid's.
-
-    Keys and values in `dtype`; recurrent states in float32; a sliding window keeps its window.
-    """
-    per_token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    inner = config.mixer_num_heads * config.mixer_head_dim
-    recurrent = num_states(config) * config.mixer_head_dim * config.mixer_d_state * 4
-    channels = inner
-    if config.mixer != "mamba1":
-        channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
-        channels += config.mixer_num_heads * config.mixer_d_state
-    state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
-    window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
-    states = {"linear_attention": state, "hybrid": state + window}
-
-    def tokens(layer_type: str) -> int:
-        return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
-
-    shared = config.num_attention_heads // config.num_key_value_heads
-    kept = sum(len({head // shared for head in heads}) for heads in config.hybrid_full_heads or ())
-    heads = kept * per_token // config.num_key_value_heads * length
-    teacher_types = config.conversion["teacher_layer_types"]
-    teacher = sum(per_token * tokens(kind) for kind in teacher_types)
-    hybrid = sum(states.get(kind, per_token * tokens(kind)) for kind in config.layer_types)
-    return teacher, hybrid + heads
-
-
-def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
-    """Bytes a window, its sinks, and the tokens on their way from it to the mixer's state take in one layer."""
-    key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    size = key_and_value * min(length, config.hybrid_window - 1 + config.hybrid_sinks)
-    if config.mixer_sees == "beyond":
-        heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else num_states(config)
-        stepped = dtype.itemsize if config.mixer == "discrete_mamba2" else 4  # the step size is float32
-        waiting = heads * (config.mixer_head_dim * stepped + config.mixer_d_state * dtype.itemsize)
-        size += config.hybrid_window * (waiting + 4 * num_states(config))
-    return size
-
-
-def num_states(config: PreTrainedConfig) -> int:
-    """Recurrent states of a mixer: one per head, or one per key/value head where they share it."""
-    return config.mixer_num_kv_heads if config.mixer_shared_state else config.mixer_num_heads
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
@@ -158,29 +114,6 @@ def choose_attention_layers(options: ConversionConfig, num_layers: int) -> tuple
 def attention_budget(options: ConversionConfig, num_layers: int) -> int:
     """How many layers stay attention when scores choose them: as many as would by even placement."""
     return len(choose_attention_layers(options, num_layers))
-
-
-def with_cache_budget(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoint) -> ConversionConfig:
-    """The options with `cache_bytes` turned into the largest share of attention layers that keeps within it.
-
-    Raises:
-        ValueError: not even the recurrent states fit.
-    """
-    if options.cache_bytes is None:
-        return options
-    options, budget = dataclasses.replace(options, cache_bytes=None, attention_ratio=0.0), options.cache_bytes
-    config = student_config(teacher, options)
-    dtype, kinds = output_dtype(options.dtype, checkpoint.tensors), config.conversion["teacher_layer_types"]
-    for count in range(len(kinds), -1, -1):
-        # the layers that keep most are counted, so that whichever are chosen, the budget holds
-        kept = sorted(kinds)[:count]
-        config.layer_types = [*kept, *[replacement_type(options)] * (len(kinds) - count)]
-        if cache_bytes(config, options.context, dtype)[1] <= parse_size(budget):
-            return dataclasses.replace(options, attention_ratio=count / len(kinds))
-    need = human_bytes(cache_bytes(config, options.context, dtype)[1])
-    raise ValueError(
-        f"cache_bytes {budget} is too little: the mixers' states alone take {need}; give more or a smaller d_state."
-    )
 
 
 def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedConfig:
@@ -279,7 +212,7 @@ def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bo
         "mixer_qk_norm": qk_norm,
         "mixer_decay_bias": options.decay_bias and options.mixer == "discrete_mamba2",
         "mixer_in_bias": has_bias and options.mixer == "mamba1",
-        "mixer_out_bias": options.out_bias,
+        "mixer_out_bias": options.out_bias and options.mixer != "none",
         "mixer_sees": options.mixer_sees,
         "hybrid_window": options.window,
         "hybrid_sinks": options.sinks,
@@ -370,11 +303,12 @@ def describe(plan: Plan) -> str:
     """The plan in a few lines for the console."""
     s = plan.summary()
     layers = layer_letters(s["layer_types"])
-    window = f" beside a window of {s['window']} and {s['sinks']} sinks" if s["window"] else ""
+    mixer = f"{s['mixer']} beside a" if s["mixer"] != "none" else "a"
+    replacement = f"{mixer} window of {s['window']} and {s['sinks']} sinks" if s["window"] else s["mixer"]
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     lines = [
-        f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {s['mixer']}{window}, {s['dtype']}",
+        f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {replacement}, {s['dtype']}",
         f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} mixer)",
         f"tensors     {counts}",
         f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
@@ -390,8 +324,23 @@ def describe(plan: Plan) -> str:
     lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
+    if plan.budget is not None:
+        lines.append(describe_budget(plan.budget))
     for name, reason in s["dropped"].items():
         lines.append(f"dropped     {name}: {reason}")
+    return "\n".join(lines)
+
+
+def describe_budget(report: dict[str, Any]) -> str:
+    """The choices that keep within a budget, what was predicted and measured of each."""
+    lines = [f"budget      {human_bytes(report['bytes'])} at {report['context']} tokens"]
+    for row in report["choices"]:
+        figures = [] if row["predicted"] is None else [f"predicted {row['predicted']:.4f}"]
+        figures += [] if row["measured"] is None else [f"measured {row['measured']['total']:.4f}"]
+        mark = "->" if row["taken"] else "  "
+        lines.append(f"  {mark} {row['choice']} ({human_bytes(row['bytes'])}) {', '.join(figures)}".rstrip())
+    scored = any(row["predicted"] is not None for row in report["choices"])
+    lines.append(f"  {'nats of KL and weighted recall loss' if scored else 'the heads are scored when this is run'}")
     return "\n".join(lines)
 
 
@@ -421,10 +370,9 @@ __all__ = [
     "human_bytes",
     "layer_letters",
     "make_plan",
-    "num_states",
     "output_dtype",
+    "replacement_type",
     "student_config",
     "teacher_layer_types",
     "tensor_shapes",
-    "with_cache_budget",
 ]

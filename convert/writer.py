@@ -4,8 +4,10 @@ The format is a length, a JSON header with every tensor's type, shape and offset
 all shapes beforehand, the header can be written first and the bytes streamed behind it.
 """
 
+import hashlib
 import json
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from .checkpoint import Checkpoint
 from .weight_mapping import Rule
 
+HASH_BLOCK_BYTES = 16 * 2**20
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -103,3 +106,15 @@ def _write_all(file, data: memoryview) -> None:
     done = 0
     while done < len(data):  # an unbuffered write may stop early, at 2 GiB for one
         done += file.write(data[done:])
+
+
+def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:
+    """sha256 of each weights file, as `sha256sum` and the Hub show it; gives up when `stop` is set."""
+    hashes = {}
+    for path in files:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while not stop.is_set() and (block := file.read(HASH_BLOCK_BYTES)):
+                digest.update(block)
+        hashes[path.name] = digest.hexdigest()
+    return hashes

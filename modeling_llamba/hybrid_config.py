@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
+MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
 ACTIVATIONS = ("identity", "silu")
 MIXER_NORMS = ("none", "head", "whole")
@@ -24,7 +24,8 @@ class HybridConfig(PreTrainedConfig):
             a window and sinks beside a mixer) per layer.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
         qk_norm: norm per head on queries and keys: None, "rms" or "layer".
-        mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1".
+        mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
+            layers hold a window and sinks alone.
         mixer_num_heads (H), mixer_num_kv_heads (G, heads of x and B), mixer_head_dim (P), mixer_d_state (N).
         mixer_d_conv: width of the short convolution. mixer_activation: after it, "identity" or "silu".
         mixer_norm: before out_proj, "none", "head" (gated RMSNorm per head) or "whole" (over all heads).
@@ -116,7 +117,7 @@ class HybridConfig(PreTrainedConfig):
         if self.mixer_dt_rank is None and self.mixer == "mamba1":
             self.mixer_dt_rank = -(-self.hidden_size // 16)
         if self.mixer_sees is None:
-            self.mixer_sees = "all" if self.mixer == "mamba1" else "beyond"
+            self.mixer_sees = "all" if self.mixer in ("mamba1", "none") else "beyond"
         if self.hybrid_sink_reach is None:
             self.hybrid_sink_reach = self.max_position_embeddings
         super().__post_init__(**kwargs)
@@ -166,6 +167,8 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("mamba1 has a decay per channel; mixer_shared_state exists for the other mixers.")
         if self.mixer_norm != "none" and self.mixer != "mamba2":
             raise ValueError("mixer_norm exists for the mamba2 mixer only; use 'none'.")
+        if self.mixer == "none" and "linear_attention" in self.layer_types:
+            raise ValueError("layer_types has linear_attention, so mixer must be one of the mixers, not 'none'.")
         self._validate_window()
 
     def _validate_window(self) -> None:
@@ -174,8 +177,8 @@ class HybridConfig(PreTrainedConfig):
                 raise ValueError(
                     "layer_types has hybrid: set hybrid_window to at least 1 and hybrid_sinks to at least 0."
                 )
-            if self.mixer == "mamba1" and self.mixer_sees == "beyond":
-                raise ValueError("mamba1 beside a window sees everything; use mixer_sees 'all'.")
+            if self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
+                raise ValueError(f"With mixer {self.mixer!r} nothing reaches a state late; use mixer_sees 'all'.")
         if self.hybrid_full_heads is None:
             return
         if len(self.hybrid_full_heads) != self.num_hidden_layers:

@@ -18,6 +18,8 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 from .window_attention import Tokens
@@ -186,7 +188,7 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
 
 
 def fit_cache(cache: Cache | None, config) -> None:
-    """Give hybrid layers their own kind of cache layer, in place.
+    """Give hybrid layers their own kind of cache layer, and the others beside them growing keys, in place.
 
     Raises:
         ValueError: the cache was begun by another model, or has no layers made for this one.
@@ -204,6 +206,10 @@ def fit_cache(cache: Cache | None, config) -> None:
             if getattr(layer, "is_initialized", False):
                 raise ValueError(f"Layer {i} of the cache holds the keys of another model.")
             cache.layers[i] = WindowLayer(config.hybrid_window)
+        elif isinstance(layer, StaticLayer) and not layer.is_initialized:
+            # masks are made once for all layers and the heads with full attention, whose keys grow
+            sliding = isinstance(layer, StaticSlidingWindowLayer)
+            cache.layers[i] = DynamicSlidingWindowLayer(config.sliding_window) if sliding else DynamicLayer()
 
 
 def new_cache(config) -> DynamicCache:

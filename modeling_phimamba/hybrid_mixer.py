@@ -12,6 +12,8 @@ alone, and out_proj serves every token.
 near_proj is the teacher's own o_proj, so that the first tokens come out exactly as the teacher has them: everything
 after them attends to them, and a small error there costs more than any other (docs/hybrid_layers.md).
 
+With mixer "none" the layer is the window and the sinks alone, out = out_proj(attention(u)), nothing of it changed.
+
 Shapes: B batch, L length, H heads, E features of the mixer, D head dim.
 """
 
@@ -34,18 +36,17 @@ class HybridMixer(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.attention = WindowAttention(config, layer_idx)
-        self.ssd = MIXER_CLASSES[config.mixer](config, layer_idx)
-        features = self.ssd.out_proj.in_features
-        self.ssd.out_proj = nn.Identity()
+        self.attention_size = self.attention.heads * self.attention.head_dim
+        self.ssd, features = None, 0
+        if config.mixer != "none":
+            self.ssd = MIXER_CLASSES[config.mixer](config, layer_idx)
+            features = self.ssd.out_proj.in_features
+            self.ssd.out_proj = nn.Identity()
         if config.mixer_sees == "beyond":
             self.ssd.delay, self.ssd.skipped = config.hybrid_window, config.hybrid_sinks
-        self.attention_size = self.attention.heads * self.attention.head_dim
         self.sizes = [self.attention_size, features]
-        self.out_proj = nn.Linear(
-            self.attention_size + features,
-            config.hidden_size,
-            bias=config.mixer_out_bias or config.attention_out_bias,
-        )
+        with_bias = config.attention_out_bias or (config.mixer_out_bias and self.ssd is not None)
+        self.out_proj = nn.Linear(self.attention_size + features, config.hidden_size, bias=with_bias)
         # how many tokens of a sequence the window serves alone
         self.near_tokens = 0
         if config.mixer_sees == "beyond":
@@ -71,6 +72,8 @@ class HybridMixer(nn.Module):
         """
         window = unpadded(hidden_states) if window is None else window
         near = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values, **kwargs)
+        if self.ssd is None:
+            return self.out_proj(near)
         if self.training and self.window_dropout:
             kept = torch.rand(near.shape[0], 1, 1, device=near.device) >= self.window_dropout
             near = near * kept.to(near.dtype)

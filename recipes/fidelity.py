@@ -66,11 +66,13 @@ class Yardstick:
         figures = self._scores(hidden)
         figures["perplexity_ratio"] = figures["perplexity"] / self.teacher["perplexity"]
         figures["copy_of_teacher"] = figures["copy"] / max(self.teacher["copy"], 1e-9)
-        if model is not None:
-            figures |= self._generation(model)
-            pairs = zip(figures["continuations"], self.teacher["continuations"], strict=True)
-            figures["greedy_agreement"] = _mean([common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs])
-        return figures
+        return figures if model is None else figures | self.generation(model)
+
+    def generation(self, model: nn.Module) -> dict[str, Any]:
+        """What a student makes of the prompts, and how much of it the teacher does alike."""
+        figures = self._generation(model)
+        pairs = zip(figures["continuations"], self.teacher["continuations"], strict=True)
+        return figures | {"greedy_agreement": _mean([common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs])}
 
     @torch.no_grad()
     def _through(self, hidden: FinalHidden, ids: torch.Tensor) -> torch.Tensor:

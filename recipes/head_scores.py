@@ -24,9 +24,9 @@ from convert.alignment.alignment import load_tokenizer
 from convert.alignment.probes import copy_probe
 from convert.alignment.retrieval import best_kv_heads, retrieval_scores
 from convert.alignment.teacher_model import TeacherModel
+from convert.cache_size import cache_bytes
 from convert.config import make_config
 from convert.head_selection import query_heads
-from convert.plan import cache_bytes
 from convert.teacher import embedded_teacher, find_teacher
 
 from .fidelity import Yardstick, text_rows

@@ -16,7 +16,8 @@ BRANCHES = {"without_window": "attention", "without_mixer": "ssd"}
 
 def hybrid_mixers(model: nn.Module) -> list[nn.Module]:
     """The layers that hold a window beside a mixer, of the installed class or a folder's own."""
-    return [module for module in model.modules() if type(module).__name__ == "HybridMixer"]
+    found = [module for module in model.modules() if type(module).__name__ == "HybridMixer"]
+    return [module for module in found if module.ssd is not None]
 
 
 class WindowDropout(TrainerCallback):

@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from convert.alignment import ClosedFormAligner
 from convert.alignment.alignment import load_tokenizer
+from convert.cache_size import cache_bytes
 from convert.config import make_config
-from convert.plan import cache_bytes
 from convert.teacher import embedded_teacher, find_teacher
 
 from .alignment_ladder import windowed

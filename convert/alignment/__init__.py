@@ -2,6 +2,7 @@
 
 from .align import Progress
 from .alignment import Alignment, ClosedFormAligner
+from .budget import BudgetSearch
 from .settings import AlignmentSettings, read_alignment_file
 
-__all__ = ["Alignment", "AlignmentSettings", "ClosedFormAligner", "Progress", "read_alignment_file"]
+__all__ = ["Alignment", "AlignmentSettings", "BudgetSearch", "ClosedFormAligner", "Progress", "read_alignment_file"]

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from .examination import Examination
 from .hybrid_training import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .mohawk import check_stages
 from .retrieval import best_kv_heads, retrieval_scores
-from .settings import read_alignment_file
+from .settings import AlignmentSettings, read_alignment_file
 from .teacher_model import TeacherModel
 from .text import SAMPLED, documents, sample_rows, token_rows
 
@@ -51,11 +52,21 @@ class Alignment:
 class ClosedFormAligner:
     """One conversion's alignment: the text, the teacher as a model, and where fits are kept.
 
+    Args:
+        prose_tokens: how much text, beside what is fitted on, to keep as `prose`.
+
     Raises:
         ValueError: the text is missing or too short, or the options contradict each other.
     """
 
-    def __init__(self, teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoint, progress: Progress):
+    def __init__(
+        self,
+        teacher: Teacher,
+        options: ConversionConfig,
+        checkpoint: Checkpoint,
+        progress: Progress,
+        prose_tokens: Callable[[AlignmentSettings], int] = lambda settings: 0,
+    ):
         self.teacher, self.options, self.progress = teacher, options, progress
         self.settings = read_alignment_file(options.align_config)
         if options.align == "mohawk":
@@ -77,6 +88,7 @@ class ClosedFormAligner:
                 f"{length} tokens judge the fit. Give at least {(held_out + 1) * length}."
             )
         prose = self.settings.selection.prose_sequences if self.selects else 0
+        prose = max(prose, -(-prose_tokens(self.settings) // length))
         rows = calibration_rows(teacher, self.model, options, length, self.num_fitting + held_out + prose)
         self.ids, self.prose = rows[: self.num_fitting + held_out], rows[self.num_fitting + held_out :]
         self.report: dict[str, Any] = {
@@ -86,9 +98,14 @@ class ClosedFormAligner:
         }
         # layers are scored one by one, so their quick fits know of no other
         steps = self.settings.selection.refine_steps
-        self._quick = dataclasses.replace(self.settings.fit, refine_steps=steps, stream="teacher")
+        self.quick = dataclasses.replace(self.settings.fit, refine_steps=steps, stream="teacher")
         self._caches: list[FitCache] = []
         self.folder = None if options.work_dir is None else Path(options.work_dir).expanduser()
+
+    def follow(self, options: ConversionConfig) -> None:
+        """Fit mixers by other options from now on, on the same text."""
+        self.options, self.selects = options, selection_of(options) in ("kl", "kl+recall")
+        self.model.follow(options)
 
     def choose_layers(self) -> tuple[int, ...]:
         """The layers that stay attention, by what replacing each costs after a quick fit."""
@@ -124,13 +141,13 @@ class ClosedFormAligner:
     def candidates(self) -> tuple[dict[int, torch.nn.Module], Examination, FitCache]:
         """What layers are scored with: a quickly fitted mixer for each, the examination, and where scores are kept."""
         settings = self.settings.selection
-        fits = self.fit(list(range(self.model.num_layers)), self._quick)
+        fits = self.fit(list(range(self.model.num_layers)), self.quick)
         examination = Examination(self.model, self.prose, self.options.seed, settings.probe_length)
         return {layer: mixer for layer, (mixer, _) in fits.items()}, examination, self._scores_cache()
 
     def _scores_cache(self) -> FitCache:
         prose = hashlib.sha256(self.prose.numpy().tobytes()).hexdigest()
-        return self._cache(self._quick, selection=dataclasses.asdict(self.settings.selection), prose=prose)
+        return self.cache(self.quick, selection=dataclasses.asdict(self.settings.selection), prose=prose)
 
     def fit_layers(self, layer_types: list[str]) -> Alignment:
         """Fit the mixers of the replaced layers."""
@@ -175,7 +192,7 @@ class ClosedFormAligner:
         # on the student's stream a fit depends on the layers replaced before it
         placed = {"layers": layers} if settings.stream == "student" else {}
         return fit_mixers(
-            self.model, layers, self.ids, held_out, settings, self._cache(settings, **placed), self.memory,
+            self.model, layers, self.ids, held_out, settings, self.cache(settings, **placed), self.memory,
             self.options.seed, self.progress, self.folder or existing_parent(Path(self.options.output)),
         )  # fmt: skip
 
@@ -185,7 +202,8 @@ class ClosedFormAligner:
             for cache in self._caches:
                 cache.drop_mixers()
 
-    def _cache(self, settings: FitSettings, **more: Any) -> FitCache:
+    def cache(self, settings: FitSettings, **more: Any) -> FitCache:
+        """Where fits and scores are kept that depend on these settings, the mixers of now, and `more`."""
         mixer = {k: v for k, v in self.model.mixer_plan.config.to_dict().items() if k.startswith(("mixer", "hybrid"))}
         rules = self.model.mixer_plan.rules
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.model.checkpoint.files]

@@ -123,6 +123,8 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: in
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
     with torch.no_grad():
         mapped = held_out_error(mixer, data)
+        if isinstance(mixer, HybridMixer) and mixer.ssd is None:  # a window alone stays the teacher's, to the bit
+            return mixer.requires_grad_(False), LayerFit(None, None, mapped, mapped, mapped)
         decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
         solved, ridge = solve_out_proj(mixer, data, settings.ridges)
     if not math.isfinite(solved):

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..config import parse_size
-from ..model_card import ALIGNMENT_NOTES
+from ..model_card import ALIGNMENT_NOTES, alignment_note
 from ..plan import STUDENTS
 from ..weight_mapping import Rule
 from ..writer import plan_shards, write_shards
@@ -101,5 +101,6 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
     config["conversion"] = (config.get("conversion") or {}) | {"align": "mohawk"}
     card = folder / "README.md"
     if card.is_file() and before in ALIGNMENT_NOTES:
-        card.write_text(card.read_text().replace(ALIGNMENT_NOTES[before], ALIGNMENT_NOTES["mohawk"]))
+        note = alignment_note(before, config["mixer"])
+        card.write_text(card.read_text().replace(note, ALIGNMENT_NOTES["mohawk"]))
     config_path.write_text(json.dumps(config, indent=2) + "\n")

@@ -34,6 +34,31 @@ class SelectionSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BudgetSettings:
+    """How heads are scored where a budget of cache chooses."""
+
+    windows: tuple[int, ...] = (32, 256)
+    """Windows at which it is measured what each head costs; others are interpolated."""
+    points: int = 2
+    """Of the line between full attention and windows that is integrated over."""
+    prose_tokens: int = 2048
+    """Length of the text that scores heads, and of another that judges the best choices."""
+    answers: int = 32
+    """Tokens to be recalled from far away, per text."""
+    state: bool = True
+    """Whether a mixer beside the window comes into question; to know, one is fitted in every layer."""
+
+    def __post_init__(self):
+        for name in ("points", "answers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not self.windows or min(self.windows) < 1:
+            raise ValueError(f"windows must be at least 1, not {self.windows}.")
+        if self.prose_tokens < 4 * self.answers:
+            raise ValueError(f"prose_tokens {self.prose_tokens} has no room for two times {self.answers} answers.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageSettings:
     """One stage of MOHAWK."""
 
@@ -115,6 +140,7 @@ class AlignmentSettings:
     convolution and open gate; or mapped with Mamba in the Llama's random remainder."""
     fit: FitSettings = field(default_factory=FitSettings)
     selection: SelectionSettings = field(default_factory=SelectionSettings)
+    budget: BudgetSettings = field(default_factory=BudgetSettings)
     matrix_orientation: OrientationSettings = field(default_factory=OrientationSettings)
     hidden_state_alignment: HiddenStateSettings = field(default_factory=lambda: HiddenStateSettings(tokens=100_000))
     distillation: DistillationSettings = field(

@@ -66,6 +66,12 @@ class TeacherModel:
         placement = {"attention_layers": None, "layer_pattern": None, "attention_heads": None}
         return make_plan(self.teacher, dataclasses.replace(self.options, **placement | changes), checkpoint)
 
+    def follow(self, options: ConversionConfig) -> None:
+        """Make mixers by other options from now on; the teacher stays."""
+        self.options = options
+        self.mixer_plan = self._plan(self.checkpoint, attention_ratio=0.0, attention_heads=options.attention_heads)
+        self._mixer_rules = {rule.target: rule for rule in self.mixer_plan.rules}
+
     def keep_heads(self, heads: Heads) -> None:
         """Full attention on these heads, in the mixers that are made from now on."""
         self.mixer_plan = self._plan(self.checkpoint, attention_ratio=0.0, attention_heads=as_text(heads))

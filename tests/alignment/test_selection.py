@@ -164,12 +164,15 @@ def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
         )
         assert plan.config.layer_types.count("full_attention") == attention, (budget, context)
     done = aligned(
-        saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--cache-bytes", "300KB", "--context", 1000
-    )
+        saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--cache-bytes", "300KB", "--context", 1000,
+        "--layer-selection", "kl+recall",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"].count("full_attention") == 2
     check_one_line_error(
-        run(saved_teacher("llama-gqa"), tmp_path / "no", "--cache-bytes", "1KB"), "too little", "states alone take"
+        run(saved_teacher("llama-gqa"), tmp_path / "no", "--cache-bytes", "1KB"),
+        "too little",
+        "states alone take",
     )
 
 

@@ -46,7 +46,7 @@ def test_plan_figures_are_right(saved_teacher):
             [layer.keys, layer.values] if hasattr(layer, "keys") else [layer.conv_states[0], layer.recurrent_states[0]]
         )
         held += sum(t.numel() * t.element_size() for t in tensors)
-    from convert.plan import cache_bytes
+    from convert.cache_size import cache_bytes
 
     assert cache_bytes(plan.config, 50, torch.float32)[1] == held
     assert plan.summary()["state_bytes"] == cache_bytes(plan.config, 0, torch.float32)[1] > 0

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.closed_form import FitSettings, fit_layer, held_out_error, refine
+from convert.cache_size import cache_bytes
 from convert.config import make_config
-from convert.plan import cache_bytes
+from convert.mohawk import train_existing
 from tests.alignment.tiny import layer_data, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
@@ -25,7 +26,7 @@ def converted(folder, output, **options):
 
 
 @every_teacher
-@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1", "none"])
 @torch.no_grad()
 def test_a_window_that_sees_everything_is_the_teacher(name, mixer, saved_teacher, tmp_path):
     """Nothing is fitted, so out_proj holds the teacher's o_proj for the window and nothing for the mixer."""
@@ -51,10 +52,10 @@ def test_without_a_fit_it_is_the_teacher_that_sees_only_window_and_sinks(saved_t
 
 
 @pytest.mark.parametrize("shared_state", [False, True])
-@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
+@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1", "none"])
 @torch.no_grad()
 def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, shared_state, saved_teacher, tmp_path):
-    options = dict(mixer=mixer, shared_state=shared_state and mixer != "mamba1", window=5, sinks=2)
+    options = dict(mixer=mixer, shared_state=shared_state and mixer not in ("mamba1", "none"), window=5, sinks=2)
     hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
     cache = hybrid(random_ids(1, LENGTH)).past_key_values
     planned = cache_bytes(plan.config, LENGTH, torch.float32)[1]
@@ -119,6 +120,9 @@ def test_the_stages_train_window_and_mixer_alike(saved_teacher, tmp_path):
         (dict(window=8, sinks=-1), "sinks cannot be negative"),
         (dict(window=8, mixer="mamba1", mixer_sees="beyond"), "mamba1 beside a window"),
         (dict(window=8, mixer_sees="most"), "mixer_sees must be one of"),
+        (dict(mixer="none"), "say how wide"),
+        (dict(mixer="none", window=8, mixer_sees="all"), "sees nothing"),
+        (dict(mixer="none", window=8, shared_state=True), "no state"),
     ],
 )
 def test_windows_that_make_no_sense_are_refused(options, message):
@@ -129,6 +133,51 @@ def test_windows_that_make_no_sense_are_refused(options, message):
 def test_a_window_wider_than_the_teachers_own_is_refused(saved_teacher, tmp_path):
     with pytest.raises(ValueError, match="larger than the teacher's own"):
         converted(saved_teacher("mistral-window"), tmp_path / "out", window=9)
+
+
+def test_a_window_alone_is_the_teacher_behind_it_and_says_so(saved_teacher, tmp_path):
+    options = dict(window=4, sinks=1, mixer="none", calibration_dataset="sampled", calibration_tokens=320)
+    (tmp_path / "align.yaml").write_text("{sequence_length: 32, held_out_sequences: 2}")
+    aligned, plan = converted(
+        saved_teacher("phi"), tmp_path / "out", align="closed-form", attention_ratio=0.5,
+        align_config=str(tmp_path / "align.yaml"), **options,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    assert all(fit["mapped"] == fit["refined"] > 0 for fit in report["held_out_error"].values())
+    assert "no weight was changed" in (tmp_path / "out" / "README.md").read_text()
+    assert plan.summary()["state_bytes"] == 0
+    layers = ",".join(map(str, plan.summary()["attention_layers"]))
+    mapped, _ = converted(
+        saved_teacher("phi"), tmp_path / "mapped", align="none", attention_ratio=None, attention_layers=layers,
+        window=4, sinks=1, mixer="none",
+    )  # fmt: skip
+    ids = random_ids(2, LENGTH)
+    torch.testing.assert_close(aligned(ids).logits, mapped(ids).logits, rtol=0, atol=0)
+
+
+def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
+    folder = saved_teacher("llama-gqa")
+    before, _ = converted(folder, tmp_path / "window", mixer="none", window=3, sinks=1)
+    stage = "{tokens: 2560, sequences: 4, learning_rate: 2e-4}"
+    (tmp_path / "align.yaml").write_text(
+        f"{{sequence_length: 32, held_out_sequences: 2, hidden_state_alignment: {stage}, distillation: {stage}}}"
+    )
+    options = make_config(
+        model=str(folder), output=str(tmp_path / "out"), calibration_dataset="sampled",
+        align_config=str(tmp_path / "align.yaml"),
+    )  # fmt: skip
+    report = train_existing(tmp_path / "window", options, (2, 3), None, None, lambda *args: None)
+    hidden = report["hidden_state_alignment"]
+    assert hidden["held_out_loss_after"] < hidden["held_out_loss_before"]
+    assert report["distillation"]["held_out_kl_after"] < report["distillation"]["held_out_kl_before"]
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert after.config.mixer == "none" and "Aligned with MOHAWK" in (tmp_path / "out" / "README.md").read_text()
+    assert not torch.equal(after.model.layers[0].mixer.out_proj.weight, before.model.layers[0].mixer.out_proj.weight)
+
+
+def test_options_of_a_mixer_without_one_warn():
+    with pytest.warns(UserWarning, match="gate_bias has no effect without a mixer"):
+        make_config(model="m", output="o", window=4, mixer="none", gate_bias=False)
 
 
 @pytest.mark.parametrize("options", [dict(sinks=2), dict(mixer_sees="all")])

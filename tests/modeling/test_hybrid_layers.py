@@ -116,6 +116,15 @@ def test_everything_kept_is_the_teachers_attention(full):
     torch.testing.assert_close(m(u, rotary, window=inputs), teacher(u, rotary, mask)[0], rtol=1e-4, atol=1e-6)
 
 
+@torch.no_grad()
+def test_no_mixer_leaves_the_attention_and_its_out_proj():
+    m, u, rotary = layer_and_input("none", hybrid_window=6, hybrid_sinks=2)
+    index = torch.arange(LENGTH).expand(2, LENGTH)
+    expected = m.out_proj(dense_attention(m.attention, u, m.attention.full_heads, LENGTH))
+    torch.testing.assert_close(m(u, rotary, window=WindowInputs(index)), expected, rtol=1e-5, atol=1e-6)
+    assert {name.split(".")[0] for name, _ in m.named_parameters()} == {"attention", "out_proj"}
+
+
 @pytest.mark.parametrize("mixer", MIXER_CLASSES)
 @torch.no_grad()
 def test_nothing_but_the_mixer_is_the_plain_mixer(mixer):
@@ -187,8 +196,10 @@ def test_caches_of_other_models_are_refused():
         (dict(hybrid_window=None), "hybrid_window"),
         (dict(hybrid_window=0), "hybrid_window"),
         (dict(hybrid_sinks=-1), "hybrid_sinks"),
-        (dict(mixer="mamba1", mixer_d_state=4, mixer_decay_bias=False, mixer_sees="beyond"), "mamba1 beside a window"),
+        (dict(mixer="mamba1", mixer_d_state=4, mixer_decay_bias=False, mixer_sees="beyond"), "reaches a state late"),
         (dict(mixer_sees="some"), "mixer_sees"),
+        (dict(mixer="none", mixer_decay_bias=False, mixer_sees="beyond"), "nothing reaches a state late"),
+        (dict(mixer="none", mixer_decay_bias=False, layer_types=["linear_attention"] * 4), "one of the mixers"),
         (dict(hybrid_full_heads=[[0]]), "for each of 4 layers"),
         (dict(hybrid_full_heads=[[0], [0, 0], [], []]), "different heads"),
         (dict(hybrid_full_heads=[[99], [], [], []]), "below 4"),

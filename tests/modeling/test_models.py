@@ -15,6 +15,7 @@ CASES += [
     ("llamba", "discrete_mamba2", "beside"),
     ("phimamba", "mamba2", "beside-only"),
     ("llamba", "mamba1", "beside-only"),
+    ("llamba", "none", "beside-only"),
 ]
 CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
@@ -158,10 +159,12 @@ def test_batched_generation_equals_one_at_a_time(family, mixer, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", ["pure", "hybrid"])
+@pytest.mark.parametrize(
+    "mixer, pattern", [("discrete_mamba2", p) for p in ("pure", "hybrid", "beside")] + [("none", "beside-only")]
+)
 @torch.no_grad()
-def test_beam_search_and_sampling(family, pattern):
-    model = make_student(family, pattern=pattern)
+def test_beam_search_and_sampling(family, mixer, pattern):
+    model = make_student(family, mixer, pattern)
     ids = random_ids(2, 9)
     options = dict(max_new_tokens=8, eos_token_id=None, num_beams=3, do_sample=False)
     with_cache = model.generate(ids, **options)
@@ -172,7 +175,7 @@ def test_beam_search_and_sampling(family, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", ["pure", "hybrid", "window"])
+@pytest.mark.parametrize("pattern", ["pure", "hybrid", "window", "beside"])
 @torch.no_grad()
 def test_static_cache_generates_the_same(family, pattern):
     model = make_student(family, pattern=pattern)
@@ -183,7 +186,7 @@ def test_static_cache_generates_the_same(family, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", ["pure", "hybrid", "attention"])
+@pytest.mark.parametrize("pattern", ["pure", "hybrid", "attention", "beside"])
 @torch.no_grad()
 def test_generation_continues_from_a_returned_cache(family, pattern):
     model = make_student(family, pattern=pattern)
@@ -214,7 +217,7 @@ def test_caches_are_transformers_own():
 @torch.no_grad()
 def test_positions_count_on_through_a_cache():
     """Trap: restarting positions at 0 with a cache moves every rotary embedding."""
-    for pattern in ("pure", "hybrid"):
+    for pattern in ("pure", "hybrid", "beside"):
         model = make_student(pattern=pattern)
         ids = random_ids(1, 20)
         out = model(ids[:, :12], use_cache=True)

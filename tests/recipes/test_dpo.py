@@ -25,6 +25,7 @@ def world(tmp_path_factory):
         "phi": phi,
         "llamba": save_hybrid(teacher, folder / "llamba"),
         "phimamba": save_hybrid(phi, folder / "phimamba"),
+        "beside": save_hybrid(teacher, folder / "beside", window=4, sinks=1),
         "data": preferences(folder / "pairs"),
         "chats": conversations(folder / "chats", count=4, test=2),
     }
@@ -47,8 +48,9 @@ def answer_log_prob(model, tokenizer, prompt, answer) -> float:
     return picked.sum().item()
 
 
-@pytest.mark.parametrize("precompute", ("false", "true"))
-@pytest.mark.parametrize("student", ("llamba", "phimamba"))
+@pytest.mark.parametrize(
+    "student, precompute", [(s, p) for s in ("llamba", "phimamba") for p in ("false", "true")] + [("beside", "false")]
+)
 def test_rewards_are_against_the_teacher(student, precompute, world, tmp_path):
     options = ("--beta", "0.2", "--precompute_ref_log_probs", precompute, "--per_device_eval_batch_size", "4")
     report = dpo.main(arguments(world, tmp_path / "out", *options, student=student))

@@ -1,0 +1,54 @@
+"""What a sequence keeps while generating, in bytes: keys and values, windows, recurrent states."""
+
+import torch
+from transformers import PreTrainedConfig
+
+CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
+"""Tokens at which sizes are shown."""
+
+
+def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes one sequence of `length` tokens keeps while generating: the teacher's, and the hybrid's.
+
+    Keys and values in `dtype`; recurrent states in float32; a sliding window keeps its window.
+    """
+    per_token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    inner = config.mixer_num_heads * config.mixer_head_dim
+    recurrent = num_states(config) * config.mixer_head_dim * config.mixer_d_state * 4
+    channels = inner
+    if config.mixer != "mamba1":
+        channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
+        channels += config.mixer_num_heads * config.mixer_d_state
+    state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
+    if config.mixer == "none":
+        state = 0
+    window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
+    states = {"linear_attention": state, "hybrid": state + window}
+
+    def tokens(layer_type: str) -> int:
+        return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
+
+    shared = config.num_attention_heads // config.num_key_value_heads
+    kept = sum(len({head // shared for head in heads}) for heads in config.hybrid_full_heads or ())
+    heads = kept * per_token // config.num_key_value_heads * length
+    teacher_types = config.conversion["teacher_layer_types"]
+    teacher = sum(per_token * tokens(kind) for kind in teacher_types)
+    hybrid = sum(states.get(kind, per_token * tokens(kind)) for kind in config.layer_types)
+    return teacher, hybrid + heads
+
+
+def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
+    """Bytes a window, its sinks, and the tokens on their way from it to the mixer's state take in one layer."""
+    key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    size = key_and_value * min(length, config.hybrid_window - 1 + config.hybrid_sinks)
+    if config.mixer_sees == "beyond":
+        heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else num_states(config)
+        stepped = dtype.itemsize if config.mixer == "discrete_mamba2" else 4  # the step size is float32
+        waiting = heads * (config.mixer_head_dim * stepped + config.mixer_d_state * dtype.itemsize)
+        size += config.hybrid_window * (waiting + 4 * num_states(config))
+    return size
+
+
+def num_states(config: PreTrainedConfig) -> int:
+    """Recurrent states of a mixer: one per head, or one per key/value head where they share it."""
+    return config.mixer_num_kv_heads if config.mixer_shared_state else config.mixer_num_heads

@@ -1,0 +1,242 @@
+"""A budget of cache spent on layers, heads, window and state together: costs, choices, the command."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import convert.alignment.budget as budget_search
+from convert import convert
+from convert.alignment.head_costs import final_hidden, gated_heads, gated_layers, integrated_costs
+from convert.alignment.teacher_model import replaced
+from convert.cache_budget import HeadCosts, best_choices, budget_of, interpolated
+from convert.cache_size import cache_bytes
+from convert.config import make_config
+from convert.pipeline import plan_conversion
+from convert.teacher import find_teacher
+from tests.alignment.tiny import teacher_model
+from tests.convert.test_bad_input import check_one_line_error, run_as_is
+from tests.teachers import random_ids
+
+CONTEXT, SHAPE = 400, (4, 2)
+WINDOW = {"window": 5, "sinks": 1, "mixer": "none"}
+
+
+def budget(folder, **options):
+    found = find_teacher(str(folder))
+    settings = dict(model=str(folder), output="o", context=CONTEXT, cache_ratio=0.5) | options
+    if "cache_bytes" in options:
+        settings.pop("cache_ratio")
+    return budget_of(make_config(**settings), found, found.open_weights())
+
+
+def made_up_costs(kl, recall=0.0, left=None):
+    """Costs of 4 layers by 2 heads that fall as 1 / window."""
+    table = torch.as_tensor(kl, dtype=torch.float64)
+    return HeadCosts(
+        {w: (table / w).tolist() for w in (4, 16, 64)}, torch.full(SHAPE, recall).tolist(), left, CONTEXT, 0.3
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "phi-gqa-qk-norm"])
+@torch.no_grad()
+def test_gates_lead_from_the_teacher_to_its_windows(name, saved_teacher):
+    model = teacher_model(saved_teacher(name), **WINDOW)
+    ids = random_ids(2, 30)
+    mixers = {layer: model.mixer(layer) for layer in range(4)}
+    teacher = final_hidden(model, ids)
+    with replaced(model.whole(), mixers):
+        windows = final_hidden(model, ids)
+    for gate, expected in ((0.0, teacher), (1.0, windows)):
+        with gated_heads(model, 5, 1, torch.full((4, 4), gate)):
+            torch.testing.assert_close(final_hidden(model, ids), expected, rtol=1e-4, atol=1e-5)
+        with gated_layers(model, mixers, torch.full((4,), gate)):
+            torch.testing.assert_close(final_hidden(model, ids), expected, rtol=1e-4, atol=1e-5)
+    only = torch.zeros(4, 4)
+    only[2] = 1.0
+    with gated_heads(model, 5, 1, only), replaced(model.whole(), {}):
+        one = final_hidden(model, ids)
+    with replaced(model.whole(), {2: mixers[2]}):
+        torch.testing.assert_close(one, final_hidden(model, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_costs_of_heads_add_up_to_what_all_windows_cost(saved_teacher):
+    model, ids = teacher_model(saved_teacher("llama-gqa"), **WINDOW), random_ids(2, 30)
+    with torch.no_grad():
+        reference = final_hidden(model, ids)
+        with gated_heads(model, 5, 1, torch.ones(4, 4)):
+            whole = (final_hidden(model, ids) - reference).square().mean().item()
+
+    def loss(hidden):
+        return (hidden - reference).square().mean()
+
+    costs = integrated_costs(model, ids, loss, (4, 4), lambda gates: gated_heads(model, 5, 1, gates), points=12)
+    assert costs.sum().item() == pytest.approx(whole, rel=0.02)
+    assert all(p.grad is None for p in model.model.parameters())
+
+
+def test_interpolation_between_measured_windows():
+    costs = {8: 0.8, 32: 0.2, 128: 0.05}
+    assert interpolated(costs, 32, 1000) == pytest.approx(0.2)
+    assert interpolated(costs, 16, 1000) == pytest.approx(0.4)
+    assert interpolated(costs, 4, 1000) == pytest.approx(1.6)
+    assert interpolated(costs, 564, 1000) == pytest.approx(0.025)
+    assert interpolated(costs, 1000, 1000) == 0.0
+
+
+def test_recall_counts_for_what_lies_beyond_the_window():
+    costs = made_up_costs(torch.ones(SHAPE), recall=2.0, left=[0.5, 1.0, 1.0, 1.0])
+    near, far = costs.at(4, False), costs.at(200, False)
+    assert near[0][0] == pytest.approx(1 / 4 + 0.3 * 2.0 * (1 - 4 / CONTEXT))
+    assert far[0][0] - interpolated({w: 1 / w for w in (4, 16, 64)}, 200, CONTEXT) == pytest.approx(0.3)
+    assert costs.at(4, True)[0][0] == pytest.approx(near[0][0] / 2) and costs.at(4, True)[1] == near[1]
+
+
+def test_choices_keep_within_the_budget_and_use_it(saved_teacher):
+    spent = budget(saved_teacher("llama-gqa"))
+    kl = torch.ones(SHAPE)
+    kl[1, 0] = kl[3] = 100.0
+    choices = best_choices(spent, made_up_costs(kl), 16)
+    assert [c.predicted for c in choices] == sorted(c.predicted for c in choices)
+    assert choices[0].kept == ((1, 0), (3, 0), (3, 1)) and not choices[0].has_state
+    assert choices[0].layers(SHAPE) == (3,) and choices[0].heads(SHAPE) == [(1, 0)]
+    for choice in choices:
+        plan = plan_conversion(spent.applied(choice))
+        assert cache_bytes(plan.config, CONTEXT, torch.float32)[1] == choice.nbytes <= spent.nbytes
+        if not choice.has_state:  # one token more and it would be too much
+            assert spent.sizes(False)(choice.kept, choice.window + 1) > spent.nbytes
+    assert {c.has_state for c in choices} == {False, True}
+    with_state = best_choices(spent, made_up_costs(kl, left=[0.0] * 4), 16)[0]
+    assert with_state.has_state and with_state.predicted == 0.0
+
+
+@pytest.mark.parametrize(
+    "options, window, kept",
+    [
+        (dict(window=9), {9}, None),
+        (dict(attention_heads="1:0,1:1,2:3"), None, ((1, 0), (2, 1))),
+        (dict(attention_heads="2"), None, 2),
+        (dict(attention_layers="2", window=6), {6}, None),
+        (dict(attention_layers="2", attention_heads="0:1"), None, ((0, 0), (2, 0), (2, 1))),
+    ],
+)
+def test_what_is_said_stays(options, window, kept, saved_teacher):
+    spent = budget(saved_teacher("llama-gqa"), **options)
+    choices = best_choices(spent, made_up_costs(torch.rand(SHAPE)), 16)
+    for choice in (*choices, *spent.what_fits()):
+        assert window is None or choice.window in window
+        assert kept is None or (len(choice.kept) if isinstance(kept, int) else choice.kept) == kept
+        assert "attention_layers" not in options or 2 in choice.layers(SHAPE)
+        assert choice.nbytes <= spent.nbytes
+
+
+def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
+    folder = saved_teacher("llama-gqa")
+    assert budget(folder).states() == (False, True)
+    assert budget(folder, mixer="none").states() == (False,)
+    for said in (dict(mixer="mamba2"), dict(shared_state=True), dict(mixer_sees="all"), dict(gate_bias=False)):
+        assert budget(folder, **said).states() == (True,)
+    assert budget(folder, align="none") is budget(folder, layer_selection="kl") is None
+    assert budget(saved_teacher("mistral-window")) is None, "its heads may not see more than they do"
+    for said in (dict(attention_layers="1"), dict(attention_heads="2"), dict(mixer="none")):
+        with pytest.raises(ValueError, match="own layers see a window"):
+            budget(saved_teacher("mistral-window"), **said)
+    with pytest.raises(ValueError, match="too little"):
+        best_choices(budget(folder, cache_bytes="100"), made_up_costs(torch.ones(SHAPE)), 16)
+
+
+@pytest.fixture
+def align_file(tmp_path):
+    settings = {
+        "sequence_length": 32, "held_out_sequences": 2, "fit": {"refine_steps": 0},
+        "budget": {"windows": [4, 12], "prose_tokens": 64, "answers": 4, "points": 2},
+    }  # fmt: skip
+    (tmp_path / "align.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "align.yaml"
+
+
+def converted(folder, output, align_file, **options):
+    options = dict(
+        calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), context=CONTEXT,
+        cache_ratio=0.4,
+    ) | options  # fmt: skip
+    return convert(str(folder), output, **options)
+
+
+def test_the_command_chooses_measures_and_keeps_what_it_found(saved_teacher, tmp_path, align_file, monkeypatch):
+    folder, work = saved_teacher("llama-gqa"), tmp_path / "work"
+    plan = converted(folder, tmp_path / "out", align_file, work_dir=str(work), measure=9)
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())["budget"]
+    (taken,) = [row for row in report["choices"] if row["taken"]]
+    assert taken["measured"]["total"] == min(row["measured"]["total"] for row in report["choices"])
+    assert taken["bytes"] == cache_bytes(plan.config, CONTEXT, torch.float32)[1] <= report["bytes"]
+    assert {"a state" in row["choice"] for row in report["choices"]} == {True, False}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = random_ids(1, 40)
+    cache = model(ids[:, :30], use_cache=True).past_key_values
+    stepped = model(ids[:, 30:], past_key_values=cache).logits
+    torch.testing.assert_close(stepped, model(ids).logits[:, 30:], rtol=1e-4, atol=1e-4)
+
+    def fail(*args):
+        raise AssertionError("this was found before")
+
+    monkeypatch.setattr(budget_search, "integrated_costs", fail)
+    monkeypatch.setattr(budget_search.BudgetSearch, "_measure", fail)
+    again = converted(folder, tmp_path / "again", align_file, work_dir=str(work), measure=9)
+    assert again.budget["choices"] == report["choices"]
+
+
+def test_the_measure_is_the_models_own(saved_teacher, tmp_path, align_file):
+    """What is reported of the choice taken, computed again from the checkpoint that was written."""
+    folder = saved_teacher("llama-gqa")
+    converted(folder, tmp_path / "out", align_file, mixer="none", work_dir=str(tmp_path / "work"))
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())["budget"]
+    (taken,) = [row for row in report["choices"] if row["taken"]]
+    options = dict(calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), mixer="none")
+    spent = budget(folder, cache_ratio=0.4, **options)
+    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
+    teacher = search.model.whole()
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        of_teacher, of_student = (m(search.judging).logits.log_softmax(-1) for m in (teacher, student))
+    kl = (of_teacher.exp() * (of_teacher - of_student)).sum(-1).mean().item()
+    assert taken["measured"]["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-6)
+
+
+def test_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.checkpoint.SafetensorsCheckpoint.read_rows", None)
+    flags = ("--align", "closed-form", "--cache-ratio", 0.5, "--context", CONTEXT, "--dry-run")
+    done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "-> window" in done.stderr and "heads with full attention" in done.stderr and "a state beside" in done.stderr
+    )
+    shown = json.loads(run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags, "--json").stdout)
+    assert all(row["bytes"] <= shown["budget"]["bytes"] for row in shown["budget"]["choices"])
+    assert shown["window"] > 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (("--cache-ratio", "0.5", "--cache-bytes", "1MB"), "contradict"),
+        (("--cache-ratio", "0.5", "--attention-ratio", "0.5"), "contradict"),
+        (("--cache-ratio", "1.5"), "in (0, 1]"),
+        (("--cache-ratio", "0.5", "--measure", "-1"), "cannot be negative"),
+        (("--cache-ratio", "0.5", "--attention-layers", "1", "--align", "none"), "contradict"),
+        (("--cache-ratio", "0.0001"), "too little"),
+        (("--cache-ratio", "0.5", "--window", "5000"), "too little"),
+        (("--cache-ratio", "0.5", "--attention-heads", "9:0"), "layers are 0 to 3"),
+    ],
+)
+def test_contradictions(flags, expected, saved_teacher, tmp_path):
+    align = () if "--align" in flags else ("--align", "closed-form")
+    done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *align, *flags, "--dry-run")
+    check_one_line_error(done, expected)
+
+
+def test_measure_without_a_budget_warns():
+    with pytest.warns(UserWarning, match="measure has no effect"):
+        make_config(model="m", output="o", measure=2)
