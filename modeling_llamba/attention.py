@@ -10,6 +10,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .growing_keys import update_keys
 from .norms import head_norm
 from .rotary import apply_rotary
 
@@ -77,7 +78,7 @@ class SoftmaxAttention(nn.Module):
         query = apply_rotary(query.transpose(1, 2), cos, sin, head_dim_axis=1)
         key = apply_rotary(key.transpose(1, 2), cos, sin, head_dim_axis=1)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = update_keys(past_key_values, self.layer_idx, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         output, probabilities = attend(
             self,

@@ -12,7 +12,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybri
 ACTIVATIONS = ("identity", "silu")
 MIXER_NORMS = ("none", "head", "whole")
 QK_NORMS = (None, "rms", "layer")
-BACKENDS = ("auto", "torch", "mamba_ssm")
+BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 SEES = ("all", "beyond")
 
 
@@ -41,7 +41,8 @@ class HybridConfig(PreTrainedConfig):
         hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
-        mixer_chunk_size: tokens per chunk of the scan. mixer_backend: "auto", "torch" or "mamba_ssm".
+        mixer_chunk_size: tokens per chunk of the scan. mixer_backend: "auto", "torch", "mamba_ssm" or "fla"; the
+            environment variable HYBRID_SSD_BACKEND overrides it.
         conversion: where the weights come from; written by convert-to-hybrid.
     """
 
@@ -161,7 +162,7 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("mamba1 with mixer_rotary needs mixer_d_state == mixer_head_dim.")
         if self.mixer_decay_bias and self.mixer != "discrete_mamba2":
             raise ValueError("mixer_decay_bias exists for discrete_mamba2 only; the other mixers have dt_bias.")
-        if self.mixer_backend == "mamba_ssm" and self.mixer == "mamba1":
+        if self.mixer_backend in ("mamba_ssm", "fla") and self.mixer == "mamba1":
             raise ValueError("mamba1 runs on the torch scan only; use mixer_backend 'auto' or 'torch'.")
         if self.mixer_shared_state and self.mixer == "mamba1":
             raise ValueError("mamba1 has a decay per channel; mixer_shared_state exists for the other mixers.")

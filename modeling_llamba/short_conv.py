@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 try:
-    from causal_conv1d import causal_conv1d_fn
+    from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 except ImportError:
-    causal_conv1d_fn = None
+    causal_conv1d_fn = causal_conv1d_update = None
 
 
 class ShortConv(nn.Module):
@@ -30,23 +30,33 @@ class ShortConv(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(
-        self, x: torch.Tensor, seq_idx: torch.Tensor | None = None, past: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        seq_idx: torch.Tensor | None = None,
+        past: torch.Tensor | None = None,
+        joined: torch.Tensor | None = None,
+        in_place: bool = False,
     ) -> torch.Tensor:
         """Convolve.
 
         Args:
             x: (B, L, C). seq_idx: (B, L) or None; the kernel does not look across sequences.
             past: (B, C, >= K - 1) inputs right before x, or None for zeros.
+            joined: for one token, (B, C, >= K) past and x in one; instead of past.
+            in_place: for one token, by a kernel that adds x to past (B, C, K); where `steps_in_place`.
 
         Returns:
             (B, L, C), after the activation.
         """
+        if joined is not None:
+            return self._step(joined)
+        if in_place:
+            return self._step_in_place(x, past)
         K = self.kernel_size
         if past is None and causal_conv1d_fn is not None and x.is_cuda:
             seq = None if seq_idx is None else seq_idx.int().contiguous()
-            activation = None if self.activation == "identity" else self.activation
             weight = self.weight.squeeze(1)
-            return causal_conv1d_fn(x.mT, weight, self.bias, seq_idx=seq, activation=activation).mT
+            return causal_conv1d_fn(x.mT, weight, self.bias, seq_idx=seq, activation=self._kernel_activation).mT
         dtype = torch.promote_types(x.dtype, torch.float32)
         taps, bias = self.weight.to(dtype)[:, 0].T, self.bias.to(dtype)
         if seq_idx is not None:
@@ -56,8 +66,29 @@ class ShortConv(nn.Module):
                 x.new_zeros(x.shape[0], K - 1, x.shape[2]) if past is None else past[..., past.shape[-1] - K + 1 :].mT
             )
             y = self._sum_of_taps(torch.cat([left, x], dim=1).to(dtype), taps, x.shape[1])
-        y = y + bias
-        return (F.silu(y) if self.activation == "silu" else y).to(x.dtype)
+        return self._activated(y + bias, x.dtype)
+
+    def _step(self, inputs: torch.Tensor) -> torch.Tensor:
+        """One token: (B, C, >= K) inputs up to and with it -> (B, 1, C)."""
+        dtype = torch.promote_types(inputs.dtype, torch.float32)
+        y = (inputs[..., -self.kernel_size :].to(dtype) * self.weight.to(dtype)[:, 0]).sum(-1)
+        return self._activated(y + self.bias.to(dtype), inputs.dtype)[:, None]
+
+    def steps_in_place(self, x: torch.Tensor) -> bool:
+        """Whether a kernel takes one token of x, updating the remembered inputs."""
+        return causal_conv1d_update is not None and x.is_cuda and not (torch.is_grad_enabled() and x.requires_grad)
+
+    def _step_in_place(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        """One token (B, 1, C) by causal-conv1d's kernel; it joins `past` (B, C, K), in place."""
+        weight = self.weight.squeeze(1)
+        return causal_conv1d_update(x[:, 0], past, weight, self.bias, activation=self._kernel_activation)[:, None]
+
+    @property
+    def _kernel_activation(self) -> str | None:
+        return None if self.activation == "identity" else self.activation
+
+    def _activated(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (F.silu(y) if self.activation == "silu" else y).to(dtype)
 
     def _sum_of_taps(self, x: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
         """K shifted products: a grouped conv1d can take tens of times as long on a CPU, most of all in bf16."""

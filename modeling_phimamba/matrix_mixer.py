@@ -20,7 +20,7 @@ from .norms import RMSNorm, head_norm
 from .recording import Recorded, recorded_by
 from .rotary import apply_rotary
 from .short_conv import ShortConv
-from .ssd import repeat_groups, ssd_advance, ssd_matrix, ssd_read, ssd_scan, ssd_step
+from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_read, ssd_scan, ssd_step
 
 # silu(z) = 1 here, so a gate whose projection is zero lets everything through.
 OPEN_GATE = 1.278464542761074
@@ -129,12 +129,13 @@ class SSDMixer(nn.Module):
             y, state = ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], streams.C[:, 0])
             y = y[:, None]
         else:
-            size, backend = self.config.mixer_chunk_size, self.config.mixer_backend
+            size, backend = self.config.mixer_chunk_size, requested_backend(self.config.mixer_backend)
             y, state = ssd_scan(x, log_a, B, streams.C, state, seq_idx, size, backend)
         return self._skip(y, streams), state
 
     def _skip(self, y, streams):
-        return y + self.D.to(y.dtype)[:, None] * repeat_groups(streams.x, self.num_heads).to(y.dtype)
+        x = repeat_groups(streams.x, self.num_heads)
+        return torch.addcmul(y, self.D.to(y.dtype)[:, None], x.to(y.dtype))
 
     def _read(self, streams, state, recorded: Recorded, index, waiting):
         """y (B, L, H, P) from the state at the checkpoint and what was recorded since, these tokens included."""
@@ -243,9 +244,13 @@ def convolve_with_cache(
         past = past if recorded.conv is None else recorded.conv
         recorded.conv = torch.cat([past, x.mT], dim=-1)
         return conv(x, None, past)
-    past = past.clone() if past is not None else None
-    cache.update_conv_state(x.transpose(1, 2), layer_idx, conv_kernel_size=conv.kernel_size)
-    return conv(x, seq_idx, past)
+    continues = past is not None and cache.has_previous_state(layer_idx)
+    if continues and x.shape[1] == 1 and conv.steps_in_place(x):
+        return conv(x, None, past, in_place=True)
+    inputs = cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)
+    if continues and x.shape[1] == 1:
+        return conv(x, joined=inputs)
+    return conv(x, seq_idx, inputs[..., : -x.shape[1]] if continues else None)
 
 
 def hold_state_at_padding(log_a: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:

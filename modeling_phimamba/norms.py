@@ -5,6 +5,7 @@ Identical in modeling_phimamba and modeling_llamba; edit the former, run `make f
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
@@ -19,6 +20,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., size) -> (..., size)."""
         dtype = x.dtype
+        if self.group_size is None and dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         h = x.to(torch.promote_types(dtype, torch.float32))
         if self.group_size is not None:
             h = h.unflatten(-1, (-1, self.group_size))

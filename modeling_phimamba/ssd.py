@@ -10,28 +10,36 @@ Per head, with S_t of shape (P, N):
 folds it into x.) No path divides x by the step size, which overflows as a -> 1.
 
 Shapes: B batch, L length, H heads, G groups (heads of x and B; head h reads group h // (H // G)), T states (heads of
-the decay: H, or G where the heads of a group share theirs and with it the state), P head dim, N state, Q chunk.
+the decay: H, or G where the heads of a group share theirs and with it the state), P head dim, N state.
 `ssd_recurrence` is the ground truth every other path is compared with.
 """
 
+import os
+
 import torch
+from torch import nn
+
+from .ssd_chunked import chunked_scan, full_precision
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 except ImportError:
     mamba_chunk_scan_combined = None
+try:
+    from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+except ImportError:
+    chunk_simple_gla = fused_recurrent_simple_gla = None
 
 # exp(-1e4) is exactly 0, and float64 sums of a few such terms still resolve the ordinary decays beside them.
 RESET_LOG_DECAY = -1e4
 # Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a.
 KERNEL_MIN_STEP = 1e-6
+# fla's kernel that goes token by token is the faster one up to about this many
+FLA_RECURRENT_TOKENS = 32
 
-SSD_BACKENDS = ("auto", "torch", "mamba_ssm")
-
-
-def full_precision(like: torch.Tensor) -> torch.autocast:
-    """Autocast would turn the products inside the recurrence to half precision, and its state with them."""
-    return torch.autocast(like.device.type, enabled=False)
+SSD_BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
+# overrides the configuration's mixer_backend
+BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
 
 
 def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -116,18 +124,18 @@ def ssd_step(
     Returns:
         y (B, H, P) in the state's dtype and the new state (the same tensor when updated in place).
     """
-    T = state.shape[1]
-    x, log_a, B, C = (t.to(state.dtype) for t in (x, log_a, B, C))
-    x, B = (repeat_groups(t[:, None], T)[:, 0] for t in (x, B))
-    decay = log_a.exp()[..., None, None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (state, x, log_a, B, C)):
-        state = decay * state + x[..., :, None] * B[..., None, :]
+    batch, T, P, N = state.shape
+    x, log_a, B, C = (t if t.dtype == state.dtype else t.to(state.dtype) for t in (x, log_a, B, C))
+    G, shared = x.shape[1], T // x.shape[1]
+    decay = log_a.exp().view(batch, G, shared, 1, 1)
+    x, B, by_group = x.view(batch, G, 1, P, 1), B.view(batch, G, 1, 1, N), state.view(batch, G, shared, P, N)
+    if is_recorded(state, x, log_a, B, C):
+        state = (decay * by_group + x * B).view(batch, T, P, N)
     else:
-        state.mul_(decay).addcmul_(x[..., :, None], B[..., None, :])
+        by_group.mul_(decay).addcmul_(x, B)
     with full_precision(state):
-        if T == C.shape[1]:
-            return (state @ C[..., None]).squeeze(-1), state
-        return (C.unflatten(1, (T, -1)) @ state.mT).flatten(1, 2), state
+        y = torch.bmm(C.reshape(batch * T, -1, N), state.view(-1, P, N).mT)
+    return y.view(batch, -1, P), state
 
 
 def ssd_read(
@@ -173,155 +181,55 @@ def ssd_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same map as `ssd_recurrence`, in chunks, in float32 (float64 for float64 input).
 
-    `backend`: "torch", "mamba_ssm" (CUDA kernels), or "auto": mamba_ssm when it is importable and the tensors are
-    on CUDA and no gradient is wanted, else torch. The kernel divides x by -log_a, and near a = 1 the gradient of that
-    is a small difference of large numbers; asking for "mamba_ssm" by name accepts it.
+    `backend` is one of `SSD_BACKENDS`; see `choose_backend`, which raises a ValueError.
+    """
+    backend = choose_backend(backend, x.is_cuda, recording=is_recorded(x, log_a, B, C, initial_state))
+    if backend == "mamba_ssm":
+        return _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size)
+    if backend == "fla":
+        return _fla_scan(x, log_a, B, C, initial_state, seq_idx)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, B, C = (t.to(dtype) for t in (x, B, C))
+    log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
+    if initial_state is None:
+        initial_state = x.new_zeros(x.shape[0], log_a.shape[-1], x.shape[-1], B.shape[-1])
+    return chunked_scan(x, log_a, B, C, initial_state.to(dtype), chunk_size)
+
+
+def requested_backend(configured: str) -> str:
+    """What the environment variable HYBRID_SSD_BACKEND asks for, else what the configuration does."""
+    return os.environ.get(BACKEND_VARIABLE) or configured
+
+
+def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
+    """Which of "torch", "mamba_ssm" and "fla" runs the scan.
+
+    "auto" takes a kernel that is installed, for tensors on CUDA: mamba_ssm's where no gradient is wanted, fla's
+    otherwise, else torch. mamba_ssm's divides x by -log_a, and near a = 1 the gradient of that is a small difference
+    of large numbers; asking for it by name accepts that.
 
     Raises:
         ValueError: the backend is unknown, or asked for by name and not usable here.
     """
-    if backend not in SSD_BACKENDS:
-        raise ValueError(f"Unknown SSD backend {backend!r}; choose one of {', '.join(SSD_BACKENDS)}.")
-    kernel_usable = mamba_chunk_scan_combined is not None and x.is_cuda
-    if backend == "mamba_ssm" and not kernel_usable:
-        raise ValueError("The mamba_ssm backend needs the package mamba-ssm and CUDA tensors; use backend 'torch'.")
-    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, log_a, B, C))
-    if kernel_usable and (backend == "mamba_ssm" or (backend == "auto" and not recording)):
-        return _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x, B, C = (t.to(dtype) for t in (x, B, C))
-    log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
-    batch, _, G, P = x.shape
-    T, N = log_a.shape[-1], B.shape[-1]
-    if initial_state is None:
-        initial_state = x.new_zeros(batch, T, P, N)
-    # (B, T, P, N) -> (B G, T / G N, P): every product below is then one batched matmul over groups
-    state = initial_state.to(dtype).transpose(-1, -2).reshape(batch * G, -1, P)
-    recording = recording or (torch.is_grad_enabled() and state.requires_grad)
-    with full_precision(x):
-        if recording and not torch.compiler.is_compiling():
-            y, state = _ChunkedSSD.apply(x, log_a, B, C, state, chunk_size)
-        else:
-            y, state, _ = _chunk_forward(x, log_a, B, C, state, chunk_size, save_states=False)
-    return y, state.view(batch, T, N, P).transpose(-1, -2)
+    if asked not in SSD_BACKENDS:
+        raise ValueError(
+            f"Unknown SSD backend {asked!r}; choose one of {', '.join(SSD_BACKENDS)} "
+            f"(mixer_backend in the configuration, or the environment variable {BACKEND_VARIABLE})."
+        )
+    kernels = {"mamba_ssm": mamba_chunk_scan_combined, "fla": chunk_simple_gla}
+    if asked in kernels and (kernels[asked] is None or not on_cuda):
+        package = {"mamba_ssm": "mamba-ssm", "fla": "fla-core"}[asked]
+        raise ValueError(f"The {asked} backend needs the package {package} and CUDA tensors; use backend 'torch'.")
+    if asked != "auto":
+        return asked
+    if on_cuda and mamba_chunk_scan_combined is not None and not recording:
+        return "mamba_ssm"
+    return "fla" if on_cuda and chunk_simple_gla is not None else "torch"
 
 
-def _chunk(t: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
-    """(B, L, H, D) -> (B G, R Q, D) for the tokens start..stop."""
-    batch, _, heads, dim = t.shape
-    return t[:, start:stop].transpose(1, 2).reshape(batch * groups, heads // groups * (stop - start), dim)
-
-
-def _decays(log_a: torch.Tensor, start: int, stop: int, groups: int) -> tuple[torch.Tensor, ...]:
-    """Decays of one chunk, from float64 sums: float32 sums lose up to 1.7e-3 where the decay is strong.
-
-    Returns:
-        within (BG, S, Q, Q) from token j to i, enter (BG, S, Q) from the chunk's start state to i,
-        leave (BG, S, Q) from j to the chunk's end, across (BG, S) over the whole chunk; S = T / G states per group.
-    """
-    batch, _, heads = log_a.shape
-    total = log_a[:, start:stop].double().cumsum(1).transpose(1, 2).reshape(batch * groups, heads // groups, -1)
-    Q = stop - start
-    upper = torch.ones(Q, Q, dtype=torch.bool, device=log_a.device).triu(1)
-    within = (total[..., :, None] - total[..., None, :]).to(log_a.dtype).masked_fill(upper, float("-inf")).exp()
-    last = total[..., -1:]
-    enter, leave = total.to(log_a.dtype).exp(), (last - total).to(log_a.dtype).exp()
-    return within, enter, leave, last[..., 0].to(log_a.dtype).exp()
-
-
-def _chunk_forward(x, log_a, B, C, state, chunk_size, save_states):
-    """Chunks one after the other, heads batched. state: (B G, S N, P), S states and R heads per group."""
-    batch, L, G, P = x.shape
-    H, N = C.shape[2], B.shape[-1]
-    R, S = H // G, log_a.shape[-1] // G
-    y, saved = [], []
-    for start in range(0, L, chunk_size):
-        stop = min(start + chunk_size, L)
-        Q = stop - start
-        if save_states:
-            saved.append(state)
-        X, Bc, Cc = _chunk(x, start, stop, G), _chunk(B, start, stop, G), _chunk(C, start, stop, G)
-        within, enter, leave, across = _decays(log_a, start, stop, G)
-        scores = ((Cc @ Bc.transpose(1, 2)).view(-1, R, Q, Q) * within).view(-1, R * Q, Q)
-        inter = (Cc.reshape(-1, R, Q, N) * enter[..., None]).reshape(-1, R // S * Q, N) @ state.reshape(-1, N, P)
-        chunk_y = scores @ X + inter.reshape(-1, R * Q, P)
-        y.append(chunk_y.reshape(batch, H, Q, P).transpose(1, 2))
-        update = (Bc[:, None] * leave[..., None]).transpose(-1, -2).reshape(-1, S * N, Q) @ X
-        state = (state.reshape(-1, S, N * P) * across[..., None]).reshape(-1, S * N, P) + update
-    return torch.cat(y, dim=1), state, saved
-
-
-class _ChunkedSSD(torch.autograd.Function):
-    """Keeps the inputs and one state per chunk; recomputes everything of size Q x Q in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, log_a, B, C, state, chunk_size):
-        y, final, saved = _chunk_forward(x, log_a, B, C, state, chunk_size, save_states=True)
-        ctx.save_for_backward(x, log_a, B, C, *saved)
-        ctx.chunk_size = chunk_size
-        return y, final
-
-    @staticmethod
-    def backward(ctx, dy, dstate):
-        x, log_a, B, C, *saved = ctx.saved_tensors
-        batch, L, G, _ = x.shape
-        T = log_a.shape[-1]
-        dx, dB, dC, dlog_a = (torch.empty_like(t) for t in (x, B, C, log_a))
-
-        def store(target, chunk_grad, start, stop):
-            heads = target.shape[2]
-            target[:, start:stop] = chunk_grad.reshape(batch, heads, stop - start, -1).transpose(1, 2)
-
-        for index in reversed(range(len(saved))):
-            start = index * ctx.chunk_size
-            stop = min(start + ctx.chunk_size, L)
-            with full_precision(x):
-                grads = _chunk_backward(
-                    *(_chunk(t, start, stop, G) for t in (x, B, C, dy)),
-                    _decays(log_a, start, stop, G),
-                    saved[index],
-                    dstate,
-                )
-            dX, dBc, dCc, dlog, dstate = grads
-            store(dx, dX, start, stop)
-            store(dB, dBc, start, stop)
-            store(dC, dCc, start, stop)
-            dlog_a[:, start:stop] = dlog.reshape(batch, T, stop - start).transpose(1, 2).to(dlog_a.dtype)
-        return dx, dlog_a, dB, dC, dstate, None
-
-
-def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate):
-    """Gradients of one chunk; names as in `_chunk_forward`, dstate is the gradient of the chunk's end state."""
-    within, enter, leave, across = decays
-    BG, S, Q, _ = within.shape
-    N, P, R = Bc.shape[-1], X.shape[-1], Cc.shape[1] // Q
-    shared = R // S  # heads that share a state
-    products = Cc @ Bc.transpose(1, 2)
-    scores = (products.view(BG, R, Q, Q) * within).view(BG, R * Q, Q)
-    dscores = ((dY @ X.transpose(1, 2)).view(BG, R, Q, Q) * within).view(BG, R * Q, Q)
-    B_leave = (Bc[:, None] * leave[..., None]).transpose(-1, -2).reshape(BG, S * N, Q)
-    dX = scores.transpose(1, 2) @ dY + B_leave.transpose(1, 2) @ dstate
-
-    per_head = dY.reshape(BG * S, shared * Q, P) @ state.reshape(BG * S, N, P).transpose(1, 2)
-    dC_enter = per_head.reshape(BG, R, Q, N) * enter[..., None]
-    dC = (dscores @ Bc).reshape(BG, R, Q, N) + dC_enter
-    dB_leave = (X @ dstate.transpose(1, 2)).reshape(BG, Q, S, N).transpose(1, 2) * leave[..., None]
-    dB = dscores.transpose(1, 2) @ Cc + dB_leave.sum(1)
-
-    # d/d log_a_k sums every path that crosses k; without the diagonal, which crosses nothing, rows minus columns
-    # telescope to exactly that, and float64 keeps the difference.
-    weight = (dscores * products).reshape(BG, S, shared, Q, Q).tril(-1).double()
-    into_end = (Bc[:, None] * dB_leave).sum(-1).double()
-    entered = (Cc.reshape(BG, R, Q, N) * dC_enter).sum(-1).double().view(BG, S, shared, Q)
-    dtotal = (weight.sum(-1) - weight.sum(-2) + entered).sum(2) - into_end
-    carried = (state * dstate).reshape(BG, S, -1).sum(-1) * across
-    dtotal[..., -1] += into_end.sum(-1) + carried.double()
-    dlog_a = dtotal.flip(-1).cumsum(-1).flip(-1)
-
-    entering = (Cc.reshape(BG, R, Q, N) * enter[..., None]).reshape(BG * S, shared * Q, N)
-    through = entering.transpose(1, 2) @ dY.reshape(BG * S, shared * Q, P)
-    dstate = (dstate.reshape(BG, S, N * P) * across[..., None]).reshape(BG, S * N, P) + through.reshape(BG, S * N, P)
-    return dX, dB, dC, dlog_a, dstate
+def is_recorded(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd wants a gradient of one of them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
@@ -343,3 +251,38 @@ def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
         return_final_states=True,
     )
     return y, state[:, ::shared]
+
+
+def _fla_scan(x, log_a, B, C, initial_state, seq_idx):
+    """fla's gated linear attention with a scalar gate is this recurrence with q = C, k = B, v = x and g = log_a.
+
+    Its heads all have keys and values of their own, and packed sequences lie in one row, with a state each.
+    """
+    batch, L, H, _ = C.shape
+    shared = H // log_a.shape[-1]
+    dtype = x.dtype if x.dtype == B.dtype == C.dtype else torch.float32
+    q, k, v = C.to(dtype), repeat_groups(B, H).to(dtype), repeat_groups(x, H).to(dtype)
+    g = log_a.float().repeat_interleave(shared, dim=-1)
+    if initial_state is not None:
+        initial_state = initial_state.float().repeat_interleave(shared, dim=1)
+    offsets, first = None, None
+    if seq_idx is not None:
+        starts = torch.ones_like(seq_idx, dtype=torch.bool)
+        starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+        where = starts.flatten().nonzero()[:, 0]
+        offsets = nn.functional.pad(where, (0, 1), value=batch * L)
+        first = where % L == 0  # the sequences that begin a row and continue its state
+        q, k, v, g = (t.flatten(0, 1)[None] for t in (q, k, v, g))
+        if initial_state is not None:
+            rows = initial_state
+            initial_state = rows.new_zeros(len(where), *rows.shape[1:]).index_put((first.nonzero()[:, 0],), rows)
+    scan = chunk_simple_gla if L > FLA_RECURRENT_TOKENS else fused_recurrent_simple_gla
+    with full_precision(x):
+        y, state = scan(
+            q, k, v, g, scale=1.0, initial_state=initial_state, output_final_state=True, state_v_first=True,
+            cu_seqlens=offsets,
+        )  # fmt: skip
+    if seq_idx is not None:
+        y = y.view(batch, L, H, -1)
+        state = state[first.roll(-1)]  # the last sequence of each row comes before the first of the next
+    return y.float(), state[:, ::shared].float()

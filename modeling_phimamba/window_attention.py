@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import eager_attention
+from .growing_keys import append_keys
 from .norms import head_norm
 from .rotary import apply_rotary
 
@@ -216,7 +217,7 @@ class WindowAttention(nn.Module):
     def _with_full_heads(self, output, query, key, value, causal_mask, past, **kwargs):
         key, value = _heads(key, self.full_kv_heads), _heads(value, self.full_kv_heads)
         if past is not None:
-            key, value = past.full.update(key, value)
+            key, value = append_keys(past.full, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         of_full, _ = attend(
             self.full.train(self.training),

@@ -1,6 +1,6 @@
 """What alignment costs: one layer of a 1B and of an 8B teacher, extrapolated; and stage 1 tiled against materialised.
 
-python -m recipes.bench_alignment [--output runs/bench]
+python -m recipes.bench_alignment [--large] [--output runs/bench]
 
 One block with random weights of the teacher's shape runs the converter's own code on a few sequences; the parts that
 grow with the number of tokens are multiplied up to the default, the solve is not. Layers are placed evenly: choosing
@@ -120,14 +120,14 @@ def tiled_against_materialised(length: int) -> dict:
     return {"length": length, "materialised_seconds": whole, "tiled_seconds": tiles, "ratio": tiles / whole}
 
 
-def main(output: Path) -> None:
-    """Measure each size in a process of its own and save alignment.json."""
+def main(output: Path, large: bool = False) -> None:
+    """Measure each size in a process of its own and save alignment.json; the 8B one, `large`, takes minutes."""
     output.mkdir(parents=True, exist_ok=True)
     console, rows = Console(), []
     table = Table(
         "teacher", "stream", "one layer", "in all", "peak memory", title="default alignment at 50 %, this CPU"
     )
-    for name, (_, shape) in TEACHERS.items():
+    for name, (_, shape) in list(TEACHERS.items())[: None if large else 1]:
         scratch = output / "one-layer"
         command = [sys.executable, "-m", "recipes.bench_alignment", "--one-layer", name, "--output", str(scratch)]
         measured = json.loads(
@@ -157,9 +157,10 @@ def main(output: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--large", action="store_true", help="the 8B teacher as well")
     parser.add_argument("--one-layer", choices=TEACHERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one_layer:
         print(json.dumps(one_layer(arguments.one_layer, arguments.output)))
     else:
-        main(arguments.output)
+        main(arguments.output, arguments.large)

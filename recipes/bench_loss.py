@@ -1,14 +1,14 @@
 """Peak memory and time of the distillation loss, chunked against written out, forward and backward, as a ratio.
 
-python -m recipes.bench_loss [--tokens 1024] [--vocabulary 49152] [--width 576] [--output runs/bench/loss.json]
+python -m recipes.bench_loss [--tokens 512] [--vocabulary 49152] [--width 576] [--output runs/bench]
 
 Each runs in a process of its own, whose peak is counted above what it held with its inputs; the times are medians of
-three. The default vocabulary and width are SmolLM2's; Llama 3 has 128256 and 2048 to 4096.
+three, CPU time of one thread. The default vocabulary and width are SmolLM2's; Llama 3 has 128256 and 2048 to 4096.
 """
 
 import argparse
-import json
 import multiprocessing
+import queue
 import statistics
 import threading
 import time
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .distillation_loss import LossWeights, distillation_loss, naive_loss
+from .measure import save_report
 
 WEIGHTS = LossWeights(ce_weight=1.0, kl_weight=1.0)
 SAMPLE_SECONDS = 0.001
@@ -26,6 +27,7 @@ SAMPLE_SECONDS = 0.001
 
 def measure(chunked: bool, tokens: int, vocabulary: int, width: int, results) -> None:
     """Put (bytes, seconds, loss) of one way into a queue."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     student, teacher = (nn.Linear(width, vocabulary, bias=False) for _ in range(2))
     teacher.requires_grad_(False)
@@ -57,9 +59,9 @@ def measure(chunked: bool, tokens: int, vocabulary: int, width: int, results) ->
     watcher.start()
     seconds, value = [], 0.0
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.thread_time()
         value = step()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
     done.set()
     watcher.join()
     results.put((peak[0] - before, statistics.median(seconds), value))
@@ -72,23 +74,33 @@ def main(tokens: int, vocabulary: int, width: int, output: Path) -> dict:
         results = context.Queue()
         child = context.Process(target=measure, args=(chunked, tokens, vocabulary, width, results))
         child.start()
-        size, seconds, value = results.get()
-        child.join()
+        size, seconds, value = _result(child, results)
         figures[name] = {"bytes": size, "seconds": seconds, "loss": value}
         print(f"{name:12} {size / 1e6:8.0f} MB above its inputs  {seconds:6.2f} s  loss {value:.6f}")
     ours, plain = figures["chunked"], figures["written out"]
     ratios = {key: ours[key] / plain[key] for key in ("bytes", "seconds")}
     print(f"chunked over written out: memory {ratios['bytes']:.3f}, time {ratios['seconds']:.2f}")
     report = {"tokens": tokens, "vocabulary": vocabulary, "width": width, "figures": figures, "ratios": ratios}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
+    save_report(output, "loss", [], **report)
     return report
+
+
+def _result(child, results) -> tuple[int, float, float]:
+    """What the process measured; it may also be killed for want of memory."""
+    while True:
+        try:
+            found = results.get(timeout=1)
+            child.join()
+            return found
+        except queue.Empty:
+            if not child.is_alive():
+                raise SystemExit(f"The measuring process died with exit code {child.exitcode}.") from None
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--width", type=int, default=576)
-    parser.add_argument("--output", type=Path, default=Path("runs/bench/loss.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
     main(**vars(parser.parse_args()))

@@ -1,0 +1,218 @@
+"""The chunked SSD scan in plain PyTorch, with its own gradient.
+
+Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
+
+Within a chunk the recurrence is a product with a lower triangular matrix, between chunks it is one step of a state
+(Dao and Gu 2024, section 6). Chunks come one after the other with the heads batched, so that what is being worked on
+stays in the cache; the backward pass keeps one state per chunk and recomputes everything of size Q x Q.
+
+Decays are sums of logarithms in float64, whose differences are taken before the exponential: float32 sums lose up to
+1.7e-3 where the decay is strong. They are powers of two because exp takes up to 40 times as long, in the libraries
+PyTorch calls on a CPU, where its result underflows, which strong decays do all the time; exp2 does not.
+
+Shapes: B batch, L length, H heads, G groups (heads of x and B), T states, P head dim, N state, Q tokens of a chunk;
+R = H / G heads and S = T / G states of a group, BG = B G groups of the whole batch.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+LOG2_E = math.log2(math.e)
+BLOCK_TOKENS = 1024
+
+
+def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Autocast would turn the products inside the recurrence to half precision, and its state with them."""
+    device = like.device.type
+    # entering the context costs as much as some of what is done in it for one token
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
+def chunked_scan(
+    x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence of ssd.py in chunks.
+
+    Args:
+        x: (B, L, G, P). log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N). All of one type, float32 or float64.
+        state: (B, T, P, N), where it begins; not modified.
+
+    Returns:
+        y (B, L, H, P) and the final state (B, T, P, N).
+    """
+    batch, T, P, N = state.shape
+    G = x.shape[2]
+    state = state.reshape(batch * G, T // G * P, N)
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, log_a, B, C, state))
+    with full_precision(x):
+        if recording:
+            y, state = _ChunkedSSD.apply(x, log_a, B, C, state, chunk_size)
+        else:
+            y, state, _ = _forward(x, log_a, B, C, state, chunk_size, keep=False)
+    return y, state.view(batch, T, P, N)
+
+
+class Decays(NamedTuple):
+    """Of one chunk: sums (BG, S, Q) of log2 a up to and with each token, float64; enter (BG, S, Q) from the chunk's
+    start state to a token; leave (BG, S, Q) from a token to the chunk's end; across (BG, S) over the whole chunk.
+    """
+
+    sums: torch.Tensor
+    enter: torch.Tensor
+    leave: torch.Tensor
+    across: torch.Tensor
+
+    def within(self) -> torch.Tensor:
+        """(BG, S, Q, Q) from token j to i, 0 for j > i."""
+        powers = (self.sums[..., :, None] - self.sums[..., None, :]).to(self.enter.dtype)
+        # zero above the diagonal before the power, which could overflow there, and after it
+        return powers.tril_().exp2_().tril_()
+
+
+def _each_chunk(
+    log_a: torch.Tensor, chunk_size: int, groups: int, backwards: bool = False
+) -> Iterator[tuple[int, int, Decays]]:
+    """Start, stop and decays of one chunk after the other; small things are computed for many chunks at once."""
+    batch, L, states = log_a.shape
+    block = max(BLOCK_TOKENS // chunk_size, 1) * chunk_size
+    for first in _ordered(range(0, L, block), backwards):
+        logs = log_a[:, first : first + block].double() * LOG2_E
+        logs = nn.functional.pad(logs, (0, 0, 0, -logs.shape[1] % chunk_size))
+        sums = logs.view(batch, -1, chunk_size, groups, states // groups).cumsum(2).permute(1, 0, 3, 4, 2)
+        sums = sums.reshape(-1, batch * groups, states // groups, chunk_size)
+        enter, leave = (torch.exp2(t.to(log_a.dtype)) for t in (sums, sums[..., -1:] - sums))
+        for i in _ordered(range(len(sums)), backwards):
+            start = first + i * chunk_size
+            stop = min(start + chunk_size, L)
+            Q = stop - start
+            yield start, stop, Decays(sums[i, ..., :Q], enter[i, ..., :Q], leave[i, ..., :Q], enter[i, ..., -1])
+
+
+def _ordered(indices: range, backwards: bool) -> range:
+    return indices[::-1] if backwards else indices
+
+
+def _chunk(t: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
+    """(B, L, H, D) -> (BG, R Q, D) for the tokens start..stop; a view where that is possible."""
+    batch, _, heads, dim = t.shape
+    return t[:, start:stop].transpose(1, 2).reshape(batch * groups, heads // groups * (stop - start), dim)
+
+
+def _store(target: torch.Tensor, start: int, stop: int, chunk: torch.Tensor) -> None:
+    """(BG, R Q, D) into the tokens start..stop of (B, L, H, D)."""
+    batch, _, heads, dim = target.shape
+    target[:, start:stop] = chunk.view(batch, heads, stop - start, dim).transpose(1, 2)
+
+
+def _forward(x, log_a, B, C, state, chunk_size, keep):
+    """y, the final state and, with `keep`, the state (BG, S P, N) that each chunk began with."""
+    batch, L, G, P = x.shape
+    H, N, S = C.shape[2], B.shape[-1], log_a.shape[-1] // G
+    y, kept = x.new_empty(batch, L, H, P), []
+    state = state.clone()
+    for start, stop, decays in _each_chunk(log_a, chunk_size, G):
+        Q = stop - start
+        X, Bc, Cc = (_chunk(t, start, stop, G) for t in (x, B, C))
+        y_chunk = _scores(Bc, Cc, decays) @ X
+        entering = (Cc.view(-1, S, H // G // S, Q, N) * decays.enter[:, :, None, :, None]).view(batch * G * S, -1, N)
+        y_chunk.view(batch * G * S, -1, P).baddbmm_(entering, state.view(-1, P, N).mT)
+        _store(y, start, stop, y_chunk)
+        if keep:
+            kept.append(state)
+            state = _decayed(state, decays)
+        else:
+            state.view(-1, S, P * N).mul_(decays.across[..., None])
+        state.baddbmm_(_leaving(X, decays).mT, Bc)
+    return y, state, kept
+
+
+def _scores(Bc, Cc, decays):
+    """(BG, R Q, Q), what each token takes of each other's x."""
+    scores = Cc @ Bc.mT
+    groups, S, Q = decays.enter.shape
+    scores.view(groups, S, -1, Q, Q).mul_(decays.within()[:, :, None])
+    return scores
+
+
+def _leaving(X, decays):
+    """(BG, Q, S P), x as it arrives in each state at the chunk's end."""
+    return (X[:, :, None] * decays.leave.transpose(1, 2)[..., None]).flatten(2)
+
+
+def _decayed(state, decays):
+    """A state (BG, S P, N) after the whole chunk, in a new tensor."""
+    groups, S = decays.across.shape
+    return (state.view(groups, S, -1) * decays.across[..., None]).view_as(state)
+
+
+class _ChunkedSSD(torch.autograd.Function):
+    """Keeps the inputs and one state per chunk."""
+
+    @staticmethod
+    def forward(ctx, x, log_a, B, C, state, chunk_size):
+        y, final, kept = _forward(x, log_a, B, C, state, chunk_size, keep=True)
+        ctx.save_for_backward(x, log_a, B, C, *kept)
+        ctx.chunk_size = chunk_size
+        return y, final
+
+    @staticmethod
+    def backward(ctx, dy, dfinal):
+        x, log_a, B, C, *kept = ctx.saved_tensors
+        batch, _, G, _ = x.shape
+        dx, dB, dC, dlog_a = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, B, C, log_a))
+        dstate = dfinal.clone(memory_format=torch.contiguous_format)
+        with full_precision(x):
+            for start, stop, decays in _each_chunk(log_a, ctx.chunk_size, G, backwards=True):
+                chunks = (_chunk(t, start, stop, G) for t in (x, B, C, dy))
+                dX, dBc, dCc, dlog, dstate = _chunk_backward(*chunks, decays, kept.pop(), dstate)
+                for target, chunk in ((dx, dX), (dB, dBc), (dC, dCc)):
+                    _store(target, start, stop, chunk)
+                dlog_a[:, start:stop] = dlog.view(batch, log_a.shape[-1], stop - start).transpose(1, 2)
+        return dx, dlog_a, dB, dC, dstate, None
+
+
+def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate):
+    """Gradients of one chunk; names as in `_forward`, dstate is the gradient of the chunk's end state."""
+    BG, S, Q = decays.enter.shape
+    N, P, heads = Bc.shape[-1], X.shape[-1], (BG, S, Cc.shape[1] // Q // S, Q)
+    enter, leave = decays.enter[:, :, None, :, None], decays.leave.transpose(1, 2)[..., None]
+    within = decays.within()[:, :, None]
+    scores = Cc @ Bc.mT
+    dscores = dY @ X.mT
+    dscores.view(*heads, Q).mul_(within)
+    weight = (dscores * scores).view(*heads, Q).sum(2) if heads[2] > 1 else (dscores * scores).view(BG, S, Q, Q)
+    scores.view(*heads, Q).mul_(within)
+    dX = scores.mT @ dY
+    dC = dscores @ Bc
+    dB = dscores.mT @ Cc
+    del within, scores, dscores
+
+    # through the state the chunk began with
+    entering = Cc.view(*heads, N) * enter
+    dentering = (dY.reshape(BG * S, -1, P) @ state.view(-1, P, N)).view(*heads, N)
+    entered = (entering * dentering).sum(-1, dtype=torch.float64).sum(2)
+    dC.view(*heads, N).addcmul_(dentering, enter)
+
+    # through the state it ended with
+    leaving = (X[:, :, None] * leave).flatten(2)
+    dleaving = (Bc @ dstate.mT).view(BG, Q, S, P)
+    left = (leaving.view(BG, Q, S, P) * dleaving).sum(-1, dtype=torch.float64).transpose(1, 2)
+    dX += (dleaving * leave).sum(2) if S > 1 else (dleaving * leave).view_as(dX)
+    dB.baddbmm_(leaving, dstate)
+
+    # d/d log_a_k sums every path that crosses k; without the diagonal, which crosses nothing, rows minus columns
+    # telescope to exactly that, and float64 keeps the difference
+    weight = weight.tril(-1).double()
+    dtotal = weight.sum(-1) - weight.sum(-2) + entered - left
+    carried = (state * dstate).view(BG, S, -1).sum(-1, dtype=torch.float64) * decays.across
+    dtotal[..., -1] += left.sum(-1) + carried
+    dlog_a = dtotal.flip(-1).cumsum(-1).flip(-1)
+
+    dstate = _decayed(dstate, decays)
+    dstate.view(-1, P, N).baddbmm_(dY.reshape(BG * S, -1, P).mT, entering.view(BG * S, -1, N))
+    return dX, dB, dC, dlog_a, dstate

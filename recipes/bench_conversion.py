@@ -1,0 +1,180 @@
+"""Conversion against a plain copy of the same bytes: seconds and memory.
+
+python -m recipes.bench_conversion [--gigabytes 1] [--output runs/bench]
+
+A synthetic bf16 Llama in 8 shards is copied, converted and copied again, several times over, in memory where there is
+room: disks of shared machines vary tenfold from one copy to the next. The sha256 of every shard, which the converter
+records, is taken beside the writing by a second thread, so seconds need two free cores; the writing thread's own CPU
+time over that of the copy does not.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from convert.plan import human_bytes
+from convert.weight_mapping import Rule
+from convert.writer import plan_shards, write_shards
+
+from .measure import Target, save_report
+
+TIME_LIMIT, SHARD_LIMIT, TENSOR_LIMIT = 1.1, 1.1, 2.0
+
+CONVERT = """
+import json, sys, threading, time, torch, transformers
+from convert.pipeline import convert
+
+def memory(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+before, anonymous, most, done = memory("VmRSS"), memory("RssAnon"), [0], threading.Event()
+
+def watch():
+    while not done.wait(0.005):
+        most[0] = max(most[0], memory("RssAnon"))
+
+threading.Thread(target=watch, daemon=True).start()
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+started, thread = time.perf_counter(), time.thread_time()
+convert(sys.argv[1], sys.argv[2], overwrite=True, max_shard_size=sys.argv[3], align='none')
+seconds, cpu = time.perf_counter() - started, time.thread_time() - thread
+done.set()
+print(json.dumps({"seconds": seconds, "thread_seconds": cpu, "peak": memory("VmHWM") - before, "own": before,
+                  "anonymous": most[0] - anonymous}))
+"""
+
+
+# the embedding of `synthetic_llama`
+LARGEST_TENSOR_BYTES = 2 * 32000 * 2048
+
+
+def synthetic_llama(folder: Path, gigabytes: float, num_shards: int = 8) -> int:
+    """A Llama of about that size, random bf16 weights, in shards; returns its bytes."""
+    hidden, per_layer = 2048, 2 * (2048 * (2048 * 2 + 2 * 512) + 3 * 2048 * 8192)
+    layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * hidden) / per_layer))
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in LlamaForCausalLM(config).state_dict().items()}
+
+    def random_rows(shape):
+        return lambda checkpoint: iter([torch.randn(shape, dtype=torch.bfloat16)])
+
+    rules = [Rule(name, shape, "initialised", (), random_rows(shape)) for name, shape in shapes.items()]
+    total = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+    folder.mkdir(parents=True)
+    write_shards(plan_shards(rules, torch.bfloat16, total // num_shards), None, torch.bfloat16, folder)
+    config.save_pretrained(folder)
+    return total
+
+
+def start_clean(target: Path) -> None:
+    """No old output, nothing left to write back: otherwise one run pays for another's dirty pages."""
+    shutil.rmtree(target, ignore_errors=True)
+    os.sync()
+
+
+def plain_copy(source: Path, target: Path) -> tuple[float, float]:
+    """Seconds, and seconds of CPU, to copy a folder with ordinary reads and writes."""
+    start_clean(target)
+    target.mkdir()
+    started, cpu = time.perf_counter(), time.thread_time()
+    for path in source.iterdir():
+        with open(path, "rb", buffering=0) as reader, open(target / path.name, "wb", buffering=0) as writer:
+            while block := reader.read(4 * 2**20):
+                writer.write(block)
+    return time.perf_counter() - started, time.thread_time() - cpu
+
+
+def memory_folder(fallback: Path, needed: int) -> Path:
+    """A folder in memory where there is room: disks of shared machines vary tenfold from one copy to the next."""
+    memory = Path("/dev/shm")
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > needed
+    return memory / f"convert-to-hybrid-bench-{os.getpid()}" if has_room else fallback
+
+
+def bench_conversion(scratch: Path, gigabytes: float, rounds: int = 3) -> dict:
+    """Copy, convert, copy, several times over."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        nbytes = synthetic_llama(scratch / "teacher", gigabytes)
+        shard = max(path.stat().st_size for path in (scratch / "teacher").glob("*.safetensors"))
+        copies, conversions = [], []
+        for _ in range(rounds):
+            copies.append(plain_copy(scratch / "teacher", scratch / "copy"))
+            command = [sys.executable, "-c", CONVERT, str(scratch / "teacher"), str(scratch / "hybrid"), str(shard)]
+            start_clean(scratch / "hybrid")
+            conversions.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+            copies.append(plain_copy(scratch / "teacher", scratch / "copy"))
+        largest = max(path.stat().st_size for path in (scratch / "hybrid").glob("*.safetensors"))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    seconds, cpu = (statistics.median(c[key] for c in conversions) for key in ("seconds", "thread_seconds"))
+    copy_seconds, copy_cpu = (statistics.median(c[i] for c in copies) for i in range(2))
+    peak, anonymous = (max(c[key] for c in conversions) for key in ("peak", "anonymous"))
+    return {
+        "bytes": nbytes,
+        "shards": 8,
+        "convert_seconds": seconds,
+        "convert_seconds_all": [c["seconds"] for c in conversions],
+        "convert_thread_seconds": cpu,
+        "copy_seconds": copy_seconds,
+        "copy_seconds_all": [c[0] for c in copies],
+        "copy_thread_seconds": copy_cpu,
+        "convert_over_copy": seconds / copy_seconds,
+        "convert_over_copy_thread": cpu / copy_cpu,
+        "peak_memory_bytes": peak,
+        "anonymous_bytes": anonymous,
+        "largest_shard_bytes": largest,
+        "peak_over_largest_shard": peak / largest,
+        "anonymous_over_largest_tensor": anonymous / LARGEST_TENSOR_BYTES,
+    }
+
+
+def main(output: Path, gigabytes: float) -> None:
+    """Measure, print and save conversion.json."""
+    figures = bench_conversion(memory_folder(output / "scratch-conversion", int(4e9 * gigabytes)), gigabytes)
+    table = Table("conversion", "", title=f"{human_bytes(figures['bytes'])} bf16 Llama, 8 shards")
+    table.add_row("convert / plain copy, seconds", f"{figures['convert_over_copy']:.2f}")
+    table.add_row("seconds", f"{figures['convert_seconds']:.2f} / {figures['copy_seconds']:.2f}")
+    table.add_row("... CPU time of the writing thread", f"{figures['convert_over_copy_thread']:.2f}")
+    table.add_row("peak memory above the interpreter's own", human_bytes(figures["peak_memory_bytes"]))
+    table.add_row("... over the largest shard", f"{figures['peak_over_largest_shard']:.2f}")
+    table.add_row("anonymous memory over the largest tensor", f"{figures['anonymous_over_largest_tensor']:.2f}")
+    Console().print(table)
+    targets = [
+        Target("conversion: seconds over a plain copy", figures["convert_over_copy"], TIME_LIMIT),
+        Target("conversion: CPU of the writing thread over a copy", figures["convert_over_copy_thread"], TIME_LIMIT),
+        Target("conversion: peak memory over the largest shard", figures["peak_over_largest_shard"], SHARD_LIMIT),
+        Target(
+            "conversion: anonymous memory over the largest tensor",
+            figures["anonymous_over_largest_tensor"],
+            TENSOR_LIMIT,
+        ),
+    ]
+    save_report(output, "conversion", targets, **figures)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the synthetic teacher")
+    main(**vars(parser.parse_args()))

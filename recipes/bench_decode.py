@@ -1,0 +1,189 @@
+"""One token at a time: the recurrent step, whole models at several contexts, what the cache takes.
+
+python -m recipes.bench_decode [--output runs/bench]
+
+One thread, CPU time, interleaved, medians. The models are SmolLM2-135M and what it becomes with no and with half of
+its attention (mapped, not fitted: the same operations). Caches of a long context are filled with random numbers; the
+time of a step does not depend on what is in them.
+"""
+
+import argparse
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import logging as transformers_logging
+
+import modeling_llamba  # noqa: F401 (registers the model)
+from convert.pipeline import convert
+from convert.plan import human_bytes
+from convert.teacher import embedded_teacher
+from modeling_llamba.recording import cache_nbytes
+from modeling_llamba.ssd import ssd_step
+
+from .measure import Target, Timing, interleaved, save_report
+
+CONTEXTS = (512, 4096, 32768)
+SHORT = 8
+NEW_TOKENS = 8
+STEP_LIMIT, GENERATE_LIMIT, CONSTANT_LIMIT = 0.25, 1.6, 1.1
+HYBRIDS = {"0 % attention": 0.0, "50 % attention": 0.5}
+
+
+def step_timings(heads: int, calls_per_sample: int = 200) -> dict[str, Timing]:
+    """One layer's recurrence for one token, ours and transformers', in microseconds; P = N = 64."""
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    x, B, C = (torch.randn(1, heads, 64) for _ in range(3))
+    log_a, mine, theirs = -torch.rand(1, heads), torch.zeros(1, heads, 64, 64), torch.zeros(1, heads, 64, 64)
+    dt, A = -log_a[..., None].expand(1, heads, 64), -torch.ones(heads, 64, 64)
+
+    def many(step):
+        def run():
+            for _ in range(calls_per_sample):
+                step()
+
+        return run
+
+    with torch.no_grad():
+        timings = interleaved(
+            {
+                "ours": many(lambda: ssd_step(mine, x, log_a, B, C)),
+                "transformers": many(lambda: mamba2_selective_state_update(theirs, x, dt, A, B, C)),
+            },
+            15,
+        )
+    scale = 1e3 / calls_per_sample
+    return {n: Timing(t.median * scale, t.least * scale, t.most * scale) for n, t in timings.items()}
+
+
+def load_models(scratch: Path) -> dict[str, PreTrainedModel]:
+    """The teacher and its hybrids in float32."""
+    gguf = embedded_teacher()
+    models = {"teacher": AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)}
+    for name, ratio in HYBRIDS.items():
+        folder = scratch / f"hybrid-{ratio:g}"
+        options = {"layer_selection": "uniform"} if ratio else {}
+        convert(str(gguf), folder, attention_ratio=ratio, align="none", overwrite=True, **options)
+        models[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {name: model.eval() for name, model in models.items()}
+
+
+def filled_cache(model: PreTrainedModel, context: int, batch: int) -> Cache:
+    """A cache as after `context` tokens, made up beyond the first few."""
+    ids = torch.randint(100, 10_000, (batch, SHORT))
+    empty = model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
+    cache = model(ids, past_key_values=empty, use_cache=True).past_key_values
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            shape = (batch, layer.keys.shape[1], context - SHORT, layer.keys.shape[-1])
+            layer.update(torch.randn(shape), torch.randn(shape))
+    if hasattr(cache, "seen_tokens"):
+        cache.seen_tokens = context
+    assert cache.get_seq_length() == context
+    return cache
+
+
+def generating(model: PreTrainedModel, cache: Cache, batch: int):
+    """A call that generates NEW_TOKENS more."""
+
+    def run():
+        ids = torch.full((batch, cache.get_seq_length() + 1), 100)
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+
+    return run
+
+
+def matrix_vector_products(model: PreTrainedModel):
+    """A call that does NEW_TOKENS times what no decoder can leave out: every matrix times a vector."""
+    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    vectors = [torch.randn(1, 1, weight.shape[1]) for weight in weights]
+
+    def run():
+        for _ in range(NEW_TOKENS):
+            for weight, vector in zip(weights, vectors, strict=True):
+                torch.nn.functional.linear(vector, weight)
+
+    return run
+
+
+@torch.no_grad()
+def whole_models(models: dict[str, PreTrainedModel], repeats: int = 5) -> tuple[list[dict], dict[str, str]]:
+    """Milliseconds per step, tokens per second and cache bytes for each model, context and batch."""
+    rows, skipped = [], {}
+    for batch in (1, 8):
+        for context in CONTEXTS:
+            needed = batch * context * 2 * 4 * models["teacher"].config.num_hidden_layers * 3 * 64
+            if 2.5 * needed > psutil.virtual_memory().available:
+                skipped[f"context {context}, batch {batch}"] = f"the teacher's cache takes {human_bytes(needed)}"
+                continue
+            caches = {name: filled_cache(model, context, batch) for name, model in models.items()}
+            sizes = {name: cache_nbytes(cache) for name, cache in caches.items()}
+            calls = {name: generating(models[name], cache, batch) for name, cache in caches.items()}
+            calls["products"] = matrix_vector_products(models["0 % attention"])
+            timings = interleaved(calls, repeats if batch == 1 else 2)
+            per_step = {n: {k: v / NEW_TOKENS for k, v in asdict(t).items()} for n, t in timings.items()}
+            rows.append({"context": context, "batch": batch, "ms_per_step": per_step, "cache_bytes": sizes})
+    return rows, skipped
+
+
+def main(output: Path) -> None:
+    """Measure, print and save decode.json."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    console, targets, steps = Console(), [], {}
+    table = Table("heads", "ours us", "transformers us", "ratio", title="one layer's recurrent step")
+    for heads in (9, 32):
+        steps[heads] = step_timings(heads)
+        ratio = steps[heads]["ours"].median / steps[heads]["transformers"].median
+        targets.append(Target(f"recurrent step, {heads} heads: time over transformers'", ratio, STEP_LIMIT))
+        table.add_row(str(heads), *(f"{t.median:.0f}" for t in steps[heads].values()), f"{ratio:.2f}")
+    console.print(table)
+    scratch = output / "scratch-decode"
+    try:
+        rows, skipped = whole_models(load_models(scratch))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    table = Table("context", "batch", "model", "ms per step", "tokens/s", "cache", title="generate(), SmolLM2-135M")
+    for row in rows:
+        for name, times in row["ms_per_step"].items():
+            speed = f"{row['batch'] * 1e3 / times['median']:.1f}"
+            spread = f"{times['median']:.1f} ({times['least']:.1f}-{times['most']:.1f})"
+            size = human_bytes(row["cache_bytes"][name]) if name in row["cache_bytes"] else "-"
+            cells = [str(row["context"]), str(row["batch"])] if name == "teacher" else ["", ""]
+            table.add_row(*cells, name, spread, speed, size)
+    console.print(table)
+    alone = {row["context"]: row["ms_per_step"] for row in rows if row["batch"] == 1}
+    for context in (CONTEXTS[0], CONTEXTS[-1]):
+        if context in alone:
+            ratio = alone[context]["0 % attention"]["median"] / alone[context]["products"]["median"]
+            name = f"generate, no attention, context {context}: time over its matrix-vector products"
+            targets.append(Target(name, ratio, GENERATE_LIMIT))
+    if {CONTEXTS[0], CONTEXTS[-1]} <= alone.keys():
+        ratio = alone[CONTEXTS[-1]]["0 % attention"]["median"] / alone[CONTEXTS[0]]["0 % attention"]["median"]
+        targets.append(Target("generate, no attention: time at 32k over 512", ratio, CONSTANT_LIMIT))
+    for context, name in ((c, n) for c in alone for n in HYBRIDS):
+        ratio = alone[context][name]["median"] / alone[context]["teacher"]["median"]
+        targets.append(Target(f"generate, {name}, context {context}: time over the teacher", ratio, 1.0))
+    for what, reason in skipped.items():
+        console.print(f"{what}: skipped, {reason}", highlight=False)
+    as_rows = {heads: {n: asdict(t) for n, t in timings.items()} for heads, timings in steps.items()}
+    save_report(output, "decode", targets, step_us=as_rows, generate=rows, skipped=skipped)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
+    main(parser.parse_args().output)

@@ -1,0 +1,231 @@
+"""The SSD scan against other people's, side by side in one process on one thread.
+
+python -m recipes.bench_scan [--output runs/bench]
+
+CPU time of the thread, interleaved, medians. P = N = 64. What is reported: prefill for several heads and lengths, its
+share of the speed of one large matrix product, forward with backward, peak memory, the error against the float64
+recurrence with decays from 1e-8 to 1, and how the time grows with length, heads and batch.
+"""
+
+import argparse
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from modeling_llamba.ssd import ssd_recurrence, ssd_scan
+
+from .bench_peers import find_peers
+from .measure import Target, Timing, extra_peak_bytes, interleaved, matmul_gigaflops, save_report
+
+SIZE = 64  # P and N
+CHUNK = 64
+SHAPES = [(heads, length) for heads in (9, 32) for length in (512, 2048, 8192)]
+TRAINED = [(9, 2048), (32, 2048), (9, 8192)]
+# transformers' default chunk of 256 takes 4 GB for this one
+TOO_LARGE = {("transformers Q256", (32, 8192))}
+LIMITS = {"fla naive": 1.0, "transformers Q64": 0.65, "transformers Q256": 0.25, "causal SDPA": 1.0}
+TRAINING_LIMIT = 0.75
+PEAK_SHARE = 0.35
+ERROR_LIMIT = 1e-6
+FORWARD_EXTRA, TRAINING_TENSORS = 2 * 2**20, 7
+
+
+def inputs(heads: int, length: int, batch: int = 1) -> tuple[torch.Tensor, ...]:
+    """x, log_a, B and C with decays spread over what a trained model has."""
+    torch.manual_seed(0)
+    x, B, C = (torch.randn(batch, length, heads, SIZE) for _ in range(3))
+    return x, -2 * torch.rand(batch, length, heads) - 1e-3, B, C
+
+
+def scan_flops(heads: int, length: int) -> float:
+    """Multiplications and additions in the matrix products of one forward pass."""
+    within, between = 2 * CHUNK * (SIZE + SIZE), 2 * 2 * SIZE * SIZE
+    return heads * length * (within + between)
+
+
+def repeats_for(heads: int, length: int) -> int:
+    """Fewer where one round takes seconds."""
+    return 7 if heads * length < 40_000 else 3
+
+
+def prefill(shape: tuple[int, int], peers: dict, scan=ssd_scan) -> tuple[dict[str, Timing], float]:
+    """Timings of one shape, and our share of the matrix product's speed in the same run."""
+    x, log_a, B, C = inputs(*shape)
+    calls = {"ours": lambda: scan(x, log_a, B, C)}
+    calls |= {n: prepare(x, log_a, B, C) for n, prepare in peers.items() if (n, shape) not in TOO_LARGE}
+    with torch.no_grad():
+        timings = interleaved(calls | {"matmul": matmul_gigaflops()}, repeats_for(*shape))
+    peak = 2 * 1024**3 / timings.pop("matmul").median
+    return timings, scan_flops(*shape) / timings["ours"].median / peak
+
+
+def training(shape: tuple[int, int], peers: dict) -> dict[str, Timing]:
+    """Forward and backward with gradients of all inputs."""
+    x, log_a, B, C = (t.requires_grad_() for t in inputs(*shape))
+    weight = torch.randn_like(x)
+
+    def both(call):
+        def run():
+            y = call()
+            y = y.transpose(1, 2) if y.shape != weight.shape else y
+            return torch.autograd.grad(y, (x, log_a, B, C), weight)
+
+        return run
+
+    calls = {"ours": both(lambda: ssd_scan(x, log_a, B, C)[0])}
+    for name, prepare in peers.items():
+        if name != "transformers Q256":
+            calls[name] = both(lambda prepare=prepare: prepare(x, log_a, B, C)())
+    return interleaved(calls, 5 if math.prod(shape) < 40_000 else 3)
+
+
+def accuracy(length: int = 1024, heads: int = 4) -> dict[str, float]:
+    """Largest relative error of outputs, state and gradients, for mild decays and for a from 1e-8 to 1."""
+    errors = {}
+    for name, lowest in (("mild", -2.0), ("extreme", math.log(1e-8))):
+        x, _, B, C = inputs(heads, length)
+        log_a = torch.empty(1, length, heads).uniform_(lowest, 0)
+        log_a[..., 0] = 0 if name == "extreme" else log_a[..., 0]
+        tensors = [t.requires_grad_() for t in (x, log_a, B, C, torch.randn(1, heads, SIZE, SIZE))]
+        results = []
+        for scan in (ssd_scan, ssd_recurrence):
+            outputs = scan(*tensors)
+            torch.manual_seed(1)
+            weighted = sum((t * torch.randn(t.shape)).sum() for t in outputs)
+            results.append((*outputs, *torch.autograd.grad(weighted, tensors)))
+        for what, ours, exact in zip(("y", "state", "dx", "dlog_a", "dB", "dC", "dstate"), *results, strict=True):
+            errors[f"{name}: {what}"] = ((ours.double() - exact).norm() / exact.double().norm()).item()
+    return errors
+
+
+def _memory_call(name: str, shape: tuple[int, int], trained: bool):
+    """The call, and a small one; for `extra_peak_bytes`."""
+
+    def calls(length):
+        x, log_a, B, C = inputs(shape[0], length)
+        peers, _ = find_peers()
+        if not trained:
+            call = (lambda: ssd_scan(x, log_a, B, C)) if name == "ours" else peers[name](x, log_a, B, C)
+            return torch.no_grad()(call)
+        tensors = [t.requires_grad_() for t in (x, log_a, B, C)]
+        weight = torch.randn_like(x)
+
+        def both():
+            y = ssd_scan(*tensors)[0] if name == "ours" else peers[name](*tensors)()
+            y = y.transpose(1, 2) if y.shape != weight.shape else y
+            return y, torch.autograd.grad(y, tensors, weight)
+
+        return both
+
+    return calls(shape[1]), calls(128)
+
+
+def memory(peers: dict) -> dict[str, dict[str, int]]:
+    """Extra peak bytes; the gradients and the output count, the inputs and dy do not."""
+    names = ["ours", *(n for n in peers if n != "transformers Q256")]
+    return {
+        "forward, 9 heads, 8192": {n: extra_peak_bytes(_memory_call, n, (9, 8192), False) for n in names},
+        "forward and backward, 9 heads, 2048": {n: extra_peak_bytes(_memory_call, n, (9, 2048), True) for n in names},
+    }
+
+
+def growth() -> dict[str, dict]:
+    """Time against length, heads and batch, each with the exponent of the best power law; 1 is linear."""
+    rows = {
+        "length": {n: (9, n, 1) for n in (512, 1024, 2048, 4096, 8192, 16384)},
+        "heads": {n: (n, 2048, 1) for n in (4, 8, 16, 32)},
+        "batch": {n: (4, 2048, n) for n in (1, 2, 4, 8)},
+    }
+    figures = {}
+    for what, shapes in rows.items():
+        with torch.no_grad():
+            tensors = {n: inputs(heads, length, batch) for n, (heads, length, batch) in shapes.items()}
+            calls = {str(n): (lambda t=t: ssd_scan(*t)) for n, t in tensors.items()}
+            times = {int(n): t.median for n, t in interleaved(calls, 5).items()}
+        figures[what] = {"ms": times, "exponent": exponent(times)}
+    return figures
+
+
+def exponent(times: dict[int, float]) -> float:
+    """Slope of log time against log size by least squares."""
+    xs, ys = ([math.log(v) for v in values] for values in (times, times.values()))
+    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
+
+
+def targets_of(shape: tuple[int, int], timings: dict[str, Timing], share: float) -> list[Target]:
+    """The limits of one prefill shape."""
+    heads, length = shape
+    ours, where = timings["ours"].median, f"prefill, {heads} heads, {length} tokens"
+    found = []
+    for peer, limit in LIMITS.items():
+        if peer in timings and (length >= 2048 or not peer.startswith("transformers")):
+            found.append(Target(f"{where}: time over {peer}", ours / timings[peer].median, limit))
+    if length >= 2048:
+        found.append(Target(f"{where}: matrix product's speed over ours", 1 / share, 1 / PEAK_SHARE))
+    return found
+
+
+def main(output: Path) -> None:
+    """Measure everything, print it and save scan.json."""
+    torch.set_num_threads(1)
+    console, (peers, absent) = Console(), find_peers()
+    targets, rows, shares = [], {}, {}
+    for shape in SHAPES:
+        timings, share = prefill(shape, peers)
+        rows[shape], shares[shape] = timings, share
+        targets += targets_of(shape, timings, share)
+    console.print(timing_table("prefill, ms of CPU time (x ours)", rows, [*peers], shares))
+    trained = {}
+    for shape in TRAINED:
+        trained[shape] = training(shape, peers)
+        for peer in peers:
+            if peer in trained[shape]:
+                ratio = trained[shape]["ours"].median / trained[shape][peer].median
+                name = f"forward and backward, {shape[0]} heads, {shape[1]} tokens: time over {peer}"
+                targets.append(Target(name, ratio, TRAINING_LIMIT))
+    console.print(timing_table("forward and backward, ms of CPU time (x ours)", trained, [*peers]))
+    errors = accuracy()
+    targets += [Target(f"error against float64, {name}", error, ERROR_LIMIT) for name, error in errors.items()]
+    sizes = memory(peers)
+    forward, both = sizes.values()
+    tensor = 2048 * 9 * SIZE * 4
+    targets.append(Target("forward, bytes beyond the output", forward["ours"] - 4 * tensor, FORWARD_EXTRA))
+    targets.append(Target("forward and backward, tensors of x's size", both["ours"] / tensor, TRAINING_TENSORS))
+    grows = growth()
+    targets += [Target(f"time grows with {what}: exponent", f["exponent"], 1.1) for what, f in grows.items()]
+    table = Table("peak memory beyond the inputs, MB", *forward)
+    for what, row in sizes.items():
+        table.add_row(what, *(f"{size / 1e6:.0f}" for size in row.values()))
+    console.print(table)
+    for name, reason in absent.items():
+        console.print(f"{name}: skipped, {reason}", highlight=False)
+    as_rows = lambda table: [  # noqa: E731
+        {"heads": s[0], "length": s[1], "ms": {n: asdict(t) for n, t in r.items()}} for s, r in table.items()
+    ]
+    share_rows = [{"heads": s[0], "length": s[1], "share": share} for s, share in shares.items()]
+    save_report(output, "scan", targets, prefill=as_rows(rows), training=as_rows(trained), peak_share=share_rows,
+                errors=errors, memory=sizes, growth=grows, skipped=absent)  # fmt: skip
+
+
+def timing_table(title: str, rows: dict, peers: list[str], shares: dict | None = None) -> Table:
+    """Ours in milliseconds with its spread, the peers as multiples of it."""
+    extra = ["of matmul peak"] if shares else []
+    table = Table("heads", "length", "ours ms", *peers, *extra, title=title)
+    for shape, timings in rows.items():
+        ours = timings["ours"]
+        cells = [f"{timings[p].median / ours.median:.2f}" if p in timings else "-" for p in peers]
+        share = [f"{shares[shape]:.0%}"] if shares else []
+        spread = f"{ours.median:.1f} ({ours.least:.1f}-{ours.most:.1f})"
+        table.add_row(str(shape[0]), str(shape[1]), spread, *cells, *share)
+    return table
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
+    main(parser.parse_args().output)
