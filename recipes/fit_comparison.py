@@ -124,8 +124,10 @@ def conjugate_gradients(mixer: nn.Module, weight: nn.Parameter, rows: torch.Tens
         residual = following
 
 
-def compare(mixer: nn.Module, data: LayerData, settings: FitSettings, layer: int) -> dict[str, dict[str, float]]:
-    """Fitting and held-out error, and seconds, of each way."""
+def compare(
+    mixer: nn.Module, data: LayerData, settings: FitSettings, layer: int, longer: int
+) -> dict[str, dict[str, float]]:
+    """Fitting and held-out error, and seconds, of each way, and of two in `longer` times the time if that is not 1."""
     with torch.no_grad():
         _, start = best_decay(mixer, data, settings)
     results: dict[str, dict[str, float]] = {}
@@ -143,13 +145,16 @@ def compare(mixer: nn.Module, data: LayerData, settings: FitSettings, layer: int
     given = results["AdamW"]["cpu_seconds"]
     run("L-BFGS", lambda candidate: lbfgs(candidate, data, Clock(given)))
     run("alternating", lambda candidate: alternating(candidate, data, Clock(given), settings.ridges))
-    longer = dataclasses.replace(settings, refine_steps=4 * settings.refine_steps)
-    run("AdamW, 4 x the time", lambda candidate: refine(candidate, data, longer, layer))
-    run("L-BFGS, 4 x the time", lambda candidate: lbfgs(candidate, data, Clock(4 * given)))
+    if longer > 1:
+        more = dataclasses.replace(settings, refine_steps=longer * settings.refine_steps)
+        run(f"AdamW, {longer} x the time", lambda candidate: refine(candidate, data, more, layer))
+        run(f"L-BFGS, {longer} x the time", lambda candidate: lbfgs(candidate, data, Clock(longer * given)))
     return results
 
 
-def main(output: Path, dataset: str, layers: list[int], tokens: int, steps: int, model: str | None) -> dict:
+def main(
+    output: Path, dataset: str, layers: list[int], tokens: int, steps: int, longer: int, model: str | None
+) -> dict:
     """Stream to each layer, compare there, print and keep the figures.
 
     Raises:
@@ -169,7 +174,7 @@ def main(output: Path, dataset: str, layers: list[int], tokens: int, steps: int,
         for layer in range(max(layers) + 1):
             data = stream.attention_data(layer)
             if layer in layers:
-                results[layer] = compare(aligner.model.mixer(layer), data, settings, layer)
+                results[layer] = compare(aligner.model.mixer(layer), data, settings, layer, longer)
                 show(layer, results[layer])
     report = {"text": Path(dataset).name, "tokens": aligner.ids.numel(), "layers": results}
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -192,5 +197,6 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 17, 26])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=FitSettings.refine_steps, help="of AdamW")
+    parser.add_argument("--longer", type=int, default=1, help="also AdamW and L-BFGS in so many times the time")
     parser.add_argument("--model", help="teacher (default: the embedded one)")
     main(**vars(parser.parse_args()))

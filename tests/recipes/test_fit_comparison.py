@@ -75,10 +75,10 @@ def test_both_come_closer_and_stop_in_time(model):
 
 
 def test_the_command(tmp_path, folder):
-    report = fit_comparison.main(tmp_path / "out.json", "sampled", [1], 3072, 10, str(folder))
+    report = fit_comparison.main(tmp_path / "out.json", "sampled", [1], 3072, 10, 4, str(folder))
     rows = report["layers"][1]
     assert rows["AdamW, 4 x the time"]["fitting"] < rows["solve only"]["fitting"]
     assert rows["L-BFGS"]["fitting"] < rows["solve only"]["fitting"]
     assert json.loads((tmp_path / "out.json").read_text())["layers"]["1"] == rows
     with pytest.raises(ValueError, match="layers 0 to"):
-        fit_comparison.main(tmp_path / "out.json", "sampled", [99], 3072, 10, str(folder))
+        fit_comparison.main(tmp_path / "out.json", "sampled", [99], 3072, 10, 1, str(folder))
