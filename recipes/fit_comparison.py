@@ -19,7 +19,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
