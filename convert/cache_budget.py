@@ -109,8 +109,8 @@ class Choice:
             return "every layer stays attention"
         parts = [f"window {self.window}"]
         parts += ["a state beside it"] * self.has_state
-        parts += [f"{heads} heads with full attention"] * (heads > 0)
-        return " + ".join(parts + [f"{whole} layers of attention"] * (whole > 0))
+        parts += [f"{heads} head{'s' * (heads > 1)} with full attention"] * (heads > 0)
+        return " + ".join(parts + [f"{whole} layer{'s' * (whole > 1)} of attention"] * (whole > 0))
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def best_choices(budget: Budget, costs: HeadCosts, longest_beside_state: int) ->
         longest = min(budget.context, longest_beside_state) if has_state else budget.context
         size = budget.sizes(has_state)
         for count in budget.counts():
-            for kind in KINDS:
+            for kind in KINDS if count % budget.shape[1] == 0 else ("heads",):
                 choice = best_of_count(budget, costs, kind, count, has_state, longest, size)
                 key = (has_state, kind if count else "window")
                 if choice is not None and (key not in found or choice.predicted < found[key].predicted):

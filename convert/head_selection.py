@@ -38,9 +38,9 @@ def named_heads(text: str, num_layers: int, num_heads: int) -> Heads:
     Raises:
         ValueError: neither, or a layer or head that the teacher does not have.
     """
-    path = Path(text).expanduser()
     try:
-        if path.is_file():
+        # pairs are no file's name, and may be too many for one
+        if set(text) - set("0123456789:, ") and (path := Path(text).expanduser()).is_file():
             of_layers = json.loads(path.read_text())
             pairs = [(int(layer), int(head)) for layer, heads in of_layers.items() for head in heads]
         else:

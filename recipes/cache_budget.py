@@ -42,10 +42,10 @@ CONTEXT = 4096
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
 ROWS = {
     "window": "every layer: a window and 4 sinks",
-    "window+heads": "and the heads that the scores choose see everything",
+    "window+heads": "and what the scores choose, heads or layers, sees everything",
     "window+even": "and as many heads, evenly placed",
     "state+window": "a window beside a state that query heads share, in every layer",
-    "state+window+heads": "and the heads that the scores choose see everything",
+    "state+window+heads": "and what the scores choose sees everything",
     "mixers": "mixers alone; evenly placed layers keep their attention",
 }
 DISTANCES = (100, 400, 1500, 3500)

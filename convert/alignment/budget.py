@@ -118,8 +118,8 @@ class BudgetSearch:
 
     @functools.cached_property
     def _asked(self) -> Recall:
-        """The needles that score, in two rows of half the text."""
-        return self._recall(self.scoring.view(2, -1))
+        """The needle that scores, as far back as the text goes: heads that reach 400 tokens need not reach 1,500."""
+        return self._recall(self.scoring)
 
     def _recall(self, prose: torch.Tensor) -> Recall:
         return Recall(self.model, prose, self.settings.answers, self.budget.options.seed)
