@@ -30,6 +30,12 @@ from .evaluation_report import markdown, update_card
 from .evaluation_texts import SHIPPED, TextSource
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+ROW_KEYS = {
+    "text": ("name", "length"),
+    "recall": ("probe", "length", "distance"),
+    "tasks": ("task", "metric"),
+    "speed": ("which", "batch", "context"),
+}
 TEXT, RECALL, GENERATION, TASKS, SPEED, RUN = "Text", "Recall", "Generation", "Tasks", "Speed", "Run"
 
 
@@ -108,11 +114,12 @@ def narrate() -> Iterator:
 
 
 def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Results of this run over those of earlier ones in the same folder; tasks add up."""
-    mine = {(row["task"], row["metric"]) for row in found.get("tasks", [])}
-    kept = [row for row in before.get("tasks", []) if (row["task"], row["metric"]) not in mine]
+    """Results of this run beside those of earlier ones in the same folder, row by row."""
     parts = {part: found.get(part, before.get(part)) for part in PARTS}
-    parts["tasks"] = [*kept, *found.get("tasks", [])] or None
+    for part, keys in ROW_KEYS.items():
+        new = {tuple(row[key] for key in keys) for row in found.get(part, [])}
+        kept = [row for row in before.get(part, []) if tuple(row[key] for key in keys) not in new]
+        parts[part] = kept + found.get(part, []) or None
     return {part: rows for part, rows in parts.items() if rows is not None}
 
 

@@ -14,6 +14,8 @@ from convert.alignment.align import write_beside
 
 SETTINGS, PARTS, RESULTS, REPORT = "settings.json", "parts", "evaluation.json", "evaluation.md"
 COMMON = "common"
+# each value of these has cells of its own, so that other values add to what is there
+ADDITIVE = ("texts", "lengths", "recall_lengths", "contexts", "speed_batches")
 
 
 class EvaluationFolder:
@@ -41,7 +43,8 @@ class EvaluationFolder:
         for part in sorted(known.keys() & settings.keys()):
             if not self._has_cells(part):
                 continue
-            different = sorted(k for k in settings[part] if settings[part][k] != known[part].get(k))
+            fixed = settings[part].keys() - set(ADDITIVE)
+            different = sorted(key for key in fixed if settings[part][key] != known[part].get(key))
             if different:
                 raise ValueError(
                     f"{path} holds an evaluation with other settings ({part}: {', '.join(different)}); choose another "

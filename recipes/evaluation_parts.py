@@ -98,7 +98,12 @@ class Settings:
         """What each part's results depend on; the batch size is not of it."""
         first, *_ = texts = [[*text, text.fingerprint()] for text in self.texts]
         own = {
-            "text": {"texts": texts, "lengths": self.lengths, "sequences": self.sequences},
+            "text": {
+                "texts": texts,
+                "from": sorted({source[1:] for source in self.texts}, key=str),
+                "lengths": self.lengths,
+                "sequences": self.sequences,
+            },
             "recall": {
                 "text": first,
                 "recall_lengths": self.recall_lengths,

@@ -125,12 +125,13 @@ def test_other_settings_are_refused_and_other_parts_added(folder, tmp_path):
         return evaluate(folder, "--output", tmp_path / "e", *arguments)
 
     assert run("--parts", "text").exit_code == 0
-    refused = run("--parts", "text", "--lengths", 32)
-    assert refused.exit_code == 1 and "other settings (text: lengths)" in refused.stderr
+    refused = run("--parts", "text", "--sequences", 2)
+    assert refused.exit_code == 1 and "other settings (text: sequences)" in " ".join(refused.stderr.split())
     assert "common: seed" in run("--parts", "recall", "--seed", 5).stderr
     assert "common: model" in evaluate(folder, "--output", tmp_path / "e", "--parts", "text", model="teacher").stderr
-    added = json.loads(run("--parts", "speed", "--json", "--batch-size", 1).stdout)
-    assert "text" in added and "speed" in added and "recall" not in added
+    added = json.loads(run("--parts", "speed,text", "--lengths", 32, "--json", "--batch-size", 1).stdout)
+    assert [row["length"] for row in added["text"]] == [64, 32], "a length more adds to what is there"
+    assert "speed" in added and "recall" not in added
     anew = json.loads(run("--parts", "text", "--lengths", 32, "--overwrite", "--json").stdout)
     assert anew["text"][0]["length"] == 32 and "speed" not in anew
     (tmp_path / "e/parts/x.json").write_text("{")
@@ -139,10 +140,14 @@ def test_other_settings_are_refused_and_other_parts_added(folder, tmp_path):
     assert "is damaged" in run("--parts", "text", "--lengths", 32).stderr
 
 
-def test_a_run_that_failed_before_it_measured_claims_nothing(folder, tmp_path):
-    for wrong in (("--text", folder / "missing.jsonl"), ("--seed", 3, "--text", folder / "empty.jsonl")):
-        assert evaluate(folder, "--output", tmp_path / "e", "--parts", "text", *wrong).exit_code == 1
-    assert evaluate(folder, "--output", tmp_path / "e", "--parts", "text").exit_code == 0
+def test_a_run_that_failed_can_be_put_right(folder, tmp_path):
+    """What a mistaken command claimed stands in nobody's way."""
+    arguments = ("--output", tmp_path / "e", "--parts", "text")
+    early = evaluate(folder, *arguments, "--seed", 3, "--lengths", 90000)
+    late = evaluate(folder, *arguments, "--text", folder / "missing.jsonl")
+    assert early.exit_code == late.exit_code == 1
+    done = evaluate(folder, *arguments, "--json")
+    assert done.exit_code == 0 and len(json.loads(done.stdout)["text"]) == 1
 
 
 def test_without_a_teacher(folder, tmp_path):
