@@ -6,9 +6,11 @@ from typing import Any
 from .report_data import Run, parts_of
 from .report_drawing import Line, number, tokens
 from .report_figures import dots_figure, lines_figure
-from .report_page import Picture, Section, Table, slug
+from .report_page import Picture, Section, Table, plain, slug
 from .report_quality import KL, half_width
 from .report_sections import interval, labelled, named, of_run, source
+
+ANSWERS = 6
 
 
 def evaluation_section(runs: list[Run]) -> Section:
@@ -26,6 +28,8 @@ def evaluation_section(runs: list[Run]) -> Section:
             section.pictures += task_pictures(run, data["tasks"], evaluated)
     if any(data.get("generation") for _, data in evaluated):
         section.tables.append(generation_table(evaluated))
+    told = [(run, data) for run, data in evaluated if (data.get("generation") or {}).get("answers")]
+    section.tables += [answer_table(run, data) for run, data in told]
     return section
 
 
@@ -198,6 +202,14 @@ def generation_table(evaluated: list[tuple[Run, dict]]) -> Table:
                          number(rules.get("teacher")), number(rules.get("count"))])  # fmt: skip
     header = ["generation", "greedy agreement", "repetition", "teacher's", "instructions followed", "teacher's", "of"]
     return Table(header, rows, "", " — ".join(source(run, "evaluation") for run, _ in evaluated))
+
+
+def answer_table(run: Run, data: dict) -> Table:
+    """The first answers of hybrid and teacher."""
+    answers = data["generation"]["answers"][:ANSWERS]
+    rows = [[plain(answer[key]) for key in ("prompt", "model", "teacher")] for answer in answers]
+    header = ["prompt", f"{run.name} answers", "the teacher answers"]
+    return Table(header, rows, "", source(run, "evaluation"), prose=True)
 
 
 def speed_section(runs: list[Run]) -> Section:

@@ -25,6 +25,8 @@ class Table:
     rows: list[list[str]]
     title: str = ""
     source: str = ""
+    prose: bool = False
+    """Cells hold sentences, not numbers."""
 
 
 @dataclass
