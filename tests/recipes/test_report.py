@@ -335,7 +335,7 @@ def test_numbers_and_odd_curves():
     assert [number(x) for x in (None, 0, 0.25, 12345, 1e-7, 3.14159)] == [
         "–",
         "0",
-        "0.25",
+        "0.250",
         "12,345",
         "1.0e-07",
         "3.14",
