@@ -6,9 +6,11 @@ from typing import Any
 from .report_data import Run, parts_of
 from .report_drawing import Line, number, tokens
 from .report_figures import dots_figure, lines_figure
-from .report_page import Picture, Section, Table, slug
+from .report_page import Picture, Section, Table, plain, slug
 from .report_quality import KL, half_width
 from .report_sections import interval, labelled, named, of_run, source
+
+ANSWERS = 6
 
 
 def evaluation_section(runs: list[Run]) -> Section:
@@ -26,6 +28,8 @@ def evaluation_section(runs: list[Run]) -> Section:
             section.pictures += task_pictures(run, data["tasks"], evaluated)
     if any(data.get("generation") for _, data in evaluated):
         section.tables.append(generation_table(evaluated))
+    told = [(run, data) for run, data in evaluated if (data.get("generation") or {}).get("answers")]
+    section.tables += [answer_table(run, data) for run, data in told]
     return section
 
 
@@ -136,7 +140,7 @@ def recall_pictures(run: Run, rows: list[dict], evaluated: list[Any]) -> list[Pi
 
 def task_pictures(run: Run, tasks: list[dict], evaluated: list[Any]) -> list[Picture]:
     """Scores of hybrid, teacher and chance; then what is left of the teacher's score over chance."""
-    names = [str(task["task"]) for task in tasks]
+    names = task_names(tasks)
     lines = [
         Line(name, list(range(len(tasks))), [_or_nan(task.get(key)) for task in tasks], None, color)
         for name, key, color in (
@@ -159,16 +163,16 @@ def task_pictures(run: Run, tasks: list[dict], evaluated: list[Any]) -> list[Pic
             f"Scores of hybrid and teacher: {scores}.", "Scored by lm-eval, both models in one run.", where, table,
         )
     ]  # fmt: skip
-    judged = [task for task in tasks if task.get("relative") is not None]
+    judged = [(name, task) for name, task in zip(names, tasks, strict=True) if task.get("relative") is not None]
     if judged:
-        relative = [task["relative"] for task in judged]
-        spread = [_times(task.get("standard_error")) or 0.0 for task in judged]
-        told = "; ".join(f"{task['task']} {number(task['relative'])}" for task in judged)
+        relative = [task["relative"] for _, task in judged]
+        spread = [_times(task.get("standard_error")) or 0.0 for _, task in judged]
+        told = "; ".join(f"{name} {number(task['relative'])}" for name, task in judged)
         pictures.append(
             Picture(
                 named("tasks-relative", evaluated, run),
                 f"Score over chance, of the teacher's{of_run(run, evaluated)}",
-                dots_figure([str(task["task"]) for task in judged],
+                dots_figure([name for name, _ in judged],
                             [Line("", list(range(len(judged))), relative, spread, "blue")],
                             "(hybrid − chance) ⁄ (teacher − chance)", marks=(0.0, 1.0)),
                 f"Relative scores: {told}.", "0 is chance, 1 the teacher; whiskers are 1.96 standard errors.",
@@ -176,6 +180,15 @@ def task_pictures(run: Run, tasks: list[dict], evaluated: list[Any]) -> list[Pic
             )
         )  # fmt: skip
     return pictures
+
+
+def task_names(tasks: list[dict]) -> list[str]:
+    """A task's name, with its metric where it has several."""
+    names = [str(task["task"]) for task in tasks]
+    return [
+        name if names.count(name) == 1 else f"{name}, {task.get('metric')}"
+        for name, task in zip(names, tasks, strict=True)
+    ]
 
 
 def _or_nan(value: float | None) -> float:
@@ -198,6 +211,14 @@ def generation_table(evaluated: list[tuple[Run, dict]]) -> Table:
                          number(rules.get("teacher")), number(rules.get("count"))])  # fmt: skip
     header = ["generation", "greedy agreement", "repetition", "teacher's", "instructions followed", "teacher's", "of"]
     return Table(header, rows, "", " — ".join(source(run, "evaluation") for run, _ in evaluated))
+
+
+def answer_table(run: Run, data: dict) -> Table:
+    """The first answers of hybrid and teacher."""
+    answers = data["generation"]["answers"][:ANSWERS]
+    rows = [[plain(answer[key]) for key in ("prompt", "model", "teacher")] for answer in answers]
+    header = ["prompt", f"{run.name} answers", "the teacher answers"]
+    return Table(header, rows, "", source(run, "evaluation"), prose=True)
 
 
 def speed_section(runs: list[Run]) -> Section:

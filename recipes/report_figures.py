@@ -51,7 +51,8 @@ def lines_figure(
     xs = [float(value) for line in lines for value in line.x]
     ys = reach(lines, log_y)
     # limits first: the names are placed by what is on the screen
-    axes.plot([min(xs), max(xs)], [min(ys), max(ys)], alpha=0)
+    axes.update_datalim([(min(xs), min(ys)), (max(xs), max(ys))])
+    axes.autoscale_view()
     if context:
         token_axis(axes.xaxis, xs)
     elif log_x and min(xs) > 0:

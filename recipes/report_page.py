@@ -25,6 +25,8 @@ class Table:
     rows: list[list[str]]
     title: str = ""
     source: str = ""
+    prose: bool = False
+    """Cells hold sentences, not numbers."""
 
 
 @dataclass
@@ -164,4 +166,4 @@ def slug(*words: Any) -> str:
 
 def plain(text: Any) -> str:
     """Text without characters that HTML cannot hold."""
-    return "".join(c if c.isprintable() or c == " " else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(text))

@@ -1,5 +1,6 @@
 """Sections on what was converted: layers and heads with their scores, matrices, distances over stages."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -40,55 +41,47 @@ def first_round(scores: dict[str, dict]) -> dict[int, dict]:
 def layer_section(runs: list[Run]) -> Section:
     """What replacing each layer costs, which layers keep attention, and what the placement is worth."""
     section = Section("layers", "Layers", "What replacing one layer's attention costs, and which layers keep theirs.")
-    scored = [(run, kind) for run in runs for kind in ("layer_scores", "alignment")]
-    scored = [(run, kind) for run, kind in scored if kind == "layer_scores" or "layer_scores" in (run.get(kind) or {})]
-    scored = [(run, kind) for run, kind in scored if kind in run.parts]
-    hybrids = [(run.name, attention_layers(data)) for run, data in parts_of(runs, "hybrid")]
-    for run, kind in scored:
-        data = run.get(kind)
-        scores = first_round(data if kind == "layer_scores" else data["layer_scores"])
-        layers, placements = list(scores), data.get("placements", []) if isinstance(data.get("scores"), dict) else []
+    scored = [(run, "layer_scores", data) for run, data in parts_of(runs, "layer_scores")]
+    scored += [
+        (run, "alignment", data["layer_scores"]) for run, data in parts_of(runs, "alignment") if "layer_scores" in data
+    ]
+    for run, kind, data in scored:
+        scores = first_round(data)
+        placements = data.get("placements", []) if "scores" in data else []
         choices = [
-            (
-                f"{place['placement'].replace('kl+recall, ', '')}, {100 * place['attention']:g} %",
-                kept_in(place, layers),
-            )
+            (f"{place['placement'].removeprefix('kl+recall, ')}, {100 * place['attention']:g} %",
+             kept_in(place, scores))
             for place in placements
             if "round" in place["placement"] or (place["placement"] == "uniform" and place["attention"] == 0.5)
-        ]
-        own = [(name, kept) for name, kept in hybrids if not placements and (kind != "alignment" or name == run.name)]
-        choices += own[:4]
-        kl, recall = ([score[what] for score in scores.values()] for what in ("kl", "recall"))
-        worst = [layers[i] for i in np.argsort(kl)[::-1][:3]]
-        worst_recall = [layers[i] for i in np.argsort(recall)[::-1][:3]]
-        header = ["layer", "KL", "recall lost", *(name for name, _ in choices)]
-        rows = [
-            [
-                str(layer),
-                number(s["kl"]),
-                number(s["recall"]),
-                *("attention" if layer in c else "" for _, c in choices),
-            ]
-            for layer, s in scores.items()
-        ]
-        section.pictures.append(
-            Picture(
-                named("layers", scored, run), f"Cost by layer{of_run(run, scored)}",
-                layer_figure(layers, kl, recall, choices),
-                f"Bars of KL and recall loss for {len(layers)} layers; KL is highest for layers {_listed(worst)}, "
-                f"recall loss for layers {_listed(worst_recall)}.",
-                f"Each layer replaced alone, after a quick fit. KL to the teacher is highest for {_listed(worst)}; "
-                f"what serves recall sits in {_listed(worst_recall)}."
-                + (" Below, filled: the layers that keep their attention." if choices else ""),
-                source(run, kind), Table(header, rows),
-            )
-        )  # fmt: skip
+        ]  # fmt: skip
+        if not choices:
+            hybrids = [run] if kind == "alignment" else runs
+            choices = [(of.name, attention_layers(config)) for of, config in parts_of(hybrids, "hybrid")][:4]
+        section.pictures.append(_layer_picture(run, kind, scores, choices, scored))
         if placements:
             section.pictures += placement_pictures(run, placements, data.get("teacher", {}), scored)
     return section
 
 
-def kept_in(place: dict, layers: list[int]) -> list[int]:
+def _layer_picture(run: Run, kind: str, scores: dict[int, dict], choices: list, scored: list[Any]) -> Picture:
+    layers, kl, recall = list(scores), *([score[what] for score in scores.values()] for what in ("kl", "recall"))
+    worst, worst_recall = (_listed([layers[i] for i in np.argsort(values)[::-1][:3]]) for values in (kl, recall))
+    rows = [
+        [str(layer), number(score["kl"]), number(score["recall"])]
+        + ["attention" if layer in kept else "mixer" for _, kept in choices]
+        for layer, score in scores.items()
+    ]
+    return Picture(
+        named("layers", scored, run), f"Cost by layer{of_run(run, scored)}", layer_figure(layers, kl, recall, choices),
+        f"Bars of KL and recall loss for {len(layers)} layers; KL is highest for layers {worst}, recall loss for "
+        f"{worst_recall}.",
+        f"Each layer replaced alone, after a quick fit. KL to the teacher is highest for {worst}; what serves recall "
+        f"sits in {worst_recall}." + (" Below, filled: the layers that keep their attention." if choices else ""),
+        source(run, kind), Table(["layer", "KL", "recall lost", *(name for name, _ in choices)], rows),
+    )  # fmt: skip
+
+
+def kept_in(place: dict, layers: Iterable[int]) -> list[int]:
     """Layers that keep attention in a placement."""
     return [layer for layer in layers if layer not in place["replaced"]]
 
