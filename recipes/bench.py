@@ -31,17 +31,19 @@ def run_topic(topic: str, output: Path) -> str | None:
     """Run one benchmark; returns what went wrong, if anything."""
     (output / f"{topic}.json").unlink(missing_ok=True)
     done = subprocess.run([sys.executable, "-m", f"recipes.bench_{topic}", "--output", str(output)])
-    return None if done.returncode == 0 else f"exit code {done.returncode}"
+    if done.returncode != 0:
+        return f"exit code {done.returncode}"
+    path = output / f"{topic}.json"
+    path.write_text(json.dumps({"machine": machine()} | json.loads(path.read_text()), indent=2) + "\n")
+    return None
 
 
-def collect(output: Path, topics: tuple[str, ...], failed: dict[str, str]) -> dict:
-    """One report of the topics' files."""
-    reports = {t: json.loads((output / f"{t}.json").read_text()) for t in topics if t not in failed}
-    return {
-        "machine": machine(),
-        "targets": [target for report in reports.values() for target in report.pop("targets", [])],
-        "failed": failed,
-    } | reports
+def collect(output: Path, failed: dict[str, str]) -> dict:
+    """One report of the topics' files; those that were not run again are as they were measured last."""
+    paths = {topic: output / f"{topic}.json" for topic in TOPICS if topic not in failed}
+    reports = {topic: json.loads(path.read_text()) for topic, path in paths.items() if path.is_file()}
+    targets = [target for report in reports.values() for target in report.pop("targets", [])]
+    return {"targets": targets, "failed": failed} | reports
 
 
 def machine() -> dict[str, str | int | None]:
@@ -66,8 +68,13 @@ def _cpuinfo() -> list[str]:
 
 def as_markdown(report: dict) -> str:
     """The targets as a table, and what was skipped or failed."""
-    about = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
-    lines = [f"{about}. Smaller is better.", "", "| what | value | target | met |", "|---|---|---|---|"]
+    machines: dict[str, list[str]] = {}
+    for topic in TOPICS:
+        if topic in report:
+            about = ", ".join(f"{key} {value}" for key, value in report[topic].get("machine", {}).items())
+            machines.setdefault(about, []).append(topic)
+    lines = [f"{', '.join(topics)}: {about}." for about, topics in machines.items()]
+    lines += ["", "Smaller is better.", "", "| what | value | target | met |", "|---|---|---|---|"]
     for row in report["targets"]:
         met = "yes" if row["met"] else "**no**"
         lines.append(f"| {row['name']} | {row['value']:.3g} | {row['target']:.3g} | {met} |")
@@ -110,7 +117,7 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
         problem = run_topic(topic, output)
         if problem:
             failed[topic] = problem
-    report = collect(output, topics, failed)
+    report = collect(output, failed)
     (output / "results.json").write_text(json.dumps(report, indent=2) + "\n")
     (output / "results.md").write_text(as_markdown(report))
     if "scan" in report:
@@ -130,6 +137,6 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, help="these topics")
+    parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, help="measure only these again")
     arguments = parser.parse_args()
     sys.exit(1 if main(arguments.output, tuple(arguments.only)) else 0)
