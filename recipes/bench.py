@@ -78,10 +78,45 @@ def as_markdown(report: dict) -> str:
     for row in report["targets"]:
         met = "yes" if row["met"] else "**no**"
         lines.append(f"| {row['name']} | {row['value']:.3g} | {row['target']:.3g} | {met} |")
+    for topic, tables in (("scan", scan_tables), ("decode", decode_table)):
+        if topic in report:
+            lines += ["", *tables(report[topic])]
     skipped = {name: why for t in TOPICS for name, why in report.get(t, {}).get("skipped", {}).items()}
     lines += ["", *(f"{name}: skipped, {why}." for name, why in skipped.items())]
     lines += [f"{topic}: failed, {why}." for topic, why in report["failed"].items()]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def scan_tables(scan: dict) -> list[str]:
+    """Ours in milliseconds, the peers as multiples of it."""
+    shares = {(row["heads"], row["length"]): row["share"] for row in scan["peak_share"]}
+    lines = []
+    for kind in ("prefill", "training"):
+        peers = list(dict.fromkeys(n for row in scan[kind] for n in row["ms"] if n != "ours"))
+        title = "forward" if kind == "prefill" else "forward and backward"
+        lines += ["", f"| {title}: heads, tokens | ms (least, most) | of matmul peak | {' | '.join(peers)} |"]
+        lines.append("|---" * (3 + len(peers)) + "|")
+        for row in scan[kind]:
+            ours, shape = row["ms"]["ours"], (row["heads"], row["length"])
+            share = f"{shares[shape]:.0%}" if kind == "prefill" else ""
+            times = [f"{row['ms'][p]['median'] / ours['median']:.2f} x" if p in row["ms"] else "" for p in peers]
+            spread = f"{ours['median']:.1f} ({ours['least']:.1f}, {ours['most']:.1f})"
+            lines.append(f"| {shape[0]}, {shape[1]} | {spread} | {share} | {' | '.join(times)} |")
+    grown = ", ".join(f"{what} {figures['exponent']:.2f}" for what, figures in scan["growth"].items())
+    return [*lines[1:], "", f"Exponents of growth: {grown}."]
+
+
+def decode_table(decode: dict) -> list[str]:
+    """Milliseconds per step of generate(), tokens per second, cache bytes."""
+    lines = ["| context, batch | model | ms per step (least, most) | tokens/s | cache MB |", "|---|---|---|---|---|"]
+    for row in decode["generate"]:
+        for name, times in row["ms_per_step"].items():
+            spread = f"{times['median']:.0f} ({times['least']:.0f}, {times['most']:.0f})"
+            size = f"{row['cache_bytes'][name] / 1e6:.1f}" if name in row["cache_bytes"] else ""
+            speed = f"{1e3 * row['batch'] / times['median']:.1f}" if size else ""
+            label = name if size else "its matrix-vector products alone"
+            lines.append(f"| {row['context']}, {row['batch']} | {label} | {spread} | {speed} | {size} |")
+    return lines
 
 
 def plot_scaling(scan: dict, path: Path) -> None:
