@@ -34,7 +34,7 @@ test-gpu: install
 
 bench: install ## speed and memory, as ratios measured side by side, some of them with other people's code
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python -m recipes.bench
+	TQDM_DISABLE=1 $(BIN)/python -m recipes.bench
 
 quality: install
 	$(BIN)/ruff check .

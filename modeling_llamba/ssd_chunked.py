@@ -84,7 +84,8 @@ def _each_chunk(
         logs = log_a[:, first : first + block].double() * LOG2_E
         logs = nn.functional.pad(logs, (0, 0, 0, -logs.shape[1] % chunk_size))
         sums = logs.view(batch, -1, chunk_size, groups, states // groups).cumsum(2).permute(1, 0, 3, 4, 2)
-        sums = sums.reshape(-1, batch * groups, states // groups, chunk_size)
+        # contiguous, or everything of size Q x Q would take over these strides
+        sums = sums.reshape(-1, batch * groups, states // groups, chunk_size).contiguous()
         enter, leave = (torch.exp2(t.to(log_a.dtype)) for t in (sums, sums[..., -1:] - sums))
         for i in _ordered(range(len(sums)), backwards):
             start = first + i * chunk_size

@@ -71,7 +71,7 @@ class ShortConv(nn.Module):
     def _step(self, inputs: torch.Tensor) -> torch.Tensor:
         """One token: (B, C, >= K) inputs up to and with it -> (B, 1, C)."""
         dtype = torch.promote_types(inputs.dtype, torch.float32)
-        y = (inputs[..., -self.kernel_size :].to(dtype) * self.weight.to(dtype)[:, 0]).sum(-1)
+        y = torch.linalg.vecdot(inputs[..., -self.kernel_size :].to(dtype), self.weight.to(dtype)[:, 0])
         return self._activated(y + self.bias.to(dtype), inputs.dtype)[:, None]
 
     def steps_in_place(self, x: torch.Tensor) -> bool:

@@ -31,17 +31,19 @@ def run_topic(topic: str, output: Path) -> str | None:
     """Run one benchmark; returns what went wrong, if anything."""
     (output / f"{topic}.json").unlink(missing_ok=True)
     done = subprocess.run([sys.executable, "-m", f"recipes.bench_{topic}", "--output", str(output)])
-    return None if done.returncode == 0 else f"exit code {done.returncode}"
+    if done.returncode != 0:
+        return f"exit code {done.returncode}"
+    path = output / f"{topic}.json"
+    path.write_text(json.dumps({"machine": machine()} | json.loads(path.read_text()), indent=2) + "\n")
+    return None
 
 
-def collect(output: Path, topics: tuple[str, ...], failed: dict[str, str]) -> dict:
-    """One report of the topics' files."""
-    reports = {t: json.loads((output / f"{t}.json").read_text()) for t in topics if t not in failed}
-    return {
-        "machine": machine(),
-        "targets": [target for report in reports.values() for target in report.pop("targets", [])],
-        "failed": failed,
-    } | reports
+def collect(output: Path, failed: dict[str, str]) -> dict:
+    """One report of the topics' files; those that were not run again are as they were measured last."""
+    paths = {topic: output / f"{topic}.json" for topic in TOPICS if topic not in failed}
+    reports = {topic: json.loads(path.read_text()) for topic, path in paths.items() if path.is_file()}
+    targets = [target for report in reports.values() for target in report.pop("targets", [])]
+    return {"targets": targets, "failed": failed} | reports
 
 
 def machine() -> dict[str, str | int | None]:
@@ -66,15 +68,55 @@ def _cpuinfo() -> list[str]:
 
 def as_markdown(report: dict) -> str:
     """The targets as a table, and what was skipped or failed."""
-    about = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
-    lines = [f"{about}. Smaller is better.", "", "| what | value | target | met |", "|---|---|---|---|"]
+    machines: dict[str, list[str]] = {}
+    for topic in TOPICS:
+        if topic in report:
+            about = ", ".join(f"{key} {value}" for key, value in report[topic].get("machine", {}).items())
+            machines.setdefault(about, []).append(topic)
+    lines = [f"{', '.join(topics)}: {about}." for about, topics in machines.items()]
+    lines += ["", "Smaller is better.", "", "| what | value | target | met |", "|---|---|---|---|"]
     for row in report["targets"]:
         met = "yes" if row["met"] else "**no**"
         lines.append(f"| {row['name']} | {row['value']:.3g} | {row['target']:.3g} | {met} |")
+    for topic, tables in (("scan", scan_tables), ("decode", decode_table)):
+        if topic in report:
+            lines += ["", *tables(report[topic])]
     skipped = {name: why for t in TOPICS for name, why in report.get(t, {}).get("skipped", {}).items()}
     lines += ["", *(f"{name}: skipped, {why}." for name, why in skipped.items())]
     lines += [f"{topic}: failed, {why}." for topic, why in report["failed"].items()]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def scan_tables(scan: dict) -> list[str]:
+    """Ours in milliseconds, the peers as multiples of it."""
+    shares = {(row["heads"], row["length"]): row["share"] for row in scan["peak_share"]}
+    lines = []
+    for kind in ("prefill", "training"):
+        peers = list(dict.fromkeys(n for row in scan[kind] for n in row["ms"] if n != "ours"))
+        title = "forward" if kind == "prefill" else "forward and backward"
+        lines += ["", f"| {title}: heads, tokens | ms (least, most) | of matmul peak | {' | '.join(peers)} |"]
+        lines.append("|---" * (3 + len(peers)) + "|")
+        for row in scan[kind]:
+            ours, shape = row["ms"]["ours"], (row["heads"], row["length"])
+            share = f"{shares[shape]:.0%}" if kind == "prefill" else ""
+            times = [f"{row['ms'][p]['median'] / ours['median']:.2f} x" if p in row["ms"] else "" for p in peers]
+            spread = f"{ours['median']:.1f} ({ours['least']:.1f}, {ours['most']:.1f})"
+            lines.append(f"| {shape[0]}, {shape[1]} | {spread} | {share} | {' | '.join(times)} |")
+    grown = ", ".join(f"{what} {figures['exponent']:.2f}" for what, figures in scan["growth"].items())
+    return [*lines[1:], "", f"Exponents of growth: {grown}."]
+
+
+def decode_table(decode: dict) -> list[str]:
+    """Milliseconds per step of generate(), tokens per second, cache bytes."""
+    lines = ["| context, batch | model | ms per step (least, most) | tokens/s | cache MB |", "|---|---|---|---|---|"]
+    for row in decode["generate"]:
+        for name, times in row["ms_per_step"].items():
+            spread = f"{times['median']:.0f} ({times['least']:.0f}, {times['most']:.0f})"
+            size = f"{row['cache_bytes'][name] / 1e6:.1f}" if name in row["cache_bytes"] else ""
+            speed = f"{1e3 * row['batch'] / times['median']:.1f}" if size else ""
+            label = name if size else "its matrix-vector products alone"
+            lines.append(f"| {row['context']}, {row['batch']} | {label} | {spread} | {speed} | {size} |")
+    return lines
 
 
 def plot_scaling(scan: dict, path: Path) -> None:
@@ -110,7 +152,7 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
         problem = run_topic(topic, output)
         if problem:
             failed[topic] = problem
-    report = collect(output, topics, failed)
+    report = collect(output, failed)
     (output / "results.json").write_text(json.dumps(report, indent=2) + "\n")
     (output / "results.md").write_text(as_markdown(report))
     if "scan" in report:
@@ -130,6 +172,6 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, help="these topics")
+    parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, help="measure only these again")
     arguments = parser.parse_args()
     sys.exit(1 if main(arguments.output, tuple(arguments.only)) else 0)
