@@ -97,6 +97,11 @@ def _over_spans(name: str, text: dict, key: str, **style: Any) -> list[Line]:
     return [Line(name, [(s["start"] + s["stop"]) / 2 for s in spans], [s[key] for s in spans], **style)]
 
 
+def _whole(rows: list[dict]) -> list[dict]:
+    """The rows over all distances where there are any: those of single distances count the same answers again."""
+    return [row for row in rows if row.get("distance") is None] or rows
+
+
 def recall_pictures(run: Run, rows: list[dict], evaluated: list[Any]) -> list[Picture]:
     """Accuracy against length, a picture per probe."""
     pictures = []
@@ -109,7 +114,7 @@ def recall_pictures(run: Run, rows: list[dict], evaluated: list[Any]) -> list[Pi
             ("teacher", "teacher", "teacher_standard_error"),
         ):
             of_length = {n: [r for r in own if r["length"] == n and r.get(which) is not None] for n in lengths}
-            of_length = {length: values for length, values in of_length.items() if values}
+            of_length = {length: _whole(values) for length, values in of_length.items() if values}
             means = [sum(row[which] for row in values) / len(values) for values in of_length.values()]
             squares = [sum((row.get(error) or 0.0) ** 2 for row in values) for values in of_length.values()]
             widths = [1.96 * math.sqrt(s) / len(v) for s, v in zip(squares, of_length.values(), strict=True)]
