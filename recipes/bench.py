@@ -116,6 +116,9 @@ def decode_table(decode: dict) -> list[str]:
             speed = f"{1e3 * row['batch'] / times['median']:.1f}" if size else ""
             label = name if size else "its matrix-vector products alone"
             lines.append(f"| {row['context']}, {row['batch']} | {label} | {spread} | {speed} | {size} |")
+    lines += ["", "| a prompt of | model | tokens/s |", "|---|---|---|"]
+    for row in decode.get("prefill", []):
+        lines.append(f"| {row['context']} tokens | {row['which']} | {row['prefill_tokens_per_second']:.0f} |")
     return lines
 
 

@@ -29,8 +29,10 @@ from modeling_llamba.recording import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
 from .measure import Target, Timing, interleaved, save_report
+from .timing import speed as side_by_side
 
 CONTEXTS = (512, 4096, 32768)
+PREFILL = 512
 SHORT = 8
 NEW_TOKENS = 16
 STEP_LIMIT, GENERATE_LIMIT, CONSTANT_LIMIT = 0.25, 1.6, 1.1
@@ -155,7 +157,9 @@ def main(output: Path) -> None:
     console.print(table)
     scratch = output / "scratch-decode"
     try:
-        rows, skipped = whole_models(load_models(scratch))
+        models = load_models(scratch)
+        rows, skipped = whole_models(models)
+        prefill = side_by_side(models, 1, PREFILL, 1, 2)  # as recipes.evaluate measures it
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     table = Table("context", "batch", "model", "ms per step", "tokens/s", "cache", title="generate(), SmolLM2-135M")
@@ -166,6 +170,12 @@ def main(output: Path) -> None:
             size = human_bytes(row["cache_bytes"][name]) if name in row["cache_bytes"] else "-"
             cells = [str(row["context"]), str(row["batch"])] if name == "teacher" else ["", ""]
             table.add_row(*cells, name, spread, speed, size)
+    console.print(table)
+    table = Table(
+        "tokens", "model", "tokens/s", title="reading a prompt, whole models, as recipes.evaluate measures it"
+    )
+    for row in prefill:
+        table.add_row(str(row["context"]), row["which"], f"{row['prefill_tokens_per_second']:.0f}")
     console.print(table)
     alone = {row["context"]: row["ms_per_step"] for row in rows if row["batch"] == 1}
     for context in (CONTEXTS[0], CONTEXTS[-1]):
@@ -182,7 +192,7 @@ def main(output: Path) -> None:
     for what, reason in skipped.items():
         console.print(f"{what}: skipped, {reason}", highlight=False)
     as_rows = {heads: {n: asdict(t) for n, t in timings.items()} for heads, timings in steps.items()}
-    save_report(output, "decode", targets, step_us=as_rows, generate=rows, skipped=skipped)
+    save_report(output, "decode", targets, step_us=as_rows, generate=rows, prefill=prefill, skipped=skipped)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
         if topic == "loss":
             return "exit code 1"
         target = Target(f"{topic}: time over a peer", 0.5 if topic == "decode" else 2.0, 1.0)
-        figures = {"generate": []} if topic == "decode" else {}
+        figures = {"generate": [], "prefill": []} if topic == "decode" else {}
         save_report(output, topic, [target], machine={"commit": "abc"}, skipped={"a peer": "no package"}, **figures)
         return None
 
