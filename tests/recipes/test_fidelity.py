@@ -103,7 +103,8 @@ def test_ladder_climbs_and_resumes(folder, capsys):
     arguments = Namespace(
         placements=folder / "placements.json", placed_by=["kl"],
         output=folder / "ladder", train=folder / "text.jsonl", validation=folder / "text.jsonl",
-        model=str(folder / "teacher"), ratios=(0.5, 0.0), stage3_ratios=(0.5,), calibration_tokens=6 * 512,
+        model=str(folder / "teacher"), ratios=(0.5, 0.0),
+        stage3_rows=alignment_ladder.STAGE3_ROWS, stage3_ratios=(0.5,), calibration_tokens=6 * 512,
         stage2_tokens=4 * 512, stage3_tokens=4 * 512, validation_rows=2, long=512, window=8,
     )  # fmt: skip
     alignment_ladder.main(arguments)
