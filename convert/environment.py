@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from transformers.utils import is_flash_attn_2_available
 
-from modeling_llamba.ssd import BACKEND_VARIABLE
+from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend
 
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
@@ -81,9 +81,10 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     if scan["runs"] == "mamba_ssm":
         scan["why"] += f"; {training['runs']} where a gradient is wanted ({training['why']})"
     asked = os.environ.get(BACKEND_VARIABLE)
-    scan["why"] += (
-        f"; {BACKEND_VARIABLE} asks for {asked}" if asked else "; mixer_backend of a model may ask otherwise"
-    )
+    if asked:
+        scan = _asked_for(asked, cuda)
+    else:
+        scan["why"] += "; mixer_backend of a model may ask otherwise"
     return {
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "one token of it, or a short chunk": {"runs": "torch", "why": "a few products; no kernel is used"},
@@ -96,6 +97,15 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
             else "torch's own; flash_attention_2 cannot be used here",
         },
     }
+
+
+def _asked_for(backend: str, cuda: bool) -> dict[str, str]:
+    """What the environment variable makes of the choice."""
+    try:
+        runs = choose_backend(backend, cuda, recording=False)
+        return {"runs": runs, "why": f"{BACKEND_VARIABLE} asks for {backend}"}
+    except ValueError as error:
+        return {"runs": "nothing", "why": f"{BACKEND_VARIABLE} asks for {backend}: {error}"}
 
 
 def describe_environment(report: dict[str, Any]) -> Group:

@@ -130,9 +130,12 @@ def describe_model(report: dict[str, Any]) -> Group:
 def _alignment_line(alignment: dict[str, Any] | None) -> str:
     if alignment is None:
         return "no alignment.json"
+    fits = alignment.get("held_out_error") if isinstance(alignment, dict) else None
+    if not isinstance(alignment, dict):
+        return "alignment.json is none of ours"
     errors = {
         layer: figures.get("refined") or figures.get("solved")
-        for layer, figures in alignment.get("held_out_error", {}).items()
+        for layer, figures in (fits if isinstance(fits, dict) else {}).items()
         if isinstance(figures, dict)
     }
     errors = {layer: error for layer, error in errors.items() if error is not None}

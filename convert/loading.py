@@ -103,7 +103,10 @@ def load_model(
         raise ValueError(f"The weights of {model} are damaged: {_first_line(error)}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{model} cannot be loaded: {_first_line(error)}") from error
-    return loaded.eval().to(device)
+    try:
+        return loaded.eval().to(device)
+    except RuntimeError as error:
+        raise ValueError(f"The model cannot be put on --device {device}: {_first_line(error)}") from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], chat: bool) -> dict[str, torch.Tensor]:

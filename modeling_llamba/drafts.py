@@ -16,6 +16,8 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from .recording import accept, cache_nbytes, record, recorded_bytes
 
+SELF_SHARE = 3
+
 
 class Drafted(NamedTuple):
     """tokens (B, K), the first counts[row] of which are drafted; probabilities (B, K, V) they were drawn with.
@@ -47,8 +49,12 @@ class Text:
         return self.ends[row] - self.starts[row]
 
     def last(self, count: int) -> torch.Tensor:
-        """The last tokens of each row, (B, count)."""
-        return torch.stack([row[end - count : end] for row, end in zip(self.tokens, self.ends, strict=True)])
+        """The last tokens of each row, (B, count); a row that ended earlier may be shorter, and begins with zeros."""
+        rows = []
+        for row, end in zip(self.tokens, self.ends, strict=True):
+            found = row[max(end - count, 0) : end]
+            rows.append(torch.nn.functional.pad(found, (count - len(found), 0)))
+        return torch.stack(rows)
 
     def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
         """Put (B, n) tokens behind each row's text without counting them to it."""
@@ -211,13 +217,18 @@ def empty_cache(model: PreTrainedModel) -> Cache:
     return cache
 
 
-def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """The model's first layers under its own final norm and head; shares every weight with it.
+def first_layers(model: PreTrainedModel, layers: int | None = None) -> PreTrainedModel:
+    """The model's first layers (a third by default) under its own final norm and head; shares every weight with it.
 
     Raises:
         ValueError: there are not so many layers, or not fewer than all.
     """
+    if not hasattr(getattr(model, "model", None), "layers"):
+        raise ValueError(
+            f"{type(model).__name__} does not keep its layers where draft='self' looks; name another draft."
+        )
     total = len(model.model.layers)
+    layers = max(total // SELF_SHARE, 1) if layers is None else layers
     if not 0 < layers < total:
         raise ValueError(f"A draft of the model's own first layers takes 1 to {total - 1} of them, not {layers}.")
     config = copy.deepcopy(model.config)

@@ -33,7 +33,6 @@ EXPECTED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "l
 # they count their calls or keep a cache, and here they would see drafts as well
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 # of the draft that a model is to itself
-SELF_SHARE = 3
 
 
 @dataclass
@@ -142,7 +141,7 @@ def make_draft(model: PreTrainedModel, draft: PreTrainedModel | str, layers: int
     if draft == "prompt-lookup":
         return PromptLookup()
     if draft == "self":
-        return ModelDraft(first_layers(model, layers or max(len(model.model.layers) // SELF_SHARE, 1)))
+        return ModelDraft(first_layers(model, layers))
     if not isinstance(draft, PreTrainedModel):
         raise ValueError(f"draft must be a model, 'prompt-lookup' or 'self', not {draft!r}.")
     own, theirs = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))

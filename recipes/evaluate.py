@@ -8,7 +8,6 @@ on where it was interrupted. docs/evaluation.md says what each figure is.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.generation import recorded_teacher
 from convert.loading import load_config
 
+from .commit import project_commit
 from .evaluation_folder import EvaluationFolder
 from .evaluation_parts import PARTS, Evaluation, Settings
 from .evaluation_report import markdown, update_card
@@ -91,18 +91,6 @@ def find_teacher_of(model: str, teacher: str | None, trust_remote_code: bool) ->
         raise ValueError(f"{error} Or measure the model alone: --teacher none.") from error
 
 
-def commit() -> str | None:
-    """Of the project's source, where that is a git checkout."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 @contextmanager
 def narrate() -> Iterator:
     """Progress as bars in a terminal, and as lines elsewhere."""
@@ -137,7 +125,7 @@ def evaluate(settings: Settings, output: Path, overwrite: bool = False) -> dict[
     results = {
         "model": settings.model,
         "teacher": settings.teacher,
-        "commit": commit(),
+        "commit": project_commit(),
         "environment": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -202,11 +190,14 @@ def command(
             raise ValueError(f"--update-card writes into a model's folder, and {model} is none.")
         default_parts = [part for part in PARTS if part != "tasks" or tasks]
         of_lengths = numbers("--lengths", lengths)
+        sources = tuple(TextSource(name, text_column, text_config, text_split) for name in text or [SHIPPED])
+        if len({source.label for source in sources}) < len(sources):
+            raise ValueError("Two --text have the same name; rename one, since results are told apart by it.")
         settings = Settings(
             model=model,
             teacher=find_teacher_of(model, teacher, trust_remote_code),
             parts=tuple(default_parts) if parts is None else names(parts),
-            texts=tuple(TextSource(name, text_column, text_config, text_split) for name in text or [SHIPPED]),
+            texts=sources,
             lengths=of_lengths,
             sequences=sequences,
             recall_lengths=numbers("--recall-lengths", recall_lengths) if recall_lengths else of_lengths,

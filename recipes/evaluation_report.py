@@ -68,11 +68,12 @@ def _text(texts: list[dict[str, Any]]) -> list[str]:
                 _figure(row["kl"]),
                 _figure(row["teacher_perplexity"], digits=2),
                 _figure(row["perplexity"], digits=2),
+                _figure(row["perplexity_ratio"]),
                 _figure(row["agreement"]),
             ]
             for row in text["by_position"]
         ]
-        head = ["positions", "KL", "perplexity, teacher", "model", "agreement"]
+        head = ["positions", "KL", "perplexity, teacher", "model", "ratio", "agreement"]
         lines += ["", f"{text['name']}, {text['length']} tokens, by position:", "", *_table(head, rows)]
     return lines
 

@@ -4,8 +4,8 @@
 
 a = 1 is causal linear attention (low rank, LR), one decay per token is Mamba-2 (SSD), one per token and state Mamba-1.
 Given the decays, the best C for given B is a least-squares problem per row, and the best B for given C one per column;
-`alternate` solves them in turn, exactly, with a Gauss-Newton step on the decays in between. A sweep does more than
-hundreds of gradient steps; `descend` has those, as Bick et al. 2024 (MOHAWK) fitted theirs.
+`alternate` solves them in turn, exactly, with a Gauss-Newton step on the decays in between. `descend` fits by
+gradient instead, as Bick et al. 2024 (MOHAWK) did.
 
 With free C, B and nonzero decays the families are one: prod a = p_l / p_s for p the running product, and C p, B / p
 are the factors of a low-rank matrix (`fold_decays`); a general recurrence with invertible transitions folds the same

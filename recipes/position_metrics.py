@@ -143,13 +143,14 @@ def by_position(found: PerToken) -> list[dict[str, Any]]:
             break
         row = {"start": start, "stop": stop, "perplexity": _exponential(found.nats[:, start:stop])[0]}
         if found.kl is None:
-            rows.append(row | dict.fromkeys(("kl", "teacher_perplexity", "agreement")))
+            rows.append(row | dict.fromkeys(("kl", "teacher_perplexity", "perplexity_ratio", "agreement")))
             continue
         rows.append(
             row
             | {
                 "kl": found.kl[:, start:stop].double().mean().item(),
                 "teacher_perplexity": _exponential(found.teacher_nats[:, start:stop])[0],
+                "perplexity_ratio": _exponential(found.nats[:, start:stop] - found.teacher_nats[:, start:stop])[0],
                 "agreement": found.agrees[:, start:stop].double().mean().item(),
             }
         )

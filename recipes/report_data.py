@@ -128,7 +128,10 @@ def read_folder(folder: Path) -> dict[str, Part]:
             for kind in KINDS:
                 if kind.file == name and kind.holds(data):
                     parts[kind.name] = Part(kind, path, data)
-    logs = read_logs(folder)
+    try:
+        logs = read_logs(folder)
+    except (AttributeError, TypeError) as error:
+        raise RunError(f"The logs in {folder} are not as this project writes them: {error}") from error
     if logs:
         parts["logs"] = Part(LOG, folder, logs)
     return parts

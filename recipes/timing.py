@@ -52,6 +52,8 @@ def speed(
             if model.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(model.device)
             measured = run_once(model, ids, new_tokens)
+            if model.device.type == "cuda":
+                measured += (torch.cuda.max_memory_allocated(model.device),)
             if turn:
                 runs[which].append(measured)
         advance(turn)
@@ -71,5 +73,5 @@ def _row(which: str, model: nn.Module, found: list, batch: int, context: int, ne
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
     if model.device.type == "cuda":
-        row["peak_bytes"] = torch.cuda.max_memory_allocated(model.device)
+        row["peak_bytes"] = max(run[3] for run in found)  # with the weights of all the models
     return row

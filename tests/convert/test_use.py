@@ -80,6 +80,19 @@ def test_env_says_which_code_runs_and_why():
     assert "SSD scan" in use("env").stdout
 
 
+def test_env_heeds_the_variable(monkeypatch):
+    monkeypatch.setenv("HYBRID_SSD_BACKEND", "torch")
+    assert environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]["runs"] == "torch"
+    monkeypatch.setenv("HYBRID_SSD_BACKEND", "chalk")
+    scan = environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]
+    assert scan["runs"] == "nothing" and "chalk" in scan["why"]
+
+
+def test_a_device_that_is_not_there(checkpoints):
+    done = use("generate", checkpoints / "hybrid", "--prompt", "w5", "--device", "gpu")
+    assert done.exit_code == 1 and "--device gpu" in done.output and "Traceback" not in done.output
+
+
 def test_a_broken_kernel_is_told_from_an_absent_one(monkeypatch, tmp_path):
     (tmp_path / "mamba_ssm").mkdir()
     (tmp_path / "mamba_ssm/__init__.py").write_text("raise ImportError('undefined symbol: x')")

@@ -104,6 +104,32 @@ def test_rows_end_where_plain_decoding_ends_them():
         assert torch.equal(both(model, inputs, near(model), count, eos_token_id=ends)[1].sequences, plain)
 
 
+def test_a_row_that_ended_early_does_not_stop_auto_from_drafting():
+    """A draft that never agrees is left out for a while, and then has much to read, more than a short row has."""
+    model, draft = make_student(pattern="beside"), make_student(pattern="beside")
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.normal_()
+    inputs = {name: tensor[:, -4:] for name, tensor in padded_batch().items()}
+    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    free = model.generate(**inputs, **options, eos_token_id=None)[:, 4:]
+    ends = [token for token in free[0, :4].tolist() if token not in free[1].tolist()][:1]
+    assert ends, "the rows say the same"
+    plain = model.generate(**inputs, **options, eos_token_id=ends)
+    assert plain.shape[1] > 30 and (plain[0, 9:] == 0).all()
+    found = model.generate(
+        **inputs, **options, eos_token_id=ends, custom_generate=model.speculative_decoding, draft=draft,
+        num_draft_tokens="auto",
+    )  # fmt: skip
+    assert torch.equal(found, plain)
+
+
+def test_the_last_tokens_of_rows_of_different_length():
+    text = Text(torch.arange(1, 9).view(1, 8).repeat(2, 1), None, 8)
+    text.ends = [3, 8]
+    assert text.last(5).tolist() == [[0, 0, 1, 2, 3], [4, 5, 6, 7, 8]]
+
+
 class EndsAfter(StoppingCriteria):
     """Stops a row at the first of its new tokens that is below `bound`."""
 
