@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench_conversion import CONVERT, synthetic_llama
+from .commit import project_commit
 
 TOPICS = ("scan", "decode", "conversion", "alignment", "loss")
 
@@ -48,10 +49,9 @@ def collect(output: Path, failed: dict[str, str]) -> dict:
 
 def machine() -> dict[str, str | int | None]:
     """Where the figures come from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), None)
     return {
-        "commit": commit.stdout.strip() or None,
+        "commit": project_commit(),
         "cpu": model or platform.processor(),
         "cores": torch.multiprocessing.cpu_count(),
         "python": platform.python_version(),

@@ -19,11 +19,12 @@ from transformers.utils import logging
 
 from convert import convert
 from convert.alignment.divergence import kl_of_logits
+from convert.loading import load_tokenizer
 from convert.teacher import embedded_teacher
 
 from .arguments import TeacherArguments
 from .fidelity import append, text_rows
-from .load import load_teacher, load_tokenizer
+from .load import load_teacher
 
 LENGTH = 512
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -24,10 +24,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
+from convert.loading import load_tokenizer
 from convert.pipeline import check_apart, staged
 
 from .arguments import TeacherArguments
-from .load import device_of, load_splits, load_teacher, load_tokenizer
+from .load import device_of, load_splits, load_teacher
 from .run import one_line_errors
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
@@ -93,9 +94,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if teaching.teacher_model_name_or_path is None:
         raise ValueError("teacher_model_name_or_path is missing; it names who answers.")
     rows, _ = load_splits(script, mixture, False, COLUMNS)
-    tokenizer = load_tokenizer(
-        teaching.teacher_model_name_or_path, arguments.trust_remote_code, teaching.teacher_revision
-    )
+    try:
+        tokenizer = load_tokenizer(
+            teaching.teacher_model_name_or_path, teaching.teacher_revision, arguments.trust_remote_code
+        )
+    except ValueError as error:
+        raise ValueError(f"The teacher's tokenizer does not load: {error}") from error
     prompts, counts = read_prompts(rows, tokenizer, arguments)
     if not prompts:
         raise ValueError(f"No prompt is left: {counts}; raise max_prompt_length or check the data.")

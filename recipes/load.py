@@ -18,6 +18,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
 import modeling_phimamba  # noqa: F401
+from convert.loading import load_tokenizer
 from convert.plan import STUDENTS
 
 from .arguments import TeacherArguments, conversion_of
@@ -132,26 +133,6 @@ def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote
     return teacher.eval().requires_grad_(False)
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """A teacher's tokenizer, from a folder, a GGUF file or the Hub.
-
-    Raises:
-        ValueError: it does not load.
-    """
-    path, options = Path(name).expanduser(), {"trust_remote_code": trust_remote_code}
-    if path.suffix == ".gguf":
-        name, options["gguf_file"] = str(path.parent), path.name
-    elif revision is not None:
-        options["revision"] = revision
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"The tokenizer of {name} does not load: {' '.join(str(error).split())}") from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def check_vocabularies(
     student: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -173,7 +154,7 @@ def check_vocabularies(
         raise ValueError(f"The teacher has {theirs} tokens and the student {ours}; distillation needs one vocabulary.")
     name, revision = teacher_name(arguments, source), arguments.teacher_revision
     try:
-        of_teacher = load_tokenizer(name, trust_remote_code, revision)
+        of_teacher = load_tokenizer(name, revision, trust_remote_code)
     except ValueError:
         return
     check_tokens(tokenizer, of_teacher)

@@ -30,13 +30,13 @@ from transformers.utils import logging
 
 from convert.alignment.divergence import kl_of_hidden
 from convert.config import make_config
+from convert.loading import load_tokenizer
 from convert.pipeline import run
 from convert.teacher import embedded_teacher
 
 from . import chat_data, dpo, generate_seqkd_data, sft, validation_text
 from .demo import perplexity
 from .fidelity import text_rows
-from .load import load_tokenizer
 from .stand_in_hub import TOKEN, HubServer
 
 PROMPTS = 224
