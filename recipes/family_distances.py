@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .gated_delta_fit import fit_gated_delta
 from .matrix_fits import Factors, alternate, beyond_window, decay_start, descend, distance, fold_decays, truncated_svd
 from .semiseparable import balanced_truncation, lower_bound
 
@@ -16,11 +17,15 @@ WINDOW, SINKS = 32, 4
 
 @dataclass(frozen=True)
 class Effort:
-    """How LR and SSD are fitted: sweeps of exact solves, or gradient steps from random factors where there are any."""
+    """How LR and SSD are fitted: sweeps of exact solves, or gradient steps from random factors where there are any.
+
+    The gated delta rule is fitted by `delta_steps` gradient steps from SSD's fit, if at all.
+    """
 
     sweeps: int = 8
     gradient_steps: int = 0
     extensions: bool = True
+    delta_steps: int = 0
 
 
 def approximate(target: torch.Tensor, state: int, effort: Effort) -> dict[str, list[float]]:
@@ -40,6 +45,8 @@ def approximate(target: torch.Tensor, state: int, effort: Effort) -> dict[str, l
     found["low_rank"], found["ssd"] = (distance(target, fit.matrix()) for fit in (low_rank, ssd))
     if effort.extensions:
         found |= extensions(target, state, effort, ssd)
+    if effort.delta_steps:
+        found["gated_delta"] = distance(target, fit_gated_delta(target, ssd, effort.delta_steps).matrix())
     return {name: values.tolist() for name, values in found.items()}
 
 

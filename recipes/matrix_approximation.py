@@ -31,11 +31,12 @@ from .semiseparable import balanced_truncation
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 MATRICES_AT_ONCE = 10
 FAMILIES = ("low_rank", "ssd", "ssm")
-EXTENSIONS = ("ssd_normalised", "mamba1", "mamba1_folded", "window_ssd")
+EXTENSIONS = ("ssd_normalised", "mamba1", "mamba1_folded", "window_ssd", "gated_delta")
 LABELS = {
     "low_rank": "LR", "ssd": "SSD", "ssm": "SSM", "ssd_normalised": "SSD, rows divided by their sums",
     "mamba1": "a decay per state (Mamba-1)", "mamba1_folded": "the same, written as LR",
-    "window_ssd": f"window {WINDOW} + {SINKS} sinks, SSD beyond", "lower_bound": "no state of N can beat",
+    "window_ssd": f"window {WINDOW} + {SINKS} sinks, SSD beyond", "gated_delta": "gated delta rule",
+    "lower_bound": "no state of N can beat",
 }  # fmt: skip
 # Bick et al. 2024: Llama2-7B-Chat, 1,000 matrices of 512 tokens, mean over WikiText-103, OpenWebText, C4 and IMDb
 PAPER = {
@@ -104,6 +105,12 @@ def needed_text(curve: dict[str, float], wanted: float) -> str:
     return f"< {smallest}" if wanted > curve[smallest] else f"> {max(curve, key=int)}"
 
 
+def shortest_names(datasets: list[str]) -> dict[str, str]:
+    """The last part of each name to the name, or all of it where two end alike."""
+    last = [Path(name).name for name in datasets]
+    return {short if last.count(short) == 1 else name: name for short, name in zip(last, datasets, strict=True)}
+
+
 def summarise(found: dict, matrices: torch.Tensor, datasets: list[str]) -> dict:
     """Means, spreads, order, ratios, and the state each family needs for the same distance."""
     norms = distance(matrices, torch.zeros_like(matrices))
@@ -119,8 +126,8 @@ def summarise(found: dict, matrices: torch.Tensor, datasets: list[str]) -> dict:
         "lower_bound": mean["lower_bound"],
         "extensions": {name: mean[name] for name in EXTENSIONS if name in mean},
         "by_dataset": {
-            Path(name).name: tree({f: found[f] for f in families}, lambda t, rows=rows: t[rows].mean().item())
-            for name, rows in of.items()
+            short: tree({f: found[f] for f in families}, lambda t, rows=of[name]: t[rows].mean().item())
+            for short, name in shortest_names(list(of)).items()
         },
         "order": {n: sorted(FAMILIES, key=lambda name: mean[name][n]) for n in sizes},
         "ratio_to_ssm": {f: {n: mean[f][n] / max(mean["ssm"][n], 1e-12) for n in sizes} for f in FAMILIES},
@@ -169,7 +176,11 @@ def plot(report: dict, matrices: torch.Tensor, path: Path) -> None:
     sizes = list(report["distance"]["ssm"])
     figure, axes = pyplot.subplots(1, 4, figsize=(16, 4), layout="constrained")
     curves = {name: report["distance"][name] for name in FAMILIES} | {"lower_bound": report["lower_bound"]}
-    curves |= {name: report["extensions"][name] for name in ("mamba1", "window_ssd") if name in report["extensions"]}
+    curves |= {
+        name: report["extensions"][name]
+        for name in ("mamba1", "window_ssd", "gated_delta")
+        if name in report["extensions"]
+    }
     for name, values in curves.items():
         axes[0].plot([int(n) for n in sizes], list(values.values()), marker="o", label=LABELS[name],
                      linestyle=":" if name == "lower_bound" else "-")  # fmt: skip
@@ -274,6 +285,7 @@ def matrix_approximation_command(
     sweeps: Annotated[int, typer.Option(help="Exact solves of C and B in turn, for LR and SSD.")] = 8,
     gradient_steps: Annotated[int, typer.Option(help="Gradient steps from random instead (paper: 10000).")] = 0,
     extensions: Annotated[bool, typer.Option(help="Newer families as well.")] = True,
+    delta_steps: Annotated[int, typer.Option(help="Gradient steps to fit the gated delta rule (0: not at all).")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes (default: one per core).")] = None,
     seed: Annotated[int, typer.Option(help="Of heads and layers.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results in the folder.")] = False,
@@ -288,7 +300,8 @@ def matrix_approximation_command(
 
         processes = (os.cpu_count() or 1) if workers is None else workers
         at_least = {"num-matrices": (num_matrices, 1), "length": (length, 4), "sweeps": (sweeps, 1),
-                    "gradient-steps": (gradient_steps, 0), "workers": (processes, 1)}  # fmt: skip
+                    "gradient-steps": (gradient_steps, 0), "delta-steps": (delta_steps, 0),
+                    "workers": (processes, 1)}  # fmt: skip
         for name, (value, least) in at_least.items():
             if value < least:
                 raise ValueError(f"--{name} must be at least {least}, not {value}.")
@@ -300,7 +313,7 @@ def matrix_approximation_command(
         with progress_bars(quiet) as (_, _, on_progress):
             report = study(
                 teacher or str(embedded_teacher()), output, dataset or ["default"], num_matrices, states, length,
-                Effort(sweeps, gradient_steps, extensions), student or [], processes, seed,
+                Effort(sweeps, gradient_steps, extensions, delta_steps), student or [], processes, seed,
                 on_progress,
             )  # fmt: skip
         if as_json:

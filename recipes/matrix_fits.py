@@ -104,13 +104,13 @@ def solve_rows(target: torch.Tensor, B: torch.Tensor, log_a: torch.Tensor) -> to
             moments.append(target[:, t, None, : t + 1] @ seen[:, : t + 1])
         if len(grams) == ROWS_AT_ONCE or t + 1 == L:
             moment = moments[0][:, t + 1 - len(grams) : t + 1] if shared else torch.cat(moments, dim=1)
-            rows.append(_solve(torch.stack(grams, dim=1), moment))
+            rows.append(least_squares(torch.stack(grams, dim=1), moment))
             grams, moments = [], moments if shared else []
     return torch.cat(rows, dim=1)
 
 
-def _solve(gram: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """gram (..., N, N), moment (..., N); zero where there is nothing to solve."""
+def least_squares(gram: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """Solutions (..., N) of gram (..., N, N) and moment (..., N); zero where there is nothing to solve."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     ridge = RIDGE * diagonal.mean(-1, keepdim=True) + 1e-300
     factor, info = torch.linalg.cholesky_ex(gram + torch.diag_embed(ridge.expand_as(diagonal)))

@@ -171,8 +171,8 @@ def study(
     tokenizer = load_tokenizer(teacher.teacher, False)
     count = budget.sequences + HELD_OUT
     ids = text_rows(train, tokenizer, length, count)
-    # of the same text, the rows after those that were fitted on
-    judged = text_rows(validation or train, tokenizer, length, budget.validation, 0 if validation else count)
+    same = validation in (None, train)  # then the rows after those that were fitted on
+    judged = text_rows(validation or train, tokenizer, length, budget.validation, count if same else 0)
     yardstick = Yardstick(teacher.whole(), tokenizer, judged, judged[:1], new_tokens=1, copied=min(150, length // 3))
     fitted = fit_kinds(teacher, layers, ids, budget, progress)
     output.mkdir(parents=True, exist_ok=True)
