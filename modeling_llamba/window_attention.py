@@ -48,12 +48,12 @@ class Tokens(NamedTuple):
 
 
 class FullHeads(nn.Module):
-    """What transformers' attention functions read of a module, for heads with keys of their own."""
+    """What transformers' attention functions read of a module, for some query heads, R to a key/value head."""
 
-    def __init__(self, config, layer_idx: int):
+    def __init__(self, config, layer_idx: int, groups: int):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        self.num_key_value_groups, self.is_causal = 1, True
+        self.num_key_value_groups, self.is_causal = groups, True
 
 
 class WindowAttention(nn.Module):
@@ -77,8 +77,11 @@ class WindowAttention(nn.Module):
         self.full_heads = [] if config.hybrid_full_heads is None else list(config.hybrid_full_heads[layer_idx])
         kv_of = [head // (self.heads // self.kv_heads) for head in self.full_heads]
         self.full_kv_heads = sorted(set(kv_of))
-        self._kv_place = [self.full_kv_heads.index(kv) for kv in kv_of]
-        self.full = FullHeads(config, layer_idx) if self.full_heads else None
+        counts = {kv_of.count(kv) for kv in self.full_kv_heads}
+        even = len(counts) == 1 and kv_of == sorted(kv_of)
+        # where the heads of a key/value head differ in number, each has its copy of the keys
+        self._kv_place = None if even else [self.full_kv_heads.index(kv) for kv in kv_of]
+        self.full = FullHeads(config, layer_idx, counts.pop() if even else 1) if self.full_heads else None
 
     def forward(
         self,
@@ -218,12 +221,14 @@ class WindowAttention(nn.Module):
         key, value = _heads(key, self.full_kv_heads), _heads(value, self.full_kv_heads)
         if past is not None:
             key, value = append_keys(past.full, key, value)
+        if self._kv_place is not None:
+            key, value = _heads(key, self._kv_place), _heads(value, self._kv_place)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         of_full, _ = attend(
             self.full.train(self.training),
             _heads(query, self.full_heads),
-            _heads(key, self._kv_place),
-            _heads(value, self._kv_place),
+            key,
+            value,
             causal_mask,
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,

@@ -116,6 +116,26 @@ def test_everything_kept_is_the_teachers_attention(full):
     torch.testing.assert_close(m(u, rotary, window=inputs), teacher(u, rotary, mask)[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("heads", [[0, 1], [0, 1, 2], [2], [3, 0], [0, 1, 2, 3]])
+@torch.no_grad()
+def test_kept_heads_in_any_number_to_a_key_head(heads):
+    """In whole groups the keys are not copied; either way a cached step and a padded batch see the same."""
+    model = make_student(pattern="beside-only", hybrid_full_heads=[heads] * 4).double()
+    m = model.model.layers[1].mixer.attention
+    assert (m._kv_place is None) == (heads not in ([0, 1, 2], [3, 0]))
+    u, index = torch.randn(2, LENGTH, TINY["hidden_size"], dtype=torch.float64), torch.arange(LENGTH).expand(2, LENGTH)
+    rotary = model.model.rotary_emb(u, index)
+    expected = dense_attention(m, u, heads, LENGTH)
+    torch.testing.assert_close(m(u, rotary, WindowInputs(index)), expected, rtol=1e-5, atol=1e-6)
+    ids, cache, steps = random_ids(2, 12), model.new_cache(), []
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    for t in range(12):
+        steps.append(model(ids[:, t : t + 1], past_key_values=cache, attention_mask=mask[:, : t + 1]).logits)
+    whole = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat(steps, 1)[mask.bool()], whole[mask.bool()], rtol=1e-6, atol=1e-8)
+
+
 @torch.no_grad()
 def test_no_mixer_leaves_the_attention_and_its_out_proj():
     m, u, rotary = layer_and_input("none", hybrid_window=6, hybrid_sinks=2)
