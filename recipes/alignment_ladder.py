@@ -82,7 +82,7 @@ class Ladder:
         Raises:
             ValueError: the folder holds another run's.
         """
-        own = ("output", "ratios", "stage3_ratios", "placements", "placed_by")
+        own = ("output", "ratios", "stage3_ratios", "stage3_rows", "placements", "placed_by")
         told = {key: str(value) for key, value in vars(self.arguments).items() if key not in own}
         path = self.folder / "arguments.json"
         if path.is_file() and json.loads(path.read_text()) != told:
