@@ -21,8 +21,9 @@ from .checkpoint import Checkpoint, open_weights
 from .config import DTYPES, parse_size
 from .families import get_family
 from .importing import read_json
+from .output_folder import check_apart, check_output, staged
 from .parts import Fill, Part, Parts, Table, make_rules, moved
-from .pipeline import add_generation_config, add_tokenizer, check_apart, check_output, staged
+from .pipeline import add_generation_config, add_tokenizer
 from .plan import STUDENTS, human_bytes, output_dtype
 from .stock import STOCK_CLASSES, check_holdable
 from .teacher import Teacher, download_model

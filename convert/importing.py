@@ -25,15 +25,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from .checkpoint import Checkpoint, open_weights
 from .config import DTYPES, parse_size
 from .families import get_family
+from .output_folder import check_apart, check_output, staged
 from .parts import make_rules
-from .pipeline import (
-    TOKENIZER_FILES,
-    add_code,
-    add_tokenizer,
-    check_apart,
-    check_output,
-    staged,
-)
+from .pipeline import TOKENIZER_FILES, add_code, add_tokenizer
 from .plan import STUDENTS, human_bytes, layer_letters, output_dtype, tensor_shapes
 from .published import Published, PublishedFormat, recognise
 from .teacher import Teacher, download_model, find_teacher

@@ -90,7 +90,7 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
     from .alignment.mohawk import only_stages
     from .alignment.settings import read_alignment_file
     from .alignment.teacher_model import TeacherModel
-    from .pipeline import check_apart, check_output, staged
+    from .output_folder import check_apart, check_output, staged
     from .teacher import find_teacher
 
     output, writes = Path(options.output).expanduser().resolve(), int(os.environ.get("RANK", 0)) == 0

@@ -7,15 +7,11 @@ configuration and card -> put the folder in place -> push.
 import concurrent.futures
 import contextlib
 import dataclasses
-import glob
 import importlib.metadata
 import json
 import os
-import re
 import shutil
-import signal
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +31,7 @@ from .cache_budget import budget_of, budget_report, with_layer_budget
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .head_selection import as_text, is_number
 from .model_card import make_card
+from .output_folder import check_apart, check_output, staged
 from .plan import Plan, make_plan
 from .stock import check_holdable
 from .teacher import Teacher, find_teacher, gguf_tokenizer
@@ -180,104 +177,6 @@ def with_layers(options: ConversionConfig, attention_layers: tuple[int, ...]) ->
     """The options with the layers that stay attention named instead of described."""
     described = dict.fromkeys((*LAYER_CHOICES, "layer_selection"))
     return dataclasses.replace(options, **described | {"attention_layers": ",".join(map(str, attention_layers))})
-
-
-def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse an output that exists or cannot be written, before any work.
-
-    Raises:
-        ValueError: naming the way out.
-    """
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file; OUT must be a folder that does not exist yet.")
-    if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
-            raise ValueError(f"{output} exists and is not empty; choose another OUT or say --overwrite.")
-        if not (output / "config.json").is_file():
-            raise ValueError(f"{output} is not a checkpoint (no config.json), so --overwrite will not replace it.")
-    parent = output.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise ValueError(f"{output} cannot be written: {parent} is a file.")
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"{output} cannot be written: no permission in {parent}.")
-
-
-def check_apart(output: Path, teacher_folder: Path) -> None:
-    """Refuse an output whose replacement would take the teacher, or the folder we stand in, with it.
-
-    Raises:
-        ValueError: OUT is the teacher's folder or contains it, or contains the working directory.
-    """
-    for kept, what in ((teacher_folder.resolve(), "the teacher"), (Path.cwd(), "the working directory")):
-        if kept == output or output in kept.parents:
-            raise ValueError(f"{output} is or contains {what}; choose another OUT.")
-
-
-@contextlib.contextmanager
-def staged(output: Path) -> Iterator[Path]:
-    """A folder beside OUT that takes its name when the block ends well, and vanishes when it does not.
-
-    What an earlier, killed run left behind is removed first: such a folder has no config.json, which is written last,
-    so nothing takes it for a checkpoint. Had it died between taking the old OUT away and putting the new one in its
-    place, the old one is put back.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _clean_up_after_killed_runs(output)
-    folder = output.with_name(f".{output.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    folder.mkdir()
-    previous = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
-    try:
-        yield folder
-        _put_in_place(folder, output)
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _put_in_place(folder: Path, output: Path) -> None:
-    if not output.exists():
-        folder.rename(output)
-        return
-    replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    output.rename(replaced)
-    try:
-        folder.rename(output)
-    except BaseException:
-        replaced.rename(output)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _clean_up_after_killed_runs(output: Path) -> None:
-    for stale in output.parent.glob(f".{glob.escape(output.name)}.*"):
-        match = re.fullmatch(rf"\.{re.escape(output.name)}\.(partial|replaced)-(\d+)-[0-9a-f]{{8}}", stale.name)
-        if match is None or _is_running(int(match[2])):
-            continue
-        if match[1] == "replaced" and not output.exists():
-            stale.rename(output)
-        else:
-            shutil.rmtree(stale, ignore_errors=True)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _interrupt(signum, frame) -> None:
-    raise KeyboardInterrupt
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.model_card import ALIGNMENT_NOTES
-from convert.pipeline import add_code, staged
+from convert.output_folder import staged
+from convert.pipeline import add_code
 
 RECORD = "training.json"
 SECTION = "## Training"

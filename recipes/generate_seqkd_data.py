@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 
 from convert.loading import load_tokenizer
-from convert.pipeline import check_apart, staged
+from convert.output_folder import check_apart, staged
 
 from .arguments import TeacherArguments
 from .load import device_of, load_splits, load_teacher

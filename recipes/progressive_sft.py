@@ -22,7 +22,8 @@ import yaml
 from torch import nn
 
 from convert import convert
-from convert.pipeline import add_code, staged
+from convert.output_folder import staged
+from convert.pipeline import add_code
 from convert.plan import MIXER_LAYERS, STUDENTS
 
 from . import sft

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer
 from trl import ModelConfig
 
 from convert.alignment.distillation import last_whole_checkpoint
-from convert.pipeline import check_apart, check_output
+from convert.output_folder import check_apart, check_output
 
 from .arguments import RunArguments, conversion_of
 from .estimate import estimate

@@ -248,7 +248,7 @@ def test_output_not_writable(teacher, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     code = (
-        "import sys; from pathlib import Path; from convert.pipeline import check_output\n"
+        "import sys; from pathlib import Path; from convert.output_folder import check_output\n"
         "check_output(Path(sys.argv[1]), False)"
     )
     prefix = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
