@@ -120,7 +120,11 @@ def parse(config_class: type, *more: type, argv: list[str] | None = None) -> tup
     Raises:
         ValueError: an unknown key or flag, or a value that cannot be.
     """
-    classes = (ScriptArguments, config_class, ModelConfig, DatasetMixtureConfig, *more)
+    return parse_classes((ScriptArguments, config_class, ModelConfig, DatasetMixtureConfig, *more), argv)
+
+
+def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[Any, ...]:
+    """The same for any classes."""
     parser = TrlParser(classes)
     try:
         return parser.parse_args_and_config(argv)

@@ -2,8 +2,9 @@
 
     python -m recipes.distillation --config recipes/configs/llamba/distillation.yaml [--any_key value ...]
 
-Data: `prompt`, or `messages`. `beta` 0 is KL(teacher || student), 1 the reverse. Keys: TRL's DistillationConfig,
-ModelConfig and data arguments, TeacherArguments and RunArguments in recipes/arguments.py.
+Data: `messages`, up to the first answer, or `prompt`, or `instruction` and `input`; in turns where the tokenizer has a
+chat template, as text where it has none. `beta` 0 is KL(teacher || student), 1 the reverse. Keys: TRL's
+DistillationConfig, ModelConfig and data arguments, TeacherArguments and RunArguments in recipes/arguments.py.
 """
 
 import sys
@@ -16,8 +17,9 @@ from .arguments import RunArguments, TeacherArguments, parse
 from .load import check_vocabularies, load_splits, load_student, load_teacher
 from .run import Run, one_line_errors
 from .sft_trainer import set_trainable
+from .turns import questions
 
-COLUMNS = [{"prompt"}, {"messages"}]
+COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
 
 @dataclass
@@ -44,30 +46,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
+        train, held_out = (None if rows is None else questions(rows, tokenizer) for rows in (train, held_out))
+        run.announce(student, teacher, tokenizer, train)
         trainer = DistillationTrainer(
             student,
             teacher_model=teacher,
             args=config,
-            train_dataset=prompts_of(train),
-            eval_dataset=None if held_out is None else prompts_of(held_out),
+            train_dataset=train,
+            eval_dataset=held_out,
             processing_class=tokenizer,
             peft_config=get_peft_config(model_config),
         )
         run.learns_from(teacher)
         settings = {"beta": config.beta, "temperature": config.temperature, "trainable": run_arguments.trainable}
-        return run.train(trainer, teacher, tokenizer, script.dataset_name or "a mixture", settings)
-
-
-def prompts_of(rows: Any) -> Any:
-    """The prompts alone: conversations up to their first answer."""
-    if "prompt" in rows.column_names:
-        return rows.select_columns(["prompt"])
-
-    def before_the_answer(row: dict) -> dict:
-        turns = row["messages"]
-        return {"prompt": turns[: next((i for i, t in enumerate(turns) if t["role"] == "assistant"), len(turns))]}
-
-    return rows.map(before_the_answer, remove_columns=rows.column_names)
+        return run.train(trainer, tokenizer, script.dataset_name or "a mixture", settings)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from .arguments import RunArguments, TeacherArguments, parse
 from .load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
 from .run import Run, one_line_errors
 from .sft_trainer import set_trainable
+from .turns import pairs
 
 COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
 
@@ -53,6 +54,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             teacher = load_student(model_config, config.trust_remote_code)[0].eval().requires_grad_(False)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
+        train, held_out = (None if rows is None else pairs(rows, tokenizer) for rows in (train, held_out))
+        run.announce(student, teacher, tokenizer, train)
         trainer = DPOTrainer(
             student,
             ref_model=teacher,
@@ -64,10 +67,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
         run.learns_from(teacher)
         if config.precompute_ref_log_probs:
-            trainer.ref_model = teacher = None
+            trainer.ref_model = None
         run.check_rows(len(train), trainer)
         settings = {"reference": reference.reference, "trainable": run_arguments.trainable}
-        return run.train(trainer, teacher, tokenizer, script.dataset_name or "a mixture", settings)
+        return run.train(trainer, tokenizer, script.dataset_name or "a mixture", settings)
 
 
 if __name__ == "__main__":

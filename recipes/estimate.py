@@ -1,9 +1,10 @@
 """What a run will take, said before it starts: memory by part, and time from this machine's own matrix product.
 
 Memory: weights, gradients and AdamW's two moments in float32 for what is trained (16 bytes a parameter), the rest and
-the teacher at their own size, a block's activations (every block's inputs with gradient checkpointing), and the
-loss's chunk. Time: 6 operations per trained weight and token, 2 more when blocks are recomputed, 2 per weight of the
-teacher, over what a matrix product reaches here, of which training reaches about a third.
+the teacher at their own size, all of it over the processes where FSDP or ZeRO-3 spread it; a block's activations
+(every block's inputs with gradient checkpointing), the loss's chunk, and the head's gradient in float32, twice, while
+the chunks add to it. Time: 6 operations per trained weight and token, 2 more when blocks are recomputed, 2 per weight
+of the teacher, over what a matrix product reaches here, of which training reaches about a third.
 """
 
 import time
@@ -40,12 +41,13 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module, teacher: nn.Module | None, arguments: Any, tokens_per_step: int, steps: int
+    model: nn.Module, teacher: nn.Module | None, arguments: Any, tokens_per_step: int, steps: int, shards: int = 1
 ) -> Estimate:
     """Of training `model` with a Trainer's arguments.
 
     Args:
         tokens_per_step: over all processes, padding included. steps: optimizer steps.
+        shards: processes that the weights are spread over.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config = model.config
@@ -54,12 +56,15 @@ def estimate(
     width = local_tokens * config.hidden_size * (2 if arguments.bf16 else 4)
     blocks = config.num_hidden_layers
     kept = blocks + ACTIVATIONS_PER_BLOCK if arguments.gradient_checkpointing else blocks * ACTIVATIONS_PER_BLOCK
+    head = model.get_output_embeddings().weight
+    of_teacher = 0 if teacher is None else sum(p.numel() * p.element_size() for p in teacher.parameters())
     parts = {
-        "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "gradients and moments": 12 * trained,
-        "teacher": sum(p.numel() * p.element_size() for p in teacher.parameters()) if teacher is not None else 0,
+        "weights": sum(p.numel() * p.element_size() for p in model.parameters()) // shards,
+        "gradients and moments": 12 * trained // shards,
+        "teacher": of_teacher // shards,
         "activations": kept * width,
         "loss": 6 * 4 * min(CHUNK_ELEMENTS, local_tokens * config.vocab_size),
+        "the head's gradient": 2 * 4 * head.numel() if head.requires_grad else 0,
     }
     return Estimate(
         parts, tokens_per_step * steps, _seconds(model, teacher, arguments, tokens_per_step * steps, trained)

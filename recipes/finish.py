@@ -38,6 +38,11 @@ HYPERPARAMETERS = (
     "lr_scheduler_type",
     "num_train_epochs",
     "max_steps",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "max_length",
@@ -66,6 +71,8 @@ class StageRecord:
 def hyperparameters(arguments: Any) -> dict[str, Any]:
     """Those of a training configuration that tell one run from another."""
     found = {name: getattr(arguments, name) for name in HYPERPARAMETERS if hasattr(arguments, name)}
+    if found.get("max_steps", 0) > 0:  # which then decides
+        found.pop("num_train_epochs")
     return {k: getattr(v, "value", v) for k, v in found.items()}
 
 
@@ -169,7 +176,7 @@ def _add_results(card: ModelCard, stage: dict[str, Any], name: str) -> None:
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in settings.items() if v not in (None, False, -1))
+    return ", ".join(f"{k} {v}" for k, v in settings.items() if v is not None and v is not False and v != -1)
 
 
 def _figure(value: float | None) -> str:

@@ -21,15 +21,16 @@ from typing import Any, Literal
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase, set_seed
-from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
+from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
+from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.loading import load_tokenizer
 from convert.output_folder import check_apart, staged
 
-from .arguments import TeacherArguments
+from .arguments import TeacherArguments, parse_classes
 from .load import device_of, load_splits, load_teacher
-from .run import one_line_errors
+from .run import local_files, one_line_errors
+from .turns import as_text, question_of
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
@@ -80,8 +81,8 @@ class Prompt:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Generate; counts of what was kept and left out."""
-    parser = TrlParser((ScriptArguments, DatasetMixtureConfig, TeacherArguments, SeqKDArguments))
-    script, mixture, teaching, arguments = parser.parse_args_and_config(argv)
+    classes = (ScriptArguments, DatasetMixtureConfig, TeacherArguments, SeqKDArguments)
+    script, mixture, teaching, arguments = parse_classes(classes, argv)
     output = Path(arguments.output_dir).expanduser().resolve()
     if output.exists() and any(output.iterdir()):
         if not arguments.overwrite:
@@ -100,6 +101,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
     except ValueError as error:
         raise ValueError(f"The teacher's tokenizer does not load: {error}") from error
+    if arguments.format == "messages" and tokenizer.chat_template is None:
+        raise ValueError("The teacher has no chat template, so there are no messages; say format: prompt-completion.")
     prompts, counts = read_prompts(rows, tokenizer, arguments)
     if not prompts:
         raise ValueError(f"No prompt is left: {counts}; raise max_prompt_length or check the data.")
@@ -130,7 +133,7 @@ def read_prompts(
             counts["empty"] += 1
             continue
         if tokenizer.chat_template is None:
-            turns = "\n\n".join(turn["content"] for turn in turns)
+            turns = as_text(turns)
             ids = tokenizer(turns).input_ids
         else:
             ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -142,17 +145,6 @@ def read_prompts(
             seen.add(tuple(ids))
             prompts.append(Prompt(turns, ids))
     return prompts, counts
-
-
-def question_of(row: dict[str, Any]) -> list[dict[str, str]]:
-    """The messages before the first answer; empty where there are none."""
-    if "instruction" in row:
-        return [{"role": "user", "content": "\n\n".join(p for p in (row["instruction"], row.get("input")) if p)}]
-    turns = row.get("messages") or row.get("prompt") or []
-    if isinstance(turns, str):
-        return [{"role": "user", "content": turns}]
-    first_answer = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns[:first_answer]]
 
 
 def answer_all(
@@ -191,7 +183,8 @@ def answer_all(
 def run_key(prompts: list[Prompt], teaching: TeacherArguments, arguments: SeqKDArguments) -> str:
     """Of everything the answers depend on."""
     shown = {k: v for k, v in vars(arguments).items() if k not in ("output_dir", "overwrite", "format", "test_share")}
-    text = json.dumps([shown, vars(teaching), [prompt.ids for prompt in prompts]], sort_keys=True)
+    files = local_files(teaching.teacher_model_name_or_path)
+    text = json.dumps([shown, vars(teaching), files, [prompt.ids for prompt in prompts]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -229,12 +222,14 @@ class TransformersEngine:
         declared = model.generation_config.eos_token_id
         declared = declared if isinstance(declared, list) else [declared]
         self.stops = {stop for stop in (*declared, tokenizer.eos_token_id) if stop is not None}
+        # the teacher's own settings may hold penalties, and greedy would not be greedy
+        model.generation_config = GenerationConfig(bos_token_id=model.generation_config.bos_token_id)
 
     @torch.no_grad()
     def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
         """Token ids of the answers."""
         inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(device_of(self.model))
-        sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        sampling: dict[str, Any] = {"do_sample": False}
         if self.arguments.do_sample:
             sampling = {"do_sample": True, "temperature": self.arguments.temperature, "top_p": self.arguments.top_p}
             sampling["top_k"] = 0

@@ -67,7 +67,12 @@ def _with_its_own_code(name: str, options: dict[str, Any]) -> nn.Module:
     from transformers import PreTrainedConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    reference = PreTrainedConfig.get_config_dict(name, revision=options["revision"])[0]["auto_map"]
+    stored = PreTrainedConfig.get_config_dict(name, revision=options["revision"])[0]
+    reference = stored.get("auto_map", {})
+    if "AutoModelForCausalLM" not in reference:
+        raise ValueError(
+            f"it ships no code of its own (a {stored.get('model_type')} model); leave trust_remote_code out."
+        )
     model_class = get_class_from_dynamic_module(reference["AutoModelForCausalLM"], name, revision=options["revision"])
     model_class.register_for_auto_class("AutoModelForCausalLM")
     return model_class.from_pretrained(name, **options)

@@ -6,8 +6,9 @@ Every step leaves a folder, and a step whose folder is there is not done again. 
 held-out data: KL to the teacher and perplexity on web text, KL on the teacher's held-out answers, and reward accuracy
 and margin against the teacher on held-out preference pairs. The Hub is a stand-in on this machine.
 
-Answers are short, so that this takes half an hour; most are cut off. To the KL that makes no difference. Cross entropy
-learns from them to stop anywhere: `--compare-losses` shows what it costs in KL, not how it would do on whole answers.
+Answers are short, so that this takes an hour or two on two cores; most are cut off. To the KL that is no difference.
+Cross entropy learns from them to stop anywhere: `--compare-losses` shows what it costs in KL, not how it would do on
+whole answers.
 """
 
 import argparse

@@ -6,8 +6,9 @@ What follows `--` goes to recipes.sft. `model_name_or_path` there is the hybrid 
 lends them to the steps; layers whose turn has not come yet have the teacher's attention. Every step starts from the
 step before, on its own part of the data (the n-th of the steps), and lies in OUT.steps/; the last one is OUT.
 
-Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, the rest),
-`first-to-last`, or a YAML file with a list of lists of layers, those each step adds. `--steps` groups an order.
+Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, ...),
+`first-to-last`, or a YAML file with a list of lists of layers, those each step adds. `--steps` groups an order. With a
+larger teacher to learn from, `--attention-from` names the model that the hybrid was made from.
 """
 
 import json
@@ -56,12 +57,8 @@ def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
 
 
 def _stepwise_rank(layer: int) -> tuple[int, int]:
-    """Layers 0, 2, 4, ..., then 1, 5, 9, ..., then 3, 11, 19, ..., then the rest."""
-    if layer % 2 == 0:
-        return 0, layer
-    if layer % 4 == 1:
-        return 1, layer
-    return (2, layer) if layer % 8 == 3 else (3, layer)
+    """Layers 0, 2, 4, ..., then 1, 5, 9, ..., then 3, 11, 19, ..., then 7, 23, ...: by the ones a number ends in."""
+    return ((layer + 1) & ~layer).bit_length(), layer
 
 
 def grouped(order: list[list[int]], steps: int | None) -> list[list[int]]:
@@ -119,7 +116,7 @@ def write_step(model: nn.Module, lender: Path, before: Path | None, folder: Path
         add_code(model.config, staging, model.dtype)
 
 
-def run(arguments: list[str], schedule: str, steps: int | None) -> list[dict]:
+def run(arguments: list[str], schedule: str, steps: int | None, attention_from: str | None = None) -> list[dict]:
     """All steps; the figures of each."""
     _, config, model_config, _, teaching, _, run_arguments = parse(
         sft.SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=arguments
@@ -130,14 +127,17 @@ def run(arguments: list[str], schedule: str, steps: int | None) -> list[dict]:
     lender, _ = load_student(model_config)
     if not lender_folder.is_dir():
         raise ValueError("model_name_or_path must be a folder here; download the hybrid first.")
-    if teaching.teacher_model_name_or_path is None:
+    if teaching.teacher_model_name_or_path is None and attention_from is None:
         raise ValueError("teacher_model_name_or_path is missing; the layers to come have its attention.")
     replaced = [i for i, kind in enumerate(lender.config.layer_types) if kind in MIXER_LAYERS]
     plan = grouped(order_of(schedule, replaced), steps)
     work = output.with_name(f"{output.name}.steps")
-    check_same_run(work, [plan, arguments])
+    check_same_run(work, [plan, arguments, attention_from])
     if not (work / "attention" / "config.json").is_file():
-        convert(teaching.teacher_model_name_or_path, work / "attention", attention_ratio=1.0, align="none")
+        origin, revision = attention_from, None
+        if origin is None:
+            origin, revision = teaching.teacher_model_name_or_path, teaching.teacher_revision
+        convert(origin, work / "attention", attention_ratio=1.0, align="none", revision=revision)
     attention, _ = load_student(
         type(model_config)(model_name_or_path=str(work / "attention"), dtype=model_config.dtype)
     )
@@ -183,11 +183,14 @@ def command(
     context: typer.Context,
     schedule: Annotated[str, typer.Option(help="stepwise, first-to-last, or a YAML file.")] = "stepwise",
     steps: Annotated[int | None, typer.Option(help="Group the order into so many steps.")] = None,
+    attention_from: Annotated[
+        str | None, typer.Option(help="Whose attention the layers to come have (default: the teacher's).")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Tracebacks.")] = False,
 ) -> None:
     """Replace layers step by step; the arguments after -- are those of recipes.sft."""
     with one_line_errors(verbose):
-        for report in run(context.args, schedule, steps):
+        for report in run(context.args, schedule, steps, attention_from):
             print(json.dumps({key: report[key] for key in ("before", "after")}))
 
 

@@ -31,6 +31,7 @@ from .finish import StageRecord, hyperparameters, write_checkpoint
 from .load import side_files
 from .peft_vectors import MixerVectors
 from .publish import push_errors, repository_for, upload
+from .turns import typical_tokens
 from .window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
 
 console = Console(stderr=True)
@@ -48,6 +49,11 @@ NOT_OF_THE_RUN = (
     "resume_from_checkpoint",
     "run_name",
 )
+LOCAL_INPUTS = ("model_name_or_path", "teacher_model_name_or_path", "dataset_name")
+DATA_AND_WEIGHTS = (".safetensors", ".gguf", ".bin", ".json", ".jsonl", ".parquet", ".csv", ".arrow")
+
+
+SHARDED = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}
 
 
 class Run(contextlib.AbstractContextManager):
@@ -91,7 +97,7 @@ class Run(contextlib.AbstractContextManager):
             )
         if self.arguments.train_decays and not self.model_config.use_peft:
             raise ValueError("train_decays is for LoRA; without it everything is trained anyway.")
-        sharded = [n for n in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{n}") == "true"]
+        sharded = [name.removeprefix("ACCELERATE_USE_") for name in sorted(SHARDED) if os.environ.get(name) == "true"]
         if self.model_config.use_peft and sharded:
             raise ValueError(f"LoRA under {sharded[0]} cannot be merged into the model at the end; use DDP.")
         if self.state.is_main_process:
@@ -101,15 +107,10 @@ class Run(contextlib.AbstractContextManager):
 
     def _key(self, *settings: dict[str, Any]) -> str:
         """Of everything that the result depends on; a checkpoint of another run must not be continued."""
-        kept: list = [self._student_files()]
-        kept += [{k: v for k, v in values.items() if k not in NOT_OF_THE_RUN} for values in settings]
+        kept: list = [{k: v for k, v in values.items() if k not in NOT_OF_THE_RUN} for values in settings]
+        # another student, teacher or text at the same path is another run
+        kept += [local_files(v) for values in kept for k, v in sorted(values.items()) if k in LOCAL_INPUTS]
         return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
-
-    def _student_files(self) -> list:
-        """Name, size and time of a local student's files: another student at the same path is another run."""
-        folder = Path(self.model_config.model_name_or_path).expanduser()
-        files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
         """Say how many rows the trainer's preparation left out.
@@ -129,7 +130,6 @@ class Run(contextlib.AbstractContextManager):
     def train(
         self,
         trainer: Trainer,
-        teacher: nn.Module | None,
         tokenizer: PreTrainedTokenizerBase,
         data: str,
         settings: dict[str, Any],
@@ -147,7 +147,6 @@ class Run(contextlib.AbstractContextManager):
             trainer._total_train_tokens = max(
                 (entry.get("num_tokens", 0) for entry in state["log_history"]), default=0
             )
-        self.say(f"{self.stage}: {self._estimate(trainer, teacher)}")
         # inside `train`, because a model that was evaluated before it does not become distributed any more
         trainer.args.eval_on_start = checkpoint is None and trainer.eval_dataset is not None
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -198,13 +197,29 @@ class Run(contextlib.AbstractContextManager):
         name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
         self.teacher = Path(name).name if Path(name).exists() else name
 
-    def _estimate(self, trainer: Trainer, teacher: nn.Module | None) -> str:
-        config, rows = self.config, trainer.train_dataset
+    def announce(
+        self, student: nn.Module, teacher: nn.Module | None, tokenizer: PreTrainedTokenizerBase, rows: Any
+    ) -> None:
+        """Say what the run will take, before anything takes long.
+
+        Args:
+            rows: the training data, before the trainer prepares it.
+        """
+        config, limit = self.config, getattr(self.config, "max_length", None)
+        length, count = typical_tokens(rows, tokenizer, limit), len(rows)
+        if getattr(config, "packing", False) and limit is not None:
+            length, count = limit, math.ceil(count * length / limit)
+        if self.stage == "distillation":
+            length += config.max_completion_length
         per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         steps = config.max_steps
         if steps <= 0:
-            steps = math.ceil(math.ceil(len(rows) / per_step) * config.num_train_epochs)
-        return str(estimate(trainer.model, teacher, config, per_step * _typical_length(rows), steps))
+            steps = math.ceil(math.ceil(count / per_step) * config.num_train_epochs)
+        shards = config.world_size if SHARDED & {n for n, v in os.environ.items() if v == "true"} else 1
+        found = estimate(student, teacher, config, round(per_step * length), steps, shards)
+        if self.stage == "distillation":  # answering takes longer than learning from the answers
+            found = dataclasses.replace(found, seconds=None)
+        self.say(f"{self.stage}: {found}")
 
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
@@ -238,24 +253,22 @@ def whole_model(trainer: Trainer) -> nn.Module:
         return model.merge_and_unload()
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model)
+        if not trainer.accelerator.is_main_process:
+            return model  # nobody asks for it, and a copy for each process would not fit
         whole = type(model)(model.config)
         whole.generation_config = model.generation_config
-        if trainer.accelerator.is_main_process:
-            whole.load_state_dict(state)
+        whole.load_state_dict(state)
         return whole
     return model
 
 
-def _typical_length(rows: Any) -> int:
-    column = next((c for c in ("input_ids", "chosen_ids") if c in rows.column_names), None)
-    if column is None:
-        return 512
-    sample = rows[: min(len(rows), 256)]
-    lengths = [len(ids) for ids in sample[column]]
-    if column == "chosen_ids":  # prompt and answer, twice
-        pairs = zip(sample["prompt_ids"], sample["chosen_ids"], sample["rejected_ids"], strict=True)
-        lengths = [2 * len(p) + len(c) + len(r) for p, c, r in pairs]
-    return max(round(sum(lengths) / len(lengths)), 1)
+def local_files(name: str | None) -> list[tuple[str, int, int]]:
+    """Name, size and time of the files at a path; nothing of a name on the Hub."""
+    path = Path(name or "").expanduser()
+    if not name or not path.exists():
+        return []
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in DATA_AND_WEIGHTS)
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _figures(metrics: dict[str, Any]) -> dict[str, float]:

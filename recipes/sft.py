@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
+        run.announce(student, teacher, tokenizer, train)
         trainer = DistilledSFTTrainer(
             student,
             config,
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         run.check_rows(len(train), trainer)
         settings = {"ce_weight": loss.ce_weight, "kl_weight": loss.kl_weight, "divergence": loss.divergence}
         settings |= {"temperature": loss.temperature, "trainable": run_arguments.trainable}
-        return run.train(trainer, trainer.teacher, tokenizer, script.dataset_name or "a mixture", settings)
+        return run.train(trainer, tokenizer, script.dataset_name or "a mixture", settings)
 
 
 def check_options(config: SFTConfig, model_config: ModelConfig) -> None:

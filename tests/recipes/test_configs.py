@@ -22,16 +22,33 @@ SMALL = [
 ]  # fmt: skip
 
 
+def questions_with_both_columns(folder):
+    """As UltraChat has them: the question as a text, and the conversation."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        turns = [{"role": "user", "content": "w9 w10"}, {"role": "assistant", "content": "w11"}]
+        rows = [{"prompt": "w9 w10", "messages": turns}] * 4
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
-    llama, phi = save_chat_teacher(folder / "llama"), save_chat_teacher(folder / "phi", "phi")
+    # Phi-1.5 has no chat template
+    llama, phi = save_chat_teacher(folder / "llama"), save_chat_teacher(folder / "phi", "phi", template=None)
+    (folder / "plain").mkdir()
+    for split in ("train", "test"):
+        rows = [{"prompt": f"w{10 + i} w9", "completion": "w11 w12"} for i in range(4)]
+        (folder / "plain" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{10 + i} w9"}) + "\n" for i in range(3)))
     return {
         "llamba": (llama, save_hybrid(llama, folder / "llamba")),
         "phimamba": (phi, save_hybrid(phi, folder / "phimamba")),
         "prompts": folder / "prompts.jsonl",
         "chats": conversations(folder / "chats", count=4, test=2),
+        "plain": folder / "plain",
+        "questions": questions_with_both_columns(folder / "questions"),
         "pairs": preferences(folder / "pairs", count=4, test=2),
     }
 
@@ -51,7 +68,9 @@ def test_it_runs(path, world, tmp_path):
         report = RECIPES["seqkd"].main([*argv, *more])
         assert report["rows"]["train"] == 3
         return
-    data = world["pairs" if path.stem == "dpo" else "chats"]
+    data = {"dpo": world["pairs"], "distillation": world["questions"], "sft": world["chats"]}[path.stem]
+    if path.parent.name == "phimamba" and path.stem == "sft":
+        data = world["plain"]  # what seqkd.yaml makes of a teacher without turns
     more = ["--model_name_or_path", str(hybrid), "--dataset_name", str(data), *SMALL]
     more += ["--max_completion_length", "4"] if path.stem == "distillation" else ["--max_length", "64"]
     RECIPES[path.stem].main([*argv, *more])

@@ -81,17 +81,33 @@ def test_interrupted_it_goes_on_to_the_same_answers(sampling, teacher, prompts, 
         assert (tmp_path / "broken" / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
-def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_path):
+def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
     assert module.finished_answer([9, 10, 2, 11], tokenizer, {2}) == {"text": "w9 w10", "finished": True}
     assert module.finished_answer([9, 10], tokenizer, {2}) == {"text": "w9 w10", "finished": False}
-    argv = arguments(teacher, prompts, tmp_path / "out", "--truncated", "drop")
-    try:
-        report = module.main(argv)
-    except ValueError as error:
-        assert "cut off" in str(error)
-    else:
-        assert report["rows"]["train"] + report["rows"]["test"] == 12 - report["left out"]["cut off"]
+    generate = module.TransformersEngine.__call__
+
+    def ending_some(self, batch):  # the first answer of each of the three batches ends after three tokens
+        first, *others = generate(self, batch)
+        return [[*first[:3], 2], *([token for token in ids if token != 2] for ids in others)]
+
+    monkeypatch.setattr(module.TransformersEngine, "__call__", ending_some)
+    report = module.main(arguments(teacher, prompts, tmp_path / "out", "--truncated", "drop", "--test_share", "0"))
+    assert report["rows"]["train"] == 3 and report["left out"]["cut off"] == 9
+    monkeypatch.setattr(module.TransformersEngine, "__call__", lambda self, batch: [[9] * 8 for _ in batch])
+    with pytest.raises(ValueError, match="12 of 12 were cut off"):
+        module.main(arguments(teacher, prompts, tmp_path / "none", "--truncated", "drop"))
+
+
+def test_greedy_has_no_penalties(teacher, prompts, tmp_path):
+    """Whatever the teacher's own generation settings hold."""
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    model.generation_config.update(repetition_penalty=5.0, do_sample=True, temperature=9.0, no_repeat_ngram_size=1)
+    model.save_pretrained(tmp_path / "teacher")
+    chat_tokenizer().save_pretrained(tmp_path / "teacher")
+    for name, source in (("plain", teacher), ("penalised", tmp_path / "teacher")):
+        module.main(arguments(source, prompts, tmp_path / name))
+    assert (tmp_path / "plain" / "train.jsonl").read_text() == (tmp_path / "penalised" / "train.jsonl").read_text()
 
 
 def test_messages_and_plain_prompts(teacher, tmp_path):
@@ -109,6 +125,8 @@ def test_messages_and_plain_prompts(teacher, tmp_path):
     module.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "b"))
     (row,) = load_dataset(str(tmp_path / "b"))["train"]
     assert row["prompt"] == "w9 w10" and isinstance(row["completion"], str)
+    with pytest.raises(ValueError, match="no chat template"):
+        module.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "c", "--format", "messages"))
 
 
 def test_the_answers_train_a_student(teacher, prompts, tmp_path):
@@ -129,9 +147,15 @@ def test_the_answers_train_a_student(teacher, prompts, tmp_path):
         (("--max_prompt_length", "1"), "No prompt is left"),
         (("--test_share", "1"), r"\[0, 1\)"),
         (("--dataset_name", "/nowhere.jsonl"), "cannot be read"),
+        (("--dataset_name", "picture.jsonl"), "has list for its content"),
+        (("--config", "broken.yaml"), "do not parse"),
     ],
 )
-def test_bad_input(more, expected, teacher, prompts, tmp_path):
+def test_bad_input(more, expected, teacher, prompts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    picture = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    (tmp_path / "picture.jsonl").write_text(json.dumps(picture) + "\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
     with pytest.raises(ValueError, match=expected):
         module.main([*arguments(teacher, prompts, tmp_path / "out"), *more])
     assert not (tmp_path / "out").exists()

@@ -28,10 +28,10 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_chat_teacher(folder: Path, name: str = "llama-gqa") -> Path:
+def save_chat_teacher(folder: Path, name: str = "llama-gqa", template: str | None = TEMPLATE) -> Path:
     """A tiny teacher with a tokenizer."""
     make_teacher(name).save_pretrained(folder)
-    chat_tokenizer().save_pretrained(folder)
+    chat_tokenizer(template).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,99 @@
+"""Rows of chat data as the tokenizer at hand can read them: in turns, or as text where it has no chat template."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+SAMPLED_ROWS = 64
+BETWEEN_TURNS = "\n\n"
+
+
+def content_of(turn: dict[str, Any]) -> str:
+    """The text of a message.
+
+    Raises:
+        ValueError: it is none (a picture, a call of a tool).
+    """
+    content = turn.get("content")
+    if not isinstance(content, str):
+        raise ValueError(
+            f"A message of the data has {type(content).__name__} for its content; only text is understood, so leave "
+            "such rows out."
+        )
+    return content
+
+
+def question_of(row: dict[str, Any]) -> list[dict[str, str]]:
+    """The messages before the first answer, of `instruction` and `input`, `messages`, or `prompt`; empty without any.
+
+    Raises:
+        ValueError: see `content_of`.
+    """
+    if "instruction" in row:
+        parts = (row["instruction"], row.get("input"))
+        return [{"role": "user", "content": BETWEEN_TURNS.join(p for p in parts if p)}]
+    turns = row.get("messages") or row.get("prompt") or []
+    if isinstance(turns, str):
+        return [{"role": "user", "content": turns}]
+    first_answer = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
+    return [{"role": turn["role"], "content": content_of(turn)} for turn in turns[:first_answer]]
+
+
+def as_text(turns: list[dict[str, str]] | str) -> str:
+    """The turns' texts one after another, for a model that was never taught turns."""
+    return turns if isinstance(turns, str) else BETWEEN_TURNS.join(content_of(turn) for turn in turns)
+
+
+def questions(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A data set of prompts alone: messages, or text for a tokenizer without a chat template.
+
+    Raises:
+        ValueError: there is no question in any row.
+    """
+
+    def question(row: dict[str, Any]) -> dict[str, Any]:
+        turns = question_of(row)
+        return {"prompt": as_text(turns) if tokenizer.chat_template is None else turns}
+
+    found = rows.map(question, remove_columns=rows.column_names).filter(lambda row: len(row["prompt"]) > 0)
+    if not len(found):
+        raise ValueError(f"None of the data's {len(rows)} rows holds a question.")
+    return found
+
+
+def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Preferences as they are, or as text for a tokenizer without a chat template."""
+    if tokenizer.chat_template is not None or isinstance(rows[0]["chosen"], str):
+        return rows
+
+    def plain(row: dict[str, Any]) -> dict[str, str]:
+        prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+        if prompt is None:
+            alike = zip(chosen, rejected, strict=False)
+            shared = next((i for i, (a, b) in enumerate(alike) if a != b), min(len(chosen), len(rejected)))
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        return {
+            "prompt": as_text(prompt) + BETWEEN_TURNS, "chosen": as_text(chosen), "rejected": as_text(rejected)
+        }  # fmt: skip
+
+    return rows.map(plain, remove_columns=rows.column_names)
+
+
+def typical_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> float:
+    """Mean tokens of a row, of a pair's both answers with the prompt, from the first rows; each text up to `limit`."""
+    counts = []
+    for row in rows.select(range(min(len(rows), SAMPLED_ROWS))):
+        prompt = row.get("prompt") or []
+        answers = [row[name] for name in ("chosen", "rejected", "completion", "messages", "conversations", "text")
+                   if row.get(name)]  # fmt: skip
+        if row.get("input_ids"):
+            texts = [len(row["input_ids"])]
+        else:
+            texts = [_count(prompt, tokenizer) + _count(answer, tokenizer) for answer in answers or [""]]
+        counts.append(sum(texts if limit is None else (min(n, limit) for n in texts)))
+    return max(sum(counts) / len(counts), 1.0)
+
+
+def _count(turns: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    parts = [turns] if isinstance(turns, str) else [turn.get("content") or turn.get("value") for turn in turns]
+    return sum(len(tokenizer(part).input_ids) for part in parts if isinstance(part, str))

@@ -1,0 +1,66 @@
+"""Questions and preferences in turns, or as text where the tokenizer knows no turns; how long rows are; estimates."""
+
+import pytest
+from datasets import Dataset
+
+from recipes.estimate import estimate
+from recipes.turns import pairs, question_of, questions, typical_tokens
+from tests.recipes.tiny_chat import chat_tokenizer
+from tests.students import make_student
+
+USER, ANSWER = {"role": "user", "content": "w9 w10"}, {"role": "assistant", "content": "w11 w12 w13"}
+OTHER = {"role": "assistant", "content": "w14"}
+
+
+def test_a_chat_models_question_is_its_turns():
+    """Where a row has the question as a text as well, as UltraChat does, the turns count."""
+    rows = Dataset.from_list([{"prompt": "w9 w10", "messages": [USER, ANSWER, USER]}] * 2)
+    assert questions(rows, chat_tokenizer())[0] == {"prompt": [USER]}
+    assert questions(rows, chat_tokenizer(template=None))[1] == {"prompt": "w9 w10"}
+    plain = Dataset.from_list([{"prompt": "w9"}])
+    assert questions(plain, chat_tokenizer())[0] == {"prompt": [{"role": "user", "content": "w9"}]}
+    assert question_of({"instruction": "w9", "input": "w10"})[0]["content"] == "w9\n\nw10"
+    with pytest.raises(ValueError, match="holds a question"):
+        questions(Dataset.from_list([{"messages": [ANSWER]}]), chat_tokenizer())
+    with pytest.raises(ValueError, match="NoneType for its content"):
+        question_of({"messages": [{"role": "user", "content": None}]})
+
+
+def test_preferences_without_turns():
+    named = Dataset.from_list([{"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}])
+    implicit = Dataset.from_list([{"chosen": [USER, ANSWER], "rejected": [USER, OTHER], "score": 1.0}])
+    assert pairs(named, chat_tokenizer()) is named
+    expected = {"prompt": "w9 w10\n\n", "chosen": "w11 w12 w13", "rejected": "w14"}
+    for rows in (named, implicit):
+        assert pairs(rows, chat_tokenizer(template=None))[0] == expected
+    text = Dataset.from_list([{"prompt": "w9", "chosen": "w10", "rejected": "w11"}])
+    assert pairs(text, chat_tokenizer(template=None)) is text
+
+
+@pytest.mark.parametrize(
+    "row, limit, tokens",
+    [
+        ({"prompt": [USER], "completion": [ANSWER]}, None, 5),
+        ({"messages": [USER, ANSWER]}, 4, 4),
+        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, None, 8),
+        ({"text": "w9 w10 w11"}, 100, 3),
+        ({"input_ids": [9, 10, 11, 12]}, None, 4),
+    ],
+)
+def test_how_long_rows_are(row, limit, tokens):
+    assert typical_tokens(Dataset.from_list([row] * 3), chat_tokenizer(), limit) == tokens
+
+
+def test_shards_divide_the_weights_and_a_frozen_head_has_no_gradient(tmp_path):
+    from trl import SFTConfig
+
+    arguments = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=2)
+    model = make_student()
+    whole = estimate(model, model, arguments, 64, 10).parts
+    spread = estimate(model, model, arguments, 64, 10, shards=4).parts
+    for name in ("weights", "gradients and moments", "teacher"):
+        assert spread[name] == whole[name] // 4 > 0
+    for name in ("activations", "loss", "the head's gradient"):
+        assert spread[name] == whole[name] > 0
+    model.requires_grad_(False)
+    assert estimate(model, model, arguments, 64, 10).parts["the head's gradient"] == 0
