@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from .cache_size import CONTEXTS, cache_bytes
+from .checkpoint import open_weights
 from .loading import load_config, locate
 from .plan import MIXER_LAYERS, human_bytes, layer_letters, tensor_shapes
 
@@ -33,7 +34,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data.
 
     Raises:
-        ValueError: there is no such checkpoint, or it is no hybrid of this project.
+        ValueError: there is no such checkpoint, it is no hybrid of this project, or its weights are cut short.
     """
     config = load_config(model, revision)
     if config.model_type not in ("llamba", "phimamba"):
@@ -41,6 +42,9 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
             f"{model} is a {config.model_type} model, not a hybrid; `convert-to-hybrid {model} OUT --dry-run` says "
             "what would become of it."
         )
+    folder = Path(model).expanduser()
+    if any(folder.glob("*.safetensors")):
+        open_weights(folder)
     layers = list(config.layer_types)
     parameters = sum(math.prod(shape) for shape in tensor_shapes(config).values())
     dtype = config.dtype or torch.float32

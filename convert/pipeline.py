@@ -27,6 +27,7 @@ import modeling_llamba
 import modeling_phimamba
 
 from .alignment import Alignment, BudgetSearch, ClosedFormAligner, Progress
+from .alignment.alignment import selection_of
 from .cache_budget import budget_of, budget_report, with_layer_budget
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .head_selection import as_text, is_number
@@ -86,7 +87,19 @@ def plan_conversion(options: ConversionConfig) -> Plan:
     plan = make_plan(teacher, with_layer_budget(options, teacher, checkpoint), checkpoint)
     if options.export_ready:
         check_holdable(plan.config, "bamba")
-    return plan
+    return dataclasses.replace(plan, notes=undecided(options, plan))
+
+
+def undecided(options: ConversionConfig, plan: Plan) -> tuple[str, ...]:
+    """What only scores decide, and a dry run shows as a number of layers or heads."""
+    if not plan.summary()["mixer_layers"]:
+        return ()
+    notes = []
+    if selection_of(options).startswith("kl") and plan.summary()["attention_layers"]:
+        notes.append("scores decide which layers keep their attention, when this is run; here they are evenly placed")
+    if options.attention_heads is not None and is_number(options.attention_heads):
+        notes.append("scores decide which heads see everything, when this is run; here only their number is right")
+    return tuple(notes)
 
 
 def run(

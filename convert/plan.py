@@ -41,6 +41,8 @@ class Plan:
     read_buffer_bytes: int
     budget: dict[str, Any] | None = None
     """What a budget of cache allowed, and which choice was taken."""
+    notes: tuple[str, ...] = ()
+    """What a dry run cannot know."""
 
     @property
     def parameters_after(self) -> int:
@@ -77,6 +79,7 @@ class Plan:
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
                 for name, length in CONTEXTS.items()
             },
+            "notes": list(self.notes),
         } | ({} if self.budget is None else {"budget": self.budget})
 
     def expected_peak_memory(self) -> int:
@@ -307,9 +310,10 @@ def describe(plan: Plan) -> str:
     replacement = f"{mixer} window of {s['window']} and {s['sinks']} sinks" if s["window"] else s["mixer"]
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
+    kind = "mixer" if s["mixer"] != "none" else "window"
     lines = [
         f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {replacement}, {s['dtype']}",
-        f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} mixer)",
+        f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} {kind})",
         f"tensors     {counts}",
         f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
         f"to write    {human_bytes(s['bytes_to_write'])}; peak memory about "
@@ -321,13 +325,15 @@ def describe(plan: Plan) -> str:
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
             f"({share:.1%})"
         )
-    lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
+    if s["mixer"] != "none":
+        lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
     if plan.budget is not None:
         lines.append(describe_budget(plan.budget))
     for name, reason in s["dropped"].items():
         lines.append(f"dropped     {name}: {reason}")
+    lines += [f"note        {note}" for note in plan.notes]
     return "\n".join(lines)
 
 

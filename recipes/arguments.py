@@ -128,6 +128,11 @@ def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[An
     parser = TrlParser(classes)
     try:
         return parser.parse_args_and_config(argv)
+    except ValueError as error:
+        unknown = re.match(r"Unknown arguments from config file: \['--(\w+)'", str(error))
+        if unknown is None:
+            raise
+        raise ValueError(f"Unknown key {unknown[1]!r} in the configuration file.") from error
     except (TypeError, yaml.YAMLError) as error:
         raise ValueError(f"The arguments do not parse: {' '.join(str(error).split())}") from error
     except FileNotFoundError as error:

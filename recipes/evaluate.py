@@ -144,8 +144,8 @@ def command(
     teacher: Annotated[
         str | None, _option(RUN, "Compare with this model; none for MODEL alone. Default: the one MODEL records.")
     ] = None,
-    output: Annotated[Path | None, _option(RUN, "Folder for results [runs/evaluation/NAME].")] = None,
-    parts: Annotated[str | None, _option(RUN, f"Some of {','.join(PARTS)} [all; tasks if --tasks]")] = None,
+    output: Annotated[Path | None, _option(RUN, "Folder for results (default: runs/evaluation/NAME).")] = None,
+    parts: Annotated[str | None, _option(RUN, f"Some of {','.join(PARTS)} (default: all; tasks if --tasks).")] = None,
     text: Annotated[
         list[str] | None, _option(TEXT, "shipped, python-docs, a .jsonl or .txt file, a Hub data set; repeatable.")
     ] = None,
@@ -154,7 +154,7 @@ def command(
     text_split: Annotated[str, _option(TEXT, "Split of a Hub data set.")] = "train",
     lengths: Annotated[str, _option(TEXT, "Tokens per sequence: 512,2048.")] = "512",
     sequences: Annotated[int, _option(TEXT, "Sequences of each text and length.", min=1)] = 8,
-    recall_lengths: Annotated[str | None, _option(RECALL, "Tokens per probe [--lengths].")] = None,
+    recall_lengths: Annotated[str | None, _option(RECALL, "Tokens per probe (default: --lengths).")] = None,
     recall_sequences: Annotated[int, _option(RECALL, "Sequences per probe.", min=1)] = 8,
     depths: Annotated[str, _option(RECALL, "Where needle and passkey hide: 0 first, 1 last.")] = "0.1,0.5,0.9",
     max_new_tokens: Annotated[int, _option(GENERATION, "Tokens to say at most.", min=1)] = 64,
@@ -165,7 +165,7 @@ def command(
         bool, _option(TASKS, "Ask in the model's chat format.", "--apply-chat-template")
     ] = False,
     chance: Annotated[list[str] | None, _option(TASKS, "TASK=0.25: what guessing scores; repeatable.")] = None,
-    contexts: Annotated[str | None, _option(SPEED, "Tokens in the cache [--lengths].")] = None,
+    contexts: Annotated[str | None, _option(SPEED, "Tokens in the cache (default: --lengths).")] = None,
     speed_batches: Annotated[str, _option(SPEED, "Sequences at once: 1,8.")] = "1",
     speed_tokens: Annotated[int, _option(SPEED, "Steps of decoding that are timed.", min=1)] = 32,
     speed_repeats: Annotated[int, _option(SPEED, "Runs; the median counts.", min=1)] = 3,

@@ -20,8 +20,8 @@ from torch import nn
 
 from .matrix_fits import Factors, decay_masks, distance, least_squares
 
-FIRST_STRENGTH = 0.5
-LEAST_STRENGTH = 1e-4
+FIRST_STRENGTHS = (0.5, 0.05, 0.005)
+LEAST_STRENGTH = 1e-6
 
 
 @dataclass
@@ -61,10 +61,25 @@ def solve_queries(target: torch.Tensor, factors: DeltaFactors) -> DeltaFactors:
 
 
 def delta_start(target: torch.Tensor, ssd: Factors) -> DeltaFactors:
-    """SSD's keys and decays, their lengths as strengths of at most a half, and the q that suit them best."""
+    """SSD's keys and decays, their lengths as strengths, and the q that suit them best.
+
+    Matrix by matrix the best of several sizes of the strengths: the smaller, the nearer to SSD itself.
+    """
     length = ssd.B.norm(dim=-1, keepdim=True)
-    b = FIRST_STRENGTH * length / length.amax(1, keepdim=True).clamp_min(1e-150)
-    return solve_queries(target, DeltaFactors(ssd.C, ssd.B, ssd.log_a, b.clamp_min(LEAST_STRENGTH)))
+    share = length / length.amax(1, keepdim=True).clamp_min(1e-150)
+    best = None
+    for strength in FIRST_STRENGTHS:
+        b = (strength * share).clamp_min(LEAST_STRENGTH)
+        found = solve_queries(target, DeltaFactors(ssd.C, ssd.B, ssd.log_a, b))
+        best = found if best is None else nearer(target, found, best)
+    return best
+
+
+def nearer(target: torch.Tensor, new: DeltaFactors, old: DeltaFactors) -> DeltaFactors:
+    """Matrix by matrix the nearer of two fits."""
+    better = (distance(target, new.matrix()) < distance(target, old.matrix()))[:, None, None]
+    pairs = zip((new.q, new.k, new.log_a, new.b), (old.q, old.k, old.log_a, old.b), strict=True)
+    return DeltaFactors(*(torch.where(better, a, b) for a, b in pairs))
 
 
 def fit_gated_delta(target: torch.Tensor, ssd: Factors, steps: int, learning_rate: float = 0.01) -> DeltaFactors:
@@ -77,7 +92,7 @@ def fit_gated_delta(target: torch.Tensor, ssd: Factors, steps: int, learning_rat
     scale = start.q.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-150)
     free = [
         (start.q / scale).float(), nn.functional.normalize(start.k, dim=-1).float() * math.sqrt(start.k.shape[-1]),
-        (-start.log_a).clamp_min(1e-4).float().expm1().log(), torch.logit(start.b, 1e-4).float(),
+        (-start.log_a).clamp_min(1e-4).float().expm1().log(), torch.logit(start.b, LEAST_STRENGTH / 10).float(),
     ]  # fmt: skip
     free = [nn.Parameter(part.contiguous()) for part in free]
 
@@ -93,7 +108,4 @@ def fit_gated_delta(target: torch.Tensor, ssd: Factors, steps: int, learning_rat
         ((factors(torch.float32).matrix() - single).square() * weight).sum().backward()
         optimizer.step()
     with torch.no_grad():
-        found = solve_queries(target, factors(torch.float64))
-        better = (distance(target, found.matrix()) < distance(target, start.matrix()))[:, None, None]
-    pairs = zip((found.q, found.k, found.log_a, found.b), (start.q, start.k, start.log_a, start.b), strict=True)
-    return DeltaFactors(*(torch.where(better, new, old) for new, old in pairs))
+        return nearer(target, solve_queries(target, factors(torch.float64)), start)

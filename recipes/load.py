@@ -222,6 +222,9 @@ def _named(name: str, config: str | None) -> DatasetDict:
         if path.suffix not in DATA_KINDS:
             raise ValueError(f"{name} must be one of {', '.join(DATA_KINDS)}.")
         return load_dataset(DATA_KINDS[path.suffix], data_files=str(path))
+    if path.suffix in DATA_KINDS or name.startswith((".", "/", "~")):
+        if not path.is_dir():  # no name on the Hub looks like this
+            raise ValueError(f"{name} cannot be read: there is no such file or folder.")
     return load_dataset(name, config)
 
 

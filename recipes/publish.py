@@ -3,14 +3,17 @@
 What the Hub has already received of an interrupted upload is not sent again: it knows large files by their hash.
 """
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from huggingface_hub import HfApi, get_token
 
 from convert.cli import one_line_errors
 from convert.config import ConversionConfig
 from convert.pipeline import prepare_repository, push_errors
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def repository_for(name: str, private: bool | None) -> str:
@@ -49,12 +52,17 @@ def publish(folder: Path, repository: str, private: bool = False) -> str:
     return repository
 
 
+@app.command()
+def command(
+    folder: Annotated[Path, typer.Argument(help="Finished model.")],
+    repository: Annotated[str, typer.Argument(help="NAME or USER/NAME.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tracebacks.")] = False,
+) -> None:
+    """Push a finished model to the Hub; again, after an interruption."""
+    with one_line_errors(verbose):
+        print(publish(folder, repository, private))
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("repository")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--verbose", action="store_true", help="tracebacks")
-    arguments = parser.parse_args()
-    with one_line_errors(arguments.verbose):
-        print(publish(arguments.folder, arguments.repository, arguments.private))
+    app()

@@ -199,6 +199,8 @@ def _below(folder: Path, depth: int) -> tuple[list[Run], list[Path]]:
         return found, [] if parts else [folder]
     ignored: list[Path] = []
     for child in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        if child.suffix == ".work" and child.with_suffix("").is_dir():
+            continue  # what a finished run kept for another one
         more, less = _below(child, depth - 1)
         found += more
         ignored += less

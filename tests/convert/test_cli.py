@@ -20,9 +20,17 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     monkeypatch.setattr("convert.checkpoint.SafetensorsCheckpoint.read_rows", None)  # reading a weight would fail
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run")
     assert done.returncode == 0 and "MAMA" in done.stderr and done.stdout == ""
+    assert "scores decide" not in done.stderr, "nothing is fitted, so they are evenly placed"
+    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--align", "closed-form")
+    assert "scores decide which layers" in done.stderr and "which heads" not in done.stderr
+    window = ("--window", "8", "--attention-heads", "1", "--attention-ratio", "0")
+    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--align", "closed-form", *window)
+    assert "scores decide which heads" in done.stderr and "which layers" not in done.stderr
+    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *window[:2], "--mixer", "none")
+    assert "2 window)" in done.stderr and "mixers" not in done.stderr
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--json", "--attention-layers", "3")
     plan = json.loads(done.stdout)
-    assert plan["mixer_layers"] == [0, 1, 2] and plan["attention_layers"] == [3]
+    assert plan["notes"] == [] and plan["mixer_layers"] == [0, 1, 2] and plan["attention_layers"] == [3]
     assert set(plan["tensors"]) == {"moved", "derived", "initialised", "dropped"}
     assert plan["derived"]["model.layers.0.mixer.in_proj.weight"] == [
         f"model.layers.0.self_attn.{p}_proj.weight" for p in "vkq"

@@ -58,6 +58,14 @@ def test_inspected_cache_is_the_caches_own(checkpoints):
     assert sizes["this_model"] == sizes["all_attention"] // 2 + held
 
 
+def test_inspect_notices_weights_cut_short(checkpoints, tmp_path):
+    shutil.copytree(checkpoints / "hybrid", tmp_path / "cut")
+    whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    done = use("inspect", tmp_path / "cut")
+    assert done.exit_code == 1 and "model.safetensors" in done.output and "Traceback" not in done.output
+
+
 def test_inspect_reads_the_alignment(checkpoints, tmp_path):
     folder = tmp_path / "aligned"
     shutil.copytree(checkpoints / "hybrid", folder)

@@ -88,3 +88,4 @@ def test_a_folder_that_is_no_model_is_not_pushed(tmp_path):
     with HubServer(tmp_path / "hub") as hub:
         done = client(hub, tmp_path, "-m", "recipes.publish", str(tmp_path), "me/nothing")
         assert done.returncode == 1 and "no finished model" in done.stderr and not hub.requests
+        assert len(done.stderr.strip().splitlines()) == 1

@@ -98,6 +98,13 @@ def test_every_kind_is_read(folder):
         "pipeline", "bench", "approximation", "swap", "matrices", "logs",
     }  # fmt: skip
     assert left_out == []
+    finished = next(run.folder for run in runs if "hybrid" in run.parts)
+    kept = finished.with_name(f"{finished.name}.work") / "0123"
+    kept.mkdir(parents=True)
+    (kept / "scores.json").write_text('{"|0": {"kl": 1.0, "recall": 0.0}}')
+    again, left_out = read_runs([folder / "runs"])
+    shutil.rmtree(kept.parent)
+    assert [run.folder for run in again] == [run.folder for run in runs] and left_out == []
     log = next(run.get("logs") for run in runs if "logs" in run.parts)
     assert list(log) == ["closed form + stage 3 0.5"] and len(log["closed form + stage 3 0.5"]) == 3, "the last one"
 

@@ -308,6 +308,8 @@ def test_schedules():
     "more, expected",
     [
         (("--dataset_name", "nowhere"), "cannot be read"),
+        (("--dataset_name", "nowhere.jsonl"), "no such file"),
+        (("--config", "{unknown_key}"), "Unknown key 'bogus' in the configuration file"),
         (("--teacher_model_name_or_path", "/nowhere"), "does not load"),
         (("--model_name_or_path", "{teacher}"), "not a hybrid"),
         (("--dataset_train_split", "dev"), "no split 'dev'"),
@@ -333,7 +335,8 @@ def test_schedules():
 def test_bad_input_is_one_clear_error(more, expected, world, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
-    more = [part.format(**world) for part in more]
+    (tmp_path / "unknown.yaml").write_text("bogus: 1\n")
+    more = [part.format(**world, unknown_key=tmp_path / "unknown.yaml") for part in more]
     with pytest.raises(ValueError, match=expected):
         sft.main(arguments(world, tmp_path / "out", *more))
     assert not (tmp_path / "out").exists()
