@@ -17,7 +17,7 @@ from .arguments import RunArguments, TeacherArguments, parse
 from .load import check_vocabularies, load_splits, load_student, load_teacher
 from .run import Run, one_line_errors
 from .sft_trainer import set_trainable
-from .turns import questions
+from .turns import not_too_long, questions
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
@@ -47,6 +47,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
         train, held_out = (None if rows is None else questions(rows, tokenizer) for rows in (train, held_out))
+        limit = student.config.max_position_embeddings - config.max_completion_length
+        given, train = len(train), not_too_long(train, tokenizer, limit)
+        if len(train) < given:
+            run.say(f"[yellow]{given - len(train)} of {given} prompts left out:[/] no room for an answer.")
         run.announce(student, teacher, tokenizer, train)
         trainer = DistillationTrainer(
             student,

@@ -61,6 +61,30 @@ def questions(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     return found
 
 
+def not_too_long(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> Any:
+    """The questions of at most `limit` tokens.
+
+    Raises:
+        ValueError: there are none, or an answer alone leaves no room.
+    """
+    if limit < 1:
+        raise ValueError("max_completion_length takes all of the model's context; lower it.")
+
+    def fits(row: dict[str, Any]) -> bool:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return len(tokenizer(prompt).input_ids) <= limit
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return len(ids) <= limit
+
+    kept = rows.filter(fits)
+    if not len(kept):
+        raise ValueError(
+            f"Every prompt of the data is longer than {limit} tokens, what the answer leaves of the context."
+        )
+    return kept
+
+
 def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Preferences as they are, or as text for a tokenizer without a chat template."""
     if tokenizer.chat_template is not None or isinstance(rows[0]["chosen"], str):

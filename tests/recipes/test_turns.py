@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from recipes.estimate import estimate
-from recipes.turns import pairs, question_of, questions, typical_tokens
+from recipes.turns import not_too_long, pairs, question_of, questions, typical_tokens
 from tests.recipes.tiny_chat import chat_tokenizer
 from tests.students import make_student
 
@@ -24,6 +24,17 @@ def test_a_chat_models_question_is_its_turns():
         questions(Dataset.from_list([{"messages": [ANSWER]}]), chat_tokenizer())
     with pytest.raises(ValueError, match="NoneType for its content"):
         question_of({"messages": [{"role": "user", "content": None}]})
+
+
+def test_questions_leave_room_for_an_answer():
+    rows = Dataset.from_list([{"prompt": [USER]}, {"prompt": [{"role": "user", "content": "w9 " * 20}]}])
+    assert not_too_long(rows, chat_tokenizer(), 10)["prompt"] == [[USER]]
+    text = Dataset.from_list([{"prompt": "w9 w10"}, {"prompt": "w9 w10 w11"}])
+    assert not_too_long(text, chat_tokenizer(template=None), 2)["prompt"] == ["w9 w10"]
+    with pytest.raises(ValueError, match="longer than 1 tokens"):
+        not_too_long(text, chat_tokenizer(template=None), 1)
+    with pytest.raises(ValueError, match="lower it"):
+        not_too_long(text, chat_tokenizer(), 0)
 
 
 def test_preferences_without_turns():
