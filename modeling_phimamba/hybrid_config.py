@@ -222,7 +222,7 @@ class HybridConfig(PreTrainedConfig):
                 raise ValueError(f"{name} of RoPE {kind} must be a number above 0, not {value!r}.")
         for name in ("short_factor", "long_factor") if kind == "longrope" else ():
             values = rope.get(name)
-            if not isinstance(values, list) or not all(isinstance(value, (int, float)) for value in values):
+            if not isinstance(values, (list, tuple)) or not all(isinstance(value, (int, float)) for value in values):
                 raise ValueError(f"{name} of RoPE {kind} must be a list of numbers, not {values!r}.")
 
     def _validate_window(self) -> None:

@@ -102,9 +102,12 @@ def layer_inputs(config, core):
 
 
 def test_mohawks_mixer_has_silu_unless_the_configuration_says_otherwise(tmp_path):
-    """Its class has "swish" by default; Phi-Mamba's and Llamba's have "identity". null is the identity."""
+    """Its class has "swish" by default; Phi-Mamba's and Llamba's have "identity". null is the identity.
+
+    It has no `expand`, either: the inner width is d_inner, or the model's.
+    """
     freq = p.frequencies(p.HEAD, 5e5, p.LLAMA3)
-    for i, (said, silu) in enumerate([({}, True), ({"activation": None}, False)]):
+    for i, (said, silu) in enumerate([({"expand": 2}, True), ({"activation": None, "d_inner": p.D}, False)]):
         config, tensors = p.mohawk()
         for inputs in layer_inputs(config, "Mamba2"):
             del inputs["activation"]
