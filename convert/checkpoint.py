@@ -30,6 +30,8 @@ SAFETENSORS_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# several weights to a number, as MLX stores them, or less than a byte each
+PACKED_DTYPES = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class SafetensorsCheckpoint(Checkpoint):
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
+            if entry["dtype"] in PACKED_DTYPES:
+                raise ValueError(
+                    f"Tensor {name} of {path.name} has type {entry['dtype']}, so the weights are quantised; "
+                    "supported are full-precision ones (F64, F32, F16, BF16)."
+                )
             if entry["dtype"] not in SAFETENSORS_DTYPES:
                 raise ValueError(f"Tensor {name} has type {entry['dtype']}, which is not supported.")
             self.tensors[name] = TensorInfo(tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]])

@@ -26,7 +26,7 @@ from .parts import Fill, Part, Parts, Table, make_rules, moved
 from .pipeline import add_generation_config, add_tokenizer
 from .plan import STUDENTS, human_bytes, output_dtype
 from .stock import STOCK_CLASSES, check_holdable
-from .teacher import Teacher, download_model
+from .teacher import Teacher, config_errors, download_model
 from .weight_mapping import Rule
 from .writer import plan_shards, write_shards
 
@@ -127,12 +127,13 @@ def plan_export(options: ExportOptions) -> ExportPlan:
     path = Path(options.model).expanduser()
     folder = path if path.is_dir() else download_model(options.model, options.revision, None, False, True)[0]
     raw = read_json(folder / "config.json") or {}
-    kind = raw.pop("model_type", None)
+    kind = str(raw.pop("model_type", None))
     if kind not in STUDENTS or "mixer" not in raw:
         raise ValueError(
             f"{options.model} is no hybrid of this project (model_type {kind!r}); convert or import one first."
         )
-    source = STUDENTS[kind][0](**raw)
+    with config_errors(f"{folder / 'config.json'} is not a valid {kind} configuration"):
+        source = STUDENTS[kind][0](**raw)
     check_holdable(source, options.to)
     config = stock_config(source, options.to, options.expand)
     with torch.device("meta"):
@@ -188,7 +189,8 @@ def stock_config(source: PreTrainedConfig, target: str, expand: int | None = Non
     if source.head_dim * source.num_attention_heads != source.hidden_size:
         fields["head_dim"] = source.head_dim
     fields |= _granite_fields(source) if target == "granitemoehybrid" else _bamba_fields(source)
-    config = AutoConfig.for_model(target, **fields)
+    with config_errors(f"The hybrid's config.json gives no valid {target} configuration"):
+        config = AutoConfig.for_model(target, **fields)
     config.architectures = [STOCK_CLASSES[target].architecture]
     return config
 

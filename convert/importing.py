@@ -19,7 +19,6 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig
 
 from .checkpoint import Checkpoint, open_weights
@@ -29,8 +28,8 @@ from .output_folder import check_apart, check_output, staged
 from .parts import make_rules
 from .pipeline import TOKENIZER_FILES, add_code, add_tokenizer
 from .plan import STUDENTS, human_bytes, layer_letters, output_dtype, tensor_shapes
-from .published import Published, PublishedFormat, recognise
-from .teacher import Teacher, download_model, find_teacher
+from .published import Published, PublishedFormat, check_config_not_quantised, recognise
+from .teacher import Teacher, config_errors, download_model, find_teacher
 from .weight_mapping import Rule
 from .writer import hash_files, plan_shards, write_shards
 
@@ -145,22 +144,16 @@ def plan_import(options: ImportOptions) -> ImportPlan:
     folder, commit = _find(options)
     base = None if options.base is None else find_teacher(options.base, with_weights=False)
     config, mamba_config = read_json(folder / "config.json"), read_json(folder / "mamba_config.json")
+    check_config_not_quantised(options.source, config or {})
     checkpoint = open_weights(folder)
     source = Published(options.source, config or {}, checkpoint, mamba_config, None if base is None else base.config)
     published = recognise(source)
-    kind = published.student(source)
-    try:
-        fields = published.fields(source)
-    except KeyError as error:
-        raise ValueError(
-            f"The configuration of {options.source} has no {error}, which {published.name} needs."
-        ) from error
-    ours = _make_config(kind, fields, options)
+    ours = _make_config(published.student(source), published.fields(source), options)
     table, dropped = published.table(source, ours)
     rules = make_rules(table, tensor_shapes(ours), checkpoint.tensors, dropped, published.name)
     dtype = output_dtype(options.dtype, checkpoint.tensors)
     if base is None and not _has_tokenizer(folder):
-        source.notes.append("no tokenizer: the checkpoint has none and no base model was given (--base)")
+        source.notes.append(f"no tokenizer: the checkpoint has none and no base model was given ({source.base_flag})")
     return ImportPlan(published, ours, rules, dropped, dtype, source.notes, checkpoint, folder, commit, base)
 
 
@@ -207,10 +200,8 @@ def _make_config(kind: str, fields: dict[str, Any], options: ImportOptions) -> P
         )
     fields = fields | options.settings
     types = ["full_attention" if kind == "linear_attention" else kind for kind in fields["layer_types"]]
-    try:
+    with config_errors(f"{options.source} gives no valid configuration"):
         return config_class(**{"conversion": {"teacher_layer_types": types}} | fields)
-    except (StrictDataclassError, TypeError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
 
 
 def import_checkpoint(

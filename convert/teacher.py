@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from huggingface_hub import HfApi, snapshot_download
@@ -197,15 +198,32 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
         raw = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON.") from error
-    family = get_family(raw.get("model_type", "?") if isinstance(raw, dict) else "?")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+    return read_config(raw if isinstance(raw, dict) else {}, path)
+
+
+def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
+    """A teacher's configuration from what its config.json holds; `place` is that file, for errors.
+
+    Raises:
+        ValueError: of an unsupported kind, quantised, or not valid.
+    """
+    model_type, quantisation = get_family(str(raw.get("model_type", "?"))).model_type, raw.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
         raise ValueError(f"The teacher is quantised ({method}); convert its full-precision checkpoint instead.")
+    with config_errors(f"{place} is not a valid {model_type} configuration"):
+        return AutoConfig.for_model(model_type, **{k: v for k, v in raw.items() if k != "model_type"})
+
+
+@contextlib.contextmanager
+def config_errors(what: str) -> Iterator[None]:
+    """What a configuration class raises over its fields, as one line; nothing but its making belongs inside."""
     try:
-        return AutoConfig.for_model(family.model_type, **{k: v for k, v in raw.items() if k != "model_type"})
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is not a valid {family.model_type} configuration: {reason}") from error
+        yield
+    except ZeroDivisionError as error:  # by the only size that transformers divides by before it looks at it
+        raise ValueError(f"{what}: num_attention_heads must not be 0.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
 
 
 def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:

@@ -3,9 +3,12 @@
 Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
@@ -14,6 +17,29 @@ MIXER_NORMS = ("none", "head", "whole")
 QK_NORMS = (None, "rms", "layer")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 SEES = ("all", "beyond")
+ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "mixer_num_heads",
+    "mixer_num_kv_heads",
+    "mixer_head_dim",
+    "mixer_d_state",
+    "mixer_d_conv",
+    "mixer_chunk_size",
+)
 
 
 class HybridConfig(PreTrainedConfig):
@@ -97,6 +123,9 @@ class HybridConfig(PreTrainedConfig):
     conversion: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs):
+        self._validate_sizes({name for name in SIZES if getattr(self, name) is not None})
+        if not isinstance(self.rope_parameters, (dict, type(None))):
+            raise ValueError(f"rope_parameters must be a dictionary, not {self.rope_parameters!r}.")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -141,6 +170,10 @@ class HybridConfig(PreTrainedConfig):
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act must be one of transformers' activations, not {self.hidden_act!r}.")
+        self._validate_sizes(SIZES)
+        self._validate_rotary()
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
@@ -171,6 +204,26 @@ class HybridConfig(PreTrainedConfig):
         if self.mixer == "none" and "linear_attention" in self.layer_types:
             raise ValueError("layer_types has linear_attention, so mixer must be one of the mixers, not 'none'.")
         self._validate_window()
+
+    def _validate_sizes(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")
+
+    def _validate_rotary(self) -> None:
+        rope, kinds = self.rope_parameters, ("default", *sorted(ROPE_INIT_FUNCTIONS))
+        kind = rope["rope_type"]
+        if kind not in kinds:
+            raise ValueError(f"rope_type must be one of {kinds}, not {kind!r}.")
+        for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ())):
+            value = rope.get(name, 1.0 if name == "partial_rotary_factor" else None)
+            if not isinstance(value, (int, float)) or value <= 0:
+                raise ValueError(f"{name} of RoPE {kind} must be a number above 0, not {value!r}.")
+        for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+            values = rope.get(name)
+            if not isinstance(values, (list, tuple)) or not all(isinstance(value, (int, float)) for value in values):
+                raise ValueError(f"{name} of RoPE {kind} must be a list of numbers, not {values!r}.")
 
     def _validate_window(self) -> None:
         if "hybrid" in self.layer_types:

@@ -35,7 +35,7 @@ def main(hybrid: str, gguf: str) -> dict[str, float]:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(hybrid, trust_remote_code=True, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(hybrid, trust_remote_code=True)
-    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    ids = tokenizer(TEXT, return_tensors="pt", add_special_tokens=False).input_ids
     ours = model(ids).logits[0]
     drawn = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[0, ids.shape[1] :]
     f32 = 0  # ggml's number of it, for keys and values

@@ -11,13 +11,8 @@ from torch.nn import functional as F
 
 VOCAB, D, LAYERS, INTER = 96, 32, 4, 40
 H, K, HEAD = 4, 2, 8
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -92,8 +87,8 @@ def discrete_tensors(t: Tensors, prefix: str, heads: int, groups: int, state: in
         t.add(f"{prefix}z_bias", D)
 
 
-def phi_mamba(attention=()) -> tuple[dict, Tensors]:
-    """Phi-Mamba, or Hybrid-Phi-Mamba with these attention layers."""
+def phi_mamba(attention=(), mohawk: dict | None = None) -> tuple[dict, Tensors]:
+    """Phi-Mamba, or Hybrid-Phi-Mamba with these attention layers; in mohawk's spelling with what those layers say."""
     t = Tensors(1)
     t.add("backbone.embedding.weight", VOCAB, D, scale=1.0)
     t.norm("backbone.final_layernorm", bias=True)
@@ -101,8 +96,8 @@ def phi_mamba(attention=()) -> tuple[dict, Tensors]:
     t.add("lm_head.bias", VOCAB)
     core = {"d_state": 8, "n_v_heads": H, "n_qk_heads": H, "d_conv": 4, "conv_bias": True, "expand": 1,
             "chunk_size": 16, "activation": "identity", "bias": False}  # fmt: skip
-    config = {"LanguageModel": {"input": {"vocab_size": VOCAB - 3, "pad_vocab_size_multiple": 8}},
-              "MixerModel": {"input": {"d_model": D, "n_layer": LAYERS, "lm_head_prenorm": "layer"}}}  # fmt: skip
+    config = {"LanguageModel": {"input": {"vocab_size": VOCAB - 3, "pad_vocab_size_multiple": 8}}}
+    config["MixerModel"] = {"input": {"d_model": D, "n_layer": LAYERS, "lm_head_prenorm": "layer"}}
     for i in range(LAYERS):
         prefix = f"backbone.layers.{i}."
         t.norm(f"{prefix}input_layernorm", bias=True)
@@ -117,8 +112,12 @@ def phi_mamba(attention=()) -> tuple[dict, Tensors]:
                 t.add(f"{prefix}mixer.self_attn.{name}.bias", D)
         else:
             discrete_tensors(t, f"{prefix}mixer.", H, H, 8)
-        config[f"Block{i + 1}"] = {"n_layers": 1, "BlockType": "modules.phi_block", "CoreType": kind,
-                                   "block_input": {"resid_dropout": 0}, "core_input": inputs}  # fmt: skip
+        if mohawk is None:
+            block = {"BlockType": "modules.phi_block", "CoreType": kind, "block_input": {}, "core_input": inputs}
+        else:
+            name, inputs = ("PhiAttention", mohawk) if i in attention else ("DiscreteMamba2", core)
+            block = {"type": "MambaPhi", "input": {}, "Layer": {"type": name, "input": dict(inputs)}}
+        config[f"Block{i + 1}"] = {"n_layers": 1} | block
     return config, t
 
 
@@ -151,10 +150,11 @@ def mohawk(attention=(2,), qwen: bool = False, groups: int = 2) -> tuple[dict, T
         else:
             discrete_tensors(t, f"{prefix}mixer.", H, groups, 8, bias=True)
         layer = {"name": f"{name}Attention", "input": heads | rope} if i in attention else {
-            "name": "DiscreteMamba2", "input": ssm}  # fmt: skip
+            "name": "DiscreteMamba2", "input": dict(ssm)}  # fmt: skip
         mlp = {"mlp_intermediate_size": INTER, "mlp_act_fn": "silu", "norm_epsilon": 1e-5}
         blocks.append({"name": f"{name}Block", "n_layers": 1, "Layer": layer, "input": mlp})
-    model = {"d_model": D, "n_layer": LAYERS, "norm_epsilon": 1e-5, "max_position_embeddings": 256} | rope
+    model = {"d_model": D, "n_layer": LAYERS, "norm_epsilon": 1e-5, "max_position_embeddings": 256, "head_dim": HEAD}
+    model |= rope
     config = {"name": "LayeredMambaLM", "input": {"vocab_size": VOCAB, "tie_embeddings": True},
               "MixerModel": {"name": f"{name}Model", "input": model, "Blocks": blocks}}  # fmt: skip
     return config, t
@@ -265,11 +265,12 @@ def state_space(x, decay, inject, B, C):
     return torch.stack(ys, 1)
 
 
-def discrete_mamba2(w, prefix, u, heads, groups, state):
+def discrete_mamba2(w, prefix, u, heads, groups, state, silu=False):
     projected = linear(w, f"{prefix}in_proj", u)
     n = groups * state
     xBC, z, A_log = projected.split([D + 2 * n, D, heads], dim=-1)
-    x, B, C = convolve(w, f"{prefix}conv1d", xBC).split([D, n, n], dim=-1)
+    xBC = convolve(w, f"{prefix}conv1d", xBC)
+    x, B, C = (F.silu(xBC) if silu else xBC).split([D, n, n], dim=-1)
     x = x.unflatten(-1, (heads, -1))
     # head h reads B and C of head h // (heads / groups)
     owner = [h * groups // heads for h in range(heads)]
@@ -365,7 +366,7 @@ def gelu_new(x):
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-def phi_logits(w, ids, attention_layers, heads=32):
+def phi_logits(w, ids, attention_layers, heads=32, theta=1e4, rotated=0.5):
     w = {name: tensor.double() for name, tensor in w.items()}
     h = w["backbone.embedding.weight"][ids]
     for i in range(LAYERS):
@@ -373,8 +374,8 @@ def phi_logits(w, ids, attention_layers, heads=32):
         u = F.layer_norm(h, (D,), w[f"{p}input_layernorm.weight"], w[f"{p}input_layernorm.bias"], 1e-5)
         if i in attention_layers:
             q, k, v = (linear(w, f"{p}mixer.self_attn.{n}_proj", u).unflatten(-1, (heads, -1)) for n in "qkv")
-            freq = frequencies(D // heads // 2, 1e4)  # half of each head is rotated
-            mixed = linear(w, f"{p}mixer.self_attn.dense", attention(q, k, v, freq))
+            mixed = attention(q, k, v, frequencies(int(D // heads * rotated), theta))
+            mixed = linear(w, f"{p}mixer.self_attn.dense", mixed)
         else:
             mixed = discrete_mamba2(w, f"{p}mixer.", u, H, H, 8)
         h = h + mixed + linear(w, f"{p}mlp.fc2", gelu_new(linear(w, f"{p}mlp.fc1", u)))
@@ -392,5 +393,4 @@ def llama_logits(w, ids, mixer, eps, embedding, layers, norm):
         u = rms(h, w[f"{p}post_attention_layernorm.weight"], eps)
         gate, up = linear(w, f"{p}mlp.gate_proj", u), linear(w, f"{p}mlp.up_proj", u)
         h = h + linear(w, f"{p}mlp.down_proj", F.silu(gate) * up)
-    h = rms(h, w[norm], eps)
-    return h @ w.get("lm_head.weight", w[embedding]).T
+    return rms(h, w[norm], eps) @ w.get("lm_head.weight", w[embedding]).T

@@ -3,6 +3,8 @@
 One file per format: how it is recognised, the fields of its configuration, and a table from our tensors to its own.
 """
 
+from typing import Any
+
 from .base import Published, PublishedFormat
 from .goombalab import GOOMBALAB
 from .llamba import LLAMBA
@@ -18,7 +20,7 @@ def recognise(source: Published) -> PublishedFormat:
     Raises:
         ValueError: it is none, or more than one; the message says what was found and what is supported.
     """
-    check_not_quantised(source)
+    check_tensors_not_quantised(source)
     model_type = source.config.get("model_type")
     if "mixer" in source.config and "layer_types" in source.config:
         raise ValueError(f"{source.name} is a checkpoint of this project ({model_type}) already: just load it.")
@@ -41,18 +43,26 @@ def recognise(source: Published) -> PublishedFormat:
     )
 
 
-def check_not_quantised(source: Published) -> None:
-    """Refuse quantised weights.
+def check_config_not_quantised(name: str, config: dict[str, Any]) -> None:
+    """Refuse a configuration of quantised weights, which may not even open.
 
     Raises:
         ValueError: saying how it shows.
     """
     for key in ("quantization_config", "quantization", "quantization_kwargs"):
-        if source.config.get(key):
-            raise ValueError(f"{source.name} is quantised ({key} in config.json); import the full-precision weights.")
+        if config.get(key):
+            raise ValueError(f"{name} is quantised ({key} in config.json); import the full-precision weights.")
+
+
+def check_tensors_not_quantised(source: Published) -> None:
+    """Refuse tensors that go with quantised ones.
+
+    Raises:
+        ValueError: naming one.
+    """
     scales = [name for name in source.tensors if name.endswith((".scales", ".qweight", ".SCB", ".absmax"))]
     if scales:
         raise ValueError(f"{source.name} is quantised (it has {scales[0]}); import the full-precision weights.")
 
 
-__all__ = ["FORMATS", "SUPPORTED", "Published", "PublishedFormat", "recognise"]
+__all__ = ["FORMATS", "SUPPORTED", "Published", "PublishedFormat", "check_config_not_quantised", "recognise"]

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint import Checkpoint, TensorInfo
 from ..parts import Table, moved
+from .section import Section
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -32,26 +33,45 @@ class Published:
         """Names and shapes."""
         return self.checkpoint.tensors
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    @property
+    def section(self) -> Section:
+        """config.json, to be read with checks."""
+        return Section(self.config, f"{self.name.rstrip('/')}/config.json")
+
+    @property
+    def mamba_section(self) -> Section:
+        """mamba_config.json, to be read with checks."""
+        return Section(self.mamba_config or {}, f"{self.name.rstrip('/')}/mamba_config.json")
+
+    @property
+    def base_flag(self) -> str:
+        """The flag that would name the base model, with the name that the configuration gives, if it does."""
+        named = self.config.get("_name_or_path")
+        return f"--base {named}" if named and isinstance(named, str) else "--base"
+
+    def shape(self, name: str, dims: int) -> tuple[int, ...]:
         """Of a tensor.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: it is not there, or has not that many dimensions.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.name} has no tensor {name}; the checkpoint is incomplete.")
-        return self.tensors[name].shape
+        shape = self.tensors[name].shape
+        if len(shape) != dims or 0 in shape:
+            raise ValueError(f"{self.name}: tensor {name} has shape {shape}, where {dims} dimensions are expected.")
+        return shape
 
     def token_ids(self) -> dict[str, Any]:
         """Of the special tokens: the checkpoint's own, else the base model's, else none."""
-        base = {} if self.base is None else {name: getattr(self.base, name) for name in TOKEN_IDS}
-        return {name: self.config.get(name, base.get(name)) for name in TOKEN_IDS}
+        own = {name: self.config.get(name) for name in TOKEN_IDS}
+        return {name: getattr(self.base, name, None) if value is None else value for name, value in own.items()}
 
     def is_tied(self, embedding: str, says_so: bool) -> bool:
         """Whether the head is the embedding: the configuration says so, and the weights do not contradict it."""
         if not says_so or "lm_head.weight" not in self.tensors:
             return says_so
-        if self.shape(embedding) == self.shape("lm_head.weight"):
+        if self.shape(embedding, 2) == self.shape("lm_head.weight", 2):
             blocks = (self.checkpoint.blocks(name) for name in (embedding, "lm_head.weight"))
             if all(a.equal(b) for a, b in zip(*blocks, strict=True)):
                 return True

@@ -1,25 +1,28 @@
 """goombalab's Phi-Mamba and Hybrid-Phi-Mamba (Bick et al. 2024), and students of their trainer, goombalab/mohawk.
 
 A nested configuration lists runs of equal blocks, each with a mixer: DiscreteMamba2 or the teacher's attention. They
-lie under backbone.*, a block's mixer under .mixer, attention under .mixer.self_attn. Phi's attention layers take their
-sizes from transformers' PhiConfig defaults, whatever the configuration says; so do they here, unless a base model
-is named.
+lie under backbone.*, a block's mixer under .mixer, attention under .mixer.self_attn. Phi-Mamba's attention layers take
+their sizes from transformers' PhiConfig defaults, whatever the configuration says; so do they here, unless a base
+model is named. Those of mohawk take what their layer says.
 
 Shapes: E inner width, H heads, G heads of B and C, N state.
 """
 
 from typing import Any, NamedTuple
 
-from transformers import PhiConfig, PreTrainedConfig
+from transformers import LlamaConfig, PhiConfig, PreTrainedConfig, Qwen2Config
 
 from ..parts import Fill, Part, Table, moved
 from .base import Published, PublishedFormat, head_and_embedding, rotary_buffers
+from .section import Section
 
 EMBEDDING = "backbone.embedding.weight"
 BLOCKS = {"phiblock": "phimamba", "mambaphi": "phimamba", "llamablock": "llamba", "qwen2block": "llamba"}
 MIXER = "discretemamba2"
 ATTENTION = ("phiattention", "llamaattention", "qwen2attention")
-PHI_CONTEXT, LLAMA_CONTEXT = 2048, 131072
+MIXER_SIZES = ("d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "d_inner", "activation", "bias", "conv_bias")
+ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias")
+ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
 NORM_EPS = 1e-5
 
 
@@ -28,53 +31,62 @@ class Layer(NamedTuple):
 
     block: str
     core: str
-    block_input: dict[str, Any]
-    core_input: dict[str, Any]
+    block_input: Section
+    core_input: Section
+    is_mohawk: bool
+    """Spelled as goombalab/mohawk spells it; its classes have other defaults than Phi-Mamba's."""
 
 
-def components(config: dict[str, Any]) -> dict[str, Any]:
+def components(source: Published) -> Section:
     """The part that describes the model; a training configuration wraps it."""
-    return config.get("ComponentsConfig", config)
+    whole = source.section
+    return whole.need_section("ComponentsConfig") if "ComponentsConfig" in whole.values else whole
 
 
-def head_input(config: dict[str, Any]) -> dict[str, Any]:
+def head_input(source: Published) -> Section:
     """What is said about vocabulary and head."""
-    parts = components(config)
-    return parts.get("LanguageModel", parts).get("input", {})
+    parts = components(source)
+    return (parts.section("LanguageModel") if "LanguageModel" in parts.values else parts).section("input")
 
 
-def model_input(config: dict[str, Any]) -> dict[str, Any]:
+def model_input(source: Published) -> Section:
     """What is said about the whole model."""
-    return components(config)["MixerModel"].get("input", {})
+    return components(source).need_section("MixerModel").section("input")
 
 
-def layers(config: dict[str, Any]) -> list[Layer]:
+def layers(source: Published) -> list[Layer]:
     """Every layer in order.
 
     Raises:
         ValueError: a block or mixer that this project does not have, or a wrong number of layers.
     """
-    parts = components(config)
-    runs = parts["MixerModel"].get("Blocks") or [run for name, run in parts.items() if name.startswith("Block")]
-    found = []
-    for run in runs:
-        inner = run.get("Layer", {})
-        block = _plain(run.get("BlockType") or run.get("name") or run.get("type"))
-        core = _plain(run.get("CoreType") or inner.get("name") or inner.get("type"))
-        if block not in BLOCKS or core not in (MIXER, *ATTENTION):
-            raise ValueError(
-                f"The configuration has {core!r} mixers in {block!r} blocks; known are "
-                f"{', '.join((MIXER, *ATTENTION))} in {', '.join(BLOCKS)}."
-            )
-        inputs = run.get("block_input") or run.get("input") or {}, run.get("core_input") or inner.get("input") or {}
-        found += [Layer(block, core, *inputs)] * run["n_layers"]
-    if not found or len(found) != model_input(config).get("n_layer", len(found)):
-        raise ValueError(f"The configuration's blocks make {len(found)} layers; n_layer says otherwise.")
+    parts = components(source)
+    runs = parts.need_section("MixerModel").sections("Blocks") or [
+        parts.need_section(name) for name in parts.values if name.startswith("Block")
+    ]
+    found = [layer for run in runs for layer in [_layer(run)] * run.need("n_layers", int)]
+    if not found or len(found) != model_input(source).get("n_layer", int, len(found)):
+        raise ValueError(f"{parts.file}: its blocks make {len(found)} layers; n_layer says otherwise.")
     return found
 
 
-def _plain(name: str | None) -> str:
-    return (name or "").rpartition(".")[2].replace("_", "").lower()
+def _layer(run: Section) -> Layer:
+    inner, where = run.section("Layer"), f"{run.file}: {run.path.removesuffix('.')}"
+    block = run.get("BlockType", str) or run.get("name", str) or run.get("type", str, "")
+    core = run.get("CoreType", str) or inner.get("name", str) or inner.get("type", str, "")
+    block, core = block.rpartition(".")[2], core.rpartition(".")[2]
+    known = f"known are {', '.join((MIXER, *ATTENTION))} in {', '.join(BLOCKS)}"
+    if "ssm_layer" in run.values or "attn_layer" in run.values:
+        raise ValueError(f"{where} is a {block}, with a mixer and attention side by side in a layer; {known}.")
+    if _plain(block) not in BLOCKS or _plain(core) not in (MIXER, *ATTENTION):
+        raise ValueError(f"{where} has {core or 'unnamed'} mixers in {block or 'unnamed'} blocks; {known}.")
+    block_input = run.section("block_input" if run.values.get("block_input") else "input")
+    core_input = run.section("core_input") if run.values.get("core_input") else inner.section("input")
+    return Layer(_plain(block), _plain(core), block_input, core_input, "BlockType" not in run.values)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def student(source: Published) -> str:
@@ -83,7 +95,7 @@ def student(source: Published) -> str:
     Raises:
         ValueError: blocks of both.
     """
-    kinds = {BLOCKS[layer.block] for layer in layers(source.config)}
+    kinds = {BLOCKS[layer.block] for layer in layers(source)}
     if len(kinds) > 1:
         raise ValueError(f"{source.name} mixes Phi's blocks with Llama's; no family of ours holds both.")
     return kinds.pop()
@@ -95,10 +107,10 @@ def fields(source: Published) -> dict[str, Any]:
     Raises:
         ValueError: something that ours cannot hold.
     """
-    found, kind = layers(source.config), student(source)
-    rows, hidden = source.shape(EMBEDDING)
-    mixers = [layer.core_input for layer in found if layer.core == MIXER]
-    says_tied = bool(head_input(source.config).get("tie_embeddings", False))
+    found, kind = layers(source), student(source)
+    rows, hidden = source.shape(EMBEDDING, 2)
+    mixers = [layer for layer in found if layer.core == MIXER]
+    says_tied = head_input(source).get("tie_embeddings", bool, False)
     common = {
         "vocab_size": rows,
         "hidden_size": hidden,
@@ -108,83 +120,141 @@ def fields(source: Published) -> dict[str, Any]:
         "lm_head_bias": "lm_head.bias" in source.tensors,
         **source.token_ids(),
     }
-    block = _phi_block(source, found) if kind == "phimamba" else _llama_block(source, found)
-    return common | mixer_fields(source, mixers, hidden) | block
+    if mixers:
+        said = _agreed([layer.core_input for layer in mixers], MIXER_SIZES, "mixers")
+        common |= mixer_fields(source, said, hidden, mixers[0].is_mohawk)
+    return common | (_phi_block(source, found) if kind == "phimamba" else _llama_block(source, found))
 
 
-def mixer_fields(source: Published, mixers: list[dict[str, Any]], hidden: int) -> dict[str, Any]:
+def _agreed(inputs: list[Section], names: tuple[str, ...], what: str) -> Section:
+    """The input of every layer, where they say the same.
+
+    Raises:
+        ValueError: they do not.
+    """
+    first = inputs[0]
+    for name in names:
+        if any(other.values.get(name) != first.values.get(name) for other in inputs):
+            raise ValueError(f"{first.file}: {name} of the {what} differs from layer to layer; ours share one.")
+    return first
+
+
+def mixer_fields(source: Published, said: Section, hidden: int, is_mohawk: bool) -> dict[str, Any]:
     """The mixer's part, which Llamba has too.
 
     Raises:
-        ValueError: layers that differ, or a norm or activation that ours does not have.
+        ValueError: a norm or activation that ours does not have.
     """
-    if not mixers:
-        return {}
-    said = mixers[0]
-    sizes = ("d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "d_inner", "activation", "bias", "conv_bias")
-    if any(other.get(name) != said.get(name) for other in mixers for name in sizes):
-        raise ValueError("The configuration's mixers differ from layer to layer; ours share one set of sizes.")
     if any(".mixer.norm." in name for name in source.tensors):
         raise ValueError("Its mixers have a norm before out_proj (norm_cls); ours of this kind have none.")
-    activation = said.get("activation", "identity")
-    activation = "identity" if activation in (None, "id", "linear", "none") else activation
-    heads = said.get("n_v_heads", 32)
+    unsaid = "silu" if is_mohawk else "identity"
+    activation = said.get("activation", str, "identity") if "activation" in said.values else unsaid
+    aliases = {"id": "identity", "linear": "identity", "none": "identity", "swish": "silu"}
+    heads = said.get("n_v_heads", int, 32)
+    # mohawk's class has no expand, the other two no d_inner
+    inner = said.get("d_inner", int, hidden) if is_mohawk else said.get("expand", int, 1) * hidden
+    has_bias = said.get("bias", bool, False)
     return {
         "mixer": "discrete_mamba2",
         "mixer_num_heads": heads,
         "mixer_num_kv_heads": heads,  # B and C at fewer heads are repeated, see `mixer_table`
-        "mixer_head_dim": (said.get("d_inner") or said.get("expand", 1) * hidden) // heads,
-        "mixer_d_state": said.get("d_state", 64),
-        "mixer_d_conv": said.get("d_conv", 4),
-        "mixer_activation": "silu" if activation == "swish" else activation,
+        "mixer_head_dim": inner // heads,
+        "mixer_d_state": said.get("d_state", int, 64),
+        "mixer_d_conv": said.get("d_conv", int, 4),
+        "mixer_activation": aliases.get(activation, activation),
         "mixer_gate_bias": any(name.endswith(".mixer.z_bias") for name in source.tensors),
-        "mixer_in_bias": bool(said.get("bias", False)),
-        "mixer_out_bias": bool(said.get("bias", False)),
+        "mixer_in_bias": has_bias,
+        "mixer_out_bias": has_bias,
     }
+
+
+def rope_parameters(said: Section, default: dict[str, Any]) -> dict[str, Any]:
+    """RoPE as transformers spells it now, from rope_theta and rope_scaling."""
+    rope = dict(default)
+    scaling = said.section("rope_scaling")
+    if scaling.values:
+        kind = scaling.get("rope_type", str) or scaling.get("type", str, "default")
+        rope |= {name: value for name, value in scaling.values.items() if name != "type"} | {"rope_type": kind}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = said.get(name, float)
+        rope |= {} if value is None else {name: value}
+    return rope
 
 
 def _phi_block(source: Published, found: list[Layer]) -> dict[str, Any]:
     phi = source.base or PhiConfig()
-    if source.base is None and any(layer.core in ATTENTION for layer in found):
+    said, attention = Section({}, ""), [layer for layer in found if layer.core in ATTENTION]
+    if attention and attention[0].is_mohawk:
+        said = _agreed([layer.core_input for layer in attention], (*ATTENTION_SIZES[:2], *ROTARY), "attention layers")
+    elif attention and source.base is None:
         source.notes.append("attention sizes are PhiConfig's defaults (Phi-1.5's), which is what the original reads")
+    heads = said.get("num_attention_heads", int, phi.num_attention_heads)
+    kv_heads = heads if said.values.get("num_attention_heads") else phi.num_key_value_heads or heads
     return {
-        "intermediate_size": source.shape("backbone.layers.0.mlp.fc1.weight")[0],
+        "intermediate_size": source.shape("backbone.layers.0.mlp.fc1.weight", 2)[0],
         "hidden_act": "gelu_new",
         "layer_norm_eps": NORM_EPS,
-        "num_attention_heads": phi.num_attention_heads,
-        "num_key_value_heads": phi.num_key_value_heads or phi.num_attention_heads,
-        "rope_parameters": dict(phi.rope_parameters),
-        "max_position_embeddings": phi.max_position_embeddings,
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.get("num_key_value_heads", int, kv_heads),
+        "rope_parameters": rope_parameters(said, phi.rope_parameters),
+        "max_position_embeddings": said.get("max_position_embeddings", int, phi.max_position_embeddings),
     }
 
 
 def _llama_block(source: Published, found: list[Layer]) -> dict[str, Any]:
-    whole, base = model_input(source.config), source.base
-    attention = next((layer.core_input for layer in found if layer.core in ATTENTION), {})
-    eps = {layer.block_input.get("norm_epsilon", NORM_EPS) for layer in found} | {whole.get("norm_epsilon", NORM_EPS)}
-    if len(eps) > 1:
-        raise ValueError(f"The configuration has norms of different epsilon, {sorted(eps)}; ours share one.")
-    said = attention | {name: value for name, value in whole.items() if name.startswith(("rope", "max_position"))}
-    heads = said.get("num_attention_heads") or (base.num_attention_heads if base else 32)
-    kv_heads = said.get("num_key_value_heads") or (base.num_key_value_heads if base else heads)
-    if "rope_theta" in said:
-        rope = {"rope_type": "default"} | dict(said.get("rope_scaling") or {}) | {"rope_theta": said["rope_theta"]}
-    else:
-        rope = dict(base.rope_parameters) if base else {"rope_type": "default", "rope_theta": 10000.0}
+    whole, base, said = model_input(source), source.base, Section({}, "")
+    default = Qwen2Config() if found[0].block == "qwen2block" else LlamaConfig()
     qwen = any(layer.core == "qwen2attention" for layer in found)
+    attention = [layer.core_input for layer in found if layer.core in ATTENTION]
+    if attention:
+        said = _agreed(attention, ATTENTION_SIZES, "attention layers")
+        base = None  # a layer that is silent has its class's defaults
+        source.notes.extend(_ignored_rotary(attention, whole, default))
+    heads = said.get("num_attention_heads", int, (base or default).num_attention_heads)
+    kv_heads = said.get("num_key_value_heads", int, base.num_key_value_heads if base else heads)
+    has_bias = said.get("attention_bias", bool, False)
     return {
-        "intermediate_size": source.shape("backbone.layers.0.mlp.gate_proj.weight")[0],
-        "hidden_act": found[0].block_input.get("mlp_act_fn", "silu"),
-        "rms_norm_eps": eps.pop(),
+        "intermediate_size": source.shape("backbone.layers.0.mlp.gate_proj.weight", 2)[0],
+        "hidden_act": found[0].block_input.get("mlp_act_fn", str, "silu"),
+        "rms_norm_eps": _norm_eps(source, found),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": said.get("head_dim") or getattr(base, "head_dim", None),
-        "rope_parameters": rope,
-        "max_position_embeddings": said.get("max_position_embeddings")
-        or (base.max_position_embeddings if base else LLAMA_CONTEXT),
-        "attention_bias": qwen or bool(said.get("attention_bias", False)),
-        "attention_out_bias": not qwen and bool(said.get("attention_bias", False)),
+        "head_dim": said.get("head_dim", int, getattr(base, "head_dim", None)),
+        "rope_parameters": rope_parameters(whole, default.rope_parameters),
+        "max_position_embeddings": whole.get("max_position_embeddings", int, default.max_position_embeddings),
+        "attention_bias": qwen or has_bias,
+        "attention_out_bias": not qwen and has_bias,
     }
+
+
+def _norm_eps(source: Published, found: list[Layer]) -> float:
+    """Of the blocks' norms and the last one.
+
+    Raises:
+        ValueError: they are not the same.
+    """
+    said = {section.get("norm_epsilon", float) for section in (model_input(source), *(x.block_input for x in found))}
+    stated = sorted(said - {None})
+    if len(stated) > 1:
+        raise ValueError(f"{model_input(source).file}: norms of different epsilon, {stated}; ours share one.")
+    if not stated:
+        source.notes.append(f"no norm_epsilon in the configuration: {NORM_EPS}")
+    return stated[0] if stated else NORM_EPS
+
+
+def _ignored_rotary(attention: list[Section], whole: Section, default: PreTrainedConfig) -> list[str]:
+    """Notes: the angles are computed once, for all layers, from what is said of the whole model."""
+    used = {
+        "rope_theta": default.rope_parameters["rope_theta"],
+        "rope_scaling": None,
+        "max_position_embeddings": default.max_position_embeddings,
+    }
+    used |= {name: whole.values[name] for name in used if whole.values.get(name) is not None}
+    return [
+        f"{name} of the attention layers is left out: the original computes all angles from MixerModel.input"
+        for name in used
+        if any(layer.values.get(name, used[name]) != used[name] for layer in attention)
+    ]
 
 
 def table(source: Published, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
@@ -221,7 +291,7 @@ def _attention_table(config: PreTrainedConfig, ours: str, theirs: str) -> Table:
 def mixer_table(source: Published, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
     """A discrete Mamba-2 mixer: the layout is ours, but that B and C may have fewer heads, each shared by several."""
     heads, state, inner = config.mixer_num_heads, config.mixer_d_state, config.mixer_num_heads * config.mixer_head_dim
-    groups = (source.shape(f"{theirs}conv1d.weight")[0] - inner) // (2 * state)
+    groups = (source.shape(f"{theirs}conv1d.weight", 3)[0] - inner) // (2 * state)
     times = heads // max(groups, 1)
     starts = [0, inner, inner + groups * state, inner + 2 * groups * state]
 
@@ -248,7 +318,7 @@ GOOMBALAB = PublishedFormat(
     name="goombalab Phi-Mamba / mohawk",
     sign="backbone.* tensors, a config.json with MixerModel",
     student=student,
-    recognises=lambda source: EMBEDDING in source.tensors and "MixerModel" in components(source.config),
+    recognises=lambda source: EMBEDDING in source.tensors and "MixerModel" in components(source).values,
     fields=fields,
     table=table,
 )

@@ -10,6 +10,7 @@ from .base import Published, PublishedFormat
 from .goombalab import EMBEDDING, NORM_EPS, mixer_fields, table
 
 TRAINED_CONTEXT = 4096
+MLP_WIDTH = 14336  # where mlp_cfg is null; a null ssm_cfg has the defaults of the mixer's own class
 
 
 def fields(source: Published) -> dict[str, Any]:
@@ -18,32 +19,35 @@ def fields(source: Published) -> dict[str, Any]:
     Raises:
         ValueError: something that ours cannot hold.
     """
-    config, ssm, mlp = source.config, source.config["ssm_cfg"], source.config.get("mlp_cfg", {})
-    rows, hidden = source.shape(EMBEDDING)
-    if config.get("norm_epsilon", NORM_EPS) != NORM_EPS:
+    config, rows, hidden = source.section, *source.shape(EMBEDDING, 2)
+    ssm, mlp, depth = config.section("ssm_cfg"), config.section("mlp_cfg"), config.need("n_layer", int)
+    eps = config.get("norm_epsilon", float, NORM_EPS)
+    if eps != NORM_EPS:
+        raise ValueError(f"{config.file}: norm_epsilon is {eps}, but the block norms' is {NORM_EPS}; ours share one.")
+    if mlp.get("bias", bool, False):
         raise ValueError(
-            f"norm_epsilon is {config['norm_epsilon']}, but the block norms' is {NORM_EPS}; ours share one."
+            f"{config.file}: mlp_cfg asks for biases, which no published Llamba has; they are not supported."
         )
-    if mlp.get("bias", False):
-        raise ValueError("mlp_cfg asks for biases, which no published Llamba has; they are not supported.")
     if source.base is None and source.token_ids()["eos_token_id"] is None:
-        source.notes.append("no special tokens: the checkpoint names none and no base model was given (--base)")
-    heads = ssm.get("n_v_heads", 32)
+        source.notes.append(
+            f"no special tokens: the checkpoint names none and no base model was given ({source.base_flag})"
+        )
+    heads = ssm.get("n_v_heads", int, 32)
     return {
         "vocab_size": rows,
         "hidden_size": hidden,
-        "intermediate_size": mlp.get("intermediate_size"),
-        "hidden_act": mlp.get("act_fn", "silu"),
-        "num_hidden_layers": config["n_layer"],
+        "intermediate_size": mlp.need("intermediate_size", int) if mlp.values else MLP_WIDTH,
+        "hidden_act": mlp.get("act_fn", str, "silu"),
+        "num_hidden_layers": depth,
         "num_attention_heads": heads,
-        "layer_types": ["linear_attention"] * config["n_layer"],
+        "layer_types": ["linear_attention"] * depth,
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "max_position_embeddings": source.base.max_position_embeddings if source.base else TRAINED_CONTEXT,
-        "tie_word_embeddings": source.is_tied(EMBEDDING, bool(config.get("tie_embeddings", False))),
+        "tie_word_embeddings": source.is_tied(EMBEDDING, config.get("tie_embeddings", bool, False)),
         "lm_head_bias": "lm_head.bias" in source.tensors,
         **source.token_ids(),
-        **mixer_fields(source, [ssm], hidden),
+        **mixer_fields(source, ssm, hidden, is_mohawk=False),
     }
 
 

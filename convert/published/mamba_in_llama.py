@@ -7,16 +7,17 @@ which are heads of N channels to our mixer. Mamba-2's norm has an epsilon of 1e-
 Shapes: H heads, K key/value heads, d head dim, E = H d inner width, X = K d, N state.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..config import make_config
 from ..families import get_family
 from ..parts import Part, Table, moved
 from ..plan import student_config, teacher_layer_types
-from ..teacher import Teacher
+from ..teacher import Teacher, config_errors, read_config
 from .base import Published, PublishedFormat, head_and_embedding, rotary_buffers
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -28,15 +29,23 @@ def mamba_layers(source: Published) -> list[int]:
     """Layers with a mixer, by their tensors.
 
     Raises:
-        ValueError: mamba_config.json is missing or names other layers.
+        ValueError: there are none, one is in an unknown place, or mamba_config.json is missing or names other layers.
     """
-    found = sorted({int(name.split(".")[2]) for name in source.tensors if ".mamba." in name})
+    placed = {name: re.match(r"model\.layers\.(\d+)\.mamba\.", name) for name in source.tensors if ".mamba." in name}
+    astray = [name for name, match in placed.items() if match is None]
+    if astray or not placed:
+        what = f"tensor {astray[0]}" if astray else "no Mamba layers"
+        raise ValueError(f"{source.name} has {what}; those of a Mamba layer are named model.layers.N.mamba.*.")
+    found = sorted({int(match[1]) for match in placed.values()})
     if source.mamba_config is None:
         raise ValueError(
             f"{source.name} has Mamba layers ({len(found)} of them) but no mamba_config.json, which says their sizes; "
             "copy it beside config.json."
         )
-    total, kept = source.mamba_config.get("n_layer"), source.mamba_config.get("attn_layers", [])
+    said = source.mamba_section
+    total, kept = said.get("n_layer", int), said.need("attn_layers", list) if "attn_layers" in said.values else []
+    if any(type(layer) is not int for layer in kept):
+        raise ValueError(f"{said.file}: attn_layers must be a list of layer numbers, not {kept}.")
     if total is not None and sorted(set(range(total)) - set(kept)) != found:
         raise ValueError(f"mamba_config.json leaves other layers than {found}, which have the Mamba tensors.")
     return found
@@ -52,9 +61,15 @@ def fields(source: Published) -> dict[str, Any]:
     base = _base_config(source)
     options = make_config(model="-", output="-", align="none", attention_ratio=0.0, rotary=False, mixer="mamba2")
     teacher = Teacher(source.name, Path(), base, get_family(base.model_type))
-    ours = student_config(teacher, options).to_dict()
+    with config_errors(f"{source.section.file} is not a valid {base.model_type} configuration"):
+        ours = student_config(teacher, options).to_dict()
     types = teacher_layer_types(base)
     sliding = {"sliding_window": base.sliding_window} if "sliding_attention" in types else {}
+    if sliding and not is_m1(source):
+        source.notes.append(
+            f"the base model's window of {base.sliding_window} tokens is kept, as in training; the original's "
+            "inference wrapper drops it"
+        )
     mixer = _mamba2_fields(source, replaced[0]) if is_mamba2(source) else _mamba1_fields(source, replaced[0])
     kept = {k: v for k, v in ours.items() if not k.startswith(("mixer", "hybrid")) and k != "model_type"}
     return kept | sliding | mixer | {
@@ -67,8 +82,7 @@ def fields(source: Published) -> dict[str, Any]:
 
 def _base_config(source: Published) -> PreTrainedConfig:
     if source.config:
-        raw = {name: value for name, value in source.config.items() if name != "model_type"}
-        base = AutoConfig.for_model(get_family(source.config.get("model_type", "?")).model_type, **raw)
+        base = read_config(source.config, source.section.file)
     elif source.base is not None:
         base = source.base
     else:
@@ -86,17 +100,17 @@ def _base_config(source: Published) -> PreTrainedConfig:
 
 
 def _mamba2_fields(source: Published, layer: int) -> dict[str, Any]:
-    ssm = source.mamba_config.get("ssm_cfg", {})
-    prefix, state = f"model.layers.{layer}.mamba.", ssm["d_state"]
-    heads, inner = ssm["ngroups"], ssm["ngroups"] * state
-    channels = source.shape(f"{prefix}conv1d.weight")[0]
+    ssm, prefix = source.mamba_section.section("ssm_cfg"), f"model.layers.{layer}.mamba."
+    heads, state = ssm.need("ngroups", int), ssm.need("d_state", int)
+    channels, _, taps = source.shape(f"{prefix}conv1d.weight", 3)
     return {
         "mixer": "mamba2",
         "mixer_num_heads": heads,
-        "mixer_num_kv_heads": (channels - inner) // (2 * state),  # H where x and B are repeated before the convolution
+        # as many as heads, where x and B are repeated before the convolution
+        "mixer_num_kv_heads": (channels - heads * state) // (2 * state),
         "mixer_head_dim": state,
         "mixer_d_state": state,
-        "mixer_d_conv": source.shape(f"{prefix}conv1d.weight")[-1],
+        "mixer_d_conv": taps,
         "mixer_activation": "silu",
         "mixer_norm": "head",
         "mixer_norm_eps": MAMBA2_NORM_EPS,
@@ -105,25 +119,25 @@ def _mamba2_fields(source: Published, layer: int) -> dict[str, Any]:
 
 def _mamba1_fields(source: Published, layer: int) -> dict[str, Any]:
     prefix = f"model.layers.{layer}.mamba."
-    inner, state = source.shape(f"{prefix}A_log")
+    inner, state = source.shape(f"{prefix}A_log", 2)
     return {
         "mixer": "mamba1",
         "mixer_num_heads": inner // state,
         "mixer_num_kv_heads": _kv_width(source, prefix) // state,
         "mixer_head_dim": state,
         "mixer_d_state": state,
-        "mixer_d_conv": source.shape(f"{prefix}conv1d.weight")[-1],
+        "mixer_d_conv": source.shape(f"{prefix}conv1d.weight", 3)[-1],
         "mixer_activation": "silu",
         "mixer_norm": "none",
-        "mixer_dt_rank": source.shape(f"{prefix}dt_proj.weight")[1],
+        "mixer_dt_rank": source.shape(f"{prefix}dt_proj.weight", 2)[1],
     }
 
 
 def _kv_width(source: Published, prefix: str) -> int:
     if f"{prefix}in_proj_x.weight" in source.tensors:
-        return source.shape(f"{prefix}in_proj_x.weight")[0]
-    inner, rank = source.shape(f"{prefix}dt_proj.weight")
-    return (source.shape(f"{prefix}in_proj.weight")[0] - 2 * inner - rank) // 2
+        return source.shape(f"{prefix}in_proj_x.weight", 2)[0]
+    inner, rank = source.shape(f"{prefix}dt_proj.weight", 2)
+    return (source.shape(f"{prefix}in_proj.weight", 2)[0] - 2 * inner - rank) // 2
 
 
 def table(source: Published, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
@@ -158,7 +172,7 @@ def _mamba2_table(source: Published, config: PreTrainedConfig, prefix: str) -> T
     same = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight")
     rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in same}
     name, inner, d = f"{theirs}in_proj.weight", config.mixer_num_heads * config.mixer_head_dim, config.mixer_head_dim
-    width = (source.shape(name)[0] - 2 * inner - config.mixer_num_heads) // 2
+    width = (source.shape(name, 2)[0] - 2 * inner - config.mixer_num_heads) // 2
     times = config.mixer_num_kv_heads * d // max(width, 1)
     rows[f"{mine}in_proj.weight"] = moved(name)
     if times > 1:
@@ -174,7 +188,7 @@ def _mamba1_table(source: Published, config: PreTrainedConfig, prefix: str) -> T
     # the original adds this bias in dt_proj, and once more before the softplus
     rows[f"{mine}dt_proj.bias"] = (Part(f"{theirs}dt_proj.bias", scale=2.0),)
     state, times = config.mixer_d_state, 1
-    if source.shape(f"{theirs}conv1d.weight")[0] != config.mixer_num_heads * config.mixer_head_dim:
+    if source.shape(f"{theirs}conv1d.weight", 3)[0] != config.mixer_num_heads * config.mixer_head_dim:
         times = config.mixer_num_heads // config.mixer_num_kv_heads  # it convolves before it repeats
     for name in ("conv1d.weight", "conv1d.bias"):
         rows[f"{mine}{name}"] = (Part(f"{theirs}{name}", block=state, times=times),)

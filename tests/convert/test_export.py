@@ -14,7 +14,7 @@ from convert.stock import STOCK_CLASSES
 from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.students import make_student
-from tests.teachers import LLAMA3_ROPE, random_ids
+from tests.teachers import LLAMA3_ROPE, LONGROPE, YARN_ROPE, random_ids
 
 HOLDABLE = dict(
     mixer="mamba2", mixer_norm="head", mixer_activation="silu", mixer_rotary=False, mixer_decay_bias=False,
@@ -32,7 +32,12 @@ VARIANTS = {
     "wide heads": dict(head_dim=16, mixer_head_dim=16, mixer_d_state=8),
     "three heads": dict(mixer_num_heads=3, mixer_num_kv_heads=1),
     "all attention": dict(pattern="attention"),
-}
+    "yarn rope": dict(rope_parameters=dict(YARN_ROPE)),
+    "dynamic rope": dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+                         max_position_embeddings=16),
+    "linear rope": dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "longrope": dict(rope_parameters=dict(LONGROPE) | {"original_max_position_embeddings": 16}),
+}  # fmt: skip
 
 
 def exported(tmp_path, to, variant=(), expand=None, **overrides):

@@ -81,16 +81,103 @@ def test_mohawk_students(tmp_path, qwen, groups, nested):
     config = {"ComponentsConfig": config, "DistillConfig": {}} if nested else config
     _, model = imported(p.write(tmp_path / "in", config, tensors), tmp_path / "out")
     freq = p.frequencies(p.HEAD, 1e6) if qwen else p.frequencies(p.HEAD, 5e5, p.LLAMA3)
+    assert model.config.tie_word_embeddings
+    assert_logits(model, mohawk_logits(tensors, freq, groups))
 
+
+def mohawk_logits(tensors, freq, groups=2, silu=False, eps=1e-5):
     def mixer(w, i, u):
         prefix = f"backbone.layers.{i}.mixer."
         if i != 2:
-            return p.discrete_mamba2(w, prefix, u, p.H, groups, 8)
+            return p.discrete_mamba2(w, prefix, u, p.H, groups, 8, silu)
         q, k, v = (p.linear(w, f"{prefix}self_attn.{n}_proj", u).unflatten(-1, (-1, p.HEAD)) for n in "qkv")
         return p.linear(w, f"{prefix}self_attn.o_proj", p.attention(q, k, v, freq))
 
-    assert model.config.tie_word_embeddings
-    assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-5, *BACKBONE))
+    return p.llama_logits(tensors, IDS, mixer, eps, *BACKBONE)
+
+
+def layer_inputs(config, core):
+    """What mohawk's configuration says of every layer with this core."""
+    return [block["Layer"]["input"] for block in config["MixerModel"]["Blocks"] if core in block["Layer"]["name"]]
+
+
+def test_mohawks_mixer_has_silu_unless_the_configuration_says_otherwise(tmp_path):
+    """Its class has "swish" by default; Phi-Mamba's and Llamba's have "identity". null is the identity.
+
+    It has no `expand`, either: the inner width is d_inner, or the model's.
+    """
+    freq = p.frequencies(p.HEAD, 5e5, p.LLAMA3)
+    for i, (said, silu) in enumerate([({"expand": 2}, True), ({"activation": None, "d_inner": p.D}, False)]):
+        config, tensors = p.mohawk()
+        for inputs in layer_inputs(config, "Mamba2"):
+            del inputs["activation"]
+            inputs |= said
+        _, model = imported(p.write(tmp_path / f"in{i}", config, tensors), tmp_path / f"out{i}")
+        assert_logits(model, mohawk_logits(tensors, freq, silu=silu))
+    for i, (config, tensors) in enumerate([p.phi_mamba(), p.llamba(True)]):
+        for block in [
+            config.get("ssm_cfg", {}),
+            *(v["core_input"] for k, v in config.items() if k.startswith("Block")),
+        ]:
+            block.pop("activation", None)
+        folder = p.write(tmp_path / f"other{i}", config, tensors)
+        assert plan_import(ImportOptions(source=str(folder), output="-")).config.mixer_activation == "identity"
+
+
+ROTARY = {
+    "the whole alone": ({}, {"rope_theta": 5e5, "rope_scaling": p.LLAMA3}, (5e5, p.LLAMA3)),
+    "another layer": ({"rope_theta": 1e3, "rope_scaling": None}, {"rope_theta": 5e5, "rope_scaling": p.LLAMA3},
+                      (5e5, p.LLAMA3)),
+    "a layer alone": ({"rope_theta": 1e3, "rope_scaling": p.LLAMA3}, {}, (1e4, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROTARY)
+def test_mohawks_angles_come_from_the_whole_model(tmp_path, case):
+    layer, whole, expected = ROTARY[case]
+    config, tensors = p.mohawk()
+    for inputs, said in ((layer_inputs(config, "Attention")[0], layer), (config["MixerModel"]["input"], whole)):
+        for name in ("rope_theta", "rope_scaling"):
+            del inputs[name]
+        inputs |= said
+    plan, model = imported(p.write(tmp_path / "in", config, tensors), tmp_path / "out")
+    assert_logits(model, mohawk_logits(tensors, p.frequencies(p.HEAD, *expected)))
+    ignored = [note.split()[0] for note in plan.notes if "left out" in note]
+    assert ignored == (["rope_theta", "rope_scaling"] if layer else [])
+
+
+@pytest.mark.parametrize("where", ["the whole", "the blocks", "nowhere"])
+def test_mohawks_epsilon_is_read_where_it_is_said(tmp_path, where):
+    """configs/Qwen2/1.5B/pure/components.yaml has it at the whole alone."""
+    config, tensors = p.mohawk()
+    places = {"the whole": [config["MixerModel"]["input"]],
+              "the blocks": [block["input"] for block in config["MixerModel"]["Blocks"]]}  # fmt: skip
+    for inputs in sum(places.values(), []):
+        del inputs["norm_epsilon"]
+    for inputs in places.get(where, []):
+        inputs["norm_epsilon"] = 1e-3
+    plan, model = imported(p.write(tmp_path / "in", config, tensors), tmp_path / "out")
+    eps = 1e-5 if where == "nowhere" else 1e-3
+    assert_logits(model, mohawk_logits(tensors, p.frequencies(p.HEAD, 5e5, p.LLAMA3), eps=eps))
+    assert any("no norm_epsilon" in note for note in plan.notes) == (where == "nowhere")
+
+
+def test_mohawks_phi_attention_reads_its_layer(tmp_path):
+    """Where Phi-Mamba's reads PhiConfig's defaults alone."""
+    said = {"num_attention_heads": p.H, "rope_theta": 500.0, "partial_rotary_factor": 0.25}
+    for i, (mohawk, sizes) in enumerate([(said, (p.H, 500.0, 0.25)), ({}, (32, 1e4, 0.5))]):
+        config, tensors = p.phi_mamba((1, 3), mohawk=mohawk)
+        folder = p.write(tmp_path / f"in{i}", config, tensors)
+        plan = plan_import(ImportOptions(source=str(folder), output="-"))
+        rope = plan.config.rope_parameters
+        assert (plan.config.num_attention_heads, rope["rope_theta"], rope["partial_rotary_factor"]) == sizes
+    config, tensors = p.phi_mamba((1, 3), mohawk=said)
+    _, model = imported(tmp_path / "in0", tmp_path / "out")
+    assert_logits(model, p.phi_logits(tensors, IDS, (1, 3), heads=p.H, theta=500.0, rotated=0.25))
+    config["Block4"]["Layer"]["input"]["rope_theta"] = 1e4
+    p.write(tmp_path / "differ", config, tensors)
+    with pytest.raises(ValueError, match="rope_theta of the attention layers differs"):
+        plan_import(ImportOptions(source=str(tmp_path / "differ"), output="-"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -149,6 +236,7 @@ def test_mistrals_window_is_kept_and_a_tied_head_is_stored_once(tmp_path):
         return p.linear(w, f"model.layers.{i}.self_attn.o_proj", p.attention(q, k, v, p.frequencies(p.HEAD, 1e4), 5))
 
     assert plan.dropped == {"lm_head.weight": "tied to the embedding"}
+    assert sum("window of 5 tokens is kept, as in training" in note for note in plan.notes) == 1
     assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-6, *PLAIN))
     # a head that was trained apart is not thrown away, whatever the configuration says
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.01
@@ -189,6 +277,17 @@ def broken(tmp_path, what):
     if what == "unknown core":
         config, tensors = p.mohawk()
         config["MixerModel"]["Blocks"][0]["Layer"]["name"], mamba_config = "DiscreteMamba2Rotary", None
+    if what in ("falcon", "double block"):
+        (config, tensors), mamba_config = p.mohawk(), None
+        block, attention = config["MixerModel"]["Blocks"][0], config["MixerModel"]["Blocks"][2]["Layer"]
+    if what == "falcon":
+        block["name"], block["Layer"]["name"] = "FalconBlock", "FalconMambaMixer"
+    if what == "double block":
+        block |= {"name": "DoubleBlockAdapter", "ssm_layer": block.pop("Layer"), "attn_layer": attention}
+    if what.startswith("packed"):
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(p.INTER, p.D // 8, dtype=torch.uint32)
+    if what == "packed, and says so":  # as MLX does
+        config["quantization"] = {"group_size": 64, "bits": 4}
     if what == "no config, backbone":
         (config, tensors), mamba_config = (None, p.llamba(True)[1]), None
     if what == "incomplete config":
@@ -210,9 +309,13 @@ ERRORS = {
     "wrong shape": "has shape (32, 33)",
     "no config": "name the model it was made from (--base)",
     "norm": "norm before out_proj",
-    "unknown core": "'discretemamba2rotary' mixers",
+    "unknown core": "config.json: MixerModel.Blocks[0] has DiscreteMamba2Rotary mixers",
+    "falcon": "config.json: MixerModel.Blocks[0] has FalconMambaMixer mixers in FalconBlock blocks",
+    "double block": "Blocks[0] is a DoubleBlockAdapter, with a mixer and attention side by side",
+    "packed": "has type U32, so the weights are quantised; supported are full-precision ones",
+    "packed, and says so": "is quantised (quantization in config.json); import the full-precision weights",
     "no config, backbone": "no config.json, tensors such as backbone",
-    "incomplete config": "has no 'n_layer'",
+    "incomplete config": "in/config.json has no n_layer.",
 }
 
 

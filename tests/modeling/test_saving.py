@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.students import FAMILIES, MIXERS, make_student, student_config
-from tests.teachers import random_ids
+from tests.teachers import LONGROPE, random_ids
 
 STRANGER = """
 import sys
@@ -140,6 +140,13 @@ def test_a_fresh_model_starts_open():
         (dict(mixer="mamba2"), "mixer_decay_bias"),
         (dict(mixer_norm="head"), "mamba2 mixer only"),
         (dict(mixer_backend="triton"), "mixer_backend"),
+        (dict(num_attention_heads=0), "num_attention_heads must be a whole number of at least 1"),
+        (dict(hidden_size="x"), "hidden_size must be a whole number"),
+        (dict(hidden_act="nope"), "hidden_act"),
+        (dict(rope_parameters="x"), "rope_parameters must be a dictionary"),
+        (dict(rope_parameters={"rope_type": "nope", "rope_theta": 1e4}), "rope_type must be one of"),
+        (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "factor of RoPE linear"),
+        (dict(rope_parameters=LONGROPE | {"long_factor": 2.0}), "long_factor of RoPE longrope must be a list"),
     ],
 )
 def test_contradictory_configurations_are_refused(wrong, message):

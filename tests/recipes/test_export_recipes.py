@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert import convert
@@ -61,7 +62,7 @@ class Engine:
         self.n_tokens, self.ids, self.scores = 0, [], torch.zeros(n_ctx, 128).numpy()
 
     def tokenize(self, text, add_bos):
-        return self.words(text.decode()).input_ids
+        return self.words(text.decode(), add_special_tokens=add_bos).input_ids
 
     def eval(self, tokens):
         self.ids += tokens
@@ -75,6 +76,11 @@ def test_logits_are_compared(folder, tmp_path, monkeypatch):
     convert(str(folder / "teacher"), hybrid, align="none")
     Engine.model = AutoModelForCausalLM.from_pretrained(hybrid, trust_remote_code=True)
     Engine.words = AutoTokenizer.from_pretrained(hybrid, trust_remote_code=True)
+    # as Llama's does, which llama.cpp is asked not to do
+    begins = TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
+    Engine.words.backend_tokenizer.post_processor = begins
+    Engine.words.save_pretrained(hybrid)
+    assert AutoTokenizer.from_pretrained(hybrid)("w30").input_ids == [1, 30]
     monkeypatch.setattr(gguf_logits, "Llama", Engine)
     monkeypatch.setattr(gguf_logits, "TEXT", "w30 w41 w52 w63")
     figures = gguf_logits.main(str(hybrid), "unused.gguf")
