@@ -116,9 +116,11 @@ def decode_table(decode: dict) -> list[str]:
             speed = f"{1e3 * row['batch'] / times['median']:.1f}" if size else ""
             label = name if size else "its matrix-vector products alone"
             lines.append(f"| {row['context']}, {row['batch']} | {label} | {spread} | {speed} | {size} |")
-    lines += ["", "| a prompt of | model | tokens/s |", "|---|---|---|"]
-    for row in decode.get("prefill", []):
-        lines.append(f"| {row['context']} tokens | {row['which']} | {row['prefill_tokens_per_second']:.0f} |")
+    lines += ["", "| a prompt of | model | tokens/s read | said, by the clock | cache MB |", "|---|---|---|---|---|"]
+    for row in decode["whole"]:
+        read, said = (row[f"{what}_tokens_per_second"] for what in ("prefill", "decode"))
+        size = f"{row['cache_bytes'] / 1e6:.1f}"
+        lines.append(f"| {row['context']} tokens | {row['which']} | {read:.0f} | {said:.1f} | {size} |")
     return lines
 
 

@@ -159,7 +159,7 @@ def main(output: Path) -> None:
     try:
         models = load_models(scratch)
         rows, skipped = whole_models(models)
-        prefill = side_by_side(models, 1, PREFILL, 1, 2)  # as recipes.evaluate measures it
+        whole = side_by_side(models, 1, PREFILL, NEW_TOKENS, 2)  # as recipes.evaluate measures it
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     table = Table("context", "batch", "model", "ms per step", "tokens/s", "cache", title="generate(), SmolLM2-135M")
@@ -172,10 +172,17 @@ def main(output: Path) -> None:
             table.add_row(*cells, name, spread, speed, size)
     console.print(table)
     table = Table(
-        "tokens", "model", "tokens/s", title="reading a prompt, whole models, as recipes.evaluate measures it"
+        "prompt",
+        "model",
+        "tokens/s read",
+        "said",
+        "cache",
+        title="prefill and decoding, as recipes.evaluate measures them",
     )
-    for row in prefill:
-        table.add_row(str(row["context"]), row["which"], f"{row['prefill_tokens_per_second']:.0f}")
+    for row in whole:
+        read, said = (row[f"{what}_tokens_per_second"] for what in ("prefill", "decode"))
+        size = human_bytes(row["cache_bytes"])
+        table.add_row(str(row["context"]), row["which"], f"{read:.0f}", f"{said:.1f}", size)
     console.print(table)
     alone = {row["context"]: row["ms_per_step"] for row in rows if row["batch"] == 1}
     for context in (CONTEXTS[0], CONTEXTS[-1]):
@@ -192,7 +199,7 @@ def main(output: Path) -> None:
     for what, reason in skipped.items():
         console.print(f"{what}: skipped, {reason}", highlight=False)
     as_rows = {heads: {n: asdict(t) for n, t in timings.items()} for heads, timings in steps.items()}
-    save_report(output, "decode", targets, step_us=as_rows, generate=rows, prefill=prefill, skipped=skipped)
+    save_report(output, "decode", targets, step_us=as_rows, generate=rows, whole=whole, skipped=skipped)
 
 
 if __name__ == "__main__":

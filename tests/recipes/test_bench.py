@@ -54,7 +54,9 @@ def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
         if topic == "loss":
             return "exit code 1"
         target = Target(f"{topic}: time over a peer", 0.5 if topic == "decode" else 2.0, 1.0)
-        figures = {"generate": [], "prefill": []} if topic == "decode" else {}
+        whole = {"context": 512, "which": "teacher", "prefill_tokens_per_second": 90.2, "cache_bytes": 2_000_000}
+        whole["decode_tokens_per_second"] = 10.04
+        figures = {"generate": [], "whole": [whole]} if topic == "decode" else {}
         save_report(output, topic, [target], machine={"commit": "abc"}, skipped={"a peer": "no package"}, **figures)
         return None
 
@@ -67,6 +69,7 @@ def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
     ]
     assert all(t["smaller_is_better"] for t in report["targets"]) and report["failed"] == {"loss": "exit code 1"}
     text = (tmp_path / "results.md").read_text()
+    assert "| 512 tokens | teacher | 90 | 10.0 | 2.0 |" in text
     assert "| decode: time over a peer | 0.5 | 1 | yes |" in text and "| 2 | 1 | **no** |" in text
     assert "a peer: skipped, no package." in text and "loss: failed, exit code 1." in text
     assert "decode, conversion: commit abc." in text
