@@ -93,7 +93,7 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
 def test_peak_memory_stays_below_a_shard(tmp_path):
     """Above the interpreter's own, at most 1.2 times the largest output shard, whatever the model's size."""
     synthetic_llama(tmp_path / "teacher", gigabytes=0.6, num_shards=4)
-    command = [sys.executable, "-c", CONVERT, str(tmp_path / "teacher"), str(tmp_path / "out"), "150MB"]
+    command = [sys.executable, "-c", CONVERT, str(tmp_path / "teacher"), str(tmp_path / "out"), "150MB", "memory"]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     largest = max(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
     assert report["peak"] <= 1.2 * largest, (report["peak"] / largest, report)
