@@ -30,7 +30,7 @@ from convert.output_folder import check_apart, staged
 from .arguments import TeacherArguments, parse_classes
 from .load import device_of, load_splits, load_teacher
 from .run import local_files, one_line_errors
-from .turns import as_text, question_of
+from .turns import as_text, question_ids, question_of
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
@@ -134,9 +134,7 @@ def read_prompts(
             continue
         if tokenizer.chat_template is None:
             turns = as_text(turns)
-            ids = tokenizer(turns).input_ids
-        else:
-            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = question_ids(turns, tokenizer)
         if tuple(ids) in seen:
             counts["duplicates"] += 1
         elif len(ids) > arguments.max_prompt_length:

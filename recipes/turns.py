@@ -44,6 +44,13 @@ def as_text(turns: list[dict[str, str]] | str) -> str:
     return turns if isinstance(turns, str) else BETWEEN_TURNS.join(content_of(turn) for turn in turns)
 
 
+def question_ids(question: list[dict[str, str]] | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a question as the model is asked it: turns with the beginning of an answer, or text as it is."""
+    if isinstance(question, str):
+        return tokenizer(question).input_ids
+    return tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
 def questions(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """A data set of prompts alone: messages, or text for a tokenizer without a chat template.
 
@@ -70,14 +77,7 @@ def not_too_long(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> A
     if limit < 1:
         raise ValueError("max_completion_length takes all of the model's context; lower it.")
 
-    def fits(row: dict[str, Any]) -> bool:
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            return len(tokenizer(prompt).input_ids) <= limit
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        return len(ids) <= limit
-
-    kept = rows.filter(fits)
+    kept = rows.filter(lambda row: len(question_ids(row["prompt"], tokenizer)) <= limit)
     if not len(kept):
         raise ValueError(
             f"Every prompt of the data is longer than {limit} tokens, what the answer leaves of the context."
@@ -107,7 +107,8 @@ def typical_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int | N
     """Mean tokens of a row, of a pair's both answers with the prompt, from the first rows; each text up to `limit`."""
     counts = []
     for row in rows.select(range(min(len(rows), SAMPLED_ROWS))):
-        prompt = row.get("prompt") or []
+        # beside whole conversations a prompt is said twice
+        prompt = [] if row.get("messages") else row.get("prompt") or []
         answers = [row[name] for name in ("chosen", "rejected", "completion", "messages", "conversations", "text")
                    if row.get(name)]  # fmt: skip
         if row.get("input_ids"):

@@ -53,6 +53,7 @@ def test_preferences_without_turns():
     [
         ({"prompt": [USER], "completion": [ANSWER]}, None, 5),
         ({"messages": [USER, ANSWER]}, 4, 4),
+        ({"messages": [USER, ANSWER], "prompt": "w9 w10"}, None, 5),
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, None, 8),
         ({"text": "w9 w10 w11"}, 100, 3),
         ({"input_ids": [9, 10, 11, 12]}, None, 4),
