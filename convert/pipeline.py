@@ -92,10 +92,10 @@ def plan_conversion(options: ConversionConfig) -> Plan:
 
 def undecided(options: ConversionConfig, plan: Plan) -> tuple[str, ...]:
     """What only scores decide, and a dry run shows as a number of layers or heads."""
-    if not plan.summary()["mixer_layers"]:
+    summary, notes = plan.summary(), []
+    if not summary["mixer_layers"]:
         return ()
-    notes = []
-    if selection_of(options).startswith("kl") and plan.summary()["attention_layers"]:
+    if selection_of(options).startswith("kl") and summary["attention_layers"]:
         notes.append("scores decide which layers keep their attention, when this is run; here they are evenly placed")
     if options.attention_heads is not None and is_number(options.attention_heads):
         notes.append("scores decide which heads see everything, when this is run; here only their number is right")
