@@ -4,9 +4,10 @@ python -m recipes.validation_text runs/text
 python -m recipes.alignment_ladder runs/ladder --train runs/text/wikipedia_5.jsonl --validation runs/text/owt_5.jsonl
 
 Rows: a window with sinks (what one would pick instead), the mapping alone, the closed form without and with
-refinement, hidden-state alignment and distillation after it, and the same stages from the starts of MOHAWK and Mamba
-in the Llama. Columns: the share of layers that keep attention. Results go to OUT/results.jsonl as they come, and what
-is there already is not computed again.
+refinement, hidden-state alignment and distillation after it, the same stages from the starts of MOHAWK and Mamba
+in the Llama, and the closed form and both stages of mixers that stand beside a small window (`--beside`). Columns:
+the share of layers that keep attention. Results go to OUT/results.jsonl as they come, and what is there already is
+not computed again.
 """
 
 import argparse
@@ -41,6 +42,7 @@ STAGE3_ROWS = (
     "MOHAWK start + stages 2, 3",
     "Mamba-in-the-Llama start + stage 3",
     "MOHAWK start + stages 1, 2, 3",
+    "beside a window + stages 2, 3",
 )
 Mixers = dict[int, nn.Module]
 
@@ -82,7 +84,7 @@ class Ladder:
         Raises:
             ValueError: the folder holds another run's.
         """
-        own = ("output", "ratios", "stage3_ratios", "stage3_rows", "placements", "placed_by")
+        own = ("output", "ratios", "stage3_ratios", "stage3_rows", "placements", "placed_by", "beside")
         told = {key: str(value) for key, value in vars(self.arguments).items() if key not in own}
         path = self.folder / "arguments.json"
         if path.is_file() and json.loads(path.read_text()) != told:
@@ -273,13 +275,36 @@ def main(arguments: argparse.Namespace) -> None:
                 (lambda: ladder.start("mamba-in-llama"), stage3, 5e-4),
                 (lambda: oriented(ladder), stage2 * 6 // 5 + stage3, 5e-4),
             ),
-            strict=True,
+            strict=False,
         ):
             if name in arguments.stage3_rows and not ladder.has(name, ratio):
                 since = clock()
                 mixers = ladder.distilled(start(), ratio, f"{name} {ratio}", rate)
                 ladder.row(name, ratio, mixers, tokens, clock() - since)
+    if arguments.beside:
+        beside_a_window(ladder, closed_tokens)
     print(as_table(ladder.results))
+
+
+def beside_a_window(ladder: Ladder, closed_tokens: int) -> None:
+    """The same layers as mixers beside a window and sinks: closed form, then stages 2 and 3."""
+    arguments, name = ladder.arguments, f"beside window {ladder.arguments.beside}"
+    aligner, row = ladder.aligner, STAGE3_ROWS[-1]
+    aligner.follow(dataclasses.replace(aligner.options, window=arguments.beside, shared_state=True))
+    started, tokens = time.perf_counter(), closed_tokens + arguments.stage2_tokens
+    closed = ladder.kept(name, lambda: ladder.closed_form(aligner.settings.fit))
+    for ratio in arguments.ratios:
+        ladder.row(f"closed form {name} + 4 sinks", ratio, closed, closed_tokens, time.perf_counter() - started)
+    if row not in arguments.stage3_rows:
+        return
+    aligned = ladder.kept(f"{name} 2", lambda: ladder.layerwise(closed, 2, 5e-4))
+    for ratio in arguments.ratios:
+        ladder.row("beside a window + stage 2", ratio, aligned, tokens, 0)
+    for ratio in arguments.stage3_ratios:
+        if not ladder.has(row, ratio):
+            since = time.perf_counter()
+            mixers = ladder.distilled(aligned, ratio, f"{row} {ratio}", 1.5e-4)
+            ladder.row(row, ratio, mixers, tokens + arguments.stage3_tokens, time.perf_counter() - since)
 
 
 def oriented(ladder: Ladder) -> Mixers:
@@ -305,5 +330,6 @@ if __name__ == "__main__":
     parser.add_argument("--stage3-tokens", type=int, default=25600)
     parser.add_argument("--validation-rows", type=int, default=8)
     parser.add_argument("--long", type=int, default=2048, help="length of the long validation text")
+    parser.add_argument("--beside", type=int, default=32, help="window beside the mixers of the last rows; 0: none")
     parser.add_argument("--window", type=int, default=92, help="92 + 4 tokens of KV are as large as the SSD's state")
     main(parser.parse_args())
