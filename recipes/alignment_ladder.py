@@ -23,7 +23,7 @@ from torch import nn
 from transformers.utils import logging
 
 from convert.alignment import ClosedFormAligner
-from convert.alignment.align import LayerScore, score_layers, start_mixer, write_beside
+from convert.alignment.align import FitCache, LayerScore, fit_mixers, score_layers, start_mixer, write_beside
 from convert.alignment.alignment import load_tokenizer
 from convert.alignment.closed_form import FitSettings
 from convert.alignment.distillation import distil
@@ -84,7 +84,7 @@ class Ladder:
         Raises:
             ValueError: the folder holds another run's.
         """
-        own = ("output", "ratios", "stage3_ratios", "stage3_rows", "placements", "placed_by", "beside")
+        own = ("output", "ratios", "stage3_ratios", "stage3_rows", "placements", "placed_by", "beside", "few_tokens")
         told = {key: str(value) for key, value in vars(self.arguments).items() if key not in own}
         path = self.folder / "arguments.json"
         if path.is_file() and json.loads(path.read_text()) != told:
@@ -281,9 +281,27 @@ def main(arguments: argparse.Namespace) -> None:
                 since = clock()
                 mixers = ladder.distilled(start(), ratio, f"{name} {ratio}", rate)
                 ladder.row(name, ratio, mixers, tokens, clock() - since)
+    for tokens in arguments.few_tokens:
+        from_few_tokens(ladder, tokens, arguments.ratios[0])
     if arguments.beside:
         beside_a_window(ladder, closed_tokens)
     print(as_table(ladder.results))
+
+
+def from_few_tokens(ladder: Ladder, tokens: int, ratio: float) -> None:
+    """The closed form of the same layers from less text, a sixth of which judges: for KL by tokens."""
+    aligner, layers, rows = ladder.aligner, ladder.replaced_layers(ratio), tokens // LENGTH
+    for name, steps in ((f"closed form, solve only, {tokens} tokens", 0), (f"closed form, {tokens} tokens", 120)):
+        if ladder.has(name, ratio):
+            continue
+        since, settings = time.perf_counter(), dataclasses.replace(aligner.settings.fit, refine_steps=steps)
+        nothing_kept = FitCache(None, {})
+        fits = fit_mixers(
+            aligner.model, layers, aligner.ids[:rows], max(1, rows // 6), settings, nothing_kept, aligner.memory
+        )
+        mixers = {layer: mixer for layer, (mixer, _) in fits.items()}
+        passed = tokens + steps * settings.refine_sequences * LENGTH
+        ladder.row(name, ratio, mixers, passed, time.perf_counter() - since)
 
 
 def beside_a_window(ladder: Ladder, closed_tokens: int) -> None:
@@ -330,6 +348,7 @@ if __name__ == "__main__":
     parser.add_argument("--stage3-tokens", type=int, default=25600)
     parser.add_argument("--validation-rows", type=int, default=8)
     parser.add_argument("--long", type=int, default=2048, help="length of the long validation text")
+    parser.add_argument("--few-tokens", type=int, nargs="*", default=(2048, 4096, 8192), help="of less text, too")
     parser.add_argument("--beside", type=int, default=32, help="window beside the mixers of the last rows; 0: none")
     parser.add_argument("--window", type=int, default=92, help="92 + 4 tokens of KV are as large as the SSD's state")
     main(parser.parse_args())
