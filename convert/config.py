@@ -32,6 +32,13 @@ MIXER_ONLY = (
 LAYER_CHOICES = {"attention_layers", "attention_ratio", "cache_bytes", "cache_ratio", "layer_pattern"}
 # a layer that these name stays attention within a budget of cache; the budget chooses the rest
 NAMED_LAYERS, BUDGETS = {"attention_layers", "layer_pattern"}, {"cache_bytes", "cache_ratio"}
+# where nothing is said about what the layers hold, or how it is found, so much of the teacher's cache is spent as well
+# as the scores know how: what measured best there (docs/hybrid_layers.md)
+DEFAULT_CACHE_RATIO = 0.25
+CONTENTS = LAYER_CHOICES | {
+    "attention_heads", "export_ready", "layer_selection", "low_memory", "mixer", "mixer_sees", "norm", "shared_state",
+    "sinks", "window", *MIXER_ONLY,
+}  # fmt: skip
 # what these say goes without effect when nothing is aligned
 ALIGNMENT_ONLY = (
     "align_config",
@@ -64,12 +71,12 @@ class ConversionConfig:
     attention_layers: str | None = None
     """Layers that stay attention: "1,3,5", or a published choice by name."""
     attention_ratio: float | None = None
-    """Share of layers that stay attention; 0.5 when nothing else is said."""
+    """Share of layers that stay attention; 0.5 where no choice of layers is given, but something else about them."""
     cache_bytes: str | None = None
     """Instead of a share of layers: what a sequence's cache may take, such as 50MB. Layers, heads, window and state
     are then chosen together; with layer_selection, or without alignment, as many attention layers as fit."""
     cache_ratio: float | None = None
-    """The same as a share of the teacher's cache."""
+    """The same as a share of the teacher's cache; 0.25 where a closed-form conversion is told nothing about layers."""
     context: int = 4096
     """Tokens of the sequence that cache_bytes and cache_ratio speak of."""
     measure: int = 3
@@ -326,6 +333,8 @@ def make_config(config_file: str | Path | None = None, **flags: Any) -> Conversi
     for name in ("model", "output"):
         if not values.get(name):
             raise ValueError(f"No {name} given: convert-to-hybrid MODEL OUT, or `{name}:` in the config file.")
+    if values.get("align", "closed-form") == "closed-form" and not CONTENTS & values.keys():
+        values["cache_ratio"] = DEFAULT_CACHE_RATIO
     known = {field.name: field for field in dataclasses.fields(ConversionConfig)}
     unknown = sorted(set(values) - set(known))
     if unknown:

@@ -55,7 +55,7 @@ class Ladder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.check_same_run()
         options = make_config(
-            model=arguments.model or str(embedded_teacher()), output="unused",
+            model=arguments.model or str(embedded_teacher()), output="unused", attention_ratio=0.5,
             calibration_dataset=str(arguments.train), calibration_tokens=arguments.calibration_tokens,
             work_dir=str(self.folder / "work"),
         )  # fmt: skip
@@ -289,19 +289,18 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def from_few_tokens(ladder: Ladder, tokens: int, ratio: float) -> None:
-    """The closed form of the same layers from less text, a sixth of which judges: for KL by tokens."""
+    """The solve alone, of the same layers, from less text, a sixth of which judges: for KL by tokens."""
     aligner, layers, rows = ladder.aligner, ladder.replaced_layers(ratio), tokens // LENGTH
-    for name, steps in ((f"closed form, solve only, {tokens} tokens", 0), (f"closed form, {tokens} tokens", 120)):
-        if ladder.has(name, ratio):
-            continue
-        since, settings = time.perf_counter(), dataclasses.replace(aligner.settings.fit, refine_steps=steps)
-        nothing_kept = FitCache(None, {})
-        fits = fit_mixers(
-            aligner.model, layers, aligner.ids[:rows], max(1, rows // 6), settings, nothing_kept, aligner.memory
-        )
-        mixers = {layer: mixer for layer, (mixer, _) in fits.items()}
-        passed = tokens + steps * settings.refine_sequences * LENGTH
-        ladder.row(name, ratio, mixers, passed, time.perf_counter() - since)
+    name, since = f"closed form, solve only, {tokens} tokens", time.perf_counter()
+    if ladder.has(name, ratio):
+        return
+    solved = dataclasses.replace(aligner.settings.fit, refine_steps=0)
+    nothing_kept = FitCache(None, {})
+    fits = fit_mixers(
+        aligner.model, layers, aligner.ids[:rows], max(1, rows // 6), solved, nothing_kept, aligner.memory
+    )
+    mixers = {layer: mixer for layer, (mixer, _) in fits.items()}
+    ladder.row(name, ratio, mixers, tokens, time.perf_counter() - since)
 
 
 def beside_a_window(ladder: Ladder, closed_tokens: int) -> None:

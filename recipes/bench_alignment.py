@@ -49,7 +49,7 @@ def one_layer(name: str, scratch: Path) -> dict:
     num_layers, shape = TEACHERS[name]
     config = LlamaConfig(**shape, num_hidden_layers=1, num_key_value_heads=8, vocab_size=4096, dtype=torch.bfloat16)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
-    found, options = find_teacher(str(scratch)), make_config(model=str(scratch), output="unused")
+    found, options = find_teacher(str(scratch)), make_config(model=str(scratch), output="unused", attention_ratio=0.5)
     own = memory("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -99,7 +99,7 @@ def tiled_against_materialised(length: int) -> dict:
     from convert.teacher import embedded_teacher
 
     gguf = embedded_teacher()
-    found, options = find_teacher(str(gguf)), make_config(model=str(gguf), output="unused")
+    found, options = find_teacher(str(gguf)), make_config(model=str(gguf), output="unused", attention_ratio=0.5)
     teacher = TeacherModel(found, options, found.open_weights())
     mixer, attention = teacher.mixer(3), teacher.block(3).self_attn
     u, rotary = torch.randn(1, length, teacher.config.hidden_size), teacher.rotary(length)

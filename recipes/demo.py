@@ -78,7 +78,9 @@ def main(output: Path) -> dict:
 
     console.rule("convert")
     started = time.perf_counter()
-    options = make_config(model=str(gguf), output=str(output), overwrite=True, work_dir=f"{output}.work")
+    options = make_config(
+        model=str(gguf), output=str(output), attention_ratio=0.5, overwrite=True, work_dir=f"{output}.work"
+    )
     with progress_bars(quiet=False) as (set_total, advance, on_align):
         plan = run(options, lambda plan: set_total(plan.summary()["bytes_to_write"]), advance, on_align)
     seconds = time.perf_counter() - started

@@ -50,8 +50,8 @@ def main(output: Path, model: str | None, dataset: str, tokens: int) -> dict:
     logging.disable_progress_bar()
     output.mkdir(parents=True, exist_ok=True)
     options = make_config(
-        model=model or str(embedded_teacher()), output="unused", calibration_dataset=dataset,
-        calibration_tokens=tokens, work_dir=str(output / "work"),
+        model=model or str(embedded_teacher()), output="unused", attention_ratio=0.5,
+        calibration_dataset=dataset, calibration_tokens=tokens, work_dir=str(output / "work"),
     )  # fmt: skip
     found = find_teacher(options.model)
     aligner = ClosedFormAligner(found, options, found.open_weights(), lambda what, done, total: None)

@@ -166,7 +166,7 @@ def main(folder: Path, compare_losses: bool) -> dict[str, Any]:
     prepare_data(gguf, folder)
     hybrid, finetuned, preferred = (folder / name for name in ("hybrid", "sft", "dpo"))
     if not (hybrid / "config.json").is_file():
-        run(make_config(model=str(gguf), output=str(hybrid), work_dir=str(folder / "align")))
+        run(make_config(model=str(gguf), output=str(hybrid), attention_ratio=0.5, work_dir=str(folder / "align")))
     train(sft.main, hybrid, gguf, folder / "seqkd", finetuned, *SFT)
     dpo_options = ["--learning_rate", "5e-6", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")

@@ -63,7 +63,8 @@ class TeacherModel:
 
     def _plan(self, checkpoint: Checkpoint, **changes) -> Plan:
         """A plan with other layers replaced than the options say."""
-        placement = {"attention_layers": None, "layer_pattern": None, "attention_heads": None}
+        choices = ("attention_layers", "layer_pattern", "attention_heads", "cache_bytes", "cache_ratio")
+        placement = dict.fromkeys(choices)
         return make_plan(self.teacher, dataclasses.replace(self.options, **placement | changes), checkpoint)
 
     def follow(self, options: ConversionConfig) -> None:

@@ -239,4 +239,16 @@ def test_contradictions(flags, expected, saved_teacher, tmp_path):
 
 def test_measure_without_a_budget_warns():
     with pytest.warns(UserWarning, match="measure has no effect"):
-        make_config(model="m", output="o", measure=2)
+        make_config(model="m", output="o", measure=2, attention_ratio=0.5)
+
+
+SAID = (
+    {"window": 32}, {"mixer": "mamba2"}, {"align": "none"}, {"align": "mohawk"}, {"attention_ratio": 0.5},
+    {"low_memory": True}, {"layer_selection": "uniform"}, {"shared_state": True}, {"export_ready": True},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: next(iter(said)))
+def test_a_quarter_of_the_cache_where_nothing_is_said_of_the_layers(said):
+    assert make_config(model="m", output="o", calibration_tokens=9999, dtype="float32").cache_ratio == 0.25
+    assert make_config(model="m", output="o", **said).cache_ratio is None

@@ -111,15 +111,15 @@ def test_ladder_climbs_and_resumes(folder, capsys):
     alignment_ladder.main(arguments)
     records = [json.loads(line) for line in (folder / "ladder" / "results.jsonl").read_text().splitlines()]
     cells = {(record["row"], record["attention"]): record for record in records}
-    assert len(cells) == len(records) == 6 * 2 + 1 + 1 + 4 + 2 * 2 + 1 + 2
+    assert len(cells) == len(records) == 6 * 2 + 1 + 1 + 4 + 2 * 2 + 1 + 1
     assert cells["closed form, solve only", 0.5]["kl"] < cells["copy", 0.5]["kl"]
     assert all(len(record["layers"]) == (2 if record["attention"] else 4) for record in records)
     assert cells["MOHAWK start + stages 2, 3", 0.5]["kl"] < cells["MOHAWK start + stage 2", 0.5]["kl"]
     beside = cells["closed form beside window 8 + 4 sinks", 0.0]
     assert beside["kl"] < cells["closed form", 0.0]["kl"]
     assert cells["beside a window + stages 2, 3", 0.5]["tokens"] == beside["tokens"] + 8 * 512
-    table = capsys.readouterr().out.splitlines()[-19:]
-    assert table[0].startswith("| | tokens | 50.0% attention | 0.0% attention |") and len(table) == 2 + 17
+    table = capsys.readouterr().out.splitlines()[-18:]
+    assert table[0].startswith("| | tokens | 50.0% attention | 0.0% attention |") and len(table) == 2 + 16
     assert f"{cells['copy', 0.0]['kl']:.3f}" in next(line for line in table if line.startswith("| copy"))
     with pytest.raises(ValueError, match="other arguments"):
         alignment_ladder.main(Namespace(**vars(arguments) | {"stage2_tokens": 8 * 512}))
