@@ -96,8 +96,9 @@ class Study:
         self.search = BudgetSearch(self.whole, found.open_weights(), self.progress)
         self.model, tokenizer = self.search.model, load_tokenizer(found, trust_remote_code=False)
         short = text_rows(arguments.validation, tokenizer, 512, arguments.short_rows)
-        skip = -(-512 * arguments.short_rows // arguments.context)
-        (text,) = text_rows(arguments.validation, tokenizer, arguments.context, 1, skip)
+        length = arguments.long or arguments.context
+        skip = -(-512 * arguments.short_rows // length)
+        (text,) = text_rows(arguments.validation, tokenizer, length, 1, skip)
         size, teacher = self.model.config.vocab_size, self.model.whole()
         self.recall = Distances(text[None], range(size // 50, size - size // 5), DISTANCES)
         self.texts = {"short": short, "long": self.recall.ids}
@@ -315,6 +316,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="of the teacher's cache")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--long", type=int, help="tokens of the long text (default: the context that is paid for)")
     parser.add_argument("--short-rows", type=int, default=8)
     parser.add_argument("--generate", action="store_true", help="compare greedy decoding with the teacher's, too")
     parser.add_argument("--decode", type=int, nargs="*", default=[], help="time a decoding step after so many tokens")

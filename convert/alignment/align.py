@@ -25,6 +25,8 @@ from .settings import SelectionSettings
 from .starts import mamba_in_llama_start, mohawk_start
 from .teacher_model import TeacherModel
 
+Fits = dict[int, tuple[nn.Module, LayerFit]]
+"""Fitted mixers by layer, and what each fit reached."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
 
@@ -128,20 +130,25 @@ def fit_mixers(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
     folder: Path | None = None,
-) -> dict[int, tuple[nn.Module, LayerFit]]:
+    solved: Fits | None = None,
+) -> Fits:
     """Fit the mixers of `layers` on token ids (S, L), of which the last `held_out` rows judge.
 
     Args:
+        solved: mixers that the same settings have solved already, to be refined.
         memory: bytes of activations; more goes to a temporary file in `folder`.
 
     Raises:
         ValueError: see `fit_layer`.
     """
-    fitted: dict[int, tuple[nn.Module, LayerFit]] = {}
+    fitted: Fits = {}
+    solved = solved or {}
     for layer in layers:
         mixer = teacher.mixer(layer)
         if (fit := cache.load_mixer(layer, mixer)) is not None:
             fitted[layer] = (mixer, fit)
+        elif layer in solved and not settings.refine_steps:
+            fitted[layer] = solved[layer]
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:
         return fitted
@@ -158,8 +165,9 @@ def fit_mixers(
             if layer in missing:
                 if student is not None:
                     data = dataclasses.replace(data, u=student.normalised(layer))
+                mixer, before = solved.get(layer) or (teacher.mixer(layer), None)
                 try:
-                    fitted[layer] = fit_layer(teacher.mixer(layer), data, settings, seed + layer)
+                    fitted[layer] = fit_layer(mixer, data, settings, seed + layer, before)
                 except ValueError as error:
                     raise ValueError(f"Layer {layer}: {error}") from error
                 cache.save_mixer(layer, *fitted[layer])

@@ -18,8 +18,8 @@ from ..config import ConversionConfig, parse_size
 from ..head_selection import Heads, count_heads, query_heads
 from ..plan import MIXER_LAYERS, Plan, attention_budget
 from ..teacher import Teacher, gguf_tokenizer
-from .align import FitCache, Progress, fit_mixers, select_layers, start_mixer
-from .closed_form import FitSettings, LayerFit
+from .align import FitCache, Fits, Progress, fit_mixers, select_layers, start_mixer
+from .closed_form import FitSettings
 from .examination import Examination
 from .hybrid_training import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .mohawk import check_stages
@@ -99,12 +99,14 @@ class ClosedFormAligner:
         # layers are scored one by one, so their quick fits know of no other
         steps = self.settings.selection.refine_steps
         self.quick = dataclasses.replace(self.settings.fit, refine_steps=steps, stream="teacher")
+        self._solved: Fits = {}  # quick fits, which a longer one goes on from
         self._caches: list[FitCache] = []
         self.folder = None if options.work_dir is None else Path(options.work_dir).expanduser()
 
     def follow(self, options: ConversionConfig) -> None:
         """Fit mixers by other options from now on, on the same text."""
         self.options, self.selects = options, selection_of(options) in ("kl", "kl+recall")
+        self._solved = {}
         self.model.follow(options)
 
     def choose_layers(self) -> tuple[int, ...]:
@@ -136,6 +138,7 @@ class ClosedFormAligner:
         heads = query_heads(best_kv_heads(scores, replaced, count, shared), shared)
         self.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
         self.model.keep_heads(heads)
+        self._solved = {}
         return heads
 
     def candidates(self) -> tuple[dict[int, torch.nn.Module], Examination, FitCache]:
@@ -186,15 +189,20 @@ class ClosedFormAligner:
         replace_weights(student, folder, dtype, self.options.max_shard_size)
         record_stages(folder, report)
 
-    def fit(self, layers: list[int], settings: FitSettings) -> dict[int, tuple[torch.nn.Module, LayerFit]]:
+    def fit(self, layers: list[int], settings: FitSettings) -> Fits:
         """Fit those layers' mixers."""
         held_out = self.settings.held_out_sequences
         # on the student's stream a fit depends on the layers replaced before it
         placed = {"layers": layers} if settings.stream == "student" else {}
-        return fit_mixers(
+        goes_on = dataclasses.replace(settings, refine_steps=0) == self.quick
+        fits = fit_mixers(
             self.model, layers, self.ids, held_out, settings, self.cache(settings, **placed), self.memory,
             self.options.seed, self.progress, self.folder or existing_parent(Path(self.options.output)),
+            solved=self._solved if goes_on else None,
         )  # fmt: skip
+        if settings == self.quick:
+            self._solved |= fits
+        return fits
 
     def finished(self) -> None:
         """The result is safe: the fits kept for a resumption can go."""

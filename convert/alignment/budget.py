@@ -101,7 +101,10 @@ class BudgetSearch:
         kl = {window: self._kept(f"kl {window}", lambda w=window: self._kl_costs(w)) for window in windows}
         lost = self._kept(f"recall {windows[0]}", self._recall_costs)
         left = None
-        if self.settings.state and True in (self.budget.states() if states is None else states):
+        asked = self.budget.states() if states is None else states
+        # sequences that such a window sees whole leave a mixer nothing to be fitted to
+        fitted = self.aligner.settings.sequence_length > windows[0] + self.budget.options.sinks
+        if self.settings.state and True in asked and (fitted or False not in asked):
             left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(kl[windows[0]], lost))
         return HeadCosts(kl, lost, left, self.budget.context, self.weight)
 

@@ -110,8 +110,13 @@ class LayerData:
         return self.u[index].to(device, torch.float32), self.y[index].to(device, torch.float32)
 
 
-def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int = 0) -> tuple[nn.Module, LayerFit]:
+def fit_layer(
+    mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int = 0, before: LayerFit | None = None
+) -> tuple[nn.Module, LayerFit]:
     """Fit a mapped mixer to (u, y).
+
+    Args:
+        before: what this mixer was solved to already, on the same data and with the same settings.
 
     Returns:
         The fitted mixer and its errors. A step that does not lower the held-out error is taken back.
@@ -121,12 +126,15 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: in
     """
     if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
-    with torch.no_grad():
-        mapped = held_out_error(mixer, data)
-        if isinstance(mixer, HybridMixer) and mixer.ssd is None:  # a window alone stays the teacher's, to the bit
-            return mixer.requires_grad_(False), LayerFit(None, None, mapped, mapped, mapped)
-        decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
-        solved, ridge = solve_out_proj(mixer, data, settings.ridges)
+    if before is not None:
+        decay, ridge, mapped, solved = before.decay, before.ridge, before.mapped, before.solved
+    else:
+        with torch.no_grad():
+            mapped = held_out_error(mixer, data)
+            if isinstance(mixer, HybridMixer) and mixer.ssd is None:  # a window alone stays the teacher's, to the bit
+                return mixer.requires_grad_(False), LayerFit(None, None, mapped, mapped, mapped)
+            decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
+            solved, ridge = solve_out_proj(mixer, data, settings.ridges)
     if not math.isfinite(solved):
         raise ValueError("No decay gives a finite error: the normal equations are singular or the features overflow.")
     refined = solved

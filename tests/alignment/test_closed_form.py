@@ -172,11 +172,11 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
     whole = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(None, {}), 10**9)
     fitted = []
 
-    def interrupted(mixer, data, settings, seed):
+    def interrupted(mixer, data, settings, seed, before):
         if len(fitted) == 2:
             raise KeyboardInterrupt
         fitted.append(seed)
-        return fit_layer(mixer, data, settings, seed)
+        return fit_layer(mixer, data, settings, seed, before)
 
     monkeypatch.setattr(align, "fit_layer", interrupted)
     cache = FitCache(tmp_path, {"a": 1})

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from convert.alignment import alignment
 from convert.alignment.align import FitCache, LayerScore, select_layers
 from convert.alignment.examination import Examination, Marks
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe
@@ -16,6 +17,7 @@ from tests.convert.test_bad_input import check_one_line_error, run
 from tests.teachers import make_teacher
 
 VOCABULARY = range(20, 100)
+HALF = ("--attention-ratio", "0.5")
 
 
 def test_probes_ask_for_what_was_said():
@@ -176,13 +178,40 @@ def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
     )
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_the_fit_that_scored_a_layer_is_not_done_again(saved_teacher, tmp_path, align_file, monkeypatch, steps):
+    """And is refined to the same bits as one that begins anew."""
+    import convert.alignment.align as align
+
+    align_file.write_text(align_file.read_text().replace("refine_steps: 0", f"refine_steps: {steps}"))
+    begun, fit_layer, fit_mixers = [], align.fit_layer, align.fit_mixers
+
+    def count(mixer, data, settings, seed, before):
+        begun.append((before is None, settings.refine_steps))
+        return fit_layer(mixer, data, settings, seed, before)
+
+    monkeypatch.setattr(align, "fit_layer", count)
+    assert aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, *HALF).returncode == 0
+    assert begun == [(True, 0)] * 4 + ([(False, 3)] * 2 if steps else [])
+
+    def forget(*args, solved, **options):
+        return fit_mixers(*args, **options)
+
+    monkeypatch.setattr(alignment, "fit_mixers", forget)
+    begun.clear()
+    assert aligned(saved_teacher("llama-gqa"), tmp_path / "anew", align_file, *HALF).returncode == 0
+    assert begun == [(True, 0)] * 4 + [(True, steps)] * 2
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "anew" / name).read_bytes()
+
+
 def test_work_dir_resumes(saved_teacher, tmp_path, align_file, monkeypatch):
     """Interrupted while writing, the second run fits and scores nothing again; what it keeps afterwards is small."""
     import convert.alignment.align as align
     import convert.pipeline as pipeline
 
     work, folder = tmp_path / "work", saved_teacher("llama-gqa")
-    whole = aligned(folder, tmp_path / "whole", align_file)
+    whole = aligned(folder, tmp_path / "whole", align_file, *HALF)
     assert whole.returncode == 0
 
     def fail(*args):
@@ -190,11 +219,11 @@ def test_work_dir_resumes(saved_teacher, tmp_path, align_file, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "write_shards", fail)
-        check_one_line_error(aligned(folder, tmp_path / "out", align_file, "--work-dir", work), "disk is full")
+        check_one_line_error(aligned(folder, tmp_path / "out", align_file, *HALF, "--work-dir", work), "disk is full")
     assert not (tmp_path / "out").exists() and list(work.rglob("layer-*.safetensors"))
     monkeypatch.setattr(align, "fit_layer", fail)
     monkeypatch.setattr(Examination, "with_layer", fail)
-    done = aligned(folder, tmp_path / "out", align_file, "--work-dir", work)
+    done = aligned(folder, tmp_path / "out", align_file, *HALF, "--work-dir", work)
     assert done.returncode == 0, done.stderr
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -66,7 +66,8 @@ def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, mo
     arguments = cache_budget.parse_arguments(
         [str(tmp_path / "out"), "--validation", str(tmp_path / "text.jsonl"), "--model", str(tmp_path / "teacher"),
          "--align-config", str(tmp_path / "align.yaml"), "--context", "512", "--short-rows", "2",
-         "--calibration-tokens", "320", "--ratios", "0.6", "--generate", "--decode", "600"]
+         "--calibration-tokens", "320", "--ratios", "0.6", "--generate", "--decode", "600",
+         "--long", "1024"]
     )  # fmt: skip
     cache_budget.main(arguments)
     results = tmp_path / "out" / "results.jsonl"
@@ -75,6 +76,7 @@ def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, mo
     assert teacher["kl"] == pytest.approx(0, abs=1e-6) and teacher["greedy_agreement"] == 1
     assert {r["row"] for r in records} == {"teacher", *cache_budget.ROWS}
     assert all(r["share"] <= r["ratio"] and r["decode_ms"]["600"] > 0 for r in records)
+    assert all(list(r["kl_by_position"]) == ["0-256", "256-512", "512-1024"] for r in records), "of the longer text"
     assert all(r["kl"] > 1e-4 for r in records if r["row"] != "teacher")
     assert (tmp_path / "out" / "cache_budget.png").stat().st_size > 1000
     before = results.read_text()
