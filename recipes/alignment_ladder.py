@@ -42,7 +42,7 @@ STAGE3_ROWS = (
     "MOHAWK start + stages 2, 3",
     "Mamba-in-the-Llama start + stage 3",
     "MOHAWK start + stages 1, 2, 3",
-    "beside a window + stages 2, 3",
+    "beside a window + stage 3",
 )
 Mixers = dict[int, nn.Module]
 
@@ -304,7 +304,7 @@ def from_few_tokens(ladder: Ladder, tokens: int, ratio: float) -> None:
 
 
 def beside_a_window(ladder: Ladder, closed_tokens: int) -> None:
-    """The same layers as mixers beside a window and sinks: closed form, then stages 2 and 3."""
+    """The same layers as mixers beside a window and sinks: closed form, then stage 2, or stage 3, of it."""
     arguments, name = ladder.arguments, f"beside window {ladder.arguments.beside}"
     aligner, row = ladder.aligner, STAGE3_ROWS[-1]
     aligner.follow(dataclasses.replace(aligner.options, window=arguments.beside, shared_state=True))
@@ -320,8 +320,8 @@ def beside_a_window(ladder: Ladder, closed_tokens: int) -> None:
     for ratio in arguments.stage3_ratios:
         if not ladder.has(row, ratio):
             since = time.perf_counter()
-            mixers = ladder.distilled(aligned, ratio, f"{row} {ratio}", 1.5e-4)
-            ladder.row(row, ratio, mixers, tokens + arguments.stage3_tokens, time.perf_counter() - since)
+            mixers = ladder.distilled(closed, ratio, f"{row} {ratio}", 1.5e-4)  # stage 2 does not help there
+            ladder.row(row, ratio, mixers, closed_tokens + arguments.stage3_tokens, time.perf_counter() - since)
 
 
 def oriented(ladder: Ladder) -> Mixers:
