@@ -281,7 +281,9 @@ def best_choices(budget: Budget, costs: HeadCosts, longest_beside_state: int) ->
         ValueError: nothing keeps within the budget.
     """
     found: dict[tuple[bool, str], Choice] = {}
-    for has_state in budget.states():
+    unscored = costs.left_beside_state is None  # a state that nothing speaks for is not worth its bytes
+    states = [has_state for has_state in budget.states() if not (has_state and unscored and False in budget.states())]
+    for has_state in states:
         longest = min(budget.context, longest_beside_state) if has_state else budget.context
         size = budget.sizes(has_state)
         for count in budget.counts():

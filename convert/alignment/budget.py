@@ -102,9 +102,7 @@ class BudgetSearch:
         lost = self._kept(f"recall {windows[0]}", self._recall_costs)
         left = None
         asked = self.budget.states() if states is None else states
-        # sequences that such a window sees whole leave a mixer nothing to be fitted to
-        fitted = self.aligner.settings.sequence_length > windows[0] + self.budget.options.sinks
-        if self.settings.state and True in asked and (fitted or False not in asked):
+        if True in asked and (self.settings.state or False not in asked):
             left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(kl[windows[0]], lost))
         return HeadCosts(kl, lost, left, self.budget.context, self.weight)
 

@@ -45,8 +45,9 @@ class BudgetSettings:
     """Length of the text that scores heads, and of another that judges the best choices."""
     answers: int = 32
     """Tokens to be recalled from far away, per text."""
-    state: bool = True
-    """Whether a mixer beside the window comes into question; to know, one is fitted in every layer."""
+    state: bool = False
+    """Whether a mixer beside the window comes into question where no option of it says so; to know, one is fitted in
+    every layer. So far none has been worth its bytes (docs/hybrid_layers.md)."""
 
     def __post_init__(self):
         for name in ("points", "answers"):

@@ -98,7 +98,8 @@ def test_choices_keep_within_the_budget_and_use_it(saved_teacher):
     spent = budget(saved_teacher("llama-gqa"))
     kl = torch.ones(SHAPE)
     kl[1, 0] = kl[3] = 100.0
-    choices = best_choices(spent, made_up_costs(kl), 16)
+    assert not any(choice.has_state for choice in best_choices(spent, made_up_costs(kl), 16)), "none was scored"
+    choices = best_choices(spent, made_up_costs(kl, left=[1.0] * 4), 16)
     assert [c.predicted for c in choices] == sorted(c.predicted for c in choices)
     assert choices[0].kept == ((1, 0), (3, 0), (3, 1)) and not choices[0].has_state
     assert choices[0].layers(SHAPE) == (3,) and choices[0].heads(SHAPE) == [(1, 0)]
@@ -151,7 +152,7 @@ def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
 def align_file(tmp_path):
     settings = {
         "sequence_length": 32, "held_out_sequences": 2, "fit": {"refine_steps": 0},
-        "budget": {"windows": [4, 12], "prose_tokens": 64, "answers": 4, "points": 2},
+        "budget": {"windows": [4, 12], "prose_tokens": 64, "answers": 4, "points": 2, "state": True},
     }  # fmt: skip
     (tmp_path / "align.yaml").write_text(yaml.safe_dump(settings))
     return tmp_path / "align.yaml"
