@@ -63,12 +63,15 @@ def convert_command(
         str | None, _option(LAYERS, "Layers that stay attention: 1,3,5, or a published choice by name.")
     ] = None,
     attention_ratio: Annotated[
-        float | None, _option(LAYERS, "Share of layers that stay attention (default 0.5).")
+        float | None, _option(LAYERS, "Share of layers that stay attention; mixers in the others.")
     ] = None,
     cache_bytes: Annotated[
         str | None, _option(LAYERS, "Choose layers, heads, window and state to keep the cache within this size: 50MB.")
     ] = None,
-    cache_ratio: Annotated[float | None, _option(LAYERS, "The same as a share of the teacher's cache: 0.1.")] = None,
+    cache_ratio: Annotated[
+        float | None,
+        _option(LAYERS, "The same as a share of the teacher's cache; 0.25 where no layer option is given."),
+    ] = None,
     context: Annotated[int | None, _option(LAYERS, "Tokens that both speak of (default 4096).")] = None,
     measure: Annotated[int | None, _option(LAYERS, "Best choices to measure before one is taken (default 3).")] = None,
     layer_selection: Annotated[
