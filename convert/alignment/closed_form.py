@@ -135,6 +135,8 @@ def fit_layer(
                 return mixer.requires_grad_(False), LayerFit(None, None, mapped, mapped, mapped)
             decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
             solved, ridge = solve_out_proj(mixer, data, settings.ridges)
+            if isinstance(mixer, HybridMixer):
+                balance_features(mixer, data)
     if not math.isfinite(solved):
         raise ValueError("No decay gives a finite error: the normal equations are singular or the features overflow.")
     refined = solved
@@ -225,6 +227,29 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     if out.bias is not None:
         out.bias.copy_(best[out.in_features])
     return best_error, best_ridge
+
+
+@torch.no_grad()
+def balance_features(mixer: HybridMixer, data: LayerData) -> None:
+    """Make each head of the mixer as large as the window's features, in place, and out_proj smaller for it.
+
+    The layer computes what it did. But a decay of 0.99 sums over a hundred tokens, features a few hundred times as
+    large as the window's come with weights of 1e-5 in out_proj, and one step of Adam, which moves every weight alike,
+    undoes the fit.
+    C and D carry the scale, which they can where nothing between them and the features is nonlinear.
+    """
+    ssd, config = mixer.ssd, mixer.config
+    if config.mixer != "discrete_mamba2" or config.mixer_activation != "identity" or config.mixer_qk_norm:
+        return
+    u, _ = data.batch(data.judging())
+    near, far = features(mixer, u, data.rotary)[:, first_fitted(mixer, data) :].split(mixer.sizes, dim=-1)
+    heads = far.unflatten(-1, (ssd.num_heads, -1)).pow(2).mean((0, 1, 3)).sqrt()
+    scale = (heads / near.pow(2).mean().sqrt().clamp_min(TINY)).clamp_min(1e-3)
+    of_C = (scale.repeat_interleave(ssd.C_size // ssd.num_heads))[:, None]
+    ssd.conv1d.weight[-ssd.C_size :] /= of_C[..., None]
+    ssd.conv1d.bias[-ssd.C_size :] /= of_C[:, 0]
+    ssd.D /= scale
+    mixer.out_proj.weight[:, mixer.attention_size :] *= scale.repeat_interleave(ssd.head_dim)
 
 
 def feature_scale(mixer: nn.Module, squares: torch.Tensor) -> torch.Tensor:

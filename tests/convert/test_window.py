@@ -1,5 +1,6 @@
 """Conversion to layers that hold a window and sinks beside the mixer: mapping, bytes, alignment, refusals."""
 
+import copy
 import json
 import warnings
 
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.alignment.closed_form import FitSettings, fit_layer, held_out_error, refine
+from convert.alignment.closed_form import FitSettings, balance_features, features, fit_layer, held_out_error, refine
 from convert.cache_size import cache_bytes
 from convert.config import make_config
 from convert.mohawk import train_existing
@@ -74,6 +75,28 @@ def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
     assert fit.decay in FitSettings().decays + FitSettings().decays_beside_window
     assert solved.out_proj.weight[:, solved.attention_size :].abs().max() > 0
     assert fit.without_mixer > 1.2 * fit.solved and fit.without_window > 1.2 * fit.solved
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3"])
+def test_the_mixers_features_are_as_large_as_the_windows_and_the_layer_the_same(saved_teacher, name):
+    """Or one step of Adam on weights of 1e-5 would undo the fit; norms on queries fix the size, so they are left."""
+    model = teacher_model(saved_teacher(name), window=3, sinks=1)
+    data = layer_data(model, model.mixer(1))
+    mixer, _ = fit_layer(model.mixer(1), data, FitSettings(refine_steps=0, decays_beside_window=(0.99,)))
+    with torch.no_grad():
+        mixer.out_proj.weight[:, mixer.attention_size :] /= 100
+        mixer.ssd.conv1d.weight[-mixer.ssd.C_size :] *= 100
+        mixer.ssd.D *= 100
+        unbalanced = copy.deepcopy(mixer)
+        balance_features(mixer, data)
+        u, _ = data.batch(range(4))
+        torch.testing.assert_close(mixer(u, data.rotary), unbalanced(u, data.rotary), rtol=1e-4, atol=1e-5)
+        near, far = features(mixer, data.batch(data.judging())[0], data.rotary)[:, 4:].split(mixer.sizes, dim=-1)
+    sizes = far.unflatten(-1, (mixer.ssd.num_heads, -1)).pow(2).mean((0, 1, 3)).sqrt()
+    if name == "qwen3":
+        assert torch.equal(mixer.ssd.D, unbalanced.ssd.D)
+    else:
+        torch.testing.assert_close(sizes, near.pow(2).mean().sqrt().expand_as(sizes), rtol=1e-3, atol=0)
 
 
 def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_path):
