@@ -126,13 +126,14 @@ def fit_layer(
     """
     if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
+    if isinstance(mixer, HybridMixer) and mixer.ssd is None:  # a window alone stays the teacher's, to the bit
+        mapped = held_out_error(mixer, data)
+        return mixer.requires_grad_(False), LayerFit(None, None, mapped, mapped, mapped)
     if before is not None:
         decay, ridge, mapped, solved = before.decay, before.ridge, before.mapped, before.solved
     else:
         with torch.no_grad():
             mapped = held_out_error(mixer, data)
-            if isinstance(mixer, HybridMixer) and mixer.ssd is None:  # a window alone stays the teacher's, to the bit
-                return mixer.requires_grad_(False), LayerFit(None, None, mapped, mapped, mapped)
             decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
             solved, ridge = solve_out_proj(mixer, data, settings.ridges)
             if isinstance(mixer, HybridMixer):
