@@ -33,7 +33,7 @@ LAYER_CHOICES = {"attention_layers", "attention_ratio", "cache_bytes", "cache_ra
 # a layer that these name stays attention within a budget of cache; the budget chooses the rest
 NAMED_LAYERS, BUDGETS = {"attention_layers", "layer_pattern"}, {"cache_bytes", "cache_ratio"}
 # where nothing is said about what the layers hold, or how it is found, so much of the teacher's cache is spent as well
-# as the scores know how: what measured best there (docs/hybrid_layers.md)
+# as the scores know how (docs/hybrid_layers.md)
 DEFAULT_CACHE_RATIO = 0.25
 CONTENTS = LAYER_CHOICES | {
     "attention_heads", "export_ready", "layer_selection", "low_memory", "mixer", "mixer_sees", "norm", "shared_state",

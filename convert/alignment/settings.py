@@ -47,7 +47,7 @@ class BudgetSettings:
     """Tokens to be recalled from far away, per text."""
     state: bool = False
     """Whether a mixer beside the window comes into question where no option of it says so; to know, one is fitted in
-    every layer. So far none has been worth its bytes (docs/hybrid_layers.md)."""
+    every layer. Where it was measured, it was not worth its bytes (docs/hybrid_layers.md)."""
 
     def __post_init__(self):
         for name in ("points", "answers"):
