@@ -5,9 +5,9 @@ python -m recipes.alignment_ladder runs/ladder --train runs/text/wikipedia_5.jso
 
 Rows: a window with sinks (what one would pick instead), the mapping alone, the closed form without and with
 refinement, hidden-state alignment and distillation after it, the same stages from the starts of MOHAWK and Mamba
-in the Llama, and the closed form, stage 2 and stage 3 of mixers that stand beside a small window (`--beside`). Columns:
-the share of layers that keep attention. Results go to OUT/results.jsonl as they come, and what is there already is
-not computed again.
+in the Llama, and the closed form, stage 2 and stage 3 of mixers that stand beside a small window (`--beside`).
+Columns: the share of layers that keep attention. Results go to OUT/results.jsonl as they come, and what is there
+already is not computed again.
 """
 
 import argparse
