@@ -92,6 +92,8 @@ class Choice:
     nbytes: int
     predicted: float
     """Nats of KL and weighted recall loss."""
+    in_rounds: bool = False
+    """Whether the heads were scored again among themselves."""
 
     def layers(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Those all of whose heads see everything; `shape` is layers by key/value heads."""
@@ -109,7 +111,8 @@ class Choice:
             return "every layer stays attention"
         parts = [f"window {self.window}"]
         parts += ["a state beside it"] * self.has_state
-        parts += [f"{heads} head{'s' * (heads > 1)} with full attention"] * (heads > 0)
+        chosen = ", chosen in rounds" if self.in_rounds else ""
+        parts += [f"{heads} head{'s' * (heads > 1)} with full attention{chosen}"] * (heads > 0)
         return " + ".join(parts + [f"{whole} layer{'s' * (whole > 1)} of attention"] * (whole > 0))
 
 

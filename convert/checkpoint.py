@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import threading
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -52,17 +53,19 @@ class Checkpoint(ABC):
 
     tensors: dict[str, TensorInfo]
     files: list[Path]
+    concurrent = True
+    """Whether several threads may read at once."""
 
     @abstractmethod
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows start..stop of a tensor (the whole of a scalar)."""
+    def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows start..stop of a tensor (the whole of a scalar); they may lie in `buffer`, if that is given."""
 
     def buffer_bytes(self) -> int:
         """Memory that reading the largest tensor takes."""
         return BLOCK_BYTES
 
     def blocks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Rows start..stop in consecutive blocks, checked to be finite.
+        """Rows start..stop in consecutive blocks, checked to be finite; each takes the place of the one before.
 
         Raises:
             ValueError: a value is NaN or infinite.
@@ -71,18 +74,30 @@ class Checkpoint(ABC):
         rows = info.shape[0] if info.shape else 1
         stop = rows if stop is None else stop
         step = max(1, BLOCK_BYTES * rows // max(info.nbytes, 1))
+        buffer = torch.empty(min(step, stop - start) * (info.nbytes // max(rows, 1)), dtype=torch.uint8)
         for first in range(start, stop, step):
-            block = self.read_rows(name, first, min(first + step, stop))
-            # the extremes of a block show any NaN or infinity in it, at memory speed
-            if block.numel() and not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(block)):
-                kind = "NaN" if torch.isnan(block).any() else "an infinite value"
-                raise ValueError(f"Tensor {name} of the teacher contains {kind}; the checkpoint is damaged.")
+            block = self.read_rows(name, first, min(first + step, stop), buffer)
+            check_finite(block, name)
             yield block
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows start..stop of a tensor, checked to be finite."""
-        blocks = list(self.blocks(name, start, stop))
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        info = self.tensors[name]
+        rows = info.shape[0] if info.shape else 1
+        whole = self.read_rows(name, start, rows if stop is None else stop)
+        check_finite(whole, name)
+        return whole
+
+
+def check_finite(values: torch.Tensor, name: str) -> None:
+    """The extremes show any NaN or infinity, at memory speed.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if values.numel() and not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(values)):
+        kind = "NaN" if torch.isnan(values).any() else "an infinite value"
+        raise ValueError(f"Tensor {name} of the teacher contains {kind}; the checkpoint is damaged.")
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -92,9 +107,10 @@ class SafetensorsCheckpoint(Checkpoint):
         self.files = files
         self.tensors = {}
         self._place: dict[str, tuple[Path, int]] = {}
-        self._open: dict[Path, int] = {}
         for path in files:
             self._read_header(path)
+        self._open: dict[Path, int] = {}
+        self._opening = threading.Lock()
 
     def _read_header(self, path: Path) -> None:
         try:
@@ -118,14 +134,16 @@ class SafetensorsCheckpoint(Checkpoint):
             self.tensors[name] = TensorInfo(tuple(entry["shape"]), SAFETENSORS_DTYPES[entry["dtype"]])
             self._place[name] = (path, 8 + length + entry["data_offsets"][0])
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """See `Checkpoint.read_rows`."""
         info = self.tensors[name]
         row_bytes = info.nbytes // (info.shape[0] if info.shape else 1)
         path, offset = self._place[name]
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
-        buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        with self._opening:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+        nbytes = (stop - start) * row_bytes
+        buffer = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
         view, done = memoryview(buffer.numpy()), 0
         while done < len(view):  # one call reads at most 2 GiB
             count = os.preadv(self._open[path], [view[done:]], offset + start * row_bytes + done)
@@ -157,7 +175,7 @@ class PickledCheckpoint(Checkpoint):
             self._values |= {name: t for name, t in shard.items() if isinstance(t, torch.Tensor)}
         self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._values.items()}
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """See `Checkpoint.read_rows`."""
         value = self._values[name]
         return value[start:stop].contiguous() if value.ndim else value
@@ -165,6 +183,8 @@ class PickledCheckpoint(Checkpoint):
 
 class GgufCheckpoint(Checkpoint):
     """A GGUF file, dequantised one tensor at a time to float32 and renamed by transformers' own tables."""
+
+    concurrent = False  # the tensor at hand is kept whole
 
     def __init__(self, path: Path, teacher_config):
         from gguf import GGUFReader
@@ -197,7 +217,7 @@ class GgufCheckpoint(Checkpoint):
         """A tensor is dequantised whole: once as numpy made it, once reordered, once kept for its rows."""
         return 3 * max(info.nbytes for info in self.tensors.values())
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """See `Checkpoint.read_rows`."""
         from gguf import dequantize
 
@@ -221,7 +241,7 @@ class RemoteHeaders(Checkpoint):
             for name, tensor in file.tensors.items()
         }
 
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """Not to be called: a plan reads no weights."""
         raise AssertionError(f"{name} was asked for, but only the headers are here")
 

@@ -9,7 +9,9 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -17,7 +19,8 @@ import torch
 from .checkpoint import Checkpoint
 from .weight_mapping import Rule
 
-HASH_BLOCK_BYTES = 16 * 2**20
+HASH_BLOCK_BYTES = 2**20
+WORKERS = 2
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -61,32 +64,37 @@ def header_bytes(rules: list[Rule], dtype: torch.dtype) -> bytes:
 
 def write_shards(
     shards: list[Shard],
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     dtype: torch.dtype,
     folder: Path,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Carry out the rules and write their tensors, then the index if there are several shards.
 
+    Two shards are written at a time; within one, a file system has writers wait for each other.
+
     Args:
+        checkpoint: what the rules read; None where they need nothing.
         progress: called with the number of bytes just written.
 
     Raises:
         ValueError: a value is not finite, in the teacher or after the change of type.
         OSError: the disk is full or not writable.
     """
-    for shard in shards:
-        with open(folder / shard.name, "wb", buffering=0) as file:
-            file.write(header_bytes(shard.rules, dtype))
-            for rule in shard.rules:
-                written = 0
-                for block in rule.blocks(checkpoint):
-                    data = _bytes(block, dtype, rule)
-                    _write_all(file, data)
-                    written += len(data)
-                    progress(len(data))
-                expected = math.prod(rule.shape) * dtype.itemsize
-                assert written == expected, f"{rule.target}: wrote {written} bytes of {expected}"
+    workers = WORKERS if checkpoint is None or checkpoint.concurrent else 1
+    report, stop = threading.Lock(), threading.Event()
+
+    def reported(nbytes: int) -> None:
+        with report:
+            progress(nbytes)
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            writing = [pool.submit(_write_shard, s, checkpoint, dtype, folder, reported, stop) for s in shards]
+            for shard in as_completed(writing):
+                shard.result()
+        finally:  # an interruption reaches this thread only
+            stop.set()
     if len(shards) > 1:
         weight_map = {rule.target: shard.name for shard in shards for rule in shard.rules}
         total = sum(math.prod(rule.shape) * dtype.itemsize for shard in shards for rule in shard.rules)
@@ -102,7 +110,37 @@ def _bytes(block: torch.Tensor, dtype: torch.dtype, rule: Rule) -> memoryview:
     return memoryview(block.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _write_all(file, data: memoryview) -> None:
+def _write_shard(
+    shard: Shard,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    folder: Path,
+    progress: Callable[[int], None],
+    stop: threading.Event,
+) -> None:
+    """One file; gives up when `stop` is set, and sets it when it fails."""
+    if stop.is_set():
+        return
+    try:
+        with open(folder / shard.name, "wb", buffering=0) as file:
+            file.write(header_bytes(shard.rules, dtype))
+            for rule in shard.rules:
+                written = 0
+                for block in rule.blocks(checkpoint):
+                    if stop.is_set():
+                        return
+                    data = _bytes(block, dtype, rule)
+                    _write_all(file, data)
+                    written += len(data)
+                    progress(len(data))
+                expected = math.prod(rule.shape) * dtype.itemsize
+                assert written == expected, f"{rule.target}: wrote {written} bytes of {expected}"
+    except BaseException:
+        stop.set()
+        raise
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
     done = 0
     while done < len(data):  # an unbuffered write may stop early, at 2 GiB for one
         done += file.write(data[done:])
@@ -111,10 +149,11 @@ def _write_all(file, data: memoryview) -> None:
 def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:
     """sha256 of each weights file, as `sha256sum` and the Hub show it; gives up when `stop` is set."""
     hashes = {}
+    buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
     for path in files:
         digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while not stop.is_set() and (block := file.read(HASH_BLOCK_BYTES)):
-                digest.update(block)
+        with open(path, "rb", buffering=0) as file:
+            while not stop.is_set() and (count := file.readinto(buffer)):
+                digest.update(buffer[:count])
         hashes[path.name] = digest.hexdigest()
     return hashes

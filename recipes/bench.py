@@ -20,12 +20,12 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from .bench_conversion import CONVERT, synthetic_llama
+from .bench_conversion import COMPARE, synthetic_llama
 from .commit import project_commit
 
 TOPICS = ("scan", "decode", "conversion", "alignment", "loss")
 
-__all__ = ["CONVERT", "TOPICS", "main", "synthetic_llama"]
+__all__ = ["COMPARE", "TOPICS", "main", "synthetic_llama"]
 
 
 def run_topic(topic: str, output: Path) -> str | None:

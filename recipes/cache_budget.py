@@ -43,6 +43,7 @@ RATIOS = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
 ROWS = {
     "window": "every layer: a window and 4 sinks",
     "window+heads": "and what the scores choose, heads or layers, sees everything",
+    "window+rounds": "and as many heads, scored again among themselves",
     "window+even": "and as many heads, evenly placed",
     "state+window": "a window beside a state that query heads share, in every layer",
     "state+window+heads": "and what the scores choose sees everything",
@@ -170,8 +171,12 @@ class Study:
         if row not in ("window", "state+window"):
             choices = best_choices(budget, self.search.head_costs((has_state,)), longest)
             chosen = next((c for c in choices if c.has_state == has_state), None)
-            if chosen is None or not chosen.kept or row != "window+even":
-                return chosen if chosen is not None and chosen.kept else None
+            if chosen is None or not chosen.kept:
+                return None
+            if row == "window+rounds":
+                return self.search.in_rounds(budget, chosen, self.search.head_costs((False,)))
+            if row != "window+even":
+                return chosen
             free, count = budget.free_heads(), len(chosen.kept)
             kept = tuple(free[(i + 1) * len(free) // count - 1] for i in range(count))
         size = budget.sizes(has_state)

@@ -3,13 +3,23 @@
 import dataclasses
 import functools
 import hashlib
+import math
 import time
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..cache_budget import Budget, Choice, HeadCosts, best_choices, budget_report
+from ..cache_budget import (
+    Budget,
+    Choice,
+    HeadCosts,
+    Table,
+    best_choices,
+    budget_report,
+    fitting_window,
+    ranked_heads,
+)
 from ..checkpoint import Checkpoint
 from ..config import ConversionConfig
 from .align import FitCache, Progress
@@ -19,6 +29,8 @@ from .examination import MIN_TEACHER_ACCURACY
 from .head_costs import final_hidden, gated_heads, gated_layers, integrated_costs
 from .probes import Probe, needle_probe
 from .teacher_model import TeacherModel, replaced
+
+SHRINK = 0.7  # of the heads still in the race, from one round to the next
 
 
 class Recall:
@@ -69,7 +81,7 @@ class BudgetSearch:
         self.cache: FitCache = aligner.cache(
             aligner.quick,
             prose=hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
-            scored=dataclasses.asdict(self.settings),
+            scored={k: v for k, v in dataclasses.asdict(self.settings).items() if k not in ("state", "rounds")},
             sinks=budget.options.sinks,
         )
         self.known: dict[str, Any] = self.cache.load_json("head-costs.json")
@@ -84,6 +96,13 @@ class BudgetSearch:
         sequence, sinks = self.aligner.settings.sequence_length, self.budget.options.sinks
         costs = self.head_costs()
         choices = best_choices(self.budget, costs, max(1, sequence // 2 - sinks))
+        given = len(self.budget.given_heads())
+        some = next(
+            (c for c in choices if len(c.kept) > given and not c.has_state and c.heads(self.budget.shape)), None
+        )
+        if some is not None and measured and self.settings.rounds:
+            choices = [self.in_rounds(self.budget, some, costs), *choices]
+            measured += 1
         found = {}
         for i, choice in enumerate(choices[:measured]):
             self.progress("measuring choices", i, min(measured, len(choices)))
@@ -105,6 +124,53 @@ class BudgetSearch:
         if True in asked and (self.settings.state or False not in asked):
             left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(kl[windows[0]], lost))
         return HeadCosts(kl, lost, left, self.budget.context, self.weight)
+
+    def in_rounds(self, budget: Budget, choice: Choice, costs: HeadCosts) -> Choice:
+        """As many heads as a choice keeps, from a larger set that shrinks round by round.
+
+        Along the line from all heads to none, heads that need each other share a cost, and one that others can stand
+        in for looks cheap. Among few that are left, each is worth what it does without the rest. Without a state.
+        """
+        given, rounds = set(budget.given_heads()), self.settings.rounds
+        count = len(choice.kept) - len(given)
+        free = ranked_heads(costs.at(choice.window, False), budget.free_heads(), "heads")
+        left = free[: round(count / SHRINK**rounds)]
+        for step in range(rounds):
+            scores = self._again(given | set(left), choice.window)
+            left = sorted(left, key=lambda pair: (-scores[pair[0]][pair[1]], pair))
+            left = left[: max(count, round(count / SHRINK ** (rounds - 1 - step)))]
+        kept = tuple(sorted((*given, *left)))
+        size = budget.sizes(False)
+        window = fitting_window(budget, kept, size, budget.context)
+        assert window is not None, "as many heads fitted before"
+        return Choice(kept, window, False, size(kept, window), math.nan, in_rounds=True)
+
+    def _again(self, kept: set[tuple[int, int]], window: int) -> Table:
+        """What it costs that each of the heads kept sees a window as well, when all others do."""
+        self.progress("scoring heads again", 0, 1)
+        name = f"again {sorted(kept)} {window}"
+        return self._kept(name, lambda: self._costs_among(kept, window, name))
+
+    def _costs_among(self, kept: set[tuple[int, int]], window: int, name: str) -> Table:
+        (layers, heads), sinks = self.budget.shape, self.budget.options.sinks
+        full = torch.zeros(layers, heads)
+        for layer, kv in kept:
+            full[layer, kv] = 1.0
+        full = full.repeat_interleave(self.budget.shared, 1)
+
+        def gated(gates: torch.Tensor):
+            return gated_heads(self.model, window, sinks, 1 - full + full * gates)
+
+        def costs(what: str, ids: torch.Tensor, loss) -> torch.Tensor:
+            points = self._points(f"{what} {name}")
+            found = integrated_costs(self.model, ids, loss, full.shape, gated, self.settings.points, points)
+            return found.unflatten(1, (heads, -1)).sum(-1)
+
+        total = costs("kl", self.scoring, self._kl_loss())
+        if self._asked.counts:
+            beyond = max(1 - window / self.budget.context, 0.0)
+            total = total + self.weight * beyond * costs("recall", self._asked.probe.ids, self._asked.loss)
+        return total.tolist()
 
     def windows(self) -> list[int]:
         """Where costs are measured: no wider than a quarter of the text."""

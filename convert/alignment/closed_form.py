@@ -168,10 +168,13 @@ def branch_ablations(mixer: HybridMixer, data: LayerData) -> tuple[float, float]
 def best_decay(mixer: nn.Module, data: LayerData, settings: FitSettings) -> tuple[float | None, nn.Module]:
     """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
     best_error, best, best_mixer = math.inf, None, mixer
-    for decay in candidate_decays(mixer, settings):
+    decays = candidate_decays(mixer, settings)
+    for decay in decays:
         candidate = copy.deepcopy(mixer)
         if not set_decay(candidate, decay):
             break
+        if len(decays) == 1:
+            return decay, candidate
         error, _ = solve_out_proj(candidate, data, settings.ridges)
         if error < best_error:
             best_error, best, best_mixer = error, decay, candidate

@@ -41,6 +41,8 @@ class BudgetSettings:
     """Windows at which it is measured what each head costs; others are interpolated."""
     points: int = 2
     """Of the line between full attention and windows that is integrated over."""
+    rounds: int = 3
+    """Times that heads are scored again among those still in the race, the others seeing a window; 0: never."""
     prose_tokens: int = 2048
     """Length of the text that scores heads, and of another that judges the best choices."""
     answers: int = 32
@@ -53,6 +55,8 @@ class BudgetSettings:
         for name in ("points", "answers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.rounds < 0:
+            raise ValueError(f"rounds cannot be negative: {self.rounds}.")
         if not self.windows or min(self.windows) < 1:
             raise ValueError(f"windows must be at least 1, not {self.windows}.")
         if self.prose_tokens < 4 * self.answers:

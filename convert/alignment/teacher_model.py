@@ -5,6 +5,7 @@ no class per teacher family, and a block can hold the attention it has and the m
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -185,7 +186,12 @@ def layer_type(mixer: nn.Module) -> str:
 
 def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:
     """What a rule writes, in float32, as one tensor."""
-    return torch.cat([block.float().reshape(-1) for block in rule.blocks(checkpoint)]).view(rule.shape)
+    value, done = torch.empty(math.prod(rule.shape)), 0
+    for block in rule.blocks(checkpoint):
+        value[done : done + block.numel()] = block.reshape(-1)
+        done += block.numel()
+    assert done == value.numel(), f"{rule.target}: {done} values of {value.numel()}"
+    return value.view(rule.shape)
 
 
 def _is_meta(module: nn.Module) -> bool:

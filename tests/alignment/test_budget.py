@@ -1,5 +1,7 @@
 """A budget of cache spent on layers, heads, window and state together: costs, choices, the command."""
 
+import dataclasses
+import itertools
 import json
 
 import pytest
@@ -11,7 +13,7 @@ import convert.alignment.budget as budget_search
 from convert import convert
 from convert.alignment.head_costs import final_hidden, gated_heads, gated_layers, integrated_costs
 from convert.alignment.teacher_model import replaced
-from convert.cache_budget import HeadCosts, best_choices, budget_of, interpolated
+from convert.cache_budget import HeadCosts, best_choices, best_of_count, budget_of, interpolated
 from convert.cache_size import cache_bytes
 from convert.config import make_config
 from convert.pipeline import plan_conversion
@@ -187,6 +189,59 @@ def test_the_command_chooses_measures_and_keeps_what_it_found(saved_teacher, tmp
     monkeypatch.setattr(budget_search.BudgetSearch, "_measure", fail)
     again = converted(folder, tmp_path / "again", align_file, work_dir=str(work), measure=9)
     assert again.budget["choices"] == report["choices"]
+
+
+def test_heads_are_scored_again_among_those_left(saved_teacher, align_file, monkeypatch):
+    """Costs that depend on which heads are left: two that stand in for each other are cheap while both are there."""
+    options = dict(calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), mixer="none")
+    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.4, **options)
+    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
+    alone = torch.tensor([[5.0, 4.0], [3.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
+    costs = HeadCosts({4: alone.tolist()}, torch.zeros(SHAPE).tolist(), None, CONTEXT, 0.3)
+    chosen = best_of_count(spent, costs, "heads", 2, False, 16, spent.sizes(False))
+    assert chosen.kept == ((0, 0), (0, 1)), "each by what it costs alone"
+    asked = []
+
+    def again(kept, window):
+        asked.append(len(kept))
+        table = torch.zeros(SHAPE)
+        for layer, kv in kept:
+            table[layer, kv] = 1.0 if (layer, kv) in ((1, 0), (1, 1)) else 0.5
+        return table.tolist()
+
+    monkeypatch.setattr(search, "_again", again)
+    found = search.in_rounds(spent, chosen, costs)
+    assert (
+        found.kept == ((1, 0), (1, 1))
+        and found.in_rounds
+        and "2 heads with full attention, chosen in rounds" in found.text((4, 3))
+    )
+    assert asked == [6, 4, 3] and found.nbytes <= spent.nbytes
+
+
+def test_what_a_head_costs_when_others_see_a_window(saved_teacher, align_file):
+    """Of two heads left, the costs add up to what it costs to take both away."""
+    options = dict(calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), mixer="none")
+    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.4, **options)
+    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
+    search.settings = dataclasses.replace(search.settings, points=12)
+    kept, window = {(1, 0), (2, 1)}, 5
+    table = torch.tensor(search._again(kept, window))
+    assert all((table[pair] != 0) == (pair in kept) for pair in itertools.product(range(4), range(2)))
+
+    gates = torch.ones(4, 4)
+    gates[1, :2] = gates[2, 2:] = 0
+    kl = search._kl_loss()
+    recall = search._asked
+    ends = []
+    for end in (gates, torch.ones(4, 4)):
+        with torch.no_grad(), gated_heads(search.model, window, spent.options.sinks, end):
+            total = kl(final_hidden(search.model, search.scoring)).item()
+            if recall.counts:
+                beyond = search.weight * (1 - window / CONTEXT)
+                total += beyond * recall.loss(final_hidden(search.model, recall.probe.ids)).item()
+        ends.append(total)
+    assert table.sum().item() == pytest.approx(ends[1] - ends[0], rel=0.05, abs=1e-5)
 
 
 def test_the_measure_is_the_models_own(saved_teacher, tmp_path, align_file):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.checkpoint import PickledCheckpoint, SafetensorsCheckpoint, open_weights
+from convert.checkpoint import GgufCheckpoint, PickledCheckpoint, SafetensorsCheckpoint, open_weights
 from convert.weight_mapping import Rule
-from convert.writer import plan_shards
-from recipes.bench import CONVERT, synthetic_llama
+from convert.writer import plan_shards, write_shards
+from recipes.bench import COMPARE, synthetic_llama
 from tests.teachers import make_teacher, random_ids
 
 
@@ -90,14 +91,72 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
     assert [[r.target for r in s.rules] for s in plan_shards(rules, torch.float32, 24)] == [["0"], ["1"], ["2", "3"]]
 
 
+def initialised(name: str, blocks) -> Rule:
+    return Rule(name, (2, 2), "initialised", (), blocks)
+
+
+def test_two_shards_are_written_at_a_time(tmp_path):
+    both = threading.Barrier(2, timeout=20)  # breaks where one waits for the other to end
+
+    def rows(value):
+        def blocks(checkpoint):
+            for _ in range(2):
+                both.wait()
+                yield torch.full((1, 2), value)
+
+        return blocks
+
+    shards = plan_shards([initialised(str(i), rows(float(i))) for i in range(4)], torch.float32, 32)
+    written = []
+    write_shards(shards, None, torch.float32, tmp_path, written.append)
+    stored = {name: t for shard in shards for name, t in load_file(tmp_path / shard.name).items()}
+    assert len(shards) == 2 and sum(written) == 4 * 16
+    assert all(torch.equal(stored[str(i)], torch.full((2, 2), float(i))) for i in range(4))
+
+
+def test_a_shard_that_fails_stops_the_others(tmp_path):
+    begun = threading.Event()
+
+    def endless(checkpoint):
+        while True:
+            begun.set()
+            yield torch.ones(0, 2)
+
+    def damaged(checkpoint):
+        assert begun.wait(20)
+        raise ValueError("damaged")
+        yield
+
+    rules = [initialised("endless", endless), initialised("damaged", damaged), initialised("never", endless)]
+    with pytest.raises(ValueError, match="damaged"):
+        write_shards(plan_shards(rules, torch.float32, 16), None, torch.float32, tmp_path)
+    assert (tmp_path / "model-00002-of-00003.safetensors").is_file()
+    assert not (tmp_path / "model-00003-of-00003.safetensors").exists()
+
+
+def test_a_gguf_file_is_read_by_one_thread_at_a_time(tmp_path):
+    reading, most = [], []
+
+    def blocks(checkpoint):
+        reading.append(1)
+        most.append(len(reading))
+        threading.Event().wait(0.02)
+        reading.pop()
+        yield torch.ones(2, 2)
+
+    rules = [initialised(str(i), blocks) for i in range(4)]
+    write_shards(plan_shards(rules, torch.float32, 16), object.__new__(GgufCheckpoint), torch.float32, tmp_path)
+    assert max(most) == 1
+
+
 def test_peak_memory_stays_below_a_shard(tmp_path):
     """Above the interpreter's own, at most 1.2 times the largest output shard, whatever the model's size."""
     synthetic_llama(tmp_path / "teacher", gigabytes=0.6, num_shards=4)
-    command = [sys.executable, "-c", CONVERT, str(tmp_path / "teacher"), str(tmp_path / "out"), "150MB", "memory"]
+    command = [sys.executable, "-c", COMPARE, str(tmp_path / "teacher"), str(tmp_path), "150MB", "memory"]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    largest = max(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    largest = max(p.stat().st_size for p in (tmp_path / "hybrid").glob("*.safetensors"))
     assert report["peak"] <= 1.2 * largest, (report["peak"] / largest, report)
-    plan = json.loads((tmp_path / "out" / "config.json").read_text())
+    plan = json.loads((tmp_path / "hybrid" / "config.json").read_text())
     assert plan["conversion"]["teacher_sha256"].keys() == {
         p.name for p in (tmp_path / "teacher").glob("*.safetensors")
     }
