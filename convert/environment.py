@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from transformers.utils import is_flash_attn_2_available
 
+from modeling_llamba.hub_kernels import HUB_REPOSITORY, hub_function
 from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend
 
 LIBRARIES = (
@@ -26,6 +27,8 @@ KERNELS = {
     "triton": "triton",
     "kernels": "kernels",
 }
+
+SCAN = "mamba_chunk_scan_combined"
 
 
 def environment() -> dict[str, Any]:
@@ -68,15 +71,17 @@ def _kernel(package: str, module: str) -> dict[str, str | None]:
 def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str, dict[str, str]]:
     """What runs, and why, for each part that could run in more than one way."""
 
-    def choose(name: str, package: str) -> dict[str, str]:
+    def choose(name: str, package: str, on_hub: str = "") -> dict[str, str]:
         problem = kernels[package]["problem"]
         if not cuda:
             return {"runs": "torch", "why": "no CUDA device"}
+        if problem and on_hub and hub_function(on_hub) is not None:
+            return {"runs": name, "why": f"{HUB_REPOSITORY} of the Hub, on CUDA"}
         if problem:
             return {"runs": "torch", "why": f"{package}: {problem}"}
         return {"runs": name, "why": f"{package} {kernels[package]['version']} on CUDA"}
 
-    inference, training = choose("mamba_ssm", "mamba-ssm"), choose("fla", "fla-core")
+    inference, training = choose("mamba_ssm", "mamba-ssm", SCAN), choose("fla", "fla-core")
     scan = training if inference["runs"] == "torch" and training["runs"] == "fla" else inference
     if scan["runs"] == "mamba_ssm":
         scan["why"] += f"; {training['runs']} where a gradient is wanted ({training['why']})"
@@ -89,7 +94,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "one token of it, or a short chunk": {"runs": "torch", "why": "a few products; no kernel is used"},
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
-        "short convolution": choose("causal_conv1d", "causal-conv1d"),
+        "short convolution": choose("causal_conv1d", "causal-conv1d", "causal_conv1d_fn"),
         "attention": {
             "runs": "sdpa",
             "why": "torch's own; flash_attention_2 on request"

@@ -19,12 +19,13 @@ import os
 import torch
 from torch import nn
 
+from .hub_kernels import hub_function
 from .ssd_chunked import chunked_scan, full_precision
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 except ImportError:
-    mamba_chunk_scan_combined = None
+    mamba_chunk_scan_combined = hub_function("mamba_chunk_scan_combined")
 try:
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 except ImportError:

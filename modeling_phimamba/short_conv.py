@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .hub_kernels import hub_function
+
 try:
     from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 except ImportError:
-    causal_conv1d_fn = causal_conv1d_update = None
+    causal_conv1d_fn, causal_conv1d_update = (hub_function(f"causal_conv1d_{kind}") for kind in ("fn", "update"))
 
 
 class ShortConv(nn.Module):
