@@ -5,7 +5,8 @@ python -m recipes.alignment_ladder runs/ladder --train runs/text/wikipedia_5.jso
 
 Rows: a window with sinks (what one would pick instead), the mapping alone, the closed form without and with
 refinement, hidden-state alignment and distillation after it, the same stages from the starts of MOHAWK and Mamba
-in the Llama, and the closed form, stage 2 and stage 3 of mixers that stand beside a small window (`--beside`).
+in the Llama, the closed form, stage 2 and stage 3 of mixers that stand beside a small window (`--beside`), and
+finished hybrids of the same teacher, whatever made them (`--hybrids`).
 Columns: the share of layers that keep attention. Results go to OUT/results.jsonl as they come, and what is there
 already is not computed again.
 """
@@ -31,6 +32,7 @@ from convert.alignment.layerwise import LayerwiseStage, hidden_state_loss, orien
 from convert.alignment.settings import DistillationSettings, HiddenStateSettings, OrientationSettings
 from convert.config import make_config
 from convert.layer_selection import uniform_attention_layers
+from convert.loading import load_model
 from convert.teacher import embedded_teacher, find_teacher
 
 from .fidelity import Yardstick, append, summary, text_rows
@@ -84,7 +86,7 @@ class Ladder:
         Raises:
             ValueError: the folder holds another run's.
         """
-        own = ("output", "ratios", "stage3_ratios", "stage3_rows", "placements", "placed_by", "beside", "few_tokens")
+        own = "output ratios stage3_ratios stage3_rows placements placed_by beside few_tokens hybrids".split()
         told = {key: str(value) for key, value in vars(self.arguments).items() if key not in own}
         path = self.folder / "arguments.json"
         if path.is_file() and json.loads(path.read_text()) != told:
@@ -125,11 +127,24 @@ class Ladder:
         else:
             student = self.teacher.hybrid({layer: mixers[layer] for layer in layers})
             figures = self.yardstick.measure(Yardstick.final_hidden(student), student)
+        self.record(name, ratio, layers, tokens, seconds, figures)
+
+    def record(self, name: str, ratio: float, layers: list[int], tokens: int, seconds: float, figures: dict) -> None:
+        """Write a cell down."""
         cell = {"row": name, "attention": ratio, "layers": layers, "tokens": tokens, "seconds": round(seconds)}
-        record = cell | figures
-        self.results.append(record)
-        append(self.results_file, record)
+        self.results.append(cell | figures)
+        append(self.results_file, cell | figures)
         print(f"{name}, {ratio:.1%} attention, {tokens} tokens, {seconds:.0f} s: {summary(figures)}", flush=True)
+
+    def finished_hybrid(self, folder: Path) -> None:
+        """Measure a checkpoint; its row has the folder's name, and 0 tokens, since they are not known here."""
+        student = load_model(str(folder), "float32")
+        kinds = student.config.layer_types
+        replaced = [i for i, kind in enumerate(kinds) if kind in ("linear_attention", "hybrid")]
+        ratio = 1 - len(replaced) / len(kinds)
+        if not self.has(f"hybrid {folder.name}", ratio):
+            figures = self.yardstick.measure(Yardstick.final_hidden(student), student)
+            self.record(f"hybrid {folder.name}", ratio, replaced, 0, 0.0, figures)
 
     def has(self, name: str, *ratios: float) -> bool:
         """Whether these cells are measured."""
@@ -285,6 +300,8 @@ def main(arguments: argparse.Namespace) -> None:
         from_few_tokens(ladder, tokens, arguments.ratios[0])
     if arguments.beside:
         beside_a_window(ladder, closed_tokens)
+    for folder in arguments.hybrids:
+        ladder.finished_hybrid(folder)
     print(as_table(ladder.results))
 
 
@@ -348,6 +365,7 @@ if __name__ == "__main__":
     parser.add_argument("--validation-rows", type=int, default=8)
     parser.add_argument("--long", type=int, default=2048, help="length of the long validation text")
     parser.add_argument("--few-tokens", type=int, nargs="*", default=(2048, 4096, 8192), help="of less text, too")
+    parser.add_argument("--hybrids", type=Path, nargs="*", default=(), help="finished checkpoints to measure as well")
     parser.add_argument("--beside", type=int, default=32, help="window beside the mixers of the last rows; 0: none")
     parser.add_argument("--window", type=int, default=92, help="92 + 4 tokens of KV are as large as the SSD's state")
     main(parser.parse_args())

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from convert import convert
 from recipes import alignment_ladder, head_scores, layer_scores
 from recipes.fidelity import Yardstick, common_prefix, repetition, summary, text_rows
 from tests.alignment.tiny import teacher_model
@@ -106,20 +107,22 @@ def test_ladder_climbs_and_resumes(folder, capsys):
         model=str(folder / "teacher"), ratios=(0.5, 0.0),
         stage3_rows=alignment_ladder.STAGE3_ROWS, stage3_ratios=(0.5,), calibration_tokens=6 * 512,
         stage2_tokens=4 * 512, stage3_tokens=4 * 512, validation_rows=2, long=512, window=8, beside=8,
-        few_tokens=[2 * 512],
+        few_tokens=[2 * 512], hybrids=[folder / "exact"],
     )  # fmt: skip
+    convert(str(folder / "teacher"), folder / "exact", attention_ratio=0.5, window=512, sinks=0, align="none")
     alignment_ladder.main(arguments)
     records = [json.loads(line) for line in (folder / "ladder" / "results.jsonl").read_text().splitlines()]
     cells = {(record["row"], record["attention"]): record for record in records}
-    assert len(cells) == len(records) == 6 * 2 + 1 + 1 + 4 + 2 * 2 + 1 + 1
+    assert len(cells) == len(records) == 6 * 2 + 1 + 1 + 4 + 2 * 2 + 1 + 1 + 1
+    assert cells["hybrid exact", 0.5]["kl"] < 1e-6
     assert cells["closed form, solve only", 0.5]["kl"] < cells["copy", 0.5]["kl"]
     assert all(len(record["layers"]) == (2 if record["attention"] else 4) for record in records)
     assert cells["MOHAWK start + stages 2, 3", 0.5]["kl"] < cells["MOHAWK start + stage 2", 0.5]["kl"]
     beside = cells["closed form beside window 8 + 4 sinks", 0.0]
     assert beside["kl"] < cells["closed form", 0.0]["kl"]
     assert cells["beside a window + stage 3", 0.5]["tokens"] == beside["tokens"] + 4 * 512
-    table = capsys.readouterr().out.splitlines()[-18:]
-    assert table[0].startswith("| | tokens | 50.0% attention | 0.0% attention |") and len(table) == 2 + 16
+    table = capsys.readouterr().out.splitlines()[-19:]
+    assert table[0].startswith("| | tokens | 50.0% attention | 0.0% attention |") and len(table) == 2 + 17
     assert f"{cells['copy', 0.0]['kl']:.3f}" in next(line for line in table if line.startswith("| copy"))
     with pytest.raises(ValueError, match="other arguments"):
         alignment_ladder.main(Namespace(**vars(arguments) | {"stage2_tokens": 8 * 512}))
