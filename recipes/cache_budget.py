@@ -50,7 +50,7 @@ ROWS = {
     "mixers": "mixers alone; evenly placed layers keep their attention",
 }
 DISTANCES = (100, 400, 1500, 3500)
-ANSWERS, STEPS = 32, 8
+ANSWERS, STEPS, HEAD_ROUNDS = 32, 8, 3
 
 
 class Distances:
@@ -174,7 +174,7 @@ class Study:
             if chosen is None or not chosen.kept:
                 return None
             if row == "window+rounds":
-                return self.search.in_rounds(budget, chosen, self.search.head_costs((False,)))
+                return self.search.in_rounds(budget, chosen, self.search.head_costs((False,)), HEAD_ROUNDS)
             if row != "window+even":
                 return chosen
             free, count = budget.free_heads(), len(chosen.kept)

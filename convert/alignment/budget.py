@@ -101,7 +101,7 @@ class BudgetSearch:
             (c for c in choices if len(c.kept) > given and not c.has_state and c.heads(self.budget.shape)), None
         )
         if some is not None and measured and self.settings.rounds:
-            choices = [self.in_rounds(self.budget, some, costs), *choices]
+            choices = [self.in_rounds(self.budget, some, costs, self.settings.rounds), *choices]
             measured += 1
         found = {}
         for i, choice in enumerate(choices[:measured]):
@@ -125,13 +125,13 @@ class BudgetSearch:
             left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(kl[windows[0]], lost))
         return HeadCosts(kl, lost, left, self.budget.context, self.weight)
 
-    def in_rounds(self, budget: Budget, choice: Choice, costs: HeadCosts) -> Choice:
+    def in_rounds(self, budget: Budget, choice: Choice, costs: HeadCosts, rounds: int) -> Choice:
         """As many heads as a choice keeps, from a larger set that shrinks round by round.
 
         Along the line from all heads to none, heads that need each other share a cost, and one that others can stand
         in for looks cheap. Among few that are left, each is worth what it does without the rest. Without a state.
         """
-        given, rounds = set(budget.given_heads()), self.settings.rounds
+        given = set(budget.given_heads())
         count = len(choice.kept) - len(given)
         free = ranked_heads(costs.at(choice.window, False), budget.free_heads(), "heads")
         left = free[: round(count / SHRINK**rounds)]
