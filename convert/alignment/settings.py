@@ -42,8 +42,8 @@ class BudgetSettings:
     points: int = 2
     """Of the line between full attention and windows that is integrated over."""
     rounds: int = 0
-    """Times that heads are scored again among those still in the race, the others seeing a window. Where it was measured
-    it lowered KL, and recall on other text (docs/hybrid_layers.md)."""
+    """Times that heads are scored again among those still in the race, the others seeing a window. Where it was
+    measured it lowered KL, and recall on other text (docs/hybrid_layers.md)."""
     prose_tokens: int = 2048
     """Length of the text that scores heads, and of another that judges the best choices."""
     answers: int = 32
