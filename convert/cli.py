@@ -134,7 +134,10 @@ def convert_command(
     low_memory: Annotated[
         bool | None, _option(ALIGN, "Hold one block of the teacher at a time.", "--low-memory")
     ] = None,
-    work_dir: Annotated[str | None, _option(ALIGN, "Folder that keeps fits and scores, to resume.")] = None,
+    work_dir: Annotated[
+        str | None,
+        _option(ALIGN, "Folder that keeps fits and scores, to resume (default OUT.work, removed at the end)."),
+    ] = None,
     device: Annotated[str | None, _option(ALIGN, "Where alignment runs (default cpu).")] = None,
     dtype: Annotated[str | None, _option(OUTPUT, "auto (default), float32, bfloat16 or float16.")] = None,
     max_shard_size: Annotated[str | None, _option(OUTPUT, "Largest weights file (default 5GB).")] = None,

@@ -141,7 +141,8 @@ class ConversionConfig:
     low_memory: bool = False
     """Hold one block of the teacher at a time; layers are then not selected by score."""
     work_dir: str | None = None
-    """Folder that keeps fits until the result is safe, and scores, so that an interrupted alignment goes on."""
+    """Folder that keeps fits until the result is safe, and scores, so that an interrupted alignment goes on; by
+    default OUT.work, which is removed once the result is safe."""
     dtype: str = "auto"
     """Type of the weights written; auto keeps the teacher's."""
     device: str = "cpu"

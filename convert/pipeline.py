@@ -133,7 +133,7 @@ def run(
     repository = prepare_repository(options)
     aligner, alignment = None, None
     work = Path(options.work_dir or output.with_name(f"{output.name}.work")).expanduser()
-    if options.align == "mohawk":  # what training must not lose
+    if options.align != "none":  # what an interruption must not lose
         placed = dataclasses.replace(placed, work_dir=str(work))
     if budget is not None and plan.summary()["mixer_layers"]:
         kept = dataclasses.replace(budget, options=dataclasses.replace(budget.options, work_dir=placed.work_dir))
@@ -181,7 +181,7 @@ def run(
             )
     if aligner is not None:
         aligner.finished()
-        if options.align == "mohawk" and options.work_dir is None:
+        if options.work_dir is None:
             shutil.rmtree(work, ignore_errors=True)
     return plan
 

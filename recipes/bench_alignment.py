@@ -23,10 +23,11 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert.alignment.activations import ActivationStream
-from convert.alignment.closed_form import FitSettings, best_decay, refine, solve_out_proj
+from convert.alignment.closed_form import FitSettings, refine, solve_out_proj
 from convert.alignment.matrix_orientation import attention_rows, matrix_orientation_loss
 from convert.alignment.teacher_model import TeacherModel
 from convert.config import ConversionConfig, make_config
+from convert.mixer_mapping import set_decay
 from convert.plan import human_bytes
 from convert.teacher import find_teacher
 
@@ -62,7 +63,8 @@ def one_layer(name: str, scratch: Path) -> dict:
     streaming = (time.perf_counter() - started) / ids.numel()
     mixer, settings = teacher.mixer(0), FitSettings(refine_steps=3)
     started = time.perf_counter()
-    _, mixer = best_decay(mixer, data, dataclasses.replace(settings, decays=(0.7,)))
+    set_decay(mixer, 0.7)
+    solve_out_proj(mixer, data, settings.ridges)
     solving = time.perf_counter() - started
     started = time.perf_counter()
     solve_out_proj(mixer, data.fewer(1), settings.ridges)

@@ -62,10 +62,10 @@ def main(output: Path, model: str | None, dataset: str, tokens: int) -> dict:
         count = num_layers - len(uniform_attention_layers(num_layers, ratio))
         kept = uniform_attention_layers(num_layers, ratio)
         placements["uniform", ratio] = tuple(i for i in range(num_layers) if i not in kept)
-        greedy = dataclasses.replace(settings, rounds=ROUNDS)
+        once, greedy = (dataclasses.replace(settings, rounds=rounds) for rounds in (1, ROUNDS))
         for method, weight, chosen_how in (
-            ("kl", 0.0, settings),
-            ("kl+recall", settings.recall_weight, settings),
+            ("kl", 0.0, once),
+            ("kl+recall", settings.recall_weight, once),
             (f"kl+recall, {ROUNDS} rounds", settings.recall_weight, greedy),
         ):
             placements[method, ratio], scores = select_layers(mixers, examination, count, weight, chosen_how, cache)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import recipes.bench as bench
+import recipes.bench_alignment as bench_alignment
 import recipes.bench_peers as bench_peers
 from modeling_llamba.ssd import ssd_recurrence
 from recipes.bench_peers import find_peers
@@ -88,3 +89,19 @@ def test_scaling_is_drawn(tmp_path):
 
 def test_inputs_are_reproducible():
     assert all(map(torch.equal, inputs(2, 8), inputs(2, 8)))
+
+
+def test_the_cost_of_alignment_is_extrapolated_from_one_layer(monkeypatch, tmp_path):
+    shape, solved = dict(hidden_size=64, intermediate_size=128, num_attention_heads=16), []
+    solve = bench_alignment.solve_out_proj
+
+    def counted(mixer, data, ridges):
+        solved.append(len(data.fitting()))
+        return solve(mixer, data, ridges)
+
+    monkeypatch.setattr(bench_alignment, "TEACHERS", {"tiny": (4, shape)})
+    monkeypatch.setattr(bench_alignment, "solve_out_proj", counted)
+    row = bench_alignment.one_layer("tiny", tmp_path)
+    assert solved == [bench_alignment.ROWS, 1], "all of the text, and a part of it, for seconds per token"
+    costs = bench_alignment.extrapolated(row)
+    assert costs["total_minutes"] == pytest.approx(costs["stream_minutes"] + 2 * costs["fit_minutes_per_layer"])

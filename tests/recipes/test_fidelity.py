@@ -140,6 +140,9 @@ def test_layer_scores_are_plotted(folder):
         for method in ("kl", "uniform")
     )
     assert by_kl["kl"] <= uniform["kl"] + 1e-9
+    cheapest = sorted(report["scores"], key=lambda layer: report["scores"][layer]["kl"])
+    at_once = {r["attention"]: set(r["replaced"]) for r in report["placements"] if r["placement"] == "kl"}
+    assert all(layers == set(cheapest[: len(layers)]) for layers in at_once.values()), "by what each costs alone"
 
 
 def test_text_rows_skip(folder):
