@@ -17,7 +17,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 from typer.core import TyperGroup
 
 from .use_cli import COMMANDS
@@ -272,10 +282,19 @@ def _print_plan(plan, describe, as_json: bool, quiet: bool) -> None:
         console.print(describe(plan), markup=False)
 
 
+class TokenRate(ProgressColumn):
+    """Tokens per second, where a task counts tokens."""
+
+    def render(self, task: Task) -> Text:
+        """See `rich.progress.ProgressColumn`."""
+        counts = task.description.endswith("tokens") and task.speed
+        return Text(f"{task.speed:,.0f}/s" if counts else "")
+
+
 @contextlib.contextmanager
 def progress_bars(quiet: bool) -> Iterator:
     """Bars over alignment and over the bytes of weights; yields what sets the total, advances, and notes alignment."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TokenRate())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
         tasks: dict[str, TaskID] = {}
 

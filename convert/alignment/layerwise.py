@@ -92,7 +92,7 @@ class LayerwiseStage:
         first, before = self._resume(optimizers)
         before = before or self.evaluate(held_out)
         for step in range(first, steps):
-            progress("training", step, steps)
+            progress("training, tokens", step * per_step, steps * per_step)
             with torch.enable_grad():
                 losses = self._step(ids[self._rows(step, len(ids))], optimizers)
             pace = (step + 1 - first) * per_step / (time.perf_counter() - started)
@@ -100,7 +100,7 @@ class LayerwiseStage:
             every = self.settings.save_every
             if (every and (step + 1) % every == 0) or step + 1 == steps:
                 self._save(step + 1, before, optimizers)
-        progress("training", steps, steps)
+        progress("training, tokens", steps * per_step, steps * per_step)
         return StageReport(before, self.evaluate(held_out), steps * per_step, time.perf_counter() - started)
 
     @torch.no_grad()

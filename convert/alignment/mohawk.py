@@ -130,7 +130,7 @@ class Stages:
             settings,
             self.folder / "distillation",
             self.seed,
-            [_ProgressCallback(self.progress)],
+            [_ProgressCallback(self.progress, self.train.shape[1])],
             use_cpu=self.teacher.device.type == "cpu",
         )
         self.student.requires_grad_(True)
@@ -145,11 +145,12 @@ class Stages:
 
 
 class _ProgressCallback(TrainerCallback):
-    def __init__(self, progress: Progress):
-        self.progress = progress
+    def __init__(self, progress: Progress, length: int):
+        self.progress, self.length = progress, length
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.progress("distilling", state.global_step, state.max_steps)
+        per_step = args.per_device_train_batch_size * args.world_size * self.length
+        self.progress("distilling, tokens", state.global_step * per_step, state.max_steps * per_step)
 
 
 def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool, windowed: bool) -> None:

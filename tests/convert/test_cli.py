@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 import yaml
+from rich.progress import Progress
 from transformers import AutoConfig, AutoTokenizer
 
-from convert import ConversionConfig, plan_conversion
+from convert import ConversionConfig, cli, plan_conversion
 from convert.config import make_config, parse_size, read_config_file
 from tests.convert.test_bad_input import run
 from tests.modeling.test_training import tokenizer
@@ -182,3 +183,16 @@ def test_provenance_is_recorded(saved_teacher, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(folder.parent) not in card and card.endswith("|\n")
     assert digest in card and "Not aligned" in card and "trust_remote_code=True" in card and "MAMA" in card
+
+
+def test_a_bar_that_counts_tokens_shows_their_rate():
+    clock = iter(range(0, 1000))
+    with Progress(cli.TokenRate(), get_time=lambda: float(next(clock)), auto_refresh=False, disable=True) as bar:
+        shown = {}
+        for what in ("distilling, tokens", "scoring layers"):
+            task = bar.add_task(what, total=4096)
+            for done in (1024, 2048, 3072):
+                bar.update(task, completed=done)
+            shown[what] = cli.TokenRate().render(next(t for t in bar.tasks if t.id == task)).plain
+    assert shown["scoring layers"] == "" and shown["distilling, tokens"].endswith("/s")
+    assert float(shown["distilling, tokens"][:-2].replace(",", "")) > 0
