@@ -5,6 +5,7 @@ the teacher's next-token distribution: the loss is KL(teacher || student) per to
 cross entropy to the teacher's distribution (Bick et al. 2024, eq. 7). Logits exist a few hundred tokens at a time.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -51,6 +52,15 @@ class DistillingMixin:
             teacher_hidden_states.flatten(0, 1), hidden.flatten(0, 1), teacher_head, self.lm_head, keep, temperature
         )
         return {"loss": loss}
+
+
+class StopAtNaN(TrainerCallback):
+    """Ends the training at a loss that is not finite; what was saved before is whole."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """See `TrainerCallback`."""
+        if not math.isfinite((logs or {}).get("loss", 0.0)):
+            raise ValueError(f"The loss is not finite at step {state.global_step}; lower the learning rate.")
 
 
 class DistillationTrainer(Trainer):
@@ -124,7 +134,7 @@ def distil(
     one with the results it would have had. The student comes back in evaluation mode.
 
     Raises:
-        ValueError: the vocabularies differ.
+        ValueError: the vocabularies differ, or a loss is not finite.
     """
     if student.config.vocab_size != teacher.config.vocab_size:
         raise ValueError(
@@ -142,7 +152,7 @@ def distil(
             train_dataset=TokenRows(ids),
             teacher=teacher,
             settings=settings,
-            callbacks=callbacks,
+            callbacks=[*(callbacks or []), StopAtNaN()],
         )
         trainer.remove_callback(PrinterCallback)
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -185,6 +195,7 @@ def training_arguments(
         data_seed=seed,
         use_cpu=use_cpu,
         logging_steps=max(steps // 100, 1),
+        logging_nan_inf_filter=False,
         save_strategy="steps" if settings.save_every else "no",
         save_steps=settings.save_every or 500,
         save_total_limit=1,
