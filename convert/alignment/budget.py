@@ -152,24 +152,13 @@ class BudgetSearch:
         return self._kept(name, lambda: self._costs_among(kept, window, name))
 
     def _costs_among(self, kept: set[tuple[int, int]], window: int, name: str) -> Table:
-        (layers, heads), sinks = self.budget.shape, self.budget.options.sinks
-        full = torch.zeros(layers, heads)
+        full = torch.zeros(self.budget.shape)
         for layer, kv in kept:
             full[layer, kv] = 1.0
-        full = full.repeat_interleave(self.budget.shared, 1)
-
-        def gated(gates: torch.Tensor):
-            return gated_heads(self.model, window, sinks, 1 - full + full * gates)
-
-        def costs(what: str, ids: torch.Tensor, loss) -> torch.Tensor:
-            points = self._points(f"{what} {name}")
-            found = integrated_costs(self.model, ids, loss, full.shape, gated, self.settings.points, points)
-            return found.unflatten(1, (heads, -1)).sum(-1)
-
-        total = costs("kl", self.scoring, self._kl_loss())
+        total = torch.tensor(self._costs(f"kl {name}", window, self.scoring, self._kl_loss(), full))
         if self._asked.counts:
-            beyond = max(1 - window / self.budget.context, 0.0)
-            total = total + self.weight * beyond * costs("recall", self._asked.probe.ids, self._asked.loss)
+            lost = self._costs(f"recall {name}", window, self._asked.probe.ids, self._asked.loss, full)
+            total = total + self.weight * max(1 - window / self.budget.context, 0.0) * torch.tensor(lost)
         return total.tolist()
 
     def windows(self) -> list[int]:
@@ -201,15 +190,23 @@ class BudgetSearch:
         """Keeps the derivatives at each point, so that an interruption costs no more than one."""
         return lambda point, compute: self._kept(f"{name} {point + 1}/{self.settings.points}", compute)
 
-    def _costs(self, name: str, window: int, ids: torch.Tensor, loss) -> list[list[float]]:
-        """By layer and key/value head, the query heads of each together."""
-        shape = (self.budget.shape[0], self.budget.shape[1] * self.budget.shared)
-        sinks = self.budget.options.sinks
+    def _costs(
+        self, name: str, window: int, ids: torch.Tensor, loss, full: torch.Tensor | None = None
+    ) -> list[list[float]]:
+        """By layer and key/value head, the query heads of each together.
+
+        Args:
+            full: (layers, key/value heads), 1 for those that see everything where the line begins; all, by default.
+        """
+        (layers, heads), shared, sinks = self.budget.shape, self.budget.shared, self.budget.options.sinks
+        full = torch.ones(layers, heads) if full is None else full
+        full = full.repeat_interleave(shared, 1).to(self.model.device)
         of_heads = integrated_costs(
-            self.model, ids, loss, shape, lambda gates: gated_heads(self.model, window, sinks, gates),
+            self.model, ids, loss, full.shape,
+            lambda gates: gated_heads(self.model, window, sinks, 1 - full + full * gates),
             self.settings.points, self._points(name),
         )  # fmt: skip
-        return of_heads.unflatten(1, (self.budget.shape[1], -1)).sum(-1).tolist()
+        return of_heads.unflatten(1, (heads, -1)).sum(-1).tolist()
 
     def _kl_costs(self, window: int) -> list[list[float]]:
         self.progress("scoring heads", self.windows().index(window), len(self.windows()) + 1)
