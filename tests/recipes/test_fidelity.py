@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from convert import convert
-from recipes import alignment_ladder, head_scores, layer_scores
+from recipes import alignment_ladder, head_scores, ladder_plot, layer_scores
 from recipes.fidelity import Yardstick, common_prefix, repetition, summary, text_rows
 from tests.alignment.tiny import teacher_model
 from tests.modeling.test_training import tokenizer
@@ -128,6 +128,31 @@ def test_ladder_climbs_and_resumes(folder, capsys):
         alignment_ladder.main(Namespace(**vars(arguments) | {"stage2_tokens": 8 * 512}))
     alignment_ladder.main(arguments)
     assert len((folder / "ladder" / "results.jsonl").read_text().splitlines()) == len(records)
+
+
+def test_kl_against_tokens_has_a_line_per_method(tmp_path):
+    def record(row, tokens, kl, attention=0.5):
+        return {"row": row, "attention": attention, "tokens": tokens, "kl": kl, "kl_95": 0.01}
+
+    results = [
+        record("window 92 + 4 sinks", 0, 0.06),
+        record("closed form", 9000, 0.3),
+        record("closed form, solve only, 2048 tokens", 2048, 0.9),
+        record("closed form, evenly placed", 9000, 0.6),
+        record("closed form", 9000, 1.0, attention=0.25),
+        record("closed form beside window 32 + 4 sinks", 9000, 0.1),
+        record("MOHAWK start + stage 2", 5000, 1.2),
+        record("hybrid mine", 0, 0.2),
+    ]
+    assert ladder_plot.lines_of(results, 0.5) == {
+        "mixers alone, closed form first": [(2048, 0.9, 0.01), (9000, 0.3, 0.01)],
+        "beside a window, closed form first": [(9000, 0.1, 0.01)],
+        "MOHAWK's start": [(5000, 1.2, 0.01)],
+    }
+    ladder_plot.plot(results, 0.5, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match=r"12\.5% attention; there are \[0\.25, 0\.5\]"):
+        ladder_plot.plot(results, 0.125, tmp_path / "ladder.png")
 
 
 def test_layer_scores_are_plotted(folder):
