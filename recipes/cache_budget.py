@@ -90,7 +90,7 @@ class Study:
         options = make_config(
             model=arguments.model or str(embedded_teacher()), output="unused", dtype="float32", cache_ratio=1.0,
             context=arguments.context, work_dir=str(self.folder / "work"), align_config=arguments.align_config,
-            calibration_tokens=arguments.calibration_tokens,
+            calibration_tokens=arguments.calibration_tokens, calibration_dataset=arguments.calibration_dataset,
         )  # fmt: skip
         found = find_teacher(options.model)
         self.whole: Budget = budget_of(options, found, found.open_weights())
@@ -203,7 +203,7 @@ def mixers_alone(budget: Budget):
     return make_config(
         model=budget.options.model, output="unused", dtype="float32", attention_ratio=0.0, layer_selection="uniform",
         work_dir=budget.options.work_dir, align_config=budget.options.align_config,
-        calibration_tokens=budget.options.calibration_tokens,
+        calibration_tokens=budget.options.calibration_tokens, calibration_dataset=budget.options.calibration_dataset,
     )  # fmt: skip
 
 
@@ -325,6 +325,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--short-rows", type=int, default=8)
     parser.add_argument("--generate", action="store_true", help="compare greedy decoding with the teacher's, too")
     parser.add_argument("--decode", type=int, nargs="*", default=[], help="time a decoding step after so many tokens")
+    parser.add_argument("--calibration-dataset", default="default", help="text that fits mixers and scores heads")
     parser.add_argument("--calibration-tokens", type=int, default=30720)
     parser.add_argument("--align-config", help="YAML file with the alignment's settings")
     return parser.parse_args(given)
