@@ -29,6 +29,7 @@ from convert.alignment import BudgetSearch
 from convert.alignment.align import write_beside
 from convert.alignment.alignment import load_tokenizer
 from convert.alignment.divergence import kl_of_hidden
+from convert.alignment.probes import plain_tokens
 from convert.cache_budget import Budget, Choice, best_choices, budget_of, fitting_window
 from convert.cache_size import cache_bytes
 from convert.config import make_config
@@ -100,8 +101,8 @@ class Study:
         length = arguments.long or arguments.context
         skip = -(-512 * arguments.short_rows // length)
         (text,) = text_rows(arguments.validation, tokenizer, length, 1, skip)
-        size, teacher = self.model.config.vocab_size, self.model.whole()
-        self.recall = Distances(text[None], range(size // 50, size - size // 5), DISTANCES)
+        teacher = self.model.whole()
+        self.recall = Distances(text[None], plain_tokens(self.model.config.vocab_size), DISTANCES)
         self.texts = {"short": short, "long": self.recall.ids}
         self.reference = {name: self._reference(name, ids) for name, ids in self.texts.items()}
         self.prompts = Yardstick(teacher, tokenizer, short[:2], short[:1]) if arguments.generate else None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from convert.alignment.divergence import CHUNK_TOKENS, kl_of_logits
-from convert.alignment.probes import copy_probe
+from convert.alignment.probes import copy_probe, plain_tokens
 from convert.alignment.text import documents, token_rows
 
 FinalHidden = Callable[[torch.Tensor], torch.Tensor]
@@ -50,8 +50,7 @@ class Yardstick:
     reference: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        size = self.model.config.vocab_size
-        self.copy = copy_probe(range(size // 50, size - size // 5), 4, self.copied, seed=11)
+        self.copy = copy_probe(plain_tokens(self.model.config.vocab_size), 4, self.copied, seed=11)
         hidden = self.final_hidden(self.model)
         self.reference = {"short": self._through(hidden, self.short), "long": self._through(hidden, self.long)}
         self.teacher = self._scores(hidden) | self._generation(self.model)

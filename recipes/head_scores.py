@@ -21,7 +21,7 @@ from torch import nn
 from transformers.utils import logging
 
 from convert.alignment.alignment import load_tokenizer
-from convert.alignment.probes import copy_probe
+from convert.alignment.probes import copy_probe, plain_tokens
 from convert.alignment.retrieval import best_kv_heads, retrieval_scores
 from convert.alignment.teacher_model import TeacherModel
 from convert.cache_size import cache_bytes
@@ -39,8 +39,8 @@ class Copying:
     """A copy probe, and how well the teacher does when its layers see only a window and some heads everything."""
 
     def __init__(self, teacher: TeacherModel, distance: int):
-        self.teacher, size = teacher, teacher.config.vocab_size
-        self.probe = copy_probe(range(size // 50, size - size // 5), 2, distance, seed=5)
+        self.teacher = teacher
+        self.probe = copy_probe(plain_tokens(teacher.config.vocab_size), 2, distance, seed=5)
         self.shared = teacher.config.num_attention_heads // teacher.config.num_key_value_heads
 
     @torch.no_grad()

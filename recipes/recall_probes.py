@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from convert.alignment.probes import Probe, associative_probe, copy_probe, needle_probe
+from convert.alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 
 from .position_metrics import Advance, Reader
 
@@ -47,7 +47,7 @@ def questions(
         ValueError: L is too short for the passkey's words.
     """
     rows, length = prose.shape
-    vocabulary = range(vocabulary_size // 50, vocabulary_size - vocabulary_size // 5)
+    vocabulary = plain_tokens(vocabulary_size)
     found = [
         Question("copy", length, length // 2, copy_probe(vocabulary, rows, length // 2, seed)),
         Question("associative", length, None, associative_probe(vocabulary, rows, length // 4, seed)),

@@ -27,7 +27,7 @@ from .alignment import ClosedFormAligner
 from .divergence import distillation_loss, kl_of_hidden
 from .examination import MIN_TEACHER_ACCURACY
 from .head_costs import final_hidden, gated_heads, gated_layers, integrated_costs
-from .probes import Probe, needle_probe
+from .probes import Probe, needle_probe, plain_tokens
 from .teacher_model import TeacherModel, replaced
 
 SHRINK = 0.7  # of the heads still in the race, from one round to the next
@@ -37,9 +37,7 @@ class Recall:
     """A needle far back in prose, and how well it is found again."""
 
     def __init__(self, teacher: TeacherModel, prose: torch.Tensor, answers: int, seed: int):
-        size = teacher.config.vocab_size
-        vocabulary = range(size // 50, size - size // 5)
-        self.teacher = teacher
+        self.teacher, vocabulary = teacher, plain_tokens(teacher.config.vocab_size)
         self.probe: Probe = needle_probe(prose, vocabulary, seed, width=2 * answers)
         self.distance = prose.shape[1] - prose.shape[1] // 8 - 2 * answers
         with torch.no_grad():

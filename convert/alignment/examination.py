@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .divergence import kl_of_hidden
-from .probes import Probe, associative_probe, copy_probe, needle_probe
+from .probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 from .teacher_model import TeacherModel, replaced
 
 MIN_TEACHER_ACCURACY = 0.2
@@ -31,8 +31,7 @@ class Examination:
 
     def __init__(self, teacher: TeacherModel, prose: torch.Tensor, seed: int = 0, probe_length: int = 96):
         self.teacher, self.prose = teacher, prose
-        size = teacher.config.vocab_size
-        vocabulary = range(size // 50, size - size // 5)  # neither special tokens nor the rarest
+        vocabulary = plain_tokens(teacher.config.vocab_size)
         self.probes: dict[str, Probe] = {
             "copy": copy_probe(vocabulary, 2, probe_length, seed),
             "associative": associative_probe(vocabulary, 2, probe_length // 4, seed),

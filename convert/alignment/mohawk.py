@@ -21,6 +21,7 @@ from .align import Progress
 from .distillation import distil, mean_kl
 from .layerwise import LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
 from .matrix_orientation import check_has_matrix_per_head
+from .probes import plain_tokens, with_needles
 from .reporting import Reporter, reporters
 from .settings import AlignmentSettings
 from .teacher_model import TeacherModel
@@ -123,10 +124,11 @@ class Stages:
         settings = self.settings.distillation
         teacher = self.teacher.whole()
         before = mean_kl(self.student, teacher, self.held_out)
+        vocabulary = plain_tokens(teacher.config.vocab_size)
         log = distil(
             self.student,
             teacher,
-            self.train,
+            with_needles(self.train, settings.recall_share, vocabulary, self.seed),
             settings,
             self.folder / "distillation",
             self.seed,

@@ -16,6 +16,11 @@ class Probe(NamedTuple):
     answers: torch.Tensor
 
 
+def plain_tokens(vocabulary_size: int) -> range:
+    """Token ids that probes are made of: neither special tokens nor the rarest."""
+    return range(vocabulary_size // 50, vocabulary_size - vocabulary_size // 5)
+
+
 def copy_probe(vocabulary: range, rows: int, length: int, seed: int) -> Probe:
     """`length` random tokens, then the same again; the second half, but for its first token, is to be recalled."""
     first = _random(vocabulary, rows, length, seed)
@@ -49,6 +54,19 @@ def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int =
     answers = torch.zeros_like(ids, dtype=torch.bool)
     answers[:, -width // 2 :] = True
     return Probe(ids, answers)
+
+
+def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) -> torch.Tensor:
+    """Text (S, L) of whose rows a share holds a needle, and at its end what asks for it; the rest is as it was.
+
+    A needle is a quarter of its row long, lies anywhere before the question, and half of it is to be recalled.
+    """
+    generator, length, changed = _generator(seed), ids.shape[1], ids.clone()
+    width = length // 4 // 2 * 2
+    for i in torch.randperm(len(ids), generator=generator)[: round(share * len(ids))].tolist():
+        place = int(torch.randint(length - 2 * width + 1, (), generator=generator))
+        changed[i : i + 1] = needle_probe(ids[i : i + 1], vocabulary, seed + 1 + i, width, place).ids
+    return changed
 
 
 def _random(vocabulary: range, rows: int, length: int, seed: int) -> torch.Tensor:

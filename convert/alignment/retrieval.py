@@ -8,7 +8,7 @@ step or two, which recall needs as well, are served by the window.
 import torch
 
 from .matrix_orientation import attention_rows
-from .probes import copy_probe
+from .probes import copy_probe, plain_tokens
 from .teacher_model import TeacherModel
 
 ROWS = 2
@@ -22,8 +22,8 @@ def retrieval_scores(teacher: TeacherModel, window: int, seed: int = 0) -> torch
     Args:
         window: tokens that are near; the probe repeats after more than that.
     """
-    size, distance = teacher.config.vocab_size, max(2 * window, 64)
-    probe = copy_probe(range(size // 50, size - size // 5), ROWS, distance, seed)
+    distance = max(2 * window, 64)
+    probe = copy_probe(plain_tokens(teacher.config.vocab_size), ROWS, distance, seed)
     hidden, scores = teacher.embed(probe.ids), []
     inputs = teacher.block_inputs(hidden)
     asking = torch.arange(distance, 2 * distance - 1)  # the last token has nothing to predict

@@ -131,6 +131,13 @@ class DistillationSettings(StageSettings):
     """Recompute blocks in the backward pass, for memory."""
     bf16: bool = False
     """Run matrix products in bfloat16 (the recurrence and the loss stay in float32)."""
+    recall_share: float = 0.0
+    """Share of the training sequences that hold a needle of random tokens and ask for it, which text seldom does."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.recall_share <= 1:
+            raise ValueError(f"recall_share must lie between 0 and 1, not {self.recall_share}.")
 
 
 @dataclass(frozen=True, kw_only=True)

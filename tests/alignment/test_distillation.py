@@ -6,7 +6,13 @@ import torch
 from convert import convert
 from convert.alignment.distillation import distil, last_whole_checkpoint
 from convert.alignment.hybrid_training import load_hybrid
-from convert.alignment.settings import DistillationSettings
+from convert.alignment.mohawk import Stages
+from convert.alignment.settings import (
+    AlignmentSettings,
+    DistillationSettings,
+    HiddenStateSettings,
+    OrientationSettings,
+)
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 
 
@@ -29,3 +35,39 @@ def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
     assert last_whole_checkpoint(folder).endswith("checkpoint-2")
     saved = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
     assert all(torch.isfinite(v).all() for s in saved["state"].values() for v in s.values() if torch.is_tensor(v))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_share_of_the_sequences_asks_for_a_needle(share, saved_teacher, tmp_path):
+    """All rows are trained on once, in the student and in the teacher alike; the held-out text stays as it is."""
+    folder = saved_teacher("llama-gqa")
+    convert(str(folder), tmp_path / "hybrid", align="none", attention_ratio=0.5)
+    train, held_out = rows(8), rows(2, seed=1)
+    settings = AlignmentSettings(
+        sequence_length=LENGTH,
+        matrix_orientation=OrientationSettings(),
+        hidden_state_alignment=HiddenStateSettings(),
+        distillation=DistillationSettings(tokens=8 * LENGTH, sequences=1, recall_share=share),
+    )
+    teacher, seen = teacher_model(folder), {True: [], False: []}
+    student = load_hybrid(tmp_path / "hybrid")
+    for model in (student, teacher.whole()):
+        model.model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen[module.training].append((args or (kwargs.get("input_ids"),))[0]),
+            with_kwargs=True,
+        )
+    report = Stages(teacher, student, train, held_out, settings, tmp_path / "work").run()
+    trained = {tuple(ids[0].tolist()) for ids in seen[True]}
+    asked = {row for row in trained if any(row[-8:] == row[i : i + 8] for i in range(LENGTH - 15))}
+    assert len(trained) == 8 and len(asked) == 8 * share
+    assert trained - asked <= {tuple(row.tolist()) for row in train}
+    taught = {tuple(row.tolist()) for ids in seen[False] for row in ids}
+    assert taught == trained | {tuple(row.tolist()) for row in held_out}
+    assert report["distillation"]["tokens"] == 8 * LENGTH
+
+
+def test_a_share_is_between_none_and_all():
+    with pytest.raises(ValueError, match=r"recall_share must lie between 0 and 1, not 1\.5"):
+        DistillationSettings(recall_share=1.5)
+    with pytest.raises(ValueError, match="decay"):
+        DistillationSettings(warmup=0.8, decay=0.5)

@@ -9,7 +9,7 @@ import yaml
 from convert.alignment import alignment
 from convert.alignment.align import FitCache, LayerScore, select_layers
 from convert.alignment.examination import Examination, Marks
-from convert.alignment.probes import associative_probe, copy_probe, needle_probe
+from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
 from convert.alignment.settings import SelectionSettings
 from convert.alignment.teacher_model import replaced
 from tests.alignment.tiny import LENGTH, rows, teacher_model
@@ -40,6 +40,24 @@ def test_probes_ask_for_what_was_said():
     assert torch.equal(probe.ids[:, 12:-8], prose[:, 12:-8])
     again = needle_probe(prose, VOCABULARY, seed=0)
     assert torch.equal(again.ids, probe.ids) and not torch.equal(needle_probe(prose, VOCABULARY, 1).ids, probe.ids)
+
+
+def test_needles_are_hidden_in_a_share_of_the_rows():
+    prose = torch.arange(20 * 64).view(20, 64) + 10_000
+    vocabulary = plain_tokens(5_000)
+    assert vocabulary[0] == 100 and vocabulary[-1] == 3_999
+    ids = with_needles(prose, 0.25, vocabulary, seed=3)
+    changed = [i for i in range(20) if not torch.equal(ids[i], prose[i])]
+    assert len(changed) == 5 and torch.equal(ids, with_needles(prose, 0.25, vocabulary, seed=3))
+    places = set()
+    for i in changed:
+        drawn = (ids[i] != prose[i]).nonzero()[:, 0].tolist()
+        needle, question = drawn[:16], drawn[16:]
+        assert question == list(range(48, 64)) and needle == list(range(needle[0], needle[0] + 16))
+        assert torch.equal(ids[i, needle], ids[i, question]) and all(t in vocabulary for t in ids[i, needle].tolist())
+        places.add(needle[0])
+    assert len(places) > 1 and max(places) <= 32
+    assert torch.equal(with_needles(prose, 0.0, vocabulary, seed=3), prose)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi"])
