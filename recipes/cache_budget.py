@@ -4,7 +4,8 @@ python -m recipes.validation_text runs/text
 python -m recipes.cache_budget runs/budget --validation runs/text/owt_5.jsonl
 
 Nothing is trained: mixers are solved in closed form, windows and heads are the teacher's own. Rows are those of ROWS,
-at each of `--ratios` of the teacher's cache at 4k tokens, as many as keep within it. Columns: KL on short rows with
+at each of `--ratios` of the teacher's cache at 4k tokens, as many as keep within it, and finished hybrids of the same
+teacher, trained or not (`--hybrids`). Columns: KL on short rows with
 its 95 % interval and by position on a long one; recall, by distance, of random tokens put into the latter; what greedy
 decoding makes of prompts (`--generate`); time of a decoding step (`--decode`). Results go to OUT/results.jsonl, a row
 each, and what is there is not computed again; scores and fits are kept in OUT/work. OUT/cache_budget.png shows all.
@@ -34,6 +35,7 @@ from convert.cache_budget import Budget, Choice, best_choices, budget_of, fittin
 from convert.cache_size import cache_bytes
 from convert.config import make_config
 from convert.layer_selection import uniform_attention_layers
+from convert.loading import load_model
 from convert.teacher import embedded_teacher, find_teacher
 
 from .fidelity import EDGES, Yardstick, append, text_rows
@@ -246,6 +248,9 @@ def plot(records: list[dict], path: Path) -> None:
         for row in dict.fromkeys(r["row"] for r in records if r["row"] in ROWS):
             points = sorted((100 * r["share"], value(r)) for r in records if r["row"] == row)
             axis.plot(*zip(*points, strict=True), marker="o", label=row)
+        for r in records:
+            if r["row"].startswith("hybrid "):
+                axis.plot(100 * r["share"], value(r), marker="*", ms=10, ls="", label=r["row"])
         axis.set(xscale="log", xlabel=f"% of the teacher's cache at {CONTEXT} tokens", title=title)
     axes[0].set_yscale("log")
     axes[1].set_yscale("log")
@@ -309,6 +314,11 @@ def main(arguments: argparse.Namespace) -> None:
                 what = choice.text(budget.shape)
                 predicted = None if math.isnan(choice.predicted) else choice.predicted
                 record(row, ratio, what, choice.nbytes, study.student(budget, choice), predicted)
+    for folder in arguments.hybrids:
+        hybrid = load_model(str(folder), "float32")
+        nbytes = cache_bytes(hybrid.config, study.whole.context, study.whole.dtype)[1]
+        if (f"hybrid {folder.name}", nbytes / full) not in done:
+            record(f"hybrid {folder.name}", nbytes / full, "a checkpoint", nbytes, hybrid, None)
     print(as_table(records))
     plot(records, study.folder / "cache_budget.png")
 
@@ -321,6 +331,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="teacher (default: the embedded one)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="of the teacher's cache")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--hybrids", type=Path, nargs="*", default=(), help="finished checkpoints to measure as well")
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--long", type=int, help="tokens of the long text (default: the context that is paid for)")
     parser.add_argument("--short-rows", type=int, default=8)

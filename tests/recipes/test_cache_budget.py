@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from convert import convert
 from recipes import cache_budget
 from recipes.cache_budget import Distances, decoding_step
 from tests.modeling.test_training import tokenizer
@@ -67,14 +68,18 @@ def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, mo
         [str(tmp_path / "out"), "--validation", str(tmp_path / "text.jsonl"), "--model", str(tmp_path / "teacher"),
          "--align-config", str(tmp_path / "align.yaml"), "--context", "512", "--short-rows", "2",
          "--calibration-tokens", "320", "--ratios", "0.6", "--generate", "--decode", "600",
-         "--long", "1024"]
+         "--long", "1024", "--hybrids", str(tmp_path / "half")]
     )  # fmt: skip
+    options = {"mixer": "none", "window": 64, "sinks": 4, "align": "none", "dtype": "float32"}
+    convert(str(tmp_path / "teacher"), tmp_path / "half", attention_ratio=0.5, **options)
     cache_budget.main(arguments)
     results = tmp_path / "out" / "results.jsonl"
     records = [json.loads(line) for line in results.read_text().splitlines()]
     teacher = next(r for r in records if r["row"] == "teacher")
     assert teacher["kl"] == pytest.approx(0, abs=1e-6) and teacher["greedy_agreement"] == 1
-    assert {r["row"] for r in records} == {"teacher", *cache_budget.ROWS}
+    assert {r["row"] for r in records} == {"teacher", "hybrid half", *cache_budget.ROWS}
+    half = next(r for r in records if r["row"] == "hybrid half")
+    assert half["share"] == half["ratio"] == pytest.approx((2 + 2 * (64 + 3) / 512) / 4)
     assert all(r["share"] <= r["ratio"] and r["decode_ms"]["600"] > 0 for r in records)
     assert all(list(r["kl_by_position"]) == ["0-256", "256-512", "512-1024"] for r in records), "of the longer text"
     assert all(r["kl"] > 1e-4 for r in records if r["row"] != "teacher")
