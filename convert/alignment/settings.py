@@ -46,7 +46,7 @@ class BudgetSettings:
     measured it lowered KL, and recall on other text (docs/hybrid_layers.md)."""
     prose_tokens: int = 2048
     """Length of the text that scores heads, and of another that judges the best choices."""
-    answers: int = 32
+    answers: int = 256
     """Tokens to be recalled from far away, per text."""
     state: bool = False
     """Whether a mixer beside the window comes into question where no option of it says so; to know, one is fitted in
