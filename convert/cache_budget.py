@@ -175,20 +175,30 @@ class Budget:
 
         return nbytes
 
-    def what_fits(self) -> list[Choice]:
+    def what_fits(self, sequence_length: int) -> list[Choice]:
         """Without scores: the window that remains beside some shares of the heads, without and with a state.
 
+        Args:
+            sequence_length: tokens of the sequences that a mixer would be fitted on.
+
         Raises:
-            ValueError: nothing keeps within the budget.
+            ValueError: nothing keeps within the budget, or nothing of a sequence lies beyond the window asked for.
         """
+        sinks = self.options.sinks
+        if self.states() == (True,) and (self.fixed_window or 0) + sinks >= sequence_length:
+            raise ValueError(
+                f"A window of {self.fixed_window} and {sinks} sinks leaves nothing of sequences of {sequence_length} "
+                "tokens to fit a mixer on; set sequence_length higher in the alignment file, or say mixer none."
+            )
         found, given, free, counts = [], self.given_heads(), self.free_heads(), self.counts()
         some = {counts[min(len(counts) - 1, len(free) // share)] for share in (len(free) + 1, 16, 8, 4)}
         for has_state in self.states():
             size = self.sizes(has_state)
+            longest = min(self.context, longest_beside_state(sequence_length, sinks)) if has_state else self.context
             for count in sorted(some):
                 spread = free[:: max(1, len(free) // max(count, 1))][:count]
                 kept = tuple(sorted((*given, *spread)))
-                window = fitting_window(self, kept, size, self.context)
+                window = fitting_window(self, kept, size, longest)
                 if window is not None:
                     found.append(Choice(kept, window, has_state, size(kept, window), math.nan))
         if not found:
@@ -262,6 +272,11 @@ def budget_of(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoin
         fixed_heads=options.attention_heads,
         fixed_layers=fixed,
     )
+
+
+def longest_beside_state(sequence_length: int, sinks: int) -> int:
+    """The widest window that is chosen beside a mixer: half of a sequence is left to fit the mixer on."""
+    return max(1, sequence_length // 2 - sinks)
 
 
 def ranked_heads(costs: Table, free: list[KVHead], kind: str) -> list[KVHead]:

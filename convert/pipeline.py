@@ -26,9 +26,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 import modeling_llamba
 import modeling_phimamba
 
-from .alignment import Alignment, BudgetSearch, ClosedFormAligner, Progress
+from .alignment import Alignment, BudgetSearch, ClosedFormAligner, Progress, read_alignment_file
 from .alignment.alignment import selection_of
-from .cache_budget import budget_of, budget_report, with_layer_budget
+from .cache_budget import Budget, Choice, budget_of, budget_report, with_layer_budget
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .head_selection import as_text, is_number
 from .model_card import make_card
@@ -81,13 +81,17 @@ def plan_conversion(options: ConversionConfig) -> Plan:
     teacher = find_teacher(options.model, options.revision, options.gguf_file, with_weights=False)
     checkpoint = teacher.open_weights()
     if (budget := budget_of(options, teacher, checkpoint)) is not None:
-        choices = budget.what_fits()
+        choices = _what_fits(budget)
         plan = make_plan(teacher, budget.applied(choices[0]), checkpoint)
         return dataclasses.replace(plan, budget=budget_report(budget, choices, choices[0], {}))
     plan = make_plan(teacher, with_layer_budget(options, teacher, checkpoint), checkpoint)
     if options.export_ready:
         check_holdable(plan.config, "bamba")
     return dataclasses.replace(plan, notes=undecided(options, plan))
+
+
+def _what_fits(budget: Budget) -> list[Choice]:
+    return budget.what_fits(read_alignment_file(budget.options.align_config).sequence_length)
 
 
 def undecided(options: ConversionConfig, plan: Plan) -> tuple[str, ...]:
@@ -125,7 +129,7 @@ def run(
     check_apart(output, teacher.folder)
     checkpoint = teacher.open_weights()
     budget = budget_of(options, teacher, checkpoint)
-    first = None if budget is None else budget.what_fits()[0]
+    first = None if budget is None else _what_fits(budget)[0]
     placed = with_layer_budget(options, teacher, checkpoint) if first is None else budget.applied(first)
     plan = make_plan(teacher, placed, checkpoint)
     if options.export_ready:

@@ -31,7 +31,7 @@ from convert.alignment.align import write_beside
 from convert.alignment.alignment import load_tokenizer
 from convert.alignment.divergence import kl_of_hidden
 from convert.alignment.probes import plain_tokens
-from convert.cache_budget import Budget, Choice, best_choices, budget_of, fitting_window
+from convert.cache_budget import Budget, Choice, best_choices, budget_of, fitting_window, longest_beside_state
 from convert.cache_size import cache_bytes
 from convert.config import make_config
 from convert.layer_selection import uniform_attention_layers
@@ -52,8 +52,11 @@ ROWS = {
     "state+window+heads": "and what the scores choose sees everything",
     "mixers": "mixers alone; evenly placed layers keep their attention",
 }
+OF_A_CALL = ("output", "ratios", "rows", "hybrids", "generate", "decode")
+"""Arguments that say what to measure this time, not how."""
 DISTANCES = (100, 400, 1500, 3500)
 ANSWERS, STEPS, HEAD_ROUNDS = 32, 8, 3
+LEAST_KL = 1e-3  # what is drawn; below is rounding, which a logarithm cannot show
 
 
 class Distances:
@@ -90,6 +93,7 @@ class Study:
     def __init__(self, arguments: argparse.Namespace):
         self.arguments, self.folder = arguments, arguments.output
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.check_same_run()
         options = make_config(
             model=arguments.model or str(embedded_teacher()), output="unused", dtype="float32", cache_ratio=1.0,
             context=arguments.context, work_dir=str(self.folder / "work"), align_config=arguments.align_config,
@@ -108,6 +112,18 @@ class Study:
         self.texts = {"short": short, "long": self.recall.ids}
         self.reference = {name: self._reference(name, ids) for name, ids in self.texts.items()}
         self.prompts = Yardstick(teacher, tokenizer, short[:2], short[:1]) if arguments.generate else None
+
+    def check_same_run(self) -> None:
+        """Rows of other texts, lengths or settings are not to stand in one table with these.
+
+        Raises:
+            ValueError: the folder holds another run's.
+        """
+        told = {key: str(value) for key, value in vars(self.arguments).items() if key not in OF_A_CALL}
+        path = self.folder / "arguments.json"
+        if path.is_file() and json.loads(path.read_text()) != told:
+            raise ValueError(f"{self.folder} holds a run with other arguments; choose another folder.")
+        write_beside(path, lambda partial: partial.write_text(json.dumps(told, indent=2) + "\n"))
 
     def progress(self, what: str, done: int, total: int) -> None:
         """A line now and then."""
@@ -169,7 +185,8 @@ class Study:
     def choice(self, row: str, budget: Budget) -> Choice | None:
         """What a row holds within a budget; None where nothing does, or the scores choose no head."""
         has_state = row.startswith("state")
-        longest = self.search.aligner.settings.sequence_length // 2 - 4 if has_state else budget.context
+        sequence_length, sinks = self.search.aligner.settings.sequence_length, budget.options.sinks
+        longest = longest_beside_state(sequence_length, sinks) if has_state else budget.context
         kept: tuple = ()
         if row not in ("window", "state+window"):
             choices = best_choices(budget, self.search.head_costs((has_state,)), longest)
@@ -215,7 +232,8 @@ def decoding_step(model: nn.Module, length: int) -> float:
     """Median milliseconds of a token after `length` tokens, whose keys and values are made up."""
     config, cache = model.config, model.new_cache()
     ids = torch.full((1, 1), config.vocab_size // 2)
-    model(ids.expand(1, min(length, 1024)), past_key_values=cache)
+    window = (config.hybrid_window or 0) + config.hybrid_sinks  # is read, not made up
+    model(ids.expand(1, min(length, max(window, 1024))), past_key_values=cache)
     for layer in cache.layers:
         growing = getattr(layer, "full", layer)  # a hybrid layer's window is full already
         if getattr(growing, "keys", None) is not None:
@@ -240,8 +258,8 @@ def plot(records: list[dict], path: Path) -> None:
     far = str(max(int(d) for d in records[0]["recall"]))
     last = list(records[0]["kl_by_position"])[-1]
     panels = (
-        ("KL, 512 tokens (nats)", lambda r: r["kl"]),
-        (f"KL, tokens {last} (nats)", lambda r: r["kl_by_position"][last]),
+        ("KL, 512 tokens (nats)", lambda r: max(r["kl"], LEAST_KL)),
+        (f"KL, tokens {last} (nats)", lambda r: max(r["kl_by_position"][last], LEAST_KL)),
         (f"recall from {far} tokens away", lambda r: r["recall"][far]),
     )
     for axis, (title, value) in zip(axes, panels, strict=True):
@@ -251,7 +269,7 @@ def plot(records: list[dict], path: Path) -> None:
         for r in records:
             if r["row"].startswith("hybrid "):
                 axis.plot(100 * r["share"], value(r), marker="*", ms=10, ls="", label=r["row"])
-        axis.set(xscale="log", xlabel=f"% of the teacher's cache at {CONTEXT} tokens", title=title)
+        axis.set(xscale="log", xlabel="% of the teacher's cache", title=title)
     axes[0].set_yscale("log")
     axes[1].set_yscale("log")
     axes[2].axhline(next((r["recall"][far] for r in records if r["row"] == "teacher"), 1.0), color="k", ls=":")

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer
 from trl import ModelConfig
 
 from convert.alignment.distillation import last_whole_checkpoint
+from convert.alignment.window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
 from convert.output_folder import check_apart, check_output
 
 from .arguments import RunArguments, conversion_of
@@ -32,7 +33,6 @@ from .load import side_files
 from .peft_vectors import MixerVectors
 from .publish import push_errors, repository_for, upload
 from .turns import typical_tokens
-from .window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
 
 console = Console(stderr=True)
 NOT_OF_THE_RUN = (
@@ -172,9 +172,10 @@ class Run(contextlib.AbstractContextManager):
         if trainer.eval_dataset is None or not hybrid_mixers(trainer.model):
             return {}
         losses = {}
-        for name, branch in BRANCHES.items():
+        for branch in BRANCHES:
+            prefix = f"eval_without_{branch}"
             with without(trainer.model, branch):
-                losses[f"eval_loss_{name}"] = trainer.evaluate(metric_key_prefix=f"eval_{name}")[f"eval_{name}_loss"]
+                losses[f"eval_loss_without_{branch}"] = trainer.evaluate(metric_key_prefix=prefix)[f"{prefix}_loss"]
         return losses
 
     def _checkpoint(self) -> str | None:

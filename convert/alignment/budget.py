@@ -18,6 +18,7 @@ from ..cache_budget import (
     best_choices,
     budget_report,
     fitting_window,
+    longest_beside_state,
     ranked_heads,
 )
 from ..checkpoint import Checkpoint
@@ -81,6 +82,7 @@ class BudgetSearch:
             prose=hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
             scored={k: v for k, v in dataclasses.asdict(self.settings).items() if k not in ("state", "rounds")},
             sinks=budget.options.sinks,
+            recall_weight=self.weight,
         )
         self.known: dict[str, Any] = self.cache.load_json("head-costs.json")
 
@@ -91,9 +93,9 @@ class BudgetSearch:
             measured: how many of the best predicted choices are measured; the best of these is taken.
         """
         started = time.perf_counter()
-        sequence, sinks = self.aligner.settings.sequence_length, self.budget.options.sinks
         costs = self.head_costs()
-        choices = best_choices(self.budget, costs, max(1, sequence // 2 - sinks))
+        longest = longest_beside_state(self.aligner.settings.sequence_length, self.budget.options.sinks)
+        choices = best_choices(self.budget, costs, longest)
         given = len(self.budget.given_heads())
         some = next(
             (c for c in choices if len(c.kept) > given and not c.has_state and c.heads(self.budget.shape)), None
@@ -146,7 +148,7 @@ class BudgetSearch:
     def _again(self, kept: set[tuple[int, int]], window: int) -> Table:
         """What it costs that each of the heads kept sees a window as well, when all others do."""
         self.progress("scoring heads again", 0, 1)
-        name = f"again {sorted(kept)} {window}"
+        name = f"again {sorted(kept)} {window} {self.budget.context}"
         return self._kept(name, lambda: self._costs_among(kept, window, name))
 
     def _costs_among(self, kept: set[tuple[int, int]], window: int, name: str) -> Table:

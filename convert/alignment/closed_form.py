@@ -20,6 +20,7 @@ from torch import nn
 from modeling_llamba.hybrid_mixer import HybridMixer
 
 from ..mixer_mapping import set_decay
+from .window_dropout import BRANCHES, without
 
 BATCH_SEQUENCES = 4
 TINY = 1e-30  # an attention that is zero has no relative error
@@ -156,11 +157,10 @@ def fit_layer(
 @torch.no_grad()
 def branch_ablations(mixer: HybridMixer, data: LayerData) -> tuple[float, float]:
     """Held-out error without the window, and without the mixer."""
-    errors, size = [], mixer.attention_size
-    for half in (slice(None, size), slice(size, None)):
-        without = copy.deepcopy(mixer)
-        without.out_proj.weight[:, half] = 0
-        errors.append(held_out_error(without, data))
+    errors = []
+    for branch in BRANCHES:
+        with without(mixer, branch):
+            errors.append(held_out_error(mixer, data))
     return errors[0], errors[1]
 
 

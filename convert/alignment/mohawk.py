@@ -25,6 +25,7 @@ from .probes import plain_tokens, with_needles
 from .reporting import Reporter, reporters
 from .settings import AlignmentSettings
 from .teacher_model import TeacherModel
+from .window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
 
 STAGES = {1: "matrix_orientation", 2: "hidden_state_alignment", 3: "distillation"}
 
@@ -125,6 +126,9 @@ class Stages:
         teacher = self.teacher.whole()
         before = mean_kl(self.student, teacher, self.held_out)
         vocabulary = plain_tokens(teacher.config.vocab_size)
+        callbacks: list[TrainerCallback] = [_ProgressCallback(self.progress, self.train.shape[1])]
+        if settings.window_dropout:
+            callbacks.append(WindowDropout(self.student, settings.window_dropout, share=0.5))
         log = distil(
             self.student,
             teacher,
@@ -132,7 +136,7 @@ class Stages:
             settings,
             self.folder / "distillation",
             self.seed,
-            [_ProgressCallback(self.progress, self.train.shape[1])],
+            callbacks,
             use_cpu=self.teacher.device.type == "cpu",
         )
         self.student.requires_grad_(True)
@@ -143,7 +147,16 @@ class Stages:
             "seconds": round(log[-1].get("train_runtime", 0.0), 1),
             "held_out_kl_before": before,
             "held_out_kl_after": mean_kl(self.student, teacher, self.held_out),
+            **self._without_each_branch(teacher),
         }
+
+    def _without_each_branch(self, teacher: nn.Module) -> dict[str, float]:
+        """Held-out KL without the windows, and without the mixers beside them, where there are such layers."""
+        found = {}
+        for branch in BRANCHES if hybrid_mixers(self.student) else ():
+            with without(self.student, branch):
+                found[f"held_out_kl_without_{branch}"] = mean_kl(self.student, teacher, self.held_out)
+        return found
 
 
 class _ProgressCallback(TrainerCallback):

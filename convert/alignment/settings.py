@@ -60,7 +60,7 @@ class BudgetSettings:
             raise ValueError(f"rounds cannot be negative: {self.rounds}.")
         if not self.windows or min(self.windows) < 1:
             raise ValueError(f"windows must be at least 1, not {self.windows}.")
-        if self.prose_tokens < 4 * self.answers:
+        if self.prose_tokens - self.prose_tokens // 8 < 4 * self.answers:  # the needle begins an eighth of the way
             raise ValueError(f"prose_tokens {self.prose_tokens} has no room for two times {self.answers} answers.")
 
 
@@ -134,10 +134,15 @@ class DistillationSettings(StageSettings):
     recall_share: float = 0.0
     """Share of the training sequences that hold a needle of random tokens and ask for it, which text seldom does."""
 
+    window_dropout: float = 0.0
+    """Chance that a sequence does without the windows beside its mixers at first, falling to 0 half way: it keeps the
+    mixers in use."""
+
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.recall_share <= 1:
-            raise ValueError(f"recall_share must lie between 0 and 1, not {self.recall_share}.")
+        for name in ("recall_share", "window_dropout"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, not {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, kw_only=True)

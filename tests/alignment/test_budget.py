@@ -12,8 +12,16 @@ from transformers import AutoModelForCausalLM
 import convert.alignment.budget as budget_search
 from convert import convert
 from convert.alignment.head_costs import final_hidden, gated_heads, gated_layers, integrated_costs
+from convert.alignment.settings import BudgetSettings
 from convert.alignment.teacher_model import replaced
-from convert.cache_budget import HeadCosts, best_choices, best_of_count, budget_of, interpolated
+from convert.cache_budget import (
+    HeadCosts,
+    best_choices,
+    best_of_count,
+    budget_of,
+    interpolated,
+    longest_beside_state,
+)
 from convert.cache_size import cache_bytes
 from convert.config import make_config
 from convert.pipeline import plan_conversion
@@ -128,11 +136,32 @@ def test_choices_keep_within_the_budget_and_use_it(saved_teacher):
 def test_what_is_said_stays(options, window, kept, saved_teacher):
     spent = budget(saved_teacher("llama-gqa"), **options)
     choices = best_choices(spent, made_up_costs(torch.rand(SHAPE)), 16)
-    for choice in (*choices, *spent.what_fits()):
+    for choice in (*choices, *spent.what_fits(32)):
         assert window is None or choice.window in window
         assert kept is None or (len(choice.kept) if isinstance(kept, int) else choice.kept) == kept
         assert "attention_layers" not in options or 2 in choice.layers(SHAPE)
         assert choice.nbytes <= spent.nbytes
+
+
+def test_a_window_beside_a_state_leaves_something_to_fit_on(saved_teacher):
+    """Half of a sequence at least, where the window is chosen; something, where it is said."""
+    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.9, shared_state=True)
+    assert (
+        {choice.window for choice in spent.what_fits(64) if choice.has_state} == {longest_beside_state(64, 4)} == {28}
+    )
+    alone = budget(saved_teacher("llama-gqa"), cache_ratio=0.9, mixer="none")
+    assert max(choice.window for choice in alone.what_fits(64)) > 200
+    said = budget(saved_teacher("llama-gqa"), cache_ratio=0.9, shared_state=True, window=60)
+    with pytest.raises(ValueError, match="60 and 4 sinks leaves nothing of sequences of 64 tokens"):
+        said.what_fits(64)
+    assert {choice.window for choice in said.what_fits(65)} == {60}
+    assert budget(saved_teacher("llama-gqa"), cache_ratio=0.9, mixer="none", window=60).what_fits(64)
+
+
+def test_answers_have_to_fit_between_needle_and_question():
+    assert BudgetSettings(prose_tokens=64, answers=14).answers == 14
+    with pytest.raises(ValueError, match="64 has no room for two times 15 answers"):
+        BudgetSettings(prose_tokens=64, answers=15)
 
 
 def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
@@ -189,6 +218,10 @@ def test_the_command_chooses_measures_and_keeps_what_it_found(saved_teacher, tmp
     monkeypatch.setattr(budget_search.BudgetSearch, "_measure", fail)
     again = converted(folder, tmp_path / "again", align_file, work_dir=str(work), measure=9)
     assert again.budget["choices"] == report["choices"]
+    settings = yaml.safe_load(align_file.read_text())
+    align_file.write_text(yaml.safe_dump(settings | {"selection": {"recall_weight": 2.0}}))
+    with pytest.raises(AssertionError, match="found before"):  # totals of another weight are not these
+        converted(folder, tmp_path / "weighted", align_file, work_dir=str(work), measure=9)
 
 
 def test_heads_are_scored_again_among_those_left(saved_teacher, align_file, monkeypatch):

@@ -1,10 +1,12 @@
 """Stage 3 where it goes wrong."""
 
+import json
+
 import pytest
 import torch
 
 from convert import convert
-from convert.alignment.distillation import distil, last_whole_checkpoint
+from convert.alignment.distillation import DistillationTrainer, distil, last_whole_checkpoint, mean_kl
 from convert.alignment.hybrid_training import load_hybrid
 from convert.alignment.mohawk import Stages
 from convert.alignment.settings import (
@@ -13,7 +15,9 @@ from convert.alignment.settings import (
     HiddenStateSettings,
     OrientationSettings,
 )
+from convert.alignment.window_dropout import hybrid_mixers, without
 from tests.alignment.tiny import LENGTH, rows, teacher_model
+from tests.modeling.test_training import tokenizer
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
@@ -71,3 +75,41 @@ def test_a_share_is_between_none_and_all():
         DistillationSettings(recall_share=1.5)
     with pytest.raises(ValueError, match="decay"):
         DistillationSettings(warmup=0.8, decay=0.5)
+
+
+def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, tmp_path, monkeypatch):
+    folder = saved_teacher("llama-gqa")
+    options = {"window": 8, "sinks": 2, "attention_ratio": 0.5, "align": "closed-form", "calibration_tokens": 512}
+    settings = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}, "selection": {"probe_length": 8}}
+    (tmp_path / "align.yaml").write_text(json.dumps(settings))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "w5 w7 w9 w11 " * 500}))
+    tokenizer().save_pretrained(folder)
+    convert(
+        str(folder), tmp_path / "hybrid", layer_selection="uniform", align_config=str(tmp_path / "align.yaml"),
+        calibration_dataset=str(tmp_path / "text.jsonl"), **options,
+    )  # fmt: skip
+    student, teacher, chances = load_hybrid(tmp_path / "hybrid"), teacher_model(folder), []
+    layers, step = hybrid_mixers(student), DistillationTrainer.training_step
+
+    def watched(self, *args, **kwargs):
+        chances.append({layer.window_dropout for layer in layers})
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistillationTrainer, "training_step", watched)
+    stage = DistillationSettings(tokens=8 * LENGTH, sequences=2, window_dropout=0.6)
+    settings = AlignmentSettings(
+        sequence_length=LENGTH, hidden_state_alignment=HiddenStateSettings(), distillation=stage
+    )
+    stages = Stages(teacher, student, rows(8), rows(2, seed=1), settings, tmp_path / "work")
+    report = stages.run()["distillation"]
+    assert len(layers) == 2 and chances == [{0.6}, {0.3}, {0.0}, {0.0}]
+    kl, without_window, without_mixer = (
+        report[f"held_out_kl_{n}"] for n in ("after", "without_window", "without_mixer")
+    )
+    assert without_window > kl and abs(without_mixer - kl) > 1e-6
+    with without(student, "window"):
+        assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(without_window)
+    assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(kl)
+    convert(str(folder), tmp_path / "mixers", align="none", attention_ratio=0.5)
+    with pytest.raises(ValueError, match="no window beside a mixer"):
+        Stages(teacher, load_hybrid(tmp_path / "mixers"), rows(8), rows(2), settings, tmp_path / "other").run()

@@ -54,9 +54,11 @@ def test_without_a_fit_it_is_the_teacher_that_sees_only_window_and_sinks(saved_t
 
 @pytest.mark.parametrize("shared_state", [False, True])
 @pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1", "none"])
+@pytest.mark.parametrize("window", [5, 2 * LENGTH])
 @torch.no_grad()
-def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, shared_state, saved_teacher, tmp_path):
-    options = dict(mixer=mixer, shared_state=shared_state and mixer not in ("mamba1", "none"), window=5, sinks=2)
+def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, shared_state, window, saved_teacher, tmp_path):
+    """Of a text longer than the window, and of a shorter one."""
+    options = dict(mixer=mixer, shared_state=shared_state and mixer not in ("mamba1", "none"), window=window, sinks=2)
     hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
     cache = hybrid(random_ids(1, LENGTH)).past_key_values
     planned = cache_bytes(plan.config, LENGTH, torch.float32)[1]

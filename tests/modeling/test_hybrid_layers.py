@@ -185,16 +185,20 @@ def test_far_beyond_the_training_length_a_sink_is_seen_as_from_its_end():
     torch.testing.assert_close(out[:, 30], out[:, 199], rtol=1e-4, atol=1e-6)
 
 
-def test_window_dropout_acts_in_training_only():
-    m, u, rotary = layer_and_input()
+@pytest.mark.parametrize("full_heads", [[], [1, 3]])
+def test_window_dropout_leaves_what_the_mixer_cannot_replace(full_heads):
+    """In training only; the first tokens, which the window serves alone, and heads with full attention stay."""
+    m, u, rotary = layer_and_input(hybrid_full_heads=[full_heads] * 4)
     m.window_dropout = 1.0
     with_window = m(u, rotary)
     m.train()
-    without = m(u, rotary)
-    m.out_proj.weight.data[:, : m.attention_size] = 0
-    m.near_proj.weight.data.zero_()
+    without, near = m(u, rotary), m.near_tokens
+    torch.testing.assert_close(without[:, :near], with_window[:, :near])
+    assert not torch.isclose(without[:, near:], with_window[:, near:]).all(-1).any()
+    m.eval()
+    for head in set(range(m.attention.heads)) - set(full_heads):
+        m.out_proj.weight.data[:, head * m.attention.head_dim : (head + 1) * m.attention.head_dim] = 0
     torch.testing.assert_close(without, m(u, rotary))
-    assert not torch.allclose(with_window, without)
 
 
 def test_caches_of_other_models_are_refused():

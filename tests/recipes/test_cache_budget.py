@@ -1,6 +1,7 @@
 """The study of what a cache buys, on a tiny teacher."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
@@ -87,4 +88,6 @@ def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, mo
     before = results.read_text()
     cache_budget.main(arguments)
     assert results.read_text() == before
+    with pytest.raises(ValueError, match="holds a run with other arguments"):
+        cache_budget.main(Namespace(**vars(arguments) | {"long": 700}))
     assert "| window |" in capsys.readouterr().out

@@ -268,7 +268,7 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
 
 
 def test_windows_are_dropped_less_and_less_and_each_branch_is_weighed(world, tmp_path, monkeypatch):
-    from recipes import window_dropout
+    from convert.alignment import window_dropout
 
     chances, step = [], DistilledSFTTrainer.training_step
 
@@ -285,7 +285,7 @@ def test_windows_are_dropped_less_and_less_and_each_branch_is_weighed(world, tmp
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.randint(3, 128, (1, 12))
     whole = model(ids).logits
-    with window_dropout.without(model, "ssd"):
+    with window_dropout.without(model, "mixer"):
         assert not torch.allclose(model(ids).logits, whole)
     torch.testing.assert_close(model(ids).logits, whole)
     with pytest.raises(ValueError, match="no window beside a mixer"):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-BRANCHES = {"without_window": "attention", "without_mixer": "ssd"}
+BRANCHES = ("window", "mixer")
 
 
 def hybrid_mixers(model: nn.Module) -> list[nn.Module]:
@@ -47,14 +47,29 @@ class WindowDropout(TrainerCallback):
             layer.window_dropout = 0.0
 
 
+def dropped_features(layer: nn.Module, branch: str) -> torch.Tensor:
+    """Which inputs of out_proj are the branch's."""
+    of_window = layer.window_features()
+    of_mixer = torch.ones(layer.sizes[1], dtype=torch.bool)
+    if branch == "window":
+        return torch.cat([of_window, ~of_mixer])
+    return torch.cat([torch.zeros_like(of_window), of_mixer])
+
+
 @contextlib.contextmanager
 def without(model: nn.Module, branch: str) -> Iterator[None]:
-    """Every hybrid layer without its "attention" or its "ssd", whose features are zero."""
+    """Every hybrid layer without its "window" or its "mixer": their features do not reach out_proj.
 
-    def silent(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(output)
-
-    handles = [getattr(layer, branch).register_forward_hook(silent) for layer in hybrid_mixers(model)]
+    Heads with full attention stay, and so do the first tokens of a sequence, which the window serves alone.
+    """
+    handles = []
+    for layer in hybrid_mixers(model):
+        features = dropped_features(layer, branch)
+        handles.append(
+            layer.out_proj.register_forward_pre_hook(
+                lambda module, inputs, features=features: (inputs[0].masked_fill(features.to(inputs[0].device), 0),)
+            )
+        )
     try:
         yield
     finally:
