@@ -26,6 +26,8 @@ from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .window_attention import WindowAttention, WindowInputs
 
+Unrolled = tuple[torch.Tensor, torch.Tensor]
+"""A matrix and what it is applied to."""
 MIXER_CLASSES = {"discrete_mamba2": DiscreteMamba2, "mamba2": Mamba2, "mamba1": Mamba1}
 
 
@@ -90,6 +92,25 @@ class HybridMixer(nn.Module):
         if not self.near_tokens:
             return mixed
         return torch.where((window.index < self.near_tokens)[..., None], self.near_proj(near), mixed)
+
+    def materialize(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        padding_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        window: WindowInputs | None = None,
+    ) -> tuple[Unrolled, Unrolled | None]:
+        """Both halves unrolled, before gate and out_proj: the attention's (M, v), and the mixer's (M, x) or None.
+
+        M (B, H, L, L), v and x (B, H, L, head dim).
+        """
+        window = unpadded(hidden_states) if window is None else window
+        near = self.attention.materialize(hidden_states, position_embeddings, window, seq_idx)
+        if self.ssd is None:
+            return near, None
+        index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
+        return near, self.ssd.materialize(hidden_states, position_embeddings, padding_mask, seq_idx, **index)
 
 
 def unpadded(hidden_states: torch.Tensor) -> WindowInputs:

@@ -106,6 +106,25 @@ class WindowAttention(nn.Module):
             past.keep(context, sinks, new.index.shape[1])
         return output.transpose(1, 2).flatten(2)
 
+    def materialize(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        inputs: WindowInputs,
+        seq_idx: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention matrix M (B, H, L, L) and v (B, H, L, D): the heads' outputs are M v."""
+        query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
+        unit, parts = torch.eye(key.shape[2], dtype=key.dtype, device=key.device), []
+        for some in unit.split(self.head_dim, dim=1):  # whose outputs are columns of M
+            values = F.pad(some, (0, self.head_dim - some.shape[1])).expand(*key.shape[:2], -1, -1)
+            new = Tokens(key, values, inputs.index)
+            output = self.attend(query, sink_query, new, self.find_sinks(new, seq_idx, None), seq_idx)
+            if self.full_heads:
+                output = self._with_full_heads(output, query, key, values, inputs.causal_mask, None)
+            parts.append(output[..., : some.shape[1]])
+        return torch.cat(parts, -1), value.repeat_interleave(self.heads // self.kv_heads, dim=1)
+
     def project(self, hidden_states, position_embeddings, inputs: WindowInputs) -> tuple[torch.Tensor, ...]:
         """Query and sink query (B, H, L, D), key and value (B, K, L, D)."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)

@@ -185,6 +185,36 @@ def test_far_beyond_the_training_length_a_sink_is_seen_as_from_its_end():
     torch.testing.assert_close(out[:, 30], out[:, 199], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "overrides, packed",
+    [
+        ({"hybrid_full_heads": [[1, 3]] * 4}, False),  # packed, these ask transformers' mask
+        ({"hybrid_full_heads": None}, True),
+        ({"mixer_sees": "all"}, True),
+        ({"mixer": "none", "mixer_sees": "all"}, True),
+        ({"mixer": "mamba2"}, False),
+        ({"mixer": "mamba2"}, True),
+    ],
+)
+@torch.no_grad()
+def test_the_layer_is_its_matrices_times_its_values(overrides, packed):
+    m, u, rotary = layer_and_input(**overrides)
+    index, third = torch.arange(LENGTH).expand(2, -1), LENGTH // 3
+    seq_idx = (index >= third).int() if packed else None
+    index = index - third * seq_idx if packed else index
+    window = WindowInputs(index)
+    near, far = m.materialize(u, rotary, seq_idx=seq_idx, window=window)
+    assert (near[0].triu(1) == 0).all() and torch.allclose(near[0].sum(-1), torch.ones(()).double())
+    features = [(near[0] @ near[1]).transpose(1, 2).flatten(2)]
+    if far is not None:
+        y = (far[0].double() @ far[1].double()).transpose(1, 2)
+        features.append(m.ssd.finish(y, m.ssd.project(u, rotary, None, seq_idx).gate))
+    out = m.out_proj(torch.cat(features, -1))
+    if m.near_tokens:
+        out = torch.where((index < m.near_tokens)[..., None], m.near_proj(features[0]), out)
+    torch.testing.assert_close(m(u, rotary, seq_idx=seq_idx, window=window), out, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("full_heads", [[], [1, 3]])
 def test_window_dropout_leaves_what_the_mixer_cannot_replace(full_heads):
     """In training only; the first tokens, which the window serves alone, and heads with full attention stay."""
