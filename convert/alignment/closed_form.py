@@ -34,8 +34,8 @@ class FitSettings:
 
     decays: tuple[float, ...] = (0.5, 0.7, 0.85, 0.95)
     """Decays per token to choose from, one per layer."""
-    decays_beside_window: tuple[float, ...] = (0.9, 0.97, 0.99, 0.997)
-    """The same, for a mixer that a window relieves of the near."""
+    decays_beside_window: tuple[float, ...] = (0.99,)
+    """The same, for a mixer that a window relieves of the near; which one matters little (docs/hybrid_layers.md)."""
     ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Ridge strengths to choose from, in units of the mean squared feature."""
     stream: Literal["teacher", "student"] = "teacher"

@@ -48,9 +48,9 @@ class BudgetSettings:
     """Length of the text that scores heads, and of another that judges the best choices."""
     answers: int = 256
     """Tokens to be recalled from far away, per text."""
-    state: bool = False
-    """Whether a mixer beside the window comes into question where no option of it says so; to know, one is fitted in
-    every layer. Where it was measured, it was not worth its bytes (docs/hybrid_layers.md)."""
+    state: bool = True
+    """Whether a mixer beside the window comes into question where no option of it says so. To know, one is fitted in
+    every layer; beside heads with full attention it is worth its bytes (docs/hybrid_layers.md)."""
 
     def __post_init__(self):
         for name in ("points", "answers"):
