@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from convert import convert
-from recipes import alignment_ladder, head_scores, ladder_plot, layer_scores
+from recipes import alignment_ladder, head_scores, ladder_plot, layer_scores, window_ladder
 from recipes.fidelity import Yardstick, common_prefix, repetition, summary, text_rows
 from tests.alignment.tiny import teacher_model
 from tests.modeling.test_training import tokenizer
@@ -128,6 +128,29 @@ def test_ladder_climbs_and_resumes(folder, capsys):
         alignment_ladder.main(Namespace(**vars(arguments) | {"stage2_tokens": 8 * 512}))
     alignment_ladder.main(arguments)
     assert len((folder / "ladder" / "results.jsonl").read_text().splitlines()) == len(records)
+
+
+def test_windows_with_and_without_a_mixer_on_the_same_layers(folder, capsys):
+    from argparse import Namespace
+
+    arguments = Namespace(
+        output=folder / "windows", train=folder / "text.jsonl", validation=folder / "text.jsonl",
+        model=str(folder / "teacher"), layers=[0, 2], windows=[8, 512], beside=[8, 0], shared_state=True, length=256,
+        calibration_tokens=14 * 256, refine_steps=0, short_rows=2, long=512, long_rows=1,
+    )  # fmt: skip
+    window_ladder.main(arguments)
+    results = (folder / "windows" / "results.jsonl").read_text()
+    cells = {(r["row"], len(r["layers"])): r for r in map(json.loads, results.splitlines())}
+    alone, beside = "window 8 + 4 sinks", "mixer beside window 8 + 4 sinks, shared state"
+    assert set(cells) == {
+        (row, n) for row in (alone, "window 512 + 4 sinks", beside, "mixer alone, shared state") for n in (2, 4)
+    }
+    assert cells["window 512 + 4 sinks", 4]["kl"] == pytest.approx(0, abs=1e-6), "it sees all there is"
+    for layers in (2, 4):
+        assert cells[beside, layers]["kl"] < cells[alone, layers]["kl"]
+        assert cells[beside, layers]["bytes"] > cells[alone, layers]["bytes"]
+    window_ladder.main(arguments)
+    assert (folder / "windows" / "results.jsonl").read_text() == results
 
 
 def test_kl_against_tokens_has_a_line_per_method(tmp_path):
