@@ -17,7 +17,6 @@ from convert.alignment.settings import (
 )
 from convert.alignment.window_dropout import hybrid_mixers, without
 from tests.alignment.tiny import LENGTH, rows, teacher_model
-from tests.modeling.test_training import tokenizer
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
@@ -82,11 +81,9 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
     options = {"window": 8, "sinks": 2, "attention_ratio": 0.5, "align": "closed-form", "calibration_tokens": 512}
     settings = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}, "selection": {"probe_length": 8}}
     (tmp_path / "align.yaml").write_text(json.dumps(settings))
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "w5 w7 w9 w11 " * 500}))
-    tokenizer().save_pretrained(folder)
     convert(
         str(folder), tmp_path / "hybrid", layer_selection="uniform", align_config=str(tmp_path / "align.yaml"),
-        calibration_dataset=str(tmp_path / "text.jsonl"), **options,
+        calibration_dataset="sampled", **options,
     )  # fmt: skip
     student, teacher, chances = load_hybrid(tmp_path / "hybrid"), teacher_model(folder), []
     layers, step = hybrid_mixers(student), DistillationTrainer.training_step
