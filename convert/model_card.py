@@ -56,10 +56,20 @@ WINDOW_NOTE = (
     "the first few; no weight was changed. What lies beyond the window is seen by the other layers and heads only."
 )
 
+MAPPED_BESIDE_WINDOW_NOTE = (
+    "**Not aligned.** The replaced layers are the teacher's own attention, restricted to the last tokens and the "
+    "first few. The mixers beside it were mapped and nothing was fitted: they add nothing until alignment gives them "
+    "weights in out_proj."
+)
+NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, MAPPED_BESIDE_WINDOW_NOTE)
+"""One of them is in every card, until training puts its own in the place."""
 
-def alignment_note(align: str, mixer: str) -> str:
+
+def alignment_note(align: str, mixer: str, window: int | None) -> str:
     """What a card says of how the weights came about."""
-    return WINDOW_NOTE if mixer == "none" and align != "mohawk" else ALIGNMENT_NOTES[align]
+    if mixer == "none" and align != "mohawk":
+        return WINDOW_NOTE
+    return MAPPED_BESIDE_WINDOW_NOTE if window and align == "none" else ALIGNMENT_NOTES[align]
 
 
 def make_card(plan: Plan, name: str) -> ModelCard:
@@ -96,7 +106,7 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         num_layers=len(summary["layer_types"]),
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
-        alignment_note=alignment_note(conversion["align"], summary["mixer"])
+        alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"])
         if replaced
         else "Every layer is the teacher's own.",
         provenance_rows="\n".join(

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 import modeling_llamba
 import modeling_phimamba
 
-from .alignment import Alignment, BudgetSearch, ClosedFormAligner, Progress, read_alignment_file
+from .alignment import BUDGET_LENGTH, Alignment, BudgetSearch, ClosedFormAligner, Progress, read_alignment_file
 from .alignment.alignment import selection_of
 from .cache_budget import Budget, Choice, budget_of, budget_report, with_layer_budget
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
@@ -91,7 +91,7 @@ def plan_conversion(options: ConversionConfig) -> Plan:
 
 
 def _what_fits(budget: Budget) -> list[Choice]:
-    return budget.what_fits(read_alignment_file(budget.options.align_config).sequence_length)
+    return budget.what_fits(read_alignment_file(budget.options.align_config, BUDGET_LENGTH).sequence_length)
 
 
 def undecided(options: ConversionConfig, plan: Plan) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from convert.layer_selection import uniform_attention_layers
 from convert.loading import load_model
 from convert.teacher import embedded_teacher, find_teacher
 
-from .fidelity import Yardstick, append, summary, text_rows
+from .fidelity import Yardstick, append, check_same_run, summary, text_rows
 
 LENGTH = 512
 RATIOS = (0.5, 0.25, 0.125, 0.0)
@@ -46,6 +46,18 @@ STAGE3_ROWS = (
     "MOHAWK start + stages 1, 2, 3",
     "beside a window + stage 3",
 )
+OF_A_CALL = (
+    "output",
+    "ratios",
+    "stage3_ratios",
+    "stage3_rows",
+    "placements",
+    "placed_by",
+    "beside",
+    "few_tokens",
+    "hybrids",
+)
+"""Arguments that say what to measure this time, not how."""
 Mixers = dict[int, nn.Module]
 
 
@@ -54,8 +66,7 @@ class Ladder:
 
     def __init__(self, arguments: argparse.Namespace):
         self.folder, self.arguments = arguments.output, arguments
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.check_same_run()
+        check_same_run(self.folder, arguments, OF_A_CALL)
         options = make_config(
             model=arguments.model or str(embedded_teacher()), output="unused", attention_ratio=0.5,
             calibration_dataset=str(arguments.train), calibration_tokens=arguments.calibration_tokens,
@@ -79,19 +90,6 @@ class Ladder:
         fitted = len(self.aligner.ids) + len(self.aligner.prose)  # what the fits have not seen
         self.train = text_rows(arguments.train, self.tokenizer, LENGTH, needed, skip=fitted)
         self.held_out = text_rows(arguments.validation, self.tokenizer, LENGTH, 4)
-
-    def check_same_run(self) -> None:
-        """Mixers and results of other texts or token counts are not to be mixed with these.
-
-        Raises:
-            ValueError: the folder holds another run's.
-        """
-        own = "output ratios stage3_ratios stage3_rows placements placed_by beside few_tokens hybrids".split()
-        told = {key: str(value) for key, value in vars(self.arguments).items() if key not in own}
-        path = self.folder / "arguments.json"
-        if path.is_file() and json.loads(path.read_text()) != told:
-            raise ValueError(f"{self.folder} holds a run with other arguments; choose another folder.")
-        path.write_text(json.dumps(told, indent=2) + "\n")
 
     def progress(self, what: str, done: int, total: int) -> None:
         """A line now and then."""

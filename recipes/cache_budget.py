@@ -38,7 +38,7 @@ from convert.layer_selection import uniform_attention_layers
 from convert.loading import load_model
 from convert.teacher import embedded_teacher, find_teacher
 
-from .fidelity import EDGES, Yardstick, append, text_rows
+from .fidelity import EDGES, Yardstick, append, check_same_run, text_rows
 
 matplotlib.use("Agg")
 CONTEXT = 4096
@@ -92,8 +92,7 @@ class Study:
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments, self.folder = arguments, arguments.output
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.check_same_run()
+        check_same_run(self.folder, arguments, OF_A_CALL)
         options = make_config(
             model=arguments.model or str(embedded_teacher()), output="unused", dtype="float32", cache_ratio=1.0,
             context=arguments.context, work_dir=str(self.folder / "work"), align_config=arguments.align_config,
@@ -112,18 +111,6 @@ class Study:
         self.texts = {"short": short, "long": self.recall.ids}
         self.reference = {name: self._reference(name, ids) for name, ids in self.texts.items()}
         self.prompts = Yardstick(teacher, tokenizer, short[:2], short[:1]) if arguments.generate else None
-
-    def check_same_run(self) -> None:
-        """Rows of other texts, lengths or settings are not to stand in one table with these.
-
-        Raises:
-            ValueError: the folder holds another run's.
-        """
-        told = {key: str(value) for key, value in vars(self.arguments).items() if key not in OF_A_CALL}
-        path = self.folder / "arguments.json"
-        if path.is_file() and json.loads(path.read_text()) != told:
-            raise ValueError(f"{self.folder} holds a run with other arguments; choose another folder.")
-        write_beside(path, lambda partial: partial.write_text(json.dumps(told, indent=2) + "\n"))
 
     def progress(self, what: str, done: int, total: int) -> None:
         """A line now and then."""

@@ -4,6 +4,7 @@ KL and perplexity on short text flatter anything local, so they stand beside KL 
 probe, and what greedy decoding makes of the same prompts.
 """
 
+import argparse
 import json
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convert.alignment.align import write_beside
 from convert.alignment.divergence import CHUNK_TOKENS, kl_of_logits
 from convert.alignment.probes import copy_probe, plain_tokens
 from convert.alignment.text import documents, token_rows
@@ -172,3 +174,21 @@ def append(path: Path, record: dict[str, Any]) -> None:
     """Add a record to a JSON-lines file."""
     with open(path, "a") as file:
         file.write(json.dumps(record) + "\n")
+
+
+def check_same_run(folder: Path, arguments: argparse.Namespace, of_a_call: tuple[str, ...]) -> None:
+    """Results of other texts, lengths or settings are not to stand in one table; notes what these are.
+
+    Args:
+        folder: where the results are; made if need be.
+        of_a_call: arguments that say what to measure this time, not how.
+
+    Raises:
+        ValueError: the folder holds another run's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {key: str(value) for key, value in vars(arguments).items() if key not in of_a_call}
+    path = folder / "arguments.json"
+    if path.is_file() and json.loads(path.read_text()) != told:
+        raise ValueError(f"{folder} holds a run with other arguments; choose another folder.")
+    write_beside(path, lambda partial: partial.write_text(json.dumps(told, indent=2) + "\n"))

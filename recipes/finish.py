@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from convert.model_card import ALIGNMENT_NOTES
+from convert.model_card import NOTES
 from convert.output_folder import staged
 from convert.pipeline import add_code
 
@@ -125,7 +125,7 @@ def new_card(name: str) -> ModelCard:
 
 def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> ModelCard:
     """The card with its section on training made anew, and the last stage's figures as evaluation results."""
-    for note in ALIGNMENT_NOTES.values():
+    for note in NOTES:
         card.text = card.text.replace(note, TRAINED_NOTE)
     text = card.text.split(SECTION)[0].split(EVALUATION)[0].rstrip()
     rows = [

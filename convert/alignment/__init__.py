@@ -3,6 +3,14 @@
 from .align import Progress
 from .alignment import Alignment, ClosedFormAligner
 from .budget import BudgetSearch
-from .settings import AlignmentSettings, read_alignment_file
+from .settings import BUDGET_LENGTH, AlignmentSettings, read_alignment_file
 
-__all__ = ["Alignment", "AlignmentSettings", "BudgetSearch", "ClosedFormAligner", "Progress", "read_alignment_file"]
+__all__ = [
+    "BUDGET_LENGTH",
+    "Alignment",
+    "AlignmentSettings",
+    "BudgetSearch",
+    "ClosedFormAligner",
+    "Progress",
+    "read_alignment_file",
+]

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ class ClosedFormAligner:
     """One conversion's alignment: the text, the teacher as a model, and where fits are kept.
 
     Args:
+        settings: instead of those in the alignment file.
         prose_tokens: how much text, beside what is fitted on, to keep as `prose`.
 
     Raises:
@@ -65,10 +65,11 @@ class ClosedFormAligner:
         options: ConversionConfig,
         checkpoint: Checkpoint,
         progress: Progress,
-        prose_tokens: Callable[[AlignmentSettings], int] = lambda settings: 0,
+        settings: AlignmentSettings | None = None,
+        prose_tokens: int = 0,
     ):
         self.teacher, self.options, self.progress = teacher, options, progress
-        self.settings = read_alignment_file(options.align_config)
+        self.settings = read_alignment_file(options.align_config) if settings is None else settings
         if options.align == "mohawk":
             check_stages(self.settings, options.mixer, options.low_memory, options.window is not None)
         elif self.settings.start != "teacher":
@@ -88,7 +89,7 @@ class ClosedFormAligner:
                 f"{length} tokens judge the fit. Give at least {(held_out + 1) * length}."
             )
         prose = self.settings.selection.prose_sequences if self.selects else 0
-        prose = max(prose, -(-prose_tokens(self.settings) // length))
+        prose = max(prose, -(-prose_tokens // length))
         rows = calibration_rows(teacher, self.model, options, length, self.num_fitting + held_out + prose)
         self.ids, self.prose = rows[: self.num_fitting + held_out], rows[self.num_fitting + held_out :]
         self.report: dict[str, Any] = {

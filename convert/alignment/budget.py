@@ -29,6 +29,7 @@ from .divergence import distillation_loss, kl_of_hidden
 from .examination import MIN_TEACHER_ACCURACY
 from .head_costs import final_hidden, gated_heads, gated_layers, integrated_costs
 from .probes import Probe, needle_probe, plain_tokens
+from .settings import BUDGET_LENGTH, read_alignment_file
 from .teacher_model import TeacherModel, replaced
 
 SHRINK = 0.7  # of the heads still in the race, from one round to the next
@@ -69,8 +70,9 @@ class BudgetSearch:
 
     def __init__(self, budget: Budget, checkpoint: Checkpoint, progress: Progress):
         self.budget, self.progress = budget, progress
+        settings = read_alignment_file(budget.options.align_config, BUDGET_LENGTH)
         aligner = ClosedFormAligner(
-            budget.teacher, budget.options, checkpoint, progress, lambda settings: 2 * settings.budget.prose_tokens
+            budget.teacher, budget.options, checkpoint, progress, settings, 2 * settings.budget.prose_tokens
         )
         self.aligner, self.settings = aligner, aligner.settings.budget
         self.weight, self.model = aligner.settings.selection.recall_weight, aligner.model

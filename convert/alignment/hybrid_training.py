@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..config import parse_size
-from ..model_card import ALIGNMENT_NOTES, alignment_note
+from ..model_card import ALIGNMENT_NOTES, NOTES
 from ..plan import STUDENTS
 from ..weight_mapping import Rule
 from ..writer import plan_shards, write_shards
@@ -97,10 +97,11 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
     known["stages"] = [*known.get("stages", []), report]
     path.write_text(json.dumps(known, indent=2) + "\n")
     config = json.loads(config_path.read_text())
-    before = (config.get("conversion") or {}).get("align", "none")
     config["conversion"] = (config.get("conversion") or {}) | {"align": "mohawk"}
     card = folder / "README.md"
-    if card.is_file() and before in ALIGNMENT_NOTES:
-        note = alignment_note(before, config["mixer"])
-        card.write_text(card.read_text().replace(note, ALIGNMENT_NOTES["mohawk"]))
+    if card.is_file():
+        text = card.read_text()
+        for note in NOTES:
+            text = text.replace(note, ALIGNMENT_NOTES["mohawk"])
+        card.write_text(text)
     config_path.write_text(json.dumps(config, indent=2) + "\n")

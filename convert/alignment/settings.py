@@ -11,6 +11,10 @@ import yaml
 
 from .closed_form import FitSettings
 
+BUDGET_LENGTH = (
+    1024  # of sequences, where a budget may put a wide window before a state: what lies beyond has to be long
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionSettings:
@@ -150,7 +154,7 @@ class AlignmentSettings:
     """Everything in an alignment file; the keys are the field names."""
 
     sequence_length: int = 512
-    """Tokens per calibration and training sequence."""
+    """Tokens per calibration and training sequence; 1,024 where a budget of cache is spent and nothing is said."""
     held_out_sequences: int = 4
     """Calibration sequences that judge instead of fit."""
     start: Literal["teacher", "mohawk", "mamba-in-llama"] = "teacher"
@@ -172,14 +176,19 @@ class AlignmentSettings:
             raise ValueError("held_out_sequences must be at least 1: something has to judge the fit.")
 
 
-def read_alignment_file(path: str | Path | None) -> AlignmentSettings:
+def read_alignment_file(
+    path: str | Path | None, sequence_length: int = AlignmentSettings.sequence_length
+) -> AlignmentSettings:
     """The settings in a YAML file; the defaults where there is none.
+
+    Args:
+        sequence_length: what holds where the file does not say.
 
     Raises:
         ValueError: the file is not there or not valid, or a key or a type is wrong.
     """
     if path is None:
-        return AlignmentSettings()
+        return AlignmentSettings(sequence_length=sequence_length)
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"Alignment file {path} does not exist.")
@@ -187,6 +196,8 @@ def read_alignment_file(path: str | Path | None) -> AlignmentSettings:
         values = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"Alignment file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if isinstance(values, dict):
+        values = {"sequence_length": sequence_length} | values
     return from_mapping(AlignmentSettings, values, str(path))
 
 

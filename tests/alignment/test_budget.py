@@ -224,6 +224,13 @@ def test_the_command_chooses_measures_and_keeps_what_it_found(saved_teacher, tmp
         converted(folder, tmp_path / "weighted", align_file, work_dir=str(work), measure=9)
 
 
+def test_a_budget_reads_longer_sequences(saved_teacher):
+    """What lies beyond a window that the budget chooses has to be long, unless the file says otherwise."""
+    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.4, calibration_dataset="sampled", calibration_tokens=5120)
+    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
+    assert search.aligner.ids.shape == (5, 1024)
+
+
 def test_heads_are_scored_again_among_those_left(saved_teacher, align_file, monkeypatch):
     """Costs that depend on which heads are left: two that stand in for each other are cheap while both are there."""
     options = dict(calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), mixer="none")

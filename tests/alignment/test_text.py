@@ -1,5 +1,6 @@
 """Where calibration text comes from, and what is wrong with it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -107,7 +108,7 @@ def test_bad_text(teacher, tmp_path, name, content, expected):
 
 def test_too_few_tokens_to_hold_any_out(teacher, tmp_path):
     done = run(teacher, tmp_path / "out", "--align", "closed-form", "--calibration-tokens", 512)
-    check_one_line_error(done, "leaves nothing to fit on", "at least 2560")
+    check_one_line_error(done, "leaves nothing to fit on", "at least 5120")
 
 
 def test_teacher_without_a_tokenizer(saved_teacher, tmp_path):
@@ -170,5 +171,9 @@ def test_alignment_file_is_read(tmp_path):
     assert settings.fit.decays == (0.5, 0.9) and settings.fit.refine_learning_rate == 1e-3
     assert settings.distillation.tokens == 7 and settings.selection == AlignmentSettings().selection
     assert read_alignment_file(None) == AlignmentSettings()
+    assert read_alignment_file(path, 64) == dataclasses.replace(settings, sequence_length=64)
+    path.write_text("sequence_length: 32\n")
+    assert read_alignment_file(path, 64).sequence_length == 32, "what the file says counts"
+    assert read_alignment_file(None, 64).sequence_length == 64
     with pytest.raises(ValueError, match="does not exist"):
         read_alignment_file(tmp_path / "nowhere.yaml")

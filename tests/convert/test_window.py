@@ -50,6 +50,8 @@ def test_without_a_fit_it_is_the_teacher_that_sees_only_window_and_sinks(saved_t
     seen = (distance >= 0) & ((distance < 5) | (positions < 2))
     mask = torch.zeros(LENGTH, LENGTH).masked_fill(~seen, -1e30)[None, None]
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids, attention_mask=mask).logits, rtol=1e-4, atol=1e-5)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Not aligned" in card and "not yet a language model" not in card and "restricted to the last tokens" in card
 
 
 @pytest.mark.parametrize("shared_state", [False, True])
