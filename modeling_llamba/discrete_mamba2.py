@@ -28,8 +28,8 @@ class DiscreteMamba2(SSDMixer):
         """See `SSDMixer.project`."""
         sizes = [self.conv_size, self.inner_size, self.num_states]
         xBC, z, A_log = self.in_proj(hidden_states).split(sizes, dim=-1)
-        x, B, C = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
-        B, C = self._norm_and_rotate(B, C, position_embeddings)
+        x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
+        B, C = self._norm_and_rotate(BC, position_embeddings)
         A_log = A_log.to(torch.promote_types(A_log.dtype, torch.float32))
         A_log = A_log if self.A_log_bias is None else A_log + self.A_log_bias.to(A_log.dtype)
         return Streams(x, hold_state_at_padding(-F.softplus(A_log), padding_mask), B, C, z, None)

@@ -28,8 +28,8 @@ class Mamba2(SSDMixer):
         """See `SSDMixer.project`."""
         sizes = [self.inner_size, self.conv_size, self.num_states]
         z, xBC, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
-        x, B, C = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
-        B, C = self._norm_and_rotate(B, C, position_embeddings)
+        x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
+        B, C = self._norm_and_rotate(BC, position_embeddings)
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
         dt = F.softplus(dt + self.dt_bias.to(dt.dtype))
         log_a = hold_state_at_padding(-self.A_log.to(dt.dtype).exp() * dt, padding_mask)

@@ -216,20 +216,18 @@ class SSDMixer(nn.Module):
         xBC = convolve_with_cache(self.conv1d, xBC, seq_idx, past_key_values, self.layer_idx)
         if padding_mask is not None:
             xBC = xBC * padding_mask[..., None].to(xBC.dtype)
-        x, B, C = xBC.split([self.x_size, self.B_size, self.C_size], dim=-1)
-        return (
-            x.unflatten(-1, (self.num_groups, self.head_dim)),
-            B.unflatten(-1, (self.num_groups, self.d_state)),
-            C.unflatten(-1, (self.num_heads, self.d_state)),
-        )
+        x, BC = xBC.split([self.x_size, self.B_size + self.C_size], dim=-1)
+        return x.unflatten(-1, (self.num_groups, self.head_dim)), BC.unflatten(-1, (-1, self.d_state))
 
-    def _norm_and_rotate(self, B, C, position_embeddings):
+    def _norm_and_rotate(self, BC, position_embeddings):
+        """B (B, L, G, N) and C (B, L, H, N) from both side by side, which are rotated in one go."""
+        heads = [self.num_groups, self.num_heads]
         if self.B_norm is not None:
-            B, C = self.B_norm(B), self.C_norm(C)
+            B, C = BC.split(heads, dim=2)
+            BC = torch.cat([self.B_norm(B), self.C_norm(C)], dim=2)
         if self.config.mixer_rotary:
-            cos, sin = position_embeddings
-            B, C = (apply_rotary(t, cos, sin, head_dim_axis=2) for t in (B, C))
-        return B, C
+            BC = apply_rotary(BC, *position_embeddings, head_dim_axis=2)
+        return BC.split(heads, dim=2)
 
 
 def convolve_with_cache(

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,9 +158,9 @@ class BudgetSearch:
         full = torch.zeros(self.budget.shape)
         for layer, kv in kept:
             full[layer, kv] = 1.0
-        total = torch.tensor(self._costs(f"kl {name}", window, self.scoring, self._kl_loss(), full))
-        if self._asked.counts:
-            lost = self._costs(f"recall {name}", window, self._asked.probe.ids, self._asked.loss, full)
+        total = torch.tensor(self._costs(f"kl {name}", window, self.scoring, self.kl_loss(), full))
+        if self.asked.counts:
+            lost = self._costs(f"recall {name}", window, self.asked.probe.ids, self.asked.loss, full)
             total = total + self.weight * max(1 - window / self.budget.context, 0.0) * torch.tensor(lost)
         return total.tolist()
 
@@ -175,14 +176,15 @@ class BudgetSearch:
         return self.known[name]
 
     @functools.cached_property
-    def _asked(self) -> Recall:
+    def asked(self) -> Recall:
         """The needle that scores, as far back as the text goes: heads that reach 400 tokens need not reach 1,500."""
         return self._recall(self.scoring)
 
     def _recall(self, prose: torch.Tensor) -> Recall:
         return Recall(self.model, prose, self.settings.answers, self.budget.options.seed)
 
-    def _kl_loss(self):
+    def kl_loss(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Hidden states after the final norm to the KL to the teacher, on the text that scores."""
         with torch.no_grad():
             reference = final_hidden(self.model, self.scoring).flatten(0, 1)
         head = self.model.model.lm_head
@@ -212,15 +214,15 @@ class BudgetSearch:
 
     def _kl_costs(self, window: int) -> list[list[float]]:
         self.progress("scoring heads", self.windows().index(window), len(self.windows()) + 1)
-        return self._costs(f"kl {window}", window, self.scoring, self._kl_loss())
+        return self._costs(f"kl {window}", window, self.scoring, self.kl_loss())
 
     def _recall_costs(self) -> list[list[float]]:
         """None where the teacher itself cannot recall."""
         self.progress("scoring heads", len(self.windows()), len(self.windows()) + 1)
-        if not self._asked.counts:
+        if not self.asked.counts:
             return [[0.0] * self.budget.shape[1] for _ in range(self.budget.shape[0])]
         window = self.windows()[0]
-        return self._costs(f"recall {window}", window, self._asked.probe.ids, self._asked.loss)
+        return self._costs(f"recall {window}", window, self.asked.probe.ids, self.asked.loss)
 
     def _left_beside_state(self, kl: list[list[float]], lost: list[list[float]]) -> list[float]:
         """By layer, the cost with a state beside the window over the cost of the window alone."""
@@ -236,9 +238,9 @@ class BudgetSearch:
                 self.settings.points, self._points(f"{name} beside state"),
             )  # fmt: skip
 
-        with_state, alone = costs("kl", self.scoring, self._kl_loss()), torch.tensor(kl).sum(1)
-        if self._asked.counts:
-            with_state = with_state + self.weight * costs("recall", self._asked.probe.ids, self._asked.loss)
+        with_state, alone = costs("kl", self.scoring, self.kl_loss()), torch.tensor(kl).sum(1)
+        if self.asked.counts:
+            with_state = with_state + self.weight * costs("recall", self.asked.probe.ids, self.asked.loss)
             alone = alone + self.weight * torch.tensor(lost).sum(1)
         # the share is of small differences where a layer costs next to nothing: no less than none, no more than twice
         return (with_state.clamp_min(0) / alone.clamp_min(1e-6)).clamp(0, 2).tolist()

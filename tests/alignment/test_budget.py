@@ -271,8 +271,8 @@ def test_what_a_head_costs_when_others_see_a_window(saved_teacher, align_file):
 
     gates = torch.ones(4, 4)
     gates[1, :2] = gates[2, 2:] = 0
-    kl = search._kl_loss()
-    recall = search._asked
+    kl = search.kl_loss()
+    recall = search.asked
     ends = []
     for end in (gates, torch.ones(4, 4)):
         with torch.no_grad(), gated_heads(search.model, window, spent.options.sinks, end):

@@ -52,19 +52,24 @@ def test_a_decoding_step_is_timed_at_its_length(pattern, monkeypatch):
     assert lengths[1] == 1500 and lengths[-1] == 1500 + cache_budget.STEPS - 1
 
 
-def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("recipes.fidelity.PROMPTS", ("w40 w41",))
-    make_teacher("llama-gqa").save_pretrained(tmp_path / "teacher")
+def tiny_teacher(folder):
+    """A teacher with a tokenizer, a text, and an alignment file for texts of its size."""
+    make_teacher("llama-gqa").save_pretrained(folder / "teacher")
     words = tokenizer()
     words.chat_template = CHAT
-    words.save_pretrained(tmp_path / "teacher")
+    words.save_pretrained(folder / "teacher")
     lines = [" ".join(f"w{30 + (i * j) % 69}" for i in range(100)) for j in range(1, 60)]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
     settings = {
         "sequence_length": 32, "held_out_sequences": 2, "fit": {"refine_steps": 0},
         "budget": {"windows": [4, 12], "prose_tokens": 64, "answers": 4, "points": 1},
     }  # fmt: skip
-    (tmp_path / "align.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "align.yaml").write_text(yaml.safe_dump(settings))
+
+
+def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("recipes.fidelity.PROMPTS", ("w40 w41",))
+    tiny_teacher(tmp_path)
     arguments = cache_budget.parse_arguments(
         [str(tmp_path / "out"), "--validation", str(tmp_path / "text.jsonl"), "--model", str(tmp_path / "teacher"),
          "--align-config", str(tmp_path / "align.yaml"), "--context", "512", "--short-rows", "2",
