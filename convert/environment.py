@@ -85,16 +85,18 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     scan = training if inference["runs"] == "torch" and training["runs"] == "fla" else inference
     if scan["runs"] == "mamba_ssm":
         scan["why"] += f"; {training['runs']} where a gradient is wanted ({training['why']})"
+    conv = choose("causal_conv1d", "causal-conv1d", "causal_conv1d_fn")
     asked = os.environ.get(BACKEND_VARIABLE)
     if asked:
         scan = _asked_for(asked, cuda)
+        conv = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"} if asked == "torch" else conv
     else:
         scan["why"] += "; mixer_backend of a model may ask otherwise"
     return {
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "one token of it, or a short chunk": {"runs": "torch", "why": "a few products; no kernel is used"},
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
-        "short convolution": choose("causal_conv1d", "causal-conv1d", "causal_conv1d_fn"),
+        "short convolution": conv,
         "attention": {
             "runs": "sdpa",
             "why": "torch's own; flash_attention_2 on request"

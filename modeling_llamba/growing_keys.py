@@ -32,7 +32,8 @@ def append_keys(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor
     Returns:
         All keys and values of the layer, views into its room once it has grown.
     """
-    recording = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+    # with a gradient wanted of the queries alone, attention would keep views of the room for its backward pass
+    recording = torch.is_grad_enabled()
     grows = type(layer) is DynamicLayer and layer.is_initialized and layer.keys.numel() > 0
     if not grows or recording or layer.keys.requires_grad or is_torchdynamo_compiling():
         layer.room = None

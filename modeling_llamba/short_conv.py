@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from .hub_kernels import hub_function
+from .ssd import is_recorded, requested_backend
 
 try:
     from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-except ImportError:
+except (ImportError, RuntimeError, OSError, AttributeError):
     causal_conv1d_fn, causal_conv1d_update = (hub_function(f"causal_conv1d_{kind}") for kind in ("fn", "update"))
 
 
@@ -24,8 +25,10 @@ class ShortConv(nn.Module):
     cached inputs nor the packing, and so refuses this one. Train it whole, with `modules_to_save=["conv1d"]`.
     """
 
-    def __init__(self, channels: int, kernel_size: int, activation: str):
+    def __init__(self, channels: int, kernel_size: int, activation: str, config=None):
+        """config: whose `mixer_backend`, where it is "torch", keeps compiled kernels out."""
         super().__init__()
+        self.config = config
         self.kernel_size = kernel_size
         self.activation = activation
         self.weight = nn.Parameter(torch.zeros(channels, 1, kernel_size))
@@ -55,10 +58,12 @@ class ShortConv(nn.Module):
         if in_place:
             return self._step_in_place(x, past)
         K = self.kernel_size
-        if past is None and causal_conv1d_fn is not None and x.is_cuda:
+        if past is None and causal_conv1d_fn is not None and self._may_use_kernel(x) and self._kernel_reads(x):
             seq = None if seq_idx is None else seq_idx.int().contiguous()
-            weight = self.weight.squeeze(1)
-            return causal_conv1d_fn(x.mT, weight, self.bias, seq_idx=seq, activation=self._kernel_activation).mT
+            channels_last, weight = x.contiguous().mT, self.weight.squeeze(1)  # x is a slice of a projection
+            return causal_conv1d_fn(
+                channels_last, weight, self.bias, seq_idx=seq, activation=self._kernel_activation
+            ).mT
         dtype = torch.promote_types(x.dtype, torch.float32)
         taps, bias = self.weight.to(dtype)[:, 0].T, self.bias.to(dtype)
         if seq_idx is not None:
@@ -78,7 +83,17 @@ class ShortConv(nn.Module):
 
     def steps_in_place(self, x: torch.Tensor) -> bool:
         """Whether a kernel takes one token of x, updating the remembered inputs."""
-        return causal_conv1d_update is not None and x.is_cuda and not (torch.is_grad_enabled() and x.requires_grad)
+        installed = causal_conv1d_update is not None and self._may_use_kernel(x)
+        return installed and not is_recorded(x, self.weight, self.bias)
+
+    def _may_use_kernel(self, x: torch.Tensor) -> bool:
+        asked = requested_backend("auto" if self.config is None else self.config.mixer_backend)
+        return x.is_cuda and asked != "torch"
+
+    @staticmethod
+    def _kernel_reads(x: torch.Tensor) -> bool:
+        """It wants channels side by side, in rows of a multiple of 8; one row alone has no stride of its own."""
+        return x.shape[1] > 1 and x.shape[2] % 8 == 0
 
     def _step_in_place(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
         """One token (B, 1, C) by causal-conv1d's kernel; it joins `past` (B, C, K), in place."""

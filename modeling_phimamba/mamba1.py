@@ -40,7 +40,7 @@ class Mamba1(nn.Module):
         self.inner_size, self.x_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
         self.sizes = [self.inner_size, self.x_size, self.x_size, self.inner_size, config.mixer_dt_rank]
         self.in_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.mixer_in_bias)
-        self.conv1d = ShortConv(self.inner_size, config.mixer_d_conv, config.mixer_activation)
+        self.conv1d = ShortConv(self.inner_size, config.mixer_d_conv, config.mixer_activation, config)
         self.dt_proj = nn.Linear(config.mixer_dt_rank, self.inner_size, bias=True)
         self.A_log = nn.Parameter(torch.zeros(self.inner_size, self.d_state))
         self.D = nn.Parameter(torch.ones(self.inner_size))

@@ -57,7 +57,7 @@ class SSDMixer(nn.Module):
         self.conv_size = self.x_size + self.B_size + self.C_size
         in_size = self.conv_size + self.inner_size + self.num_states
         self.in_proj = nn.Linear(config.hidden_size, in_size, bias=config.mixer_in_bias)
-        self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, config.mixer_activation)
+        self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, config.mixer_activation, config)
         self.D = nn.Parameter(torch.ones(self.num_heads))
         self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
         self.B_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)

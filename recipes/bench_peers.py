@@ -1,19 +1,26 @@
 """Other people's code for the same scan, called so that it does the same work; absent ones are named with the reason.
 
-Every peer takes x (B, L, H, P), log_a (B, L, H), B and C (B, L, H, N) and returns y (B, L, H, P). What a peer wants
-transposed or divided beforehand is done once, outside: `PREPARED` gives the call itself.
+Every peer takes x (B, L, H, P), log_a (B, L, H), B and C (B, L, H, N) and gives a function and its arguments: what it
+wants transposed or divided beforehand is done once, outside of what is timed. The function returns y (B, L, H, P), or
+(B, H, L, P).
 """
 
+import importlib.machinery
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 
-Call = Callable[[], torch.Tensor]
+Call = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+"""A function and its arguments."""
 Prepare = Callable[..., Call]
+# where `make bench` puts what is read, not imported: beside the environment, so that no model finds it
+FOLDER = Path(sys.prefix) / "bench-peers"
 
 
 def transformers_scan(chunk_size: int) -> Prepare:
@@ -25,8 +32,12 @@ def transformers_scan(chunk_size: int) -> Prepare:
 
     def prepare(x, log_a, B, C) -> Call:
         A, dt = -torch.ones(x.shape[2]), -log_a
-        divided = x / dt[..., None]
-        return lambda: mamba2_chunk_scan(divided, dt, A, B, C, chunk_size=chunk_size)
+        return lambda x, dt, B, C: mamba2_chunk_scan(x, dt, A, B, C, chunk_size=chunk_size), (
+            x / dt[..., None],
+            dt,
+            B,
+            C,
+        )
 
     return prepare
 
@@ -37,8 +48,12 @@ def fla_naive() -> Prepare:
     Raises:
         ImportError: fla-core is not installed.
     """
-    naive = _module_of_package("fla", "ops/simple_gla/naive.py")
-    return lambda x, log_a, B, C: lambda: naive.naive_chunk_simple_gla(C, B, x, log_a, scale=1.0)[0]
+    naive = _module(_file_of_package("fla", "ops/simple_gla/naive.py"))
+
+    def scan(x, log_a, B, C):
+        return naive.naive_chunk_simple_gla(C, B, x, log_a, scale=1.0)[0]
+
+    return lambda *tensors: (scan, tensors)
 
 
 def ssd_minimal() -> Prepare:
@@ -47,28 +62,40 @@ def ssd_minimal() -> Prepare:
     Raises:
         ImportError: mamba-ssm is not installed.
     """
-    discrete = _module_of_package("mamba_ssm", "modules/ssd_minimal.py").ssd_minimal_discrete
-    return lambda x, log_a, B, C: lambda: discrete(x, log_a, B, C, 64)[0]
+    file = _file_of_package("mamba_ssm", "modules/ssd_minimal.py")
+    # it imports, for a comparison of its own, a kernel that only CUDA has
+    parts = "mamba_ssm ops triton ssd_combined".split()
+    absent = {".".join(parts[: i + 1]): ModuleType(part) for i, part in enumerate(parts)}
+    absent[".".join(parts)].mamba_chunk_scan_combined = None
+    with mock.patch.dict(sys.modules, absent):
+        discrete = _module(file).ssd_minimal_discrete
+    return lambda *tensors: (lambda x, log_a, B, C: discrete(x, log_a, B, C, 64)[0], tensors)
 
 
 def causal_attention() -> Prepare:
     """Softmax attention of the same shape: more work, and what the scan replaces."""
 
     def prepare(x, log_a, B, C) -> Call:
-        q, k, v = (t.transpose(1, 2) for t in (C, B, x))
-        return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        def attention(q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return attention, tuple(t.transpose(1, 2) for t in (C, B, x))
 
     return prepare
 
 
-def _module_of_package(package: str, path: str) -> ModuleType:
+def _file_of_package(package: str, path: str) -> Path:
     """One file of a package, without its __init__, which on a machine without Triton cannot be imported."""
-    spec = importlib.util.find_spec(package)
+    spec = importlib.machinery.PathFinder.find_spec(package, [*sys.path, str(FOLDER)])
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"no package {package}")
     file = Path(spec.submodule_search_locations[0]) / path
     if not file.is_file():
         raise ImportError(f"this version of {package} has no {path}")
+    return file
+
+
+def _module(file: Path) -> ModuleType:
     found = importlib.util.spec_from_file_location(f"peer_{file.stem}", file)
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -39,6 +39,7 @@ from convert.loading import load_model
 from convert.teacher import embedded_teacher, find_teacher
 
 from .fidelity import EDGES, Yardstick, append, check_same_run, text_rows
+from .timing import fill_cache
 
 matplotlib.use("Agg")
 CONTEXT = 4096
@@ -221,14 +222,7 @@ def decoding_step(model: nn.Module, length: int) -> float:
     ids = torch.full((1, 1), config.vocab_size // 2)
     window = (config.hybrid_window or 0) + config.hybrid_sinks  # is read, not made up
     model(ids.expand(1, min(length, max(window, 1024))), past_key_values=cache)
-    for layer in cache.layers:
-        growing = getattr(layer, "full", layer)  # a hybrid layer's window is full already
-        if getattr(growing, "keys", None) is not None:
-            missing = length - growing.keys.shape[2]
-            shape = (*growing.keys.shape[:2], missing, growing.keys.shape[3])
-            growing.update(torch.randn(shape), torch.randn(shape))
-        if hasattr(layer, "seen_tokens"):
-            layer.seen_tokens = length
+    fill_cache(cache, length)
     times = []
     for step in range(STEPS):
         started = time.perf_counter()

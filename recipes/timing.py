@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache, DynamicLayer
 
 from modeling_phimamba.recording import cache_nbytes
 
@@ -19,6 +20,22 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def fill_cache(cache: Cache, length: int) -> None:
+    """Make up keys and values, so that the cache is as after `length` tokens; windows have to be full already.
+
+    What is in it does not change how long a step takes.
+    """
+    for layer in cache.layers:
+        growing = getattr(layer, "full", layer)  # of a hybrid layer, the heads that see everything
+        if isinstance(growing, DynamicLayer) and growing.is_initialized:
+            batch, heads, held, dim = growing.keys.shape
+            growing.update(*(torch.randn(batch, heads, length - held, dim) for _ in range(2)))
+        if hasattr(layer, "seen_tokens"):
+            layer.seen_tokens = length
+    if hasattr(cache, "seen_tokens"):
+        cache.seen_tokens = length
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ def tokens(count, batch=2):
     return torch.randn(batch, 3, count, 4), torch.randn(batch, 3, count, 4)
 
 
+@torch.no_grad()
 def test_growing_in_place_holds_what_concatenating_holds(little_room):
     grown, plain = DynamicLayer(), DynamicLayer()
     rooms = set()
@@ -48,6 +49,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
 def test_growing_after_a_change_from_outside(little_room, change):
     grown, plain = DynamicLayer(), DynamicLayer()
     for count in (5, 1, 1):
@@ -61,6 +63,7 @@ def test_growing_after_a_change_from_outside(little_room, change):
         assert all(map(torch.equal, append_keys(grown, *new), plain.update(*new)))
 
 
+@torch.no_grad()
 def test_copies_of_a_cache_do_not_share_their_room(little_room):
     layer = DynamicLayer()
     for count in (5, 1, 1):
@@ -79,6 +82,18 @@ def test_gradients_pass_through_cached_keys():
     keys, _ = append_keys(layer, *second)
     keys.sum().backward()
     assert first[0].grad is not None and second[0].grad is not None
+
+
+def test_gradients_of_queries_alone_are_right_after_more_tokens():
+    """Attention keeps views of the keys for its backward pass; what comes after must not write into them."""
+    layer, queries = DynamicLayer(), torch.randn(2, 3, 1, 4, requires_grad=True)
+    append_keys(layer, *tokens(3))
+    outputs = []
+    for _ in range(3):
+        keys, values = append_keys(layer, *tokens(1))
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(queries, keys, values))
+    torch.stack(outputs).sum().backward()
+    assert queries.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("pattern", ["hybrid", "beside"])

@@ -144,6 +144,84 @@ def test_causal_conv1d_update_arguments(monkeypatch, activation):
     assert not conv.steps_in_place(x), "the kernel is for CUDA tensors"
 
 
+def conv_of(channels, activation="silu", config=None):
+    conv = ShortConv(channels, 4, activation, config)
+    torch.nn.init.normal_(conv.weight), torch.nn.init.normal_(conv.bias)
+    return conv
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_causal_conv1d_arguments(monkeypatch, packing):
+    """The kernel's documented contract: x (B, C, L), channels side by side in rows of a multiple of 8."""
+    seen = []
+
+    def stand_in(x, weight, bias=None, seq_idx=None, activation=None):
+        assert x.stride(1) == 1 and x.stride(2) % 8 == 0 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
+        assert weight.shape == (x.shape[1], 4) and bias.shape == weight.shape[:1] and activation in (None, "silu")
+        assert (seq_idx is not None) == packing and (seq_idx is None or seq_idx.dtype == torch.int32)
+        seen.append(x.shape)
+        with monkeypatch.context() as plain:
+            plain.setattr(short_conv, "causal_conv1d_fn", None)
+            return conv(x.mT, seq_idx).mT
+
+    seq_idx = torch.tensor([[0] * 4 + [1] * 5] * 2) if packing else None
+    for channels, length, expected in ((16, 9, 1), (12, 9, 0), (16, 1, 0)):  # not of 12 channels, nor of one row
+        conv, ids = conv_of(channels), None if seq_idx is None else seq_idx[:, :length]
+        x = torch.randn(2, length, channels + 5)[..., :channels]  # a slice, as of a projection
+        plain = conv(x, ids)
+        seen.clear()
+        with monkeypatch.context() as on_cuda:
+            on_cuda.setattr(short_conv, "causal_conv1d_fn", stand_in)
+            on_cuda.setattr(ShortConv, "_may_use_kernel", lambda self, x: True)
+            torch.testing.assert_close(conv(x, ids), plain)
+        assert len(seen) == expected
+
+
+def test_who_wants_torch_gets_no_compiled_convolution(monkeypatch):
+    class Config:
+        mixer_backend = "auto"
+
+    on_cuda, conv = type("Tensor", (), {"is_cuda": True})(), conv_of(8, config=Config)
+    assert conv._may_use_kernel(on_cuda) and conv_of(8)._may_use_kernel(on_cuda)
+    Config.mixer_backend = "torch"
+    assert not conv._may_use_kernel(on_cuda)
+    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
+    assert not conv_of(8)._may_use_kernel(on_cuda)
+
+
+def test_one_token_with_a_gradient_of_the_weights_alone_takes_no_kernel(monkeypatch):
+    """causal_conv1d_update knows no gradient."""
+    monkeypatch.setattr(short_conv, "causal_conv1d_update", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ShortConv, "_may_use_kernel", lambda self, x: True)
+    conv, x = conv_of(8), torch.randn(1, 1, 8)
+    assert not conv.steps_in_place(x)
+    assert conv.requires_grad_(False).steps_in_place(x) and not conv.steps_in_place(x.requires_grad_())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(short_conv.causal_conv1d_fn is None, reason="needs causal-conv1d")
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_causal_conv1d_equals_the_sum_of_taps_on_gpu(monkeypatch, dtype, packing):
+    """Outputs, gradients, and one token after the other."""
+    conv = conv_of(960).to("cuda", dtype)
+    x = torch.randn(2, 70, 1545, device="cuda", dtype=dtype)[..., :960].detach().requires_grad_()
+    seq_idx = (torch.arange(70, device="cuda") // 30).expand(2, 70) if packing else None
+    results = {}
+    for backend in ("auto", "torch"):
+        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        y = conv(x, seq_idx)
+        results[backend] = (y, *torch.autograd.grad(y.float().square().sum(), (x, conv.weight, conv.bias)))
+    for kernel, plain in zip(*results.values(), strict=True):
+        assert relative_error(kernel, plain.double()) < (1e-5 if dtype == torch.float32 else 2e-2)
+    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "auto")
+    with torch.no_grad():
+        past = x[:, 1:5].mT.clone()
+        steps = [conv(x[:, t : t + 1], None, past, in_place=True) for t in range(5, 9)]
+        assert relative_error(torch.cat(steps, 1), conv(x)[:, 5:9].double()) < 2e-2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("packing", [False, True])

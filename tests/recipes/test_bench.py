@@ -1,6 +1,7 @@
 """What `make bench` makes of its measurements; the measuring itself is never part of a test."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,10 +9,14 @@ import torch
 import recipes.bench as bench
 import recipes.bench_alignment as bench_alignment
 import recipes.bench_peers as bench_peers
+import recipes.bench_scan as bench_scan
+from modeling_llamba.recording import cache_nbytes
 from modeling_llamba.ssd import ssd_recurrence
+from recipes.bench_decode import filled_cache
 from recipes.bench_peers import find_peers
 from recipes.bench_scan import exponent, inputs
 from recipes.measure import Target, interleaved, save_report
+from tests.students import make_student
 
 
 def test_a_target_is_met_from_below():
@@ -31,20 +36,70 @@ def test_interleaved_calls_everything_as_often():
 
 def test_every_peer_does_the_same_work():
     """Those installed here, at mild decay; attention is a peer of speed only."""
-    x, log_a, B, C = inputs(heads=2, length=70)
-    expected = ssd_recurrence(x, log_a, B, C)[0]
+    tensors = inputs(heads=2, length=128)
+    expected = ssd_recurrence(*tensors)[0]
     found, absent = find_peers()
     assert found.keys() | absent.keys() == bench_peers.PEERS.keys() and "transformers Q64" in found
     for name, prepare in found.items():
-        y = prepare(x, log_a, B, C)()
+        function, arguments = prepare(*tensors)
+        y = function(*arguments)
         if name == "causal SDPA":
-            assert y.shape == (1, 2, 70, 64)
-        elif name != "ssd_minimal":  # which takes whole chunks only
+            assert y.shape == (1, 2, 128, 64)
+        else:
             assert (y.double() - expected).norm() < 1e-4 * expected.norm(), name
 
 
+def test_forward_and_backward_are_those_of_every_peer(monkeypatch):
+    monkeypatch.setattr(
+        bench_scan, "interleaved", lambda calls, repeats: {name: call() for name, call in calls.items()}
+    )
+    found, _ = find_peers()
+    results = bench_scan.training((2, 128), found)
+    y, gradients = results.pop("ours")
+    assert results.keys() == found.keys() and len(gradients) == 4
+    for name, (other, others) in results.items():
+        if name == "causal SDPA":
+            assert [g.shape for g in others] == [(1, 2, 128, 64)] * 3
+            continue
+        assert (y - other).norm() < 1e-4 * y.norm(), name
+        for mine, theirs in zip(gradients[2:], others[2:], strict=True):  # of B and C
+            assert (mine - theirs).norm() < 1e-4 * mine.norm(), name
+
+
+def test_the_papers_listing_is_read_without_its_package(monkeypatch, tmp_path):
+    """mamba_ssm itself cannot be imported without CUDA, nor what the listing imports from it."""
+    (tmp_path / "mamba_ssm" / "modules").mkdir(parents=True)
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise ImportError('no CUDA')\n")
+    (tmp_path / "mamba_ssm" / "modules" / "ssd_minimal.py").write_text(
+        "from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined\n"
+        "def ssd_minimal_discrete(X, A, B, C, block_len):\n    return X * block_len, None\n"
+    )
+    monkeypatch.setattr(bench_peers, "FOLDER", tmp_path)
+    function, tensors = bench_peers.ssd_minimal()(*inputs(2, 64))
+    assert torch.equal(function(*tensors), 64 * tensors[0])
+    assert "mamba_ssm.ops" not in sys.modules
+
+
+@pytest.mark.parametrize("pattern", ["attention", "pure", "beside", "hybrid"])
+@torch.no_grad()
+def test_a_made_up_cache_is_as_long_as_it_says(pattern):
+    model = make_student(pattern=pattern, dtype=torch.float32)
+    cache = filled_cache(model, 300, 2)
+    sizes = cache_nbytes(cache)
+    out = model(torch.tensor([[5], [6]]), past_key_values=cache)
+    assert out.logits.shape[:2] == (2, 1) and cache.get_seq_length() == 301
+    config = model.config
+    per_token = 2 * 2 * config.num_key_value_heads * config.head_dim * 4
+    full = config.layer_types.count("full_attention")
+    heads = sum(
+        len({h // (config.num_attention_heads // config.num_key_value_heads) for h in of})
+        for of in config.hybrid_full_heads or ()
+    )
+    assert sizes >= 300 * per_token * (full + heads / config.num_key_value_heads)
+
+
 def test_absent_peers_are_named_with_the_reason(monkeypatch):
-    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_peers.importlib.machinery.PathFinder, "find_spec", lambda name, path: None)
     found, absent = find_peers()
     assert absent == {"fla naive": "no package fla", "ssd_minimal": "no package mamba_ssm"}
     assert {"transformers Q64", "causal SDPA"} <= found.keys()
