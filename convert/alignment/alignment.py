@@ -111,10 +111,12 @@ class ClosedFormAligner:
         self.model.follow(options)
 
     def choose_layers(self) -> tuple[int, ...]:
-        """The layers that stay attention, by what replacing each costs after a quick fit."""
+        """The layers that stay attention, by what replacing each costs after a quick fit; unscored where none does."""
         settings, started = self.settings.selection, time.perf_counter()
         weight = settings.recall_weight if selection_of(self.options) == "kl+recall" else 0.0
         count = self.model.num_layers - attention_budget(self.options, self.model.num_layers)
+        if count == self.model.num_layers:
+            return ()
         name = f"chosen-{count}-{weight}.json"
         found = self._scores_cache().load_json(name)
         if not found:

@@ -171,6 +171,13 @@ def test_layers_are_chosen_by_score(saved_teacher, tmp_path, align_file, method)
     assert report["probes_counted"] == [] and report["held_out_error"].keys() == {str(i) for i in cheapest}
 
 
+def test_nothing_is_scored_where_nothing_is_to_choose(saved_teacher, tmp_path, align_file):
+    done = aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--attention-ratio", 0)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    assert "layer_scores" not in report and len(report["held_out_error"]) == 4
+
+
 def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
     """As many attention layers as fit: at 1,000 tokens a layer keeps 128 kB, a mixer 1.6 kB."""
     from convert import plan_conversion
