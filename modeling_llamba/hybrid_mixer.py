@@ -89,7 +89,7 @@ class HybridMixer(nn.Module):
         index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
         far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
         mixed = self.out_proj(torch.cat([of_window, far], dim=-1))
-        if not self.near_tokens:
+        if not self.near_tokens or window.all_behind(self.near_tokens):
             return mixed
         return torch.where((window.index < self.near_tokens)[..., None], self.near_proj(near), mixed)
 

@@ -268,12 +268,16 @@ class HybridModel(HybridPreTrainedModel):
         if "hybrid" in self.config.layer_types:
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
             sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index)
-            masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"))
+            # asked once for all layers, and only of single tokens, where it saves a lot: a device has to be waited for
+            least = int(index.min()) if index.shape[1] == 1 and _may_ask(index) else None
+            masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"), least)
         return masks
 
     def _sink_rotary(self, inputs_embeds, position_ids, index):
         """cos and sin for queries that look at sinks, none of them farther away than the teacher was trained for."""
         if self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROTARY:
+            return None
+        if _may_ask(index) and int(index.max()) <= self.config.hybrid_sink_reach:
             return None
         too_far = (index - self.config.hybrid_sink_reach).clamp(min=0)
         return self.rotary_emb(inputs_embeds, position_ids - too_far)
@@ -289,9 +293,14 @@ def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tenso
     return (torch.arange(shape[1], device=device) + cache_length(past_key_values)).expand(tuple(shape))
 
 
+def _may_ask(t: torch.Tensor) -> bool:
+    """Whether the values of a tensor are there to decide by."""
+    return not is_torchdynamo_compiling() and t.device.type != "meta"
+
+
 def _drop_full_mask(attention_mask):
     """A mask of ones says nothing, but its presence would hide packed sequences."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and not is_torchdynamo_compiling():
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and _may_ask(attention_mask):
         return None if bool(attention_mask.all()) else attention_mask
     return attention_mask
 

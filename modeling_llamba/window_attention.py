@@ -31,12 +31,17 @@ class WindowInputs(NamedTuple):
 
     index (B, L): of each token in its sequence, -1 at padding. sink_rotary: cos and sin (B, L, rotary dims) for
     queries that look at sinks, or None where they are the ordinary ones. causal_mask: for the heads with full
-    attention, as transformers makes it.
+    attention, as transformers makes it. least: the smallest index, or None where nobody may ask a tensor.
     """
 
     index: torch.Tensor
     sink_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     causal_mask: torch.Tensor | None = None
+    least: int | None = None
+
+    def all_behind(self, tokens: int) -> bool:
+        """Whether it is known that so many tokens precede each of these, none of which is padding."""
+        return self.least is not None and self.least >= tokens
 
 
 class Tokens(NamedTuple):
@@ -97,9 +102,13 @@ class WindowAttention(nn.Module):
         new = Tokens(key, value, inputs.index)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         recent = None if past is None else past.recent
-        sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
         context = with_past(new, recent)
-        output = self.attend(query, sink_query, context, sinks, seq_idx)
+        if recent is not None and key.shape[2] == 1 and inputs.all_behind(self.sinks) and not self.training:
+            sinks = past.first
+            output = self.attend_one(query, sink_query, context, sinks)
+        else:
+            sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
+            output = self.attend(query, sink_query, context, sinks, seq_idx)
         if self.full_heads:
             output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past, **kwargs)
         if past is not None:
@@ -208,6 +217,22 @@ class WindowAttention(nn.Module):
         if self.sinks:
             output = output + self._sink_values(probabilities[..., : self.sinks], sinks, right)
         return output.reshape(batch, heads, blocks * block, dim)[:, :, :length]
+
+    def attend_one(
+        self, query: torch.Tensor, sink_query: torch.Tensor, context: Tokens, sinks: Tokens
+    ) -> torch.Tensor:
+        """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D)."""
+        batch, heads, _, dim = query.shape
+        keys, values = (t[:, :, -self.window :] for t in (context.keys, context.values))
+        query, sink_query = (t.view(batch, self.kv_heads, -1, dim) for t in (query, sink_query))
+        seen = (context.index[:, -self.window :] >= self.sinks)[:, None, None]
+        scores = self._scores(query, keys.mT, seen)
+        if not self.sinks:
+            return (scores.softmax(-1).to(query.dtype) @ values).view(batch, heads, 1, dim)
+        of_sinks = (sink_query @ sinks.keys.mT).to(scores.dtype) * self.scaling
+        probabilities = torch.cat([of_sinks, scores], dim=-1).softmax(-1).to(query.dtype)
+        output = probabilities[..., self.sinks :] @ values + probabilities[..., : self.sinks] @ sinks.values
+        return output.view(batch, heads, 1, dim)
 
     def _scores(self, query, keys, seen):
         """Scaled products in float32 or wider; the least number where a key is not seen."""
