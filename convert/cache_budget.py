@@ -142,6 +142,10 @@ class Budget:
         said = any(getattr(options, name) != DEFAULTS[name] for name in ("mixer", "shared_state", "mixer_sees"))
         return (True,) if said or any(getattr(options, n) != DEFAULTS[n] for n in MIXER_ONLY) else (False, True)
 
+    def states_beside(self, longest: int) -> tuple[bool, ...]:
+        """`states`, without a mixer that nobody asked for beside a window too wide to fit one, over `longest`."""
+        return (False,) if (self.fixed_window or 0) > longest and False in self.states() else self.states()
+
     def with_state(self, has_state: bool) -> dict[str, Any]:
         """The options that say so; heads that share a key/value head share a state, which costs nothing measurable."""
         if not has_state:
@@ -192,9 +196,9 @@ class Budget:
             )
         found, given, free, counts = [], self.given_heads(), self.free_heads(), self.counts()
         some = {counts[min(len(counts) - 1, len(free) // share)] for share in (len(free) + 1, 16, 8, 4)}
-        for has_state in self.states():
-            size = self.sizes(has_state)
-            longest = min(self.context, longest_beside_state(sequence_length, sinks)) if has_state else self.context
+        beside = longest_beside_state(sequence_length, sinks)
+        for has_state in self.states_beside(beside):
+            size, longest = self.sizes(has_state), min(self.context, beside) if has_state else self.context
             for count in sorted(some):
                 spread = free[:: max(1, len(free) // max(count, 1))][:count]
                 kept = tuple(sorted((*given, *spread)))
@@ -300,7 +304,8 @@ def best_choices(budget: Budget, costs: HeadCosts, longest_beside_state: int) ->
     """
     found: dict[tuple[bool, str], Choice] = {}
     unscored = costs.left_beside_state is None  # a state that nothing speaks for is not worth its bytes
-    states = [has_state for has_state in budget.states() if not (has_state and unscored and False in budget.states())]
+    possible = budget.states_beside(longest_beside_state)
+    states = [has_state for has_state in possible if not (has_state and unscored and False in possible)]
     for has_state in states:
         longest = min(budget.context, longest_beside_state) if has_state else budget.context
         size = budget.sizes(has_state)
@@ -345,9 +350,9 @@ def fitting_window(budget: Budget, kept: tuple[KVHead, ...], size: Size, longest
 
 
 def budget_report(
-    budget: Budget, choices: list[Choice], taken: Choice, measured: dict[Choice, dict[str, float]]
+    budget: Budget, choices: list[Choice], taken: Choice | None, measured: dict[Choice, dict[str, float]]
 ) -> dict[str, Any]:
-    """The choices as plain data."""
+    """The choices as plain data; before anything is scored, none is `taken`."""
     rows = [
         {
             "choice": choice.text(budget.shape),

@@ -83,7 +83,7 @@ def plan_conversion(options: ConversionConfig) -> Plan:
     if (budget := budget_of(options, teacher, checkpoint)) is not None:
         choices = _what_fits(budget)
         plan = make_plan(teacher, budget.applied(choices[0]), checkpoint)
-        return dataclasses.replace(plan, budget=budget_report(budget, choices, choices[0], {}))
+        return dataclasses.replace(plan, budget=budget_report(budget, choices, None, {}))
     plan = make_plan(teacher, with_layer_budget(options, teacher, checkpoint), checkpoint)
     if options.export_ready:
         check_holdable(plan.config, "bamba")

@@ -346,7 +346,8 @@ def describe_budget(report: dict[str, Any]) -> str:
         mark = "->" if row["taken"] else "  "
         lines.append(f"  {mark} {row['choice']} ({human_bytes(row['bytes'])}) {', '.join(figures)}".rstrip())
     scored = any(row["predicted"] is not None for row in report["choices"])
-    lines.append(f"  {'nats of KL and weighted recall loss' if scored else 'the heads are scored when this is run'}")
+    unscored = "scores decide when this is run; layers, parameters and cache above are those of the first"
+    lines.append(f"  {'nats of KL and weighted recall loss' if scored else unscored}")
     return "\n".join(lines)
 
 

@@ -96,8 +96,8 @@ class BudgetSearch:
             measured: how many of the best predicted choices are measured; the best of these is taken.
         """
         started = time.perf_counter()
-        costs = self.head_costs()
         longest = longest_beside_state(self.aligner.settings.sequence_length, self.budget.options.sinks)
+        costs = self.head_costs(self.budget.states_beside(longest))
         choices = best_choices(self.budget, costs, longest)
         given = len(self.budget.given_heads())
         some = next(

@@ -167,6 +167,10 @@ def test_answers_have_to_fit_between_needle_and_question():
 def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
     folder = saved_teacher("llama-gqa")
     assert budget(folder).states() == (False, True)
+    wide = budget(folder, window=12)
+    assert wide.states_beside(11) == (False,) and wide.states_beside(12) == (False, True)
+    assert not [choice for choice in wide.what_fits(32 - 8) if choice.has_state], "too little of a sequence is left"
+    assert budget(folder, window=12, shared_state=True).states_beside(11) == (True,), "said is said"
     assert budget(folder, mixer="none").states() == (False,)
     for said in (dict(mixer="mamba2"), dict(shared_state=True), dict(mixer_sees="all"), dict(gate_bias=False)):
         assert budget(folder, **said).states() == (True,)
@@ -306,11 +310,11 @@ def test_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, tmp_path, mon
     flags = ("--align", "closed-form", "--cache-ratio", 0.5, "--context", CONTEXT, "--dry-run")
     done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags)
     assert done.returncode == 0, done.stderr
-    assert (
-        "-> window" in done.stderr and "heads with full attention" in done.stderr and "a state beside" in done.stderr
-    )
+    assert "window" in done.stderr and "heads with full attention" in done.stderr and "a state beside" in done.stderr
+    assert "->" not in done.stderr.split("budget")[1] and "scores decide when this is run" in done.stderr
     shown = json.loads(run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags, "--json").stdout)
     assert all(row["bytes"] <= shown["budget"]["bytes"] for row in shown["budget"]["choices"])
+    assert not any(row["taken"] for row in shown["budget"]["choices"])
     assert shown["window"] > 1 and not (tmp_path / "out").exists()
 
 
