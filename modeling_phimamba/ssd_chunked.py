@@ -69,7 +69,9 @@ class Decays(NamedTuple):
 
     def within(self) -> torch.Tensor:
         """(BG, S, Q, Q) from token j to i, 0 for j > i."""
-        powers = (self.sums[..., :, None] - self.sums[..., None, :]).to(self.enter.dtype)
+        *shape, Q = self.sums.shape
+        powers = self.enter.new_empty(*shape, Q, Q)  # the differences in float64 are never there all at once
+        torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=powers)
         # zero above the diagonal before the power, which could overflow there, and after it
         return powers.tril_().exp2_().tril_()
 
