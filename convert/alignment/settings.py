@@ -11,9 +11,8 @@ import yaml
 
 from .closed_form import FitSettings
 
-BUDGET_LENGTH = (
-    1024  # of sequences, where a budget may put a wide window before a state: what lies beyond has to be long
-)
+# tokens of a sequence, where a budget may put a wide window before a state: what lies beyond has to be long
+BUDGET_LENGTH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
