@@ -32,12 +32,11 @@ def transformers_scan(chunk_size: int) -> Prepare:
 
     def prepare(x, log_a, B, C) -> Call:
         A, dt = -torch.ones(x.shape[2]), -log_a
-        return lambda x, dt, B, C: mamba2_chunk_scan(x, dt, A, B, C, chunk_size=chunk_size), (
-            x / dt[..., None],
-            dt,
-            B,
-            C,
-        )
+
+        def scan(divided, dt, B, C):
+            return mamba2_chunk_scan(divided, dt, A, B, C, chunk_size=chunk_size)
+
+        return scan, (x / dt[..., None], dt, B, C)
 
     return prepare
 
