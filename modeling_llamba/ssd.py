@@ -193,9 +193,8 @@ def ssd_scan(
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, B, C = (t.to(dtype) for t in (x, B, C))
     log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
-    if initial_state is None:
-        initial_state = x.new_zeros(x.shape[0], log_a.shape[-1], x.shape[-1], B.shape[-1])
-    return chunked_scan(x, log_a, B, C, initial_state.to(dtype), chunk_size)
+    initial_state = None if initial_state is None else initial_state.to(dtype)
+    return chunked_scan(x, log_a, B, C, initial_state, chunk_size)
 
 
 def requested_backend(configured: str) -> str:

@@ -23,7 +23,10 @@ import torch
 from torch import nn
 
 LOG2_E = math.log2(math.e)
-BLOCK_TOKENS = 1024
+BLOCK_DECAYS = 2**13
+"""Decays computed at once."""
+CACHED_SCORES, LEAST_CHUNK = 2**16, 32
+"""Scores of a chunk that a core's cache holds beside what they are made of; chunks are not made shorter than this."""
 
 
 def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -34,20 +37,28 @@ def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def chunked_scan(
-    x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor, chunk_size: int
+    x: torch.Tensor,
+    log_a: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    state: torch.Tensor | None,
+    chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The recurrence of ssd.py in chunks.
 
     Args:
         x: (B, L, G, P). log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N). All of one type, float32 or float64.
-        state: (B, T, P, N), where it begins; not modified.
+        state: (B, T, P, N), where it begins, not modified; None for zero.
+        chunk_size: tokens of a chunk; fewer on a CPU where there are many heads.
 
     Returns:
         y (B, L, H, P) and the final state (B, T, P, N).
     """
-    batch, T, P, N = state.shape
-    G = x.shape[2]
-    state = state.reshape(batch * G, T // G * P, N)
+    (batch, _, G, P), T, (H, N) = x.shape, log_a.shape[-1], C.shape[2:]
+    shape = (batch * G, T // G * P, N)
+    state = x.new_zeros(shape) if state is None else state.reshape(shape).clone()
+    if x.device.type == "cpu":
+        chunk_size = _cached_chunk(chunk_size, batch * H)
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, log_a, B, C, state))
     with full_precision(x):
         if recording:
@@ -55,6 +66,13 @@ def chunked_scan(
         else:
             y, state, _ = _forward(x, log_a, B, C, state, chunk_size, keep=False)
     return y, state.view(batch, T, P, N)
+
+
+def _cached_chunk(chunk_size: int, heads: int) -> int:
+    """The chunk size, halved until the scores of all heads fit into a cache."""
+    while heads * chunk_size**2 > CACHED_SCORES and chunk_size // 2 >= LEAST_CHUNK:
+        chunk_size //= 2
+    return chunk_size
 
 
 class Decays(NamedTuple):
@@ -81,7 +99,7 @@ def _each_chunk(
 ) -> Iterator[tuple[int, int, Decays]]:
     """Start, stop and decays of one chunk after the other; small things are computed for many chunks at once."""
     batch, L, states = log_a.shape
-    block = max(BLOCK_TOKENS // chunk_size, 1) * chunk_size
+    block = max(BLOCK_DECAYS // (batch * states * chunk_size), 1) * chunk_size
     for first in _ordered(range(0, L, block), backwards):
         logs = log_a[:, first : first + block].double() * LOG2_E
         logs = nn.functional.pad(logs, (0, 0, 0, -logs.shape[1] % chunk_size))
@@ -101,9 +119,10 @@ def _ordered(indices: range, backwards: bool) -> range:
 
 
 def _chunk(t: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
-    """(B, L, H, D) -> (BG, R Q, D) for the tokens start..stop; a view where that is possible."""
+    """(B, L, H, D) -> (BG, R Q, D) for the tokens start..stop, contiguous, as products read it fastest."""
     batch, _, heads, dim = t.shape
-    return t[:, start:stop].transpose(1, 2).reshape(batch * groups, heads // groups * (stop - start), dim)
+    rows = t[:, start:stop].transpose(1, 2).contiguous()
+    return rows.view(batch * groups, heads // groups * (stop - start), dim)
 
 
 def _store(target: torch.Tensor, start: int, stop: int, chunk: torch.Tensor) -> None:
@@ -113,11 +132,10 @@ def _store(target: torch.Tensor, start: int, stop: int, chunk: torch.Tensor) -> 
 
 
 def _forward(x, log_a, B, C, state, chunk_size, keep):
-    """y, the final state and, with `keep`, the state (BG, S P, N) that each chunk began with."""
+    """y, the final state, and with `keep` the state (BG, S P, N) that each chunk began with; may overwrite `state`."""
     batch, L, G, P = x.shape
     H, N, S = C.shape[2], B.shape[-1], log_a.shape[-1] // G
     y, kept = x.new_empty(batch, L, H, P), []
-    state = state.clone()
     for start, stop, decays in _each_chunk(log_a, chunk_size, G):
         Q = stop - start
         X, Bc, Cc = (_chunk(t, start, stop, G) for t in (x, B, C))
