@@ -36,8 +36,10 @@ def named_heads(text: str, num_layers: int, num_heads: int) -> Heads:
     """Heads that are named, in a list or a file.
 
     Raises:
-        ValueError: neither, or a layer or head that the teacher does not have.
+        ValueError: neither, no such file, or a layer or head that the teacher does not have.
     """
+    if text.endswith(".json") and not Path(text).expanduser().is_file():
+        raise ValueError(f"attention_heads {text}: there is no such file.")
     try:
         # pairs are no file's name, and may be too many for one
         if set(text) - set("0123456789:, ") and (path := Path(text).expanduser()).is_file():

@@ -25,6 +25,11 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--align", "closed-form")
     assert "window of 1021" in done.stderr and "scores decide when this is run" in done.stderr, "25 % of the cache"
     half = ("--align", "closed-form", "--attention-ratio", "0.5")
+    (tmp_path / "align.yaml").write_text("fitt: {}\n")
+    done = run(
+        saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *half, "--align-config", tmp_path / "align.yaml"
+    )
+    assert done.returncode != 0 and "Unknown key 'fitt'" in done.stderr
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *half)
     assert "scores decide which layers" in done.stderr and "which heads" not in done.stderr
     window = ("--window", "8", "--attention-heads", "1", "--attention-ratio", "0")

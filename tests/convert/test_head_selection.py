@@ -119,6 +119,7 @@ def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, t
     [
         ("llama-gqa", "5", "the replaced layers have 4"),
         ("llama-gqa", "0.01", "less than one"),
+        ("llama-gqa", "heads.json", "no such file"),
         ("mistral-window", "0:0", "this teacher's own see a window"),
     ],
 )
