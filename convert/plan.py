@@ -316,7 +316,7 @@ def describe(plan: Plan) -> str:
         f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} {kind})",
         f"tensors     {counts}",
         f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
-        f"to write    {human_bytes(s['bytes_to_write'])}; peak memory about "
+        f"to write    {human_bytes(s['bytes_to_write'])}; peak memory of writing about "
         f"{human_bytes(s['expected_peak_memory_bytes'])} above the interpreter's own",
     ]
     for context, size in s["cache_bytes"].items():
