@@ -78,7 +78,7 @@ def as_markdown(report: dict) -> str:
     for row in report["targets"]:
         met = "yes" if row["met"] else "**no**"
         lines.append(f"| {row['name']} | {row['value']:.3g} | {row['target']:.3g} | {met} |")
-    for topic, tables in (("scan", scan_tables), ("decode", decode_table)):
+    for topic, tables in TABLES.items():
         if topic in report:
             lines += ["", *tables(report[topic])]
     skipped = {name: why for t in TOPICS for name, why in report.get(t, {}).get("skipped", {}).items()}
@@ -122,6 +122,26 @@ def decode_table(decode: dict) -> list[str]:
         size = f"{row['cache_bytes'] / 1e6:.1f}"
         lines.append(f"| {row['context']} tokens | {row['which']} | {read:.0f} | {said:.1f} | {size} |")
     return lines
+
+
+def alignment_table(alignment: dict) -> list[str]:
+    """What the default alignment takes, and stage 1 in tiles against whole matrices."""
+    lines = ["| default alignment at 50 %, extrapolated from one block | minutes | peak memory, GB |", "|---|---|---|"]
+    for row in alignment["one_layer"]:
+        peak = (row["peak_bytes"] + row["activation_bytes"]) / 1e9
+        lines.append(f"| {row['teacher']} | {row['total_minutes']:.0f} | {peak:.1f} |")
+    tiles = ", ".join(f"{row['ratio']:.2f} at {row['length']} tokens" for row in alignment["stage_1"])
+    return [*lines, "", f"Stage 1, time of tiles over that of whole matrices: {tiles}."]
+
+
+def loss_line(loss: dict) -> list[str]:
+    """The distillation loss in chunks against logits written out."""
+    sizes = " against ".join(f"{loss['figures'][name]['bytes'] / 1e6:.0f} MB" for name in ("chunked", "written out"))
+    shape = f"{loss['tokens']} tokens of {loss['vocabulary']} logits"
+    return [f"Distillation loss in chunks, {shape}: {sizes} written out, {loss['ratios']['seconds']:.2f} of its time."]
+
+
+TABLES = {"scan": scan_tables, "decode": decode_table, "alignment": alignment_table, "loss": loss_line}
 
 
 def plot_scaling(scan: dict, path: Path) -> None:

@@ -38,7 +38,7 @@ from .timing import speed as side_by_side
 CONTEXTS = (512, 4096, 32768)
 PREFILL = 512
 SHORT = 8
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 STEP_LIMIT, GENERATE_LIMIT, CONSTANT_LIMIT = 0.25, 1.6, 1.1
 # what the default chooses for SmolLM2 (docs/hybrid_layers.md); its search is not what is measured here
 KEPT = ((0, 2), (3, 1), (5, 2), (7, 2), (8, 0), (14, 1), (15, 2), (17, 1), (18, 2), (19, 1), (23, 0), (23, 2), (24, 0))

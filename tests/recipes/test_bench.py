@@ -112,27 +112,41 @@ def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
         target = Target(f"{topic}: time over a peer", 0.5 if topic == "decode" else 2.0, 1.0)
         whole = {"context": 512, "which": "teacher", "prefill_tokens_per_second": 90.2, "cache_bytes": 2_000_000}
         whole["decode_tokens_per_second"] = 10.04
-        figures = {"generate": [], "whole": [whole]} if topic == "decode" else {}
+        one_layer = {"teacher": "1B", "peak_bytes": 10**9, "activation_bytes": 4 * 10**8, "total_minutes": 26.2}
+        figures = {
+            "decode": {"generate": [], "whole": [whole]},
+            "alignment": {"one_layer": [one_layer], "stage_1": [{"length": 512, "ratio": 0.75}]},
+        }.get(topic, {})
         save_report(output, topic, [target], machine={"commit": "abc"}, skipped={"a peer": "no package"}, **figures)
         return None
 
     monkeypatch.setattr(bench, "run_topic", run_topic)
-    assert bench.main(tmp_path, ("decode", "conversion", "loss")) == 1
+    assert bench.main(tmp_path, ("decode", "conversion", "alignment", "loss")) == 1
     report = json.loads((tmp_path / "results.json").read_text())
     assert [(t["name"].split(":")[0], t["met"]) for t in report["targets"]] == [
         ("decode", True),
         ("conversion", False),
+        ("alignment", False),
     ]
     assert all(t["smaller_is_better"] for t in report["targets"]) and report["failed"] == {"loss": "exit code 1"}
     text = (tmp_path / "results.md").read_text()
     assert "| 512 tokens | teacher | 90 | 10.0 | 2.0 |" in text
     assert "| decode: time over a peer | 0.5 | 1 | yes |" in text and "| 2 | 1 | **no** |" in text
     assert "a peer: skipped, no package." in text and "loss: failed, exit code 1." in text
-    assert "decode, conversion: commit abc." in text
-    assert "1 of 2 met" in capsys.readouterr().out
+    assert "decode, conversion, alignment: commit abc." in text
+    assert "| 1B | 26 | 1.4 |" in text and "0.75 at 512 tokens." in text
+    assert "1 of 3 met" in capsys.readouterr().out
     # another run of one topic keeps what the others measured
     assert bench.main(tmp_path, ("conversion",)) == 0
-    assert len(json.loads((tmp_path / "results.json").read_text())["targets"]) == 2
+    assert len(json.loads((tmp_path / "results.json").read_text())["targets"]) == 3
+
+
+def test_the_loss_is_reported_in_a_line():
+    figures = {
+        name: {"bytes": size, "seconds": 1.0} for name, size in (("chunked", 10**8), ("written out", 4 * 10**8))
+    }
+    (line,) = bench.loss_line({"tokens": 512, "vocabulary": 64, "figures": figures, "ratios": {"seconds": 0.9}})
+    assert line.endswith("512 tokens of 64 logits: 100 MB against 400 MB written out, 0.90 of its time.")
 
 
 def test_scaling_is_drawn(tmp_path):
