@@ -108,8 +108,9 @@ class Study:
         skip = -(-512 * arguments.short_rows // length)
         (text,) = text_rows(arguments.validation, tokenizer, length, 1, skip)
         teacher = self.model.whole()
-        self.recall = Distances(text[None], plain_tokens(self.model.config.vocab_size), DISTANCES)
-        self.texts = {"short": short, "long": self.recall.ids}
+        vocabulary = plain_tokens(self.model.config.vocab_size)
+        self.recall = [Distances(text[None], vocabulary, DISTANCES, seed=3 + i) for i in range(arguments.needles)]
+        self.texts = {"short": short, "long": self.recall[0].ids}
         self.reference = {name: self._reference(name, ids) for name, ids in self.texts.items()}
         self.prompts = Yardstick(teacher, tokenizer, short[:2], short[:1]) if arguments.generate else None
 
@@ -138,15 +139,18 @@ class Study:
             hidden[name] = self._hidden(model, ids)
             pair = (self.reference[name].flatten(0, 1), hidden[name].flatten(0, 1))
             kl[name] = kl_of_hidden(*pair, head).view(ids.shape)
-        rows, edges = kl["short"].mean(1), [edge for edge in EDGES if edge <= self.recall.ids.shape[1]]
-        late, is_text = kl["long"][0], self.recall.is_text
+        first, *others = self.recall
+        rows, edges = kl["short"].mean(1), [edge for edge in EDGES if edge <= first.ids.shape[1]]
+        late, is_text = kl["long"][0], first.is_text
+        recalled = [first.measure(hidden["long"], head)]
+        recalled += [probe.measure(self._hidden(model, probe.ids), head) for probe in others]
         figures = {
             "kl": rows.mean().item(),
             "kl_95": 1.96 * rows.std().item() / math.sqrt(len(rows)),
             "kl_by_position": {
                 f"{a}-{b}": late[a:b][is_text[a:b]].mean().item() for a, b in zip(edges, edges[1:], strict=False)
             },
-            "recall": self.recall.measure(hidden["long"], head),
+            "recall": {distance: statistics.mean(found[distance] for found in recalled) for distance in recalled[0]},
         }
         if self.arguments.generate:
             found = self.prompts.generation(model)
@@ -329,11 +333,12 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--validation", type=Path, required=True, help="text to measure on")
     parser.add_argument("--model", help="teacher (default: the embedded one)")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="of the teacher's cache")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS), help="none: --hybrids alone")
     parser.add_argument("--hybrids", type=Path, nargs="*", default=(), help="finished checkpoints to measure as well")
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--long", type=int, help="tokens of the long text (default: the context that is paid for)")
     parser.add_argument("--short-rows", type=int, default=8)
+    parser.add_argument("--needles", type=int, default=1, help=f"of {ANSWERS} answers, at each distance in turn")
     parser.add_argument("--generate", action="store_true", help="compare greedy decoding with the teacher's, too")
     parser.add_argument("--decode", type=int, nargs="*", default=[], help="time a decoding step after so many tokens")
     parser.add_argument("--calibration-dataset", default="default", help="text that fits mixers and scores heads")

@@ -74,15 +74,18 @@ def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, mo
         [str(tmp_path / "out"), "--validation", str(tmp_path / "text.jsonl"), "--model", str(tmp_path / "teacher"),
          "--align-config", str(tmp_path / "align.yaml"), "--context", "512", "--short-rows", "2",
          "--calibration-tokens", "320", "--ratios", "0.6", "--generate", "--decode", "600",
-         "--long", "1024", "--hybrids", str(tmp_path / "half")]
+         "--long", "1024", "--needles", "2", "--hybrids", str(tmp_path / "half")]
     )  # fmt: skip
     options = {"mixer": "none", "window": 64, "sinks": 4, "align": "none", "dtype": "float32"}
     convert(str(tmp_path / "teacher"), tmp_path / "half", attention_ratio=0.5, **options)
+    measure, recalled = Distances.measure, []
+    monkeypatch.setattr(Distances, "measure", lambda *args: recalled.append(measure(*args)) or {"100": len(recalled)})
     cache_budget.main(arguments)
     results = tmp_path / "out" / "results.jsonl"
     records = [json.loads(line) for line in results.read_text().splitlines()]
     teacher = next(r for r in records if r["row"] == "teacher")
     assert teacher["kl"] == pytest.approx(0, abs=1e-6) and teacher["greedy_agreement"] == 1
+    assert len(recalled) == 2 * len(records) and teacher["recall"] == {"100": 1.5}, "the mean of both needles"
     assert {r["row"] for r in records} == {"teacher", "hybrid half", *cache_budget.ROWS}
     half = next(r for r in records if r["row"] == "hybrid half")
     assert half["share"] == half["ratio"] == pytest.approx((2 + 2 * (64 + 3) / 512) / 4)
