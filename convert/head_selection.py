@@ -6,6 +6,7 @@ along every query head that reads it.
 """
 
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -44,11 +45,11 @@ def named_heads(text: str, num_layers: int, num_heads: int) -> Heads:
         # pairs are no file's name, and may be too many for one
         if set(text) - set("0123456789:, ") and (path := Path(text).expanduser()).is_file():
             of_layers = json.loads(path.read_text())
-            pairs = [(int(layer), int(head)) for layer, heads in of_layers.items() for head in heads]
+            pairs = [(int(layer), operator.index(head)) for layer, heads in of_layers.items() for head in heads]
         else:
             split = [pair.split(":") for pair in text.split(",") if pair.strip()]
             pairs = [(int(layer), int(head)) for layer, head in split]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OSError) as error:
         raise ValueError(
             f"attention_heads {text!r} is neither layer:head pairs (16:3,18:0), nor a number or share of key/value "
             'heads, nor a JSON file {"16": [3]}.'

@@ -80,7 +80,8 @@ def plan_conversion(options: ConversionConfig) -> Plan:
     """
     teacher = find_teacher(options.model, options.revision, options.gguf_file, with_weights=False)
     checkpoint = teacher.open_weights()
-    read_alignment_file(options.align_config)  # what is wrong in it is said before anything is run
+    if options.align != "none":
+        read_alignment_file(options.align_config)  # what is wrong in it is said before anything is run
     if (budget := budget_of(options, teacher, checkpoint)) is not None:
         choices = _what_fits(budget)
         plan = make_plan(teacher, budget.applied(choices[0]), checkpoint)

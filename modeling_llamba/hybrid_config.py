@@ -67,8 +67,8 @@ class HybridConfig(PreTrainedConfig):
         hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
-        mixer_chunk_size: tokens per chunk of the scan. mixer_backend: "auto", "torch", "mamba_ssm" or "fla"; the
-            environment variable HYBRID_SSD_BACKEND overrides it.
+        mixer_chunk_size: tokens per chunk of the scan, on a CPU fewer where heads are many.
+        mixer_backend: "auto", "torch", "mamba_ssm" or "fla"; the environment variable HYBRID_SSD_BACKEND overrides it.
         conversion: where the weights come from; written by convert-to-hybrid.
     """
 

@@ -24,7 +24,7 @@ from torch import nn
 
 LOG2_E = math.log2(math.e)
 BLOCK_DECAYS = 2**13
-"""Decays computed at once."""
+"""Decays of a sequence computed at once."""
 CACHED_SCORES, LEAST_CHUNK = 2**16, 32
 """Scores of a chunk that a core's cache holds beside what they are made of; chunks are not made shorter than this."""
 
@@ -56,9 +56,12 @@ def chunked_scan(
     """
     (batch, _, G, P), T, (H, N) = x.shape, log_a.shape[-1], C.shape[2:]
     shape = (batch * G, T // G * P, N)
-    state = x.new_zeros(shape) if state is None else state.reshape(shape).clone()
-    if x.device.type == "cpu":
-        chunk_size = _cached_chunk(chunk_size, batch * H)
+    if state is None:
+        state = x.new_zeros(shape)
+    else:
+        state = state.reshape(shape).clone(memory_format=torch.contiguous_format)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # a graph is for any number of sequences
+        chunk_size = cached_chunk(chunk_size, batch * H)
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, log_a, B, C, state))
     with full_precision(x):
         if recording:
@@ -68,7 +71,7 @@ def chunked_scan(
     return y, state.view(batch, T, P, N)
 
 
-def _cached_chunk(chunk_size: int, heads: int) -> int:
+def cached_chunk(chunk_size: int, heads: int) -> int:
     """The chunk size, halved until the scores of all heads fit into a cache."""
     while heads * chunk_size**2 > CACHED_SCORES and chunk_size // 2 >= LEAST_CHUNK:
         chunk_size //= 2
@@ -99,7 +102,7 @@ def _each_chunk(
 ) -> Iterator[tuple[int, int, Decays]]:
     """Start, stop and decays of one chunk after the other; small things are computed for many chunks at once."""
     batch, L, states = log_a.shape
-    block = max(BLOCK_DECAYS // (batch * states * chunk_size), 1) * chunk_size
+    block = max(BLOCK_DECAYS // (states * chunk_size), 1) * chunk_size
     for first in _ordered(range(0, L, block), backwards):
         logs = log_a[:, first : first + block].double() * LOG2_E
         logs = nn.functional.pad(logs, (0, 0, 0, -logs.shape[1] % chunk_size))
@@ -143,12 +146,14 @@ def _forward(x, log_a, B, C, state, chunk_size, keep):
         entering = (Cc.view(-1, S, H // G // S, Q, N) * decays.enter[:, :, None, :, None]).view(batch * G * S, -1, N)
         y_chunk.view(batch * G * S, -1, P).baddbmm_(entering, state.view(-1, P, N).mT)
         _store(y, start, stop, y_chunk)
+        del y_chunk, entering, Cc  # or they would be there beside the next chunk's
         if keep:
             kept.append(state)
             state = _decayed(state, decays)
         else:
             state.view(-1, S, P * N).mul_(decays.across[..., None])
         state.baddbmm_(_leaving(X, decays).mT, Bc)
+        del X, Bc
     return y, state, kept
 
 
@@ -194,6 +199,7 @@ class _ChunkedSSD(torch.autograd.Function):
                 for target, chunk in ((dx, dX), (dB, dBc), (dC, dCc)):
                     _store(target, start, stop, chunk)
                 dlog_a[:, start:stop] = dlog.view(batch, log_a.shape[-1], stop - start).transpose(1, 2)
+                del dX, dBc, dCc, chunk
         return dx, dlog_a, dB, dC, dstate, None
 
 

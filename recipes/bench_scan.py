@@ -9,6 +9,7 @@ recurrence with decays from 1e-8 to 1, and how the time grows with length, heads
 
 import argparse
 import functools
+import itertools
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from modeling_llamba.ssd import ssd_recurrence, ssd_scan
+from modeling_llamba.ssd_chunked import cached_chunk
 
 from .bench_peers import find_peers
-from .measure import Target, Timing, extra_peak_bytes, interleaved, matmul_gigaflops, save_report
+from .measure import Target, Timing, allocated_peak, interleaved, matmul_gigaflops, save_report
 
 SIZE = 64  # P and N
 CHUNK = 64
@@ -46,7 +48,7 @@ def inputs(heads: int, length: int, batch: int = 1) -> tuple[torch.Tensor, ...]:
 
 def scan_flops(heads: int, length: int) -> float:
     """Multiplications and additions in the matrix products of one forward pass."""
-    within, between = 2 * CHUNK * (SIZE + SIZE), 2 * 2 * SIZE * SIZE
+    within, between = 2 * cached_chunk(CHUNK, heads) * (SIZE + SIZE), 2 * 2 * SIZE * SIZE
     return heads * length * (within + between)
 
 
@@ -98,10 +100,10 @@ def training(shape: tuple[int, int], peers: dict) -> dict[str, Timing]:
     return interleaved(calls, 5 if math.prod(shape) < 40_000 else 3)
 
 
-def accuracy(length: int = 1024, heads: int = 4) -> dict[str, float]:
+def accuracy(shapes: tuple[tuple[int, int], ...] = ((4, 1024), (32, 128))) -> dict[str, float]:
     """Relative error of outputs, state and gradients, of the worst head; mild decays, and a from 1e-8 to 1."""
-    errors = {}
-    for name, lowest in (("mild", -2.0), ("extreme", math.log(1e-8))):
+    errors, decays = {}, {"mild": -2.0, "extreme": math.log(1e-8)}
+    for (heads, length), (name, lowest) in itertools.product(shapes, decays.items()):
         x, _, B, C = inputs(heads, length)
         log_a = torch.empty(1, length, heads).uniform_(lowest, 0)
         log_a[..., 0] = 0 if name == "extreme" else log_a[..., 0]  # a head that never forgets
@@ -115,32 +117,29 @@ def accuracy(length: int = 1024, heads: int = 4) -> dict[str, float]:
         for what, ours, exact in zip(("y", "state", "dx", "dlog_a", "dB", "dC", "dstate"), *results, strict=True):
             head_axis = 1 if "state" in what else 2
             of_heads = zip(ours.double().unbind(head_axis), exact.double().unbind(head_axis), strict=True)
-            errors[f"{name}: {what}"] = max(((o - e).norm() / e.norm()).item() for o, e in of_heads)
+            errors[f"{heads} heads, {name}: {what}"] = max(((o - e).norm() / e.norm()).item() for o, e in of_heads)
     return errors
 
 
-def _memory_call(name: str, shape: tuple[int, int], trained: bool):
-    """The call, and a small one; for `extra_peak_bytes`."""
-
-    def calls(length):
-        tensors = inputs(shape[0], length)
-        peers, _ = find_peers()
-        function, tensors = (_ours, tensors) if name == "ours" else peers[name](*tensors)
-        if trained:
-            return _both(function, tensors, torch.randn(1, length, shape[0], SIZE))
-        return torch.no_grad()(functools.partial(function, *tensors))
-
-    return calls(shape[1]), calls(128)
+def peak_bytes(name: str, shape: tuple[int, int], trained: bool, peers: dict) -> int:
+    """Of one call: the gradients and the output count, the inputs and dy do not."""
+    tensors = inputs(*shape)
+    weight = torch.randn_like(tensors[0])
+    function, tensors = (_ours, tensors) if name == "ours" else peers[name](*tensors)
+    if trained:
+        return allocated_peak(_both(function, tensors, weight))
+    with torch.no_grad():
+        return allocated_peak(functools.partial(function, *tensors))
 
 
 def memory(peers: dict) -> dict[str, dict[str, int]]:
-    """Extra peak bytes; the gradients and the output count, the inputs and dy do not."""
-    names = ["ours", *(n for n in peers if n != "transformers Q256")]
-    return {
-        "forward, 9 heads, 8192": {n: extra_peak_bytes(_memory_call, n, (9, 8192), False) for n in names},
-        "forward, 32 heads, 8192": {"ours": extra_peak_bytes(_memory_call, "ours", (32, 8192), False)},
-        "forward and backward, 9 heads, 2048": {n: extra_peak_bytes(_memory_call, n, (9, 2048), True) for n in names},
-    }
+    """Peak bytes beyond the inputs, ours at both numbers of heads, and the peers'."""
+    names, sizes = ["ours", *(n for n in peers if n != "transformers Q256")], {}
+    for kind, length in (("forward", 8192), ("forward and backward", 2048)):
+        for heads, those in ((9, names), (32, ["ours"])):
+            row = {n: peak_bytes(n, (heads, length), kind != "forward", peers) for n in those}
+            sizes[f"{kind}, {heads} heads, {length}"] = row
+    return sizes
 
 
 def growth() -> dict[str, dict]:
@@ -203,18 +202,20 @@ def main(output: Path) -> None:
     errors = accuracy()
     targets += [Target(f"error against float64, {name}", error, ERROR_LIMIT) for name, error in errors.items()]
     sizes = memory(peers)
-    *forward, both = sizes.values()
-    tensor = 2048 * 9 * SIZE * 4
-    for heads, row in zip((9, 32), forward, strict=True):
-        outputs = (8192 + SIZE) * heads * SIZE * 4
-        name = f"forward, {heads} heads: bytes beyond y and the final state"
-        targets.append(Target(name, row["ours"] - outputs, FORWARD_EXTRA))
-    targets.append(Target("forward and backward, tensors of x's size", both["ours"] / tensor, TRAINING_TENSORS))
+    for what, row in sizes.items():
+        kind, heads, length = what.split(", ")
+        tensor = int(heads.split()[0]) * int(length) * SIZE * 4
+        if kind == "forward":
+            targets.append(Target(f"forward, {heads}: bytes beyond the output", row["ours"] - tensor, FORWARD_EXTRA))
+        else:
+            name = f"forward and backward, {heads}: tensors of x's size"
+            targets.append(Target(name, row["ours"] / tensor, TRAINING_TENSORS))
     grows = growth()
     targets += [Target(f"time grows with {what}: exponent", f["exponent"], 1.1) for what, f in grows.items()]
-    table = Table("peak memory beyond the inputs, MB", *both)
+    names = ["ours", *peers]
+    table = Table("peak memory beyond the inputs, MB", *names)
     for what, row in sizes.items():
-        table.add_row(what, *(f"{row[name] / 1e6:.0f}" if name in row else "" for name in both))
+        table.add_row(what, *(f"{row[name] / 1e6:.0f}" if name in row else "" for name in names))
     console.print(table)
     for name, shape in sorted(TOO_LARGE):
         absent[f"{name}, {shape[0]} heads, {shape[1]} tokens"] = "it takes too much memory"

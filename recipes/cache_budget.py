@@ -219,6 +219,17 @@ def mixers_alone(budget: Budget):
     )  # fmt: skip
 
 
+def checkpoint_digest(model: nn.Module) -> str:
+    """Which checkpoint it is, configuration and weights, whatever its folder is called."""
+    told = model.config.to_dict()
+    told.pop("_name_or_path", None)
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
+
+
 @torch.no_grad()
 def decoding_step(model: nn.Module, length: int) -> float:
     """Median milliseconds of a token after `length` tokens, whose keys and values are made up."""
@@ -289,13 +300,16 @@ def main(arguments: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     study = Study(arguments)
     path = study.folder / "results.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    records = list({(r["row"], r["ratio"]): r for r in lines}.values())  # what was measured again is at the end
     full = study.whole.nbytes
 
-    def record(row: str, ratio: float, what: str, nbytes: int, model: nn.Module, predicted: float | None) -> None:
+    def record(
+        row: str, ratio: float, what: str, nbytes: int, model: nn.Module, predicted: float | None, **of_files: str
+    ) -> None:
         started, figures = time.perf_counter(), study.measure(model)
         cell = {"row": row, "ratio": ratio, "what": what, "bytes": nbytes, "share": nbytes / full}
-        cell |= {"predicted": predicted, "seconds": round(time.perf_counter() - started)} | figures
+        cell |= {"predicted": predicted, "seconds": round(time.perf_counter() - started)} | figures | of_files
         append(path, cell)
         records.append(cell)
         print(f"{row} at {ratio:.1%}: {what}, {json.dumps(figures)}", flush=True)
@@ -320,8 +334,10 @@ def main(arguments: argparse.Namespace) -> None:
     for folder in arguments.hybrids:
         hybrid = load_model(str(folder), "float32")
         nbytes = cache_bytes(hybrid.config, study.whole.context, study.whole.dtype)[1]
-        if (f"hybrid {folder.name}", nbytes / full) not in done:
-            record(f"hybrid {folder.name}", nbytes / full, "a checkpoint", nbytes, hybrid, None)
+        row, digest = f"hybrid {folder.name}", checkpoint_digest(hybrid)
+        if all((r["row"], r.get("checkpoint")) != (row, digest) for r in records):
+            records[:] = [r for r in records if r["row"] != row]  # what lay there before
+            record(row, nbytes / full, "a checkpoint", nbytes, hybrid, None, checkpoint=digest)
     print(as_table(records))
     plot(records, study.folder / "cache_budget.png")
 
@@ -344,7 +360,12 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calibration-dataset", default="default", help="text that fits mixers and scores heads")
     parser.add_argument("--calibration-tokens", type=int, default=30720)
     parser.add_argument("--align-config", help="YAML file with the alignment's settings")
-    return parser.parse_args(given)
+    arguments = parser.parse_args(given)
+    if arguments.needles < 1:
+        parser.error("--needles must be at least 1")
+    if len({folder.name for folder in arguments.hybrids}) < len(arguments.hybrids):
+        parser.error("--hybrids are told apart by the names of their folders; give each its own")
+    return arguments
 
 
 if __name__ == "__main__":

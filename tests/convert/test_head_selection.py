@@ -21,6 +21,12 @@ def test_heads_by_name_by_file_and_back(tmp_path):
     assert named_heads("2:1, 0:3,2:0", 4, 4) == {0: (3,), 2: (0, 1)}
     (tmp_path / "heads.json").write_text('{"2": [1, 0], "0": [3]}')
     assert named_heads(str(tmp_path / "heads.json"), 4, 4) == {0: (3,), 2: (0, 1)}
+    for wrong in ('{"2": "13"}', '{"2": [1.5]}', "[2]"):
+        (tmp_path / "heads.json").write_text(wrong)
+        with pytest.raises(ValueError, match="is neither"):
+            named_heads(str(tmp_path / "heads.json"), 4, 4)
+    with pytest.raises(ValueError, match="is neither"):
+        named_heads("x" * 5000, 4, 4)
     many = {layer: tuple(range(9)) for layer in range(30)}
     assert named_heads(as_text(many), 30, 9) == many
     assert named_heads(as_text({0: (3,), 2: (0, 1)}), 4, 4) == {0: (3,), 2: (0, 1)}

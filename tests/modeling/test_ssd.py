@@ -13,6 +13,7 @@ SHAPES = {  # B, L, H, G, P, N, chunk, and T where the heads of a group share a 
     "many-chunks": (2, 200, 6, 2, 8, 5, 64),
     "shared-states": (2, 75, 6, 2, 8, 5, 16, 2),
     "one-state": (1, 20, 4, 1, 4, 8, 16, 1),
+    "halved-chunks": (2, 75, 18, 6, 8, 4, 64),  # on a CPU
 }
 DECAYS = {"long": (-1e-3, 0.0), "mixed": (-3.0, 0.0), "extreme": (-18.0, 0.0)}
 

@@ -15,7 +15,7 @@ from modeling_llamba.ssd import ssd_recurrence
 from recipes.bench_decode import filled_cache
 from recipes.bench_peers import find_peers
 from recipes.bench_scan import exponent, inputs
-from recipes.measure import Target, interleaved, save_report
+from recipes.measure import Target, allocated_peak, interleaved, save_report
 from tests.students import make_student
 
 
@@ -32,6 +32,20 @@ def test_interleaved_calls_everything_as_often():
     timings = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3)
     assert calls == ["a", "b"] * 4
     assert all(t.least <= t.median <= t.most for t in timings.values())
+
+
+def test_the_most_that_a_call_holds_at_once():
+    given = torch.zeros(10_000)
+
+    def call():
+        first = given + 1  # 40 kB
+        second = torch.zeros(5_000)  # 20 kB beside it
+        del first
+        third = torch.zeros(1_000)
+        return second, third
+
+    assert allocated_peak(call) == pytest.approx(60_000, abs=256)
+    assert allocated_peak(lambda: torch.zeros(1_000)) == pytest.approx(4_000, abs=64), "results count"
 
 
 def test_every_peer_does_the_same_work():

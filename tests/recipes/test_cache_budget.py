@@ -96,6 +96,11 @@ def test_rows_are_measured_once_and_keep_within_their_share(tmp_path, capsys, mo
     before = results.read_text()
     cache_budget.main(arguments)
     assert results.read_text() == before
+    convert(
+        str(tmp_path / "teacher"), tmp_path / "half", attention_ratio=0.5, overwrite=True, **options | {"sinks": 3}
+    )
+    cache_budget.main(arguments)
+    assert '"hybrid half"' in results.read_text().removeprefix(before), "another checkpoint of that name"
     with pytest.raises(ValueError, match="holds a run with other arguments"):
         cache_budget.main(Namespace(**vars(arguments) | {"long": 700}))
     assert "| window |" in capsys.readouterr().out
