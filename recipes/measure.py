@@ -1,6 +1,9 @@
 """What the benchmarks share: time that other processes cannot buy, memory above what was there, targets."""
 
+import gc
 import json
+import multiprocessing
+import queue
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -54,11 +57,54 @@ def matmul_gigaflops(size: int = 1024) -> Callable[[], object]:
     return lambda: a @ b
 
 
+def status_bytes(key: str) -> int:
+    """VmRSS, VmHWM or RssAnon of this process."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin anew."""
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def _peak(prepare, arguments, results) -> None:
+    torch.set_num_threads(1)
+    function, small = prepare(*arguments)
+    small()  # code, thread-local buffers of the matrix library
+    before = status_bytes("VmRSS")
+    forget_peak()
+    kept = function()
+    results.put(status_bytes("VmHWM") - before)
+    del kept
+
+
+def extra_peak_bytes(prepare: Callable, *arguments) -> int:
+    """Peak memory of a call above what its inputs and the interpreter take, in a process of its own.
+
+    `prepare(*arguments)` gives the call and a small one of the same kind, for what the first call ever leaves behind.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    child = context.Process(target=_peak, args=(prepare, arguments, results))
+    child.start()
+    size = None
+    while size is None:
+        try:
+            size = results.get(timeout=1)
+        except queue.Empty:
+            if not child.is_alive():
+                raise RuntimeError(f"{prepare.__name__}{arguments} died with exit code {child.exitcode}") from None
+    child.join()
+    return size
+
+
 def allocated_peak(function: Callable[[], object]) -> int:
     """Most bytes of tensors that a call holds at once, its results included, what was there before it not.
 
-    As PyTorch's allocator counts them, which is the same every time; the resident memory of a process depends on what
-    it had freed before. What the matrix library takes for itself is not in it.
+    As PyTorch's allocator counts them, the same every time; `extra_peak_bytes` depends on what was freed before. What the matrix library takes for itself is not in it.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = function()
