@@ -104,7 +104,8 @@ def extra_peak_bytes(prepare: Callable, *arguments) -> int:
 def allocated_peak(function: Callable[[], object]) -> int:
     """Most bytes of tensors that a call holds at once, its results included, what was there before it not.
 
-    As PyTorch's allocator counts them, the same every time; `extra_peak_bytes` depends on what was freed before. What the matrix library takes for itself is not in it.
+    As PyTorch's allocator counts them, the same every time; `extra_peak_bytes` depends on what was freed before.
+    What the matrix library takes for itself is not in it.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = function()
