@@ -88,13 +88,11 @@ class Decays(NamedTuple):
     leave: torch.Tensor
     across: torch.Tensor
 
-    def within(self) -> torch.Tensor:
+    def within(self, space: "Workspace") -> torch.Tensor:
         """(BG, S, Q, Q) from token j to i, 0 for j > i."""
-        *shape, Q = self.sums.shape
-        powers = self.enter.new_empty(*shape, Q, Q)  # the differences in float64 are never there all at once
+        powers = space("within", *self.sums.shape, self.sums.shape[-1])
         torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=powers)
-        # zero above the diagonal before the power, which could overflow there, and after it
-        return powers.tril_().exp2_().tril_()
+        return powers.exp2_().tril_()  # above the diagonal the power may have overflown
 
 
 def _each_chunk(
@@ -109,23 +107,40 @@ def _each_chunk(
         sums = logs.view(batch, -1, chunk_size, groups, states // groups).cumsum(2).permute(1, 0, 3, 4, 2)
         # contiguous, or everything of size Q x Q would take over these strides
         sums = sums.reshape(-1, batch * groups, states // groups, chunk_size).contiguous()
+        del logs
         enter, leave = (torch.exp2(t.to(log_a.dtype)) for t in (sums, sums[..., -1:] - sums))
+        chunks = [t.unbind() for t in (sums, enter, leave, enter[..., -1])]
         for i in _ordered(range(len(sums)), backwards):
             start = first + i * chunk_size
             stop = min(start + chunk_size, L)
-            Q = stop - start
-            yield start, stop, Decays(sums[i, ..., :Q], enter[i, ..., :Q], leave[i, ..., :Q], enter[i, ..., -1])
+            *to_tokens, across = (t[i] for t in chunks)
+            if stop - start < chunk_size:
+                to_tokens = [t[..., : stop - start] for t in to_tokens]
+            yield start, stop, Decays(*to_tokens, across)
 
 
 def _ordered(indices: range, backwards: bool) -> range:
     return indices[::-1] if backwards else indices
 
 
-def _chunk(t: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
-    """(B, L, H, D) -> (BG, R Q, D) for the tokens start..stop, contiguous, as products read it fastest."""
-    batch, _, heads, dim = t.shape
-    rows = t[:, start:stop].transpose(1, 2).contiguous()
-    return rows.view(batch * groups, heads // groups * (stop - start), dim)
+class Workspace:
+    """Tensors that each chunk overwrites, by name: memory that stays in the cache and is asked for once."""
+
+    def __init__(self, like: torch.Tensor):
+        self.like, self.held = like, {}
+
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor of this name; what is in it is of the chunk before."""
+        held = self.held.get(name)
+        if held is None or held.shape != shape:
+            held = self.held[name] = self.like.new_empty(shape, dtype=dtype)
+        return held
+
+    def chunk(self, name: str, t: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
+        """(B, L, H, D) -> (BG, R Q, D) for the tokens start..stop, contiguous, as products read it fastest."""
+        batch, _, heads, dim = t.shape
+        rows = self(name, batch, heads, stop - start, dim).copy_(t[:, start:stop].transpose(1, 2))
+        return rows.view(batch * groups, heads // groups * (stop - start), dim)
 
 
 def _store(target: torch.Tensor, start: int, stop: int, chunk: torch.Tensor) -> None:
@@ -138,42 +153,38 @@ def _forward(x, log_a, B, C, state, chunk_size, keep):
     """y, the final state, and with `keep` the state (BG, S P, N) that each chunk began with; may overwrite `state`."""
     batch, L, G, P = x.shape
     H, N, S = C.shape[2], B.shape[-1], log_a.shape[-1] // G
-    y, kept = x.new_empty(batch, L, H, P), []
+    y, kept, space = x.new_empty(batch, L, H, P), [], Workspace(x)
     for start, stop, decays in _each_chunk(log_a, chunk_size, G):
-        Q = stop - start
-        X, Bc, Cc = (_chunk(t, start, stop, G) for t in (x, B, C))
-        y_chunk = _scores(Bc, Cc, decays) @ X
-        entering = (Cc.view(-1, S, H // G // S, Q, N) * decays.enter[:, :, None, :, None]).view(batch * G * S, -1, N)
-        y_chunk.view(batch * G * S, -1, P).baddbmm_(entering, state.view(-1, P, N).mT)
+        X, Bc, Cc = (space.chunk(name, t, start, stop, G) for name, t in (("x", x), ("B", B), ("C", C)))
+        BG, Q, rows = batch * G, stop - start, Cc.shape[1]
+        scores = torch.bmm(Cc, Bc.mT, out=space("scores", BG, rows, Q))
+        scores.view(BG, S, -1, Q, Q).mul_(decays.within(space)[:, :, None])
+        y_chunk = scores @ X
+        entering = _entering(Cc, decays).view(BG * S, -1, N)
+        y_chunk.view(BG * S, -1, P).baddbmm_(entering, state.view(-1, P, N).mT)
         _store(y, start, stop, y_chunk)
-        del y_chunk, entering, Cc  # or they would be there beside the next chunk's
+        del y_chunk  # or it would be there beside the next chunk's decays
         if keep:
             kept.append(state)
-            state = _decayed(state, decays)
+            state = state.view(BG, S, -1).mul(decays.across[..., None]).view_as(state)
         else:
-            state.view(-1, S, P * N).mul_(decays.across[..., None])
+            state.view(BG, S, -1).mul_(decays.across[..., None])
         state.baddbmm_(_leaving(X, decays).mT, Bc)
-        del X, Bc
     return y, state, kept
 
 
-def _scores(Bc, Cc, decays):
-    """(BG, R Q, Q), what each token takes of each other's x."""
-    scores = Cc @ Bc.mT
+def _entering(Cc, decays):
+    """(BG, S, R / S, Q, N), C as it meets the state the chunk began with; written over Cc."""
     groups, S, Q = decays.enter.shape
-    scores.view(groups, S, -1, Q, Q).mul_(decays.within()[:, :, None])
-    return scores
+    return Cc.view(groups, S, -1, Q, Cc.shape[-1]).mul_(decays.enter[:, :, None, :, None])
 
 
 def _leaving(X, decays):
-    """(BG, Q, S P), x as it arrives in each state at the chunk's end."""
-    return (X[:, :, None] * decays.leave.transpose(1, 2)[..., None]).flatten(2)
-
-
-def _decayed(state, decays):
-    """A state (BG, S P, N) after the whole chunk, in a new tensor."""
-    groups, S = decays.across.shape
-    return (state.view(groups, S, -1) * decays.across[..., None]).view_as(state)
+    """(BG, Q, S P), x as it arrives in each state at the chunk's end; written over X where there is one state."""
+    leave = decays.leave.transpose(1, 2)[..., None]
+    if leave.shape[2] == 1:
+        return X.mul_(leave[:, :, 0])
+    return (X[:, :, None] * leave).flatten(2)
 
 
 class _ChunkedSSD(torch.autograd.Function):
@@ -192,54 +203,56 @@ class _ChunkedSSD(torch.autograd.Function):
         batch, _, G, _ = x.shape
         dx, dB, dC, dlog_a = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, B, C, log_a))
         dstate = dfinal.clone(memory_format=torch.contiguous_format)
+        space = Workspace(x)
         with full_precision(x):
             for start, stop, decays in _each_chunk(log_a, ctx.chunk_size, G, backwards=True):
-                chunks = (_chunk(t, start, stop, G) for t in (x, B, C, dy))
-                dX, dBc, dCc, dlog, dstate = _chunk_backward(*chunks, decays, kept.pop(), dstate)
+                named = (("x", x), ("B", B), ("C", C), ("dy", dy))
+                chunks = (space.chunk(name, t, start, stop, G) for name, t in named)
+                dX, dBc, dCc, dlog, dstate = _chunk_backward(*chunks, decays, kept.pop(), dstate, space)
                 for target, chunk in ((dx, dX), (dB, dBc), (dC, dCc)):
                     _store(target, start, stop, chunk)
                 dlog_a[:, start:stop] = dlog.view(batch, log_a.shape[-1], stop - start).transpose(1, 2)
-                del dX, dBc, dCc, chunk
         return dx, dlog_a, dB, dC, dstate, None
 
 
-def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate):
+def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate, space):
     """Gradients of one chunk; names as in `_forward`, dstate is the gradient of the chunk's end state."""
-    BG, S, Q = decays.enter.shape
-    N, P, heads = Bc.shape[-1], X.shape[-1], (BG, S, Cc.shape[1] // Q // S, Q)
-    enter, leave = decays.enter[:, :, None, :, None], decays.leave.transpose(1, 2)[..., None]
-    within = decays.within()[:, :, None]
-    scores = Cc @ Bc.mT
-    dscores = dY @ X.mT
+    (BG, S, Q), N, P, rows = decays.enter.shape, Bc.shape[-1], X.shape[-1], Cc.shape[1]
+    heads = (BG, S, rows // Q // S, Q)
+    within = decays.within(space)[:, :, None]
+    scores = torch.bmm(Cc, Bc.mT, out=space("scores", BG, rows, Q))
+    dscores = torch.bmm(dY, X.mT, out=space("dscores", BG, rows, Q))
     dscores.view(*heads, Q).mul_(within)
-    weight = (dscores * scores).view(*heads, Q).sum(2) if heads[2] > 1 else (dscores * scores).view(BG, S, Q, Q)
+    weight = torch.mul(scores, dscores, out=space("weight", BG, rows, Q)).view(*heads, Q)
+    weight = weight.sum(2) if heads[2] > 1 else weight[:, :, 0]
     scores.view(*heads, Q).mul_(within)
-    dX = scores.mT @ dY
-    dC = dscores @ Bc
-    dB = dscores.mT @ Cc
-    del within, scores, dscores
+    dX = torch.bmm(scores.mT, dY, out=space("dx", BG, Q, P))
+    dC = torch.bmm(dscores, Bc, out=space("dC", BG, rows, N))
+    dB = torch.bmm(dscores.mT, Cc, out=space("dB", BG, Q, N))
 
     # through the state the chunk began with
-    entering = Cc.view(*heads, N) * enter
-    dentering = (dY.reshape(BG * S, -1, P) @ state.view(-1, P, N)).view(*heads, N)
-    entered = (entering * dentering).sum(-1, dtype=torch.float64).sum(2)
-    dC.view(*heads, N).addcmul_(dentering, enter)
+    entering = _entering(Cc, decays)
+    dentering = torch.bmm(dY.view(BG * S, -1, P), state.view(-1, P, N), out=space("dentering", BG * S, rows // S, N))
+    dentering = dentering.view(*heads, N)
+    entered = torch.mul(entering, dentering, out=space("products", *heads, N)).sum((2, -1))
+    dC.view(*heads, N).addcmul_(dentering, decays.enter[:, :, None, :, None])
 
     # through the state it ended with
-    leaving = (X[:, :, None] * leave).flatten(2)
-    dleaving = (Bc @ dstate.mT).view(BG, Q, S, P)
-    left = (leaving.view(BG, Q, S, P) * dleaving).sum(-1, dtype=torch.float64).transpose(1, 2)
-    dX += (dleaving * leave).sum(2) if S > 1 else (dleaving * leave).view_as(dX)
+    leaving, leave = _leaving(X, decays), decays.leave.transpose(1, 2)[..., None]
+    dleaving = torch.bmm(Bc, dstate.mT, out=space("dleaving", BG, Q, S * P)).view(BG, Q, S, P)
+    left = torch.mul(leaving.view(BG, Q, S, P), dleaving, out=space("left", BG, Q, S, P))
+    left = left.sum(-1).transpose(1, 2)
+    dX += dleaving.mul_(leave).sum(2) if S > 1 else dleaving.mul_(leave).view_as(dX)
     dB.baddbmm_(leaving, dstate)
 
-    # d/d log_a_k sums every path that crosses k; without the diagonal, which crosses nothing, rows minus columns
-    # telescope to exactly that, and float64 keeps the difference
-    weight = weight.tril(-1).double()
-    dtotal = weight.sum(-1) - weight.sum(-2) + entered - left
-    carried = (state * dstate).view(BG, S, -1).sum(-1, dtype=torch.float64) * decays.across
-    dtotal[..., -1] += left.sum(-1) + carried
-    dlog_a = dtotal.flip(-1).cumsum(-1).flip(-1)
+    # d/d log_a_k sums every path that crosses k: within the chunk, without the diagonal, which crosses nothing, rows
+    # minus columns telescope to exactly that, and float64 keeps the difference
+    weight = space("weight64", BG, S, Q, Q, dtype=torch.float64).copy_(weight).tril_(-1)
+    after = (weight.sum(-1) - weight.sum(-2) + entered).flip(-1).cumsum(-1).flip(-1)
+    carried = torch.mul(state, dstate, out=space("carried", *state.shape)).view(BG, S, -1).sum(-1) * decays.across
+    before = left.cumsum(-1, dtype=torch.float64) - left
+    dlog_a = after + before + carried[..., None]
 
-    dstate = _decayed(dstate, decays)
-    dstate.view(-1, P, N).baddbmm_(dY.reshape(BG * S, -1, P).mT, entering.view(BG * S, -1, N))
+    dstate.view(BG, S, -1).mul_(decays.across[..., None])
+    dstate.view(-1, P, N).baddbmm_(dY.view(BG * S, -1, P).mT, entering.view(BG * S, -1, N))
     return dX, dB, dC, dlog_a, dstate
