@@ -55,7 +55,7 @@ def scan_flops(heads: int, length: int) -> float:
 
 def repeats_for(heads: int, length: int) -> int:
     """Fewer where one round takes seconds, more where it takes milliseconds, which anything disturbs."""
-    return 21 if heads * length < 20_000 else 7 if heads * length < 40_000 else 3
+    return 21 if heads * length < 20_000 else 7 if heads * length < 80_000 else 3
 
 
 def prefill(shape: tuple[int, int], peers: dict, scan=ssd_scan) -> tuple[dict[str, Timing], float]:
