@@ -191,7 +191,6 @@ def ssd_scan(
     if backend == "fla":
         return _fla_scan(x, log_a, B, C, initial_state, seq_idx)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    x, B, C = (t.to(dtype) for t in (x, B, C))
     log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
     initial_state = None if initial_state is None else initial_state.to(dtype)
     return chunked_scan(x, log_a, B, C, initial_state, chunk_size)

@@ -47,8 +47,9 @@ def chunked_scan(
     """The recurrence of ssd.py in chunks.
 
     Args:
-        x: (B, L, G, P). log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N). All of one type, float32 or float64.
-        state: (B, T, P, N), where it begins, not modified; None for zero.
+        x: (B, L, G, P). log_a: (B, L, T), whose type, float32 or float64, is computed in. B: (B, L, G, N).
+        C: (B, L, H, N). Half precision is widened chunk by chunk.
+        state: (B, T, P, N) of log_a's type, where it begins, not modified; None for zero.
         chunk_size: tokens of a chunk; fewer on a CPU where there are many heads.
 
     Returns:
@@ -57,7 +58,7 @@ def chunked_scan(
     (batch, _, G, P), T, (H, N) = x.shape, log_a.shape[-1], C.shape[2:]
     shape = (batch * G, T // G * P, N)
     if state is None:
-        state = x.new_zeros(shape)
+        state = log_a.new_zeros(shape)
     else:
         state = state.reshape(shape).clone(memory_format=torch.contiguous_format)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():  # a graph is for any number of sequences
@@ -79,8 +80,8 @@ def cached_chunk(chunk_size: int, heads: int) -> int:
 
 
 class Decays(NamedTuple):
-    """Of one chunk: sums (BG, S, Q) of log2 a up to and with each token, float64; enter (BG, S, Q) from the chunk's
-    start state to a token; leave (BG, S, Q) from a token to the chunk's end; across (BG, S) over the whole chunk.
+    """Of one chunk: sums (BG, S, Q, 1) of log2 a up to and with each token, float64; enter (BG, S, 1, Q, 1) from the
+    chunk's start state to a token; leave (BG, Q, S, 1) from a token to the chunk's end; across (BG, S, 1) over it all.
     """
 
     sums: torch.Tensor
@@ -89,16 +90,15 @@ class Decays(NamedTuple):
     across: torch.Tensor
 
     def within(self, space: "Workspace") -> torch.Tensor:
-        """(BG, S, Q, Q) from token j to i, 0 for j > i."""
-        powers = space("within", *self.sums.shape, self.sums.shape[-1])
-        torch.sub(self.sums[..., :, None], self.sums[..., None, :], out=powers)
-        return powers.exp2_().tril_()  # above the diagonal the power may have overflown
+        """(BG, S, 1, Q, Q) from token j to i, 0 for j > i."""
+        BG, S, Q, _ = self.sums.shape
+        powers = space("within", BG, S, Q, Q)
+        torch.sub(self.sums, self.sums.mT, out=powers)
+        return powers.exp2_().tril_()[:, :, None]  # above the diagonal the power may have overflown
 
 
-def _each_chunk(
-    log_a: torch.Tensor, chunk_size: int, groups: int, backwards: bool = False
-) -> Iterator[tuple[int, int, Decays]]:
-    """Start, stop and decays of one chunk after the other; small things are computed for many chunks at once."""
+def _each_chunk(log_a: torch.Tensor, chunk_size: int, groups: int, backwards: bool = False) -> Iterator[Decays]:
+    """Decays of one chunk after the other; small things are computed for many chunks at once."""
     batch, L, states = log_a.shape
     block = max(BLOCK_DECAYS // (states * chunk_size), 1) * chunk_size
     for first in _ordered(range(0, L, block), backwards):
@@ -109,14 +109,16 @@ def _each_chunk(
         sums = sums.reshape(-1, batch * groups, states // groups, chunk_size).contiguous()
         del logs
         enter, leave = (torch.exp2(t.to(log_a.dtype)) for t in (sums, sums[..., -1:] - sums))
-        chunks = [t.unbind() for t in (sums, enter, leave, enter[..., -1])]
-        for i in _ordered(range(len(sums)), backwards):
-            start = first + i * chunk_size
-            stop = min(start + chunk_size, L)
-            *to_tokens, across = (t[i] for t in chunks)
-            if stop - start < chunk_size:
-                to_tokens = [t[..., : stop - start] for t in to_tokens]
-            yield start, stop, Decays(*to_tokens, across)
+        shaped = sums[..., None], enter[:, :, :, None, :, None], leave.transpose(2, 3)[..., None], enter[..., -1:]
+        chunks = [Decays(*views) for views in zip(*(t.unbind() for t in shaped), strict=True)]
+        for i in _ordered(range(len(chunks)), backwards):
+            Q = min(L - first - i * chunk_size, chunk_size)
+            yield chunks[i] if Q == chunk_size else _cut(chunks[i], Q)
+
+
+def _cut(decays: Decays, Q: int) -> Decays:
+    """Those of a chunk of fewer tokens; what was beyond them is 1."""
+    return Decays(decays.sums[:, :, :Q], decays.enter[:, :, :, :Q], decays.leave[:, :Q], decays.across)
 
 
 def _ordered(indices: range, backwards: bool) -> range:
@@ -136,55 +138,52 @@ class Workspace:
             held = self.held[name] = self.like.new_empty(shape, dtype=dtype)
         return held
 
-    def chunk(self, name: str, t: torch.Tensor, start: int, stop: int, groups: int) -> torch.Tensor:
-        """(B, L, H, D) -> (BG, R Q, D) for the tokens start..stop, contiguous, as products read it fastest."""
-        batch, _, heads, dim = t.shape
-        rows = self(name, batch, heads, stop - start, dim).copy_(t[:, start:stop].transpose(1, 2))
-        return rows.view(batch * groups, heads // groups * (stop - start), dim)
+    def rows(self, name: str, chunk: torch.Tensor, groups: int) -> torch.Tensor:
+        """(B, H, Q, D) -> (BG, R Q, D), contiguous, as products read it fastest."""
+        return self(name, *chunk.shape).copy_(chunk).view(groups, -1, chunk.shape[-1])
 
 
-def _store(target: torch.Tensor, start: int, stop: int, chunk: torch.Tensor) -> None:
-    """(BG, R Q, D) into the tokens start..stop of (B, L, H, D)."""
-    batch, _, heads, dim = target.shape
-    target[:, start:stop] = chunk.view(batch, heads, stop - start, dim).transpose(1, 2)
+def _chunks(t: torch.Tensor, chunk_size: int) -> tuple[torch.Tensor, ...]:
+    """(B, L, H, D) -> views (B, H, Q, D), the last one shorter."""
+    return t.transpose(1, 2).split(chunk_size, dim=2)
 
 
 def _forward(x, log_a, B, C, state, chunk_size, keep):
     """y, the final state, and with `keep` the state (BG, S P, N) that each chunk began with; may overwrite `state`."""
     batch, L, G, P = x.shape
-    H, N, S = C.shape[2], B.shape[-1], log_a.shape[-1] // G
-    y, kept, space = x.new_empty(batch, L, H, P), [], Workspace(x)
-    for start, stop, decays in _each_chunk(log_a, chunk_size, G):
-        X, Bc, Cc = (space.chunk(name, t, start, stop, G) for name, t in (("x", x), ("B", B), ("C", C)))
-        BG, Q, rows = batch * G, stop - start, Cc.shape[1]
+    H, N, S, BG = C.shape[2], B.shape[-1], log_a.shape[-1] // G, batch * G
+    y, kept, space = log_a.new_empty(batch, L, H, P), [], Workspace(log_a)
+    chunks = (_chunks(t, chunk_size) for t in (x, B, C, y))
+    for x_chunk, B_chunk, C_chunk, y_chunk, decays in zip(*chunks, _each_chunk(log_a, chunk_size, G), strict=True):
+        X, Bc, Cc = space.rows("x", x_chunk, BG), space.rows("B", B_chunk, BG), space.rows("C", C_chunk, BG)
+        rows, Q = Cc.shape[1], Bc.shape[1]
         scores = torch.bmm(Cc, Bc.mT, out=space("scores", BG, rows, Q))
-        scores.view(BG, S, -1, Q, Q).mul_(decays.within(space)[:, :, None])
-        y_chunk = scores @ X
+        scores.view(BG, S, -1, Q, Q).mul_(decays.within(space))
+        Y = torch.bmm(scores, X)
         entering = _entering(Cc, decays).view(BG * S, -1, N)
-        y_chunk.view(BG * S, -1, P).baddbmm_(entering, state.view(-1, P, N).mT)
-        _store(y, start, stop, y_chunk)
-        del y_chunk  # or it would be there beside the next chunk's decays
+        Y.view(BG * S, -1, P).baddbmm_(entering, state.view(-1, P, N).mT)
+        y_chunk.copy_(Y.view(batch, H, Q, P))
+        del Y  # or it would be there beside the next chunk's decays
         if keep:
             kept.append(state)
-            state = state.view(BG, S, -1).mul(decays.across[..., None]).view_as(state)
+            state = state.view(BG, S, -1).mul(decays.across).view_as(state)
         else:
-            state.view(BG, S, -1).mul_(decays.across[..., None])
+            state.view(BG, S, -1).mul_(decays.across)
         state.baddbmm_(_leaving(X, decays).mT, Bc)
     return y, state, kept
 
 
 def _entering(Cc, decays):
     """(BG, S, R / S, Q, N), C as it meets the state the chunk began with; written over Cc."""
-    groups, S, Q = decays.enter.shape
-    return Cc.view(groups, S, -1, Q, Cc.shape[-1]).mul_(decays.enter[:, :, None, :, None])
+    groups, S, _, Q, _ = decays.enter.shape
+    return Cc.view(groups, S, -1, Q, Cc.shape[-1]).mul_(decays.enter)
 
 
 def _leaving(X, decays):
     """(BG, Q, S P), x as it arrives in each state at the chunk's end; written over X where there is one state."""
-    leave = decays.leave.transpose(1, 2)[..., None]
-    if leave.shape[2] == 1:
-        return X.mul_(leave[:, :, 0])
-    return (X[:, :, None] * leave).flatten(2)
+    if decays.leave.shape[2] == 1:
+        return X.mul_(decays.leave[:, :, 0])
+    return (X[:, :, None] * decays.leave).flatten(2)
 
 
 class _ChunkedSSD(torch.autograd.Function):
@@ -203,23 +202,24 @@ class _ChunkedSSD(torch.autograd.Function):
         batch, _, G, _ = x.shape
         dx, dB, dC, dlog_a = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, B, C, log_a))
         dstate = dfinal.clone(memory_format=torch.contiguous_format)
-        space = Workspace(x)
+        space = Workspace(log_a)
+        targets = [_chunks(t, ctx.chunk_size) for t in (dx, dB, dC, dlog_a[..., None])]
+        chunks = [_chunks(t, ctx.chunk_size) for t in (x, B, C, dy)]
         with full_precision(x):
-            for start, stop, decays in _each_chunk(log_a, ctx.chunk_size, G, backwards=True):
-                named = (("x", x), ("B", B), ("C", C), ("dy", dy))
-                chunks = (space.chunk(name, t, start, stop, G) for name, t in named)
-                dX, dBc, dCc, dlog, dstate = _chunk_backward(*chunks, decays, kept.pop(), dstate, space)
-                for target, chunk in ((dx, dX), (dB, dBc), (dC, dCc)):
-                    _store(target, start, stop, chunk)
-                dlog_a[:, start:stop] = dlog.view(batch, log_a.shape[-1], stop - start).transpose(1, 2)
+            for decays in _each_chunk(log_a, ctx.chunk_size, G, backwards=True):
+                i = len(kept) - 1
+                rows = (space.rows(n, t[i], batch * G) for n, t in zip(("x", "B", "C", "dy"), chunks, strict=True))
+                *found, dstate = _chunk_backward(*rows, decays, kept.pop(), dstate, space)
+                for target, gradient in zip(targets, found, strict=True):
+                    target[i].copy_(gradient.reshape(target[i].shape))
         return dx, dlog_a, dB, dC, dstate, None
 
 
 def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate, space):
     """Gradients of one chunk; names as in `_forward`, dstate is the gradient of the chunk's end state."""
-    (BG, S, Q), N, P, rows = decays.enter.shape, Bc.shape[-1], X.shape[-1], Cc.shape[1]
+    (BG, S, Q, _), N, P, rows = decays.sums.shape, Bc.shape[-1], X.shape[-1], Cc.shape[1]
     heads = (BG, S, rows // Q // S, Q)
-    within = decays.within(space)[:, :, None]
+    within = decays.within(space)
     scores = torch.bmm(Cc, Bc.mT, out=space("scores", BG, rows, Q))
     dscores = torch.bmm(dY, X.mT, out=space("dscores", BG, rows, Q))
     dscores.view(*heads, Q).mul_(within)
@@ -235,24 +235,25 @@ def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate, space):
     dentering = torch.bmm(dY.view(BG * S, -1, P), state.view(-1, P, N), out=space("dentering", BG * S, rows // S, N))
     dentering = dentering.view(*heads, N)
     entered = torch.mul(entering, dentering, out=space("products", *heads, N)).sum((2, -1))
-    dC.view(*heads, N).addcmul_(dentering, decays.enter[:, :, None, :, None])
+    dC.view(*heads, N).addcmul_(dentering, decays.enter)
 
     # through the state it ended with
-    leaving, leave = _leaving(X, decays), decays.leave.transpose(1, 2)[..., None]
+    leaving = _leaving(X, decays)
     dleaving = torch.bmm(Bc, dstate.mT, out=space("dleaving", BG, Q, S * P)).view(BG, Q, S, P)
     left = torch.mul(leaving.view(BG, Q, S, P), dleaving, out=space("left", BG, Q, S, P))
     left = left.sum(-1).transpose(1, 2)
-    dX += dleaving.mul_(leave).sum(2) if S > 1 else dleaving.mul_(leave).view_as(dX)
+    dleaving.mul_(decays.leave)
+    dX += dleaving.sum(2) if S > 1 else dleaving.view_as(dX)
     dB.baddbmm_(leaving, dstate)
 
     # d/d log_a_k sums every path that crosses k: within the chunk, without the diagonal, which crosses nothing, rows
     # minus columns telescope to exactly that, and float64 keeps the difference
-    weight = space("weight64", BG, S, Q, Q, dtype=torch.float64).copy_(weight).tril_(-1)
+    weight = space("float64", BG, S, Q, Q, dtype=torch.float64).copy_(weight).tril_(-1)
     after = (weight.sum(-1) - weight.sum(-2) + entered).flip(-1).cumsum(-1).flip(-1)
-    carried = torch.mul(state, dstate, out=space("carried", *state.shape)).view(BG, S, -1).sum(-1) * decays.across
+    carried = torch.mul(state, dstate, out=space("carried", *state.shape)).view(BG, S, -1).sum(-1, keepdim=True)
     before = left.cumsum(-1, dtype=torch.float64) - left
-    dlog_a = after + before + carried[..., None]
+    dlog_a = after + before + carried * decays.across
 
-    dstate.view(BG, S, -1).mul_(decays.across[..., None])
+    dstate.view(BG, S, -1).mul_(decays.across)
     dstate.view(-1, P, N).baddbmm_(dY.view(BG * S, -1, P).mT, entering.view(BG * S, -1, N))
     return dX, dB, dC, dlog_a, dstate

@@ -169,7 +169,7 @@ def main(output: Path, gigabytes: float) -> None:
     """Measure, print and save conversion.json."""
     disk = bench_conversion(output / "scratch-conversion", gigabytes, on_disk=True)
     memory = memory_folder(output / "scratch-conversion", int(4e9 * gigabytes))
-    figures = bench_conversion(memory, gigabytes, on_disk=False)
+    figures = bench_conversion(memory, gigabytes, on_disk=False, rounds=3)
     table = Table("conversion", "on disk", "in memory", title=f"{human_bytes(figures['bytes'])} bf16 Llama, 8 shards")
     rows = {
         "convert / plain copy, seconds": lambda f: f"{f['convert_over_copy']:.2f}",

@@ -98,7 +98,7 @@ def training(shape: tuple[int, int], peers: dict) -> dict[str, Timing]:
     for name, prepare in peers.items():
         if (name, shape) not in TOO_LARGE_TO_TRAIN:
             calls[name] = _both(*prepare(*tensors), weight)
-    return interleaved(calls, 5 if math.prod(shape) < 40_000 else 3)
+    return interleaved(calls, 9 if math.prod(shape) < 20_000 else 5 if math.prod(shape) < 70_000 else 3)
 
 
 def accuracy(shapes: tuple[tuple[int, int], ...] = ((4, 1024), (32, 128))) -> dict[str, float]:

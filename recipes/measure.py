@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import queue
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -36,17 +37,19 @@ class Target:
 
 
 def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
-    """Each function once to warm up, then all in turn, so that whatever disturbs one disturbs the others.
+    """Each function once to warm up, then all in rounds, so that whatever disturbs one disturbs the others.
 
-    CPU time of this one thread: wall time on a shared machine measures its neighbours.
+    The order is drawn anew for each round: what ran before decides what the caches hold. CPU time of this one thread:
+    wall time on a shared machine measures its neighbours.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
+    draw = random.Random(0)
     for _ in range(repeats):
-        for name, function in functions.items():
+        for name in draw.sample([*functions], len(functions)):
             started = time.thread_time()
-            function()
+            functions[name]()
             times[name].append(1e3 * (time.thread_time() - started))
     return {name: Timing(statistics.median(t), min(t), max(t)) for name, t in times.items()}
 

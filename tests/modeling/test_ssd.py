@@ -103,10 +103,24 @@ def test_step_leaves_state_alone_under_autograd():
 
 
 def test_half_precision_input_keeps_a_float32_state():
-    inputs = random_inputs("many-chunks", dtype=torch.bfloat16)
-    y, state = ssd.ssd_scan(*inputs)
+    """Widened chunk by chunk: the same numbers as from wide inputs, and no wide copy waits for the backward pass."""
+    inputs = random_inputs("many-chunks", dtype=torch.bfloat16, requires_grad=True)
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y, state = ssd.ssd_scan(*inputs)
     assert state.dtype == y.dtype == torch.float32
     assert relative_error(y, ssd.ssd_recurrence(*inputs)[0]) < 1e-6
+    x, _, B, C, _ = inputs
+    assert {t.data_ptr() for t in (x, B, C)} <= {t.data_ptr() for t in kept}
+    assert not [t for t in kept if t.shape in (x.shape, B.shape, C.shape) and t.dtype == torch.float32]
+    weights = torch.randn_like(y), torch.randn_like(state)
+    grads = torch.autograd.grad((y * weights[0]).sum() + (state * weights[1]).sum(), inputs)
+    y, state = ssd.ssd_scan(*wide)
+    expected = torch.autograd.grad((y * weights[0]).sum() + (state * weights[1]).sum(), wide)
+    for got, ref in zip(grads, expected, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, ref.bfloat16(), rtol=0, atol=0)
 
 
 def test_decay_of_exactly_one_is_a_plain_sum():

@@ -29,8 +29,10 @@ def test_exponent_of_a_power_law():
 
 def test_interleaved_calls_everything_as_often():
     calls = []
-    timings = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3)
-    assert calls == ["a", "b"] * 4
+    timings = interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, 20)
+    rounds = ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    assert all(sorted(round) == ["a", "b", "c"] for round in rounds) and len(rounds) == 21
+    assert {round[0] for round in rounds} == {"a", "b", "c"}  # none of them always comes after the same other
     assert all(t.least <= t.median <= t.most for t in timings.values())
 
 
