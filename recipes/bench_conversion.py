@@ -127,7 +127,7 @@ def memory_folder(fallback: Path, needed: int) -> Path:
     return memory / f"convert-to-hybrid-bench-{os.getpid()}" if has_room else fallback
 
 
-def bench_conversion(scratch: Path, gigabytes: float, on_disk: bool, rounds: int = 5) -> dict:
+def bench_conversion(scratch: Path, gigabytes: float, on_disk: bool, rounds: int = 7) -> dict:
     """Copy, convert, copy, several times over, each time in a process of its own."""
     shutil.rmtree(scratch, ignore_errors=True)
     try:
