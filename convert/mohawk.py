@@ -90,7 +90,7 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
     from .alignment.mohawk import only_stages
     from .alignment.settings import read_alignment_file
     from .alignment.teacher_model import TeacherModel
-    from .output_folder import check_apart, check_output, claim_work, staged
+    from .output_folder import check_apart, check_output, staged
     from .teacher import find_teacher
 
     output, writes = Path(options.output).expanduser().resolve(), int(os.environ.get("RANK", 0)) == 0
@@ -109,8 +109,6 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
     count = training_rows_needed(settings) + settings.held_out_sequences
     rows = calibration_rows(found, teacher, options, settings.sequence_length, count, settings.held_out_sequences + 1)
     work = Path(work_dir).expanduser() if work_dir else output.with_name(f"{output.name}.work")
-    if work_dir is None:
-        claim_work(work)
     report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
     if writes:
         with staged(output) as folder:

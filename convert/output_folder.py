@@ -11,9 +11,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-# the first line is the standard's (https://bford.info/cachedir); backups leave such folders out
-CACHE_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# work of convert-to-hybrid, for a run to be picked up\n"
-
 
 def check_output(output: Path, overwrite: bool) -> None:
     """Refuse an output that exists or cannot be written, before any work.
@@ -46,23 +43,6 @@ def check_apart(output: Path, teacher_folder: Path) -> None:
     for kept, what in ((teacher_folder.resolve(), "the teacher"), (Path.cwd(), "the working directory")):
         if kept == output or output in kept.parents:
             raise ValueError(f"{output} is or contains {what}; choose another OUT.")
-
-
-def claim_work(folder: Path) -> None:
-    """Make the folder beside OUT that keeps what an interruption must not lose and is removed with all that is in it.
-
-    Raises:
-        ValueError: one of that name is there, and no earlier run made it.
-    """
-    tag = folder / "CACHEDIR.TAG"
-    ours = tag.is_file() and tag.read_text() == CACHE_TAG
-    if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"{folder} is there and not of an earlier run; this one would keep its work there and remove it at the "
-            "end. Move it, or choose another OUT."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    tag.write_text(CACHE_TAG)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from .cache_budget import Budget, Choice, budget_of, budget_report, with_layer_b
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .head_selection import as_text, is_number
 from .model_card import make_card
-from .output_folder import check_apart, check_output, claim_work, staged
+from .output_folder import check_apart, check_output, staged
 from .plan import Plan, make_plan
 from .stock import check_holdable
 from .teacher import Teacher, find_teacher, gguf_tokenizer
@@ -141,8 +141,6 @@ def run(
     work = Path(options.work_dir or output.with_name(f"{output.name}.work")).expanduser()
     if options.align != "none":  # what an interruption must not lose
         placed = dataclasses.replace(placed, work_dir=str(work))
-        if options.work_dir is None and plan.summary()["mixer_layers"]:
-            claim_work(work)
     if budget is not None and plan.summary()["mixer_layers"]:
         kept = dataclasses.replace(budget, options=dataclasses.replace(budget.options, work_dir=placed.work_dir))
         search = BudgetSearch(kept, checkpoint, align_progress)

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.loading import load_tokenizer
-from convert.output_folder import check_apart, claim_work, staged
+from convert.output_folder import check_apart, staged
 
 from .arguments import TeacherArguments, parse_classes
 from .load import device_of, load_splits, load_teacher
@@ -153,7 +153,7 @@ def answer_all(
     work: Path,
 ) -> dict[int, dict[str, Any]]:
     """Index of a prompt to {"text", "finished"}; what `work` already holds is not asked again."""
-    claim_work(work)
+    work.mkdir(parents=True, exist_ok=True)
     key, path = run_key(prompts, teaching, arguments), work / "answers.jsonl"
     marker = work / "run.txt"
     if path.is_file() and (not marker.is_file() or marker.read_text() != key):

@@ -230,15 +230,6 @@ def test_the_fit_that_scored_a_layer_is_not_done_again(saved_teacher, tmp_path, 
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "anew" / name).read_bytes()
 
 
-def test_a_work_folder_of_someone_else_is_left_alone(saved_teacher, tmp_path, align_file):
-    """It would be removed at the end with all that is in it."""
-    notes = tmp_path / "out.work" / "notes.txt"
-    notes.parent.mkdir()
-    notes.write_text("mine")
-    check_one_line_error(aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, *HALF), "out.work")
-    assert notes.read_text() == "mine" and not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("said", [True, False])
 def test_work_dir_resumes(said, saved_teacher, tmp_path, align_file, monkeypatch):
     """Interrupted while writing, the second run fits and scores nothing again; what it keeps afterwards is small."""
