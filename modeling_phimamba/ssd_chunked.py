@@ -26,7 +26,7 @@ LOG2_E = math.log2(math.e)
 BLOCK_DECAYS = 2**13
 """Decays of a sequence computed at once."""
 CACHED_SCORES, LEAST_CHUNK = 2**16, 32
-"""Scores of a chunk that a core's cache holds beside what they are made of; chunks are not made shorter than this."""
+"""Scores of a chunk too many for a core's cache; chunks are not made shorter than this."""
 
 
 def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -73,8 +73,8 @@ def chunked_scan(
 
 
 def cached_chunk(chunk_size: int, heads: int) -> int:
-    """The chunk size, halved until the scores of all heads fit into a cache."""
-    while heads * chunk_size**2 > CACHED_SCORES and chunk_size // 2 >= LEAST_CHUNK:
+    """The chunk size, halved until the scores of all heads fit into a cache beside what they are made of."""
+    while heads * chunk_size**2 >= CACHED_SCORES and chunk_size // 2 >= LEAST_CHUNK:
         chunk_size //= 2
     return chunk_size
 
@@ -154,7 +154,8 @@ def _forward(x, log_a, B, C, state, chunk_size, keep):
     H, N, S, BG = C.shape[2], B.shape[-1], log_a.shape[-1] // G, batch * G
     y, kept, space = log_a.new_empty(batch, L, H, P), [], Workspace(log_a)
     chunks = (_chunks(t, chunk_size) for t in (x, B, C, y))
-    for x_chunk, B_chunk, C_chunk, y_chunk, decays in zip(*chunks, _each_chunk(log_a, chunk_size, G), strict=True):
+    each = _each_chunk(log_a, chunk_size, G)
+    for decays, x_chunk, B_chunk, C_chunk, y_chunk in zip(each, *chunks, strict=L > 0):  # no tokens: one empty chunk
         X, Bc, Cc = space.rows("x", x_chunk, BG), space.rows("B", B_chunk, BG), space.rows("C", C_chunk, BG)
         rows, Q = Cc.shape[1], Bc.shape[1]
         scores = torch.bmm(Cc, Bc.mT, out=space("scores", BG, rows, Q))
@@ -246,14 +247,23 @@ def _chunk_backward(X, Bc, Cc, dY, decays, state, dstate, space):
     dX += dleaving.sum(2) if S > 1 else dleaving.view_as(dX)
     dB.baddbmm_(leaving, dstate)
 
-    # d/d log_a_k sums every path that crosses k: within the chunk, without the diagonal, which crosses nothing, rows
-    # minus columns telescope to exactly that, and float64 keeps the difference
-    weight = space("float64", BG, S, Q, Q, dtype=torch.float64).copy_(weight).tril_(-1)
-    after = (weight.sum(-1) - weight.sum(-2) + entered).flip(-1).cumsum(-1).flip(-1)
+    weight = space("float64", BG, S, Q, Q, dtype=torch.float64).copy_(weight)
     carried = torch.mul(state, dstate, out=space("carried", *state.shape)).view(BG, S, -1).sum(-1, keepdim=True)
-    before = left.cumsum(-1, dtype=torch.float64) - left
-    dlog_a = after + before + carried * decays.across
+    dlog_a = _log_decay_gradient(weight, entered, left, carried * decays.across)
 
     dstate.view(BG, S, -1).mul_(decays.across)
     dstate.view(-1, P, N).baddbmm_(dY.view(BG * S, -1, P).mT, entering.view(BG * S, -1, N))
     return dX, dB, dC, dlog_a, dstate
+
+
+def _log_decay_gradient(weight, entered, left, carried):
+    """(BG, S, Q): d/d log_a_k sums every path that crosses k, from before it to k or after.
+
+    weight (BG, S, Q, Q), float64, of paths within the chunk, overwritten; entered and left (BG, S, Q) of those that
+    begin before it and end after it; carried (BG, S, 1) of those that do both.
+    """
+    # without the diagonal, which crosses nothing, rows minus columns telescope, and float64 keeps the difference
+    weight.tril_(-1)
+    after = (weight.sum(-1) - weight.sum(-2) + entered).flip(-1).cumsum(-1).flip(-1)
+    before = left.cumsum(-1, dtype=torch.float64) - left
+    return after + before + carried

@@ -58,6 +58,16 @@ def test_scan_equals_recurrence_with_gradients(shape, decay, packing):
         assert relative_error(got, ref.double()) < 2e-6, name
 
 
+def test_no_tokens_leave_the_state():
+    x, log_a, B, C, state = random_inputs("many-chunks")
+    state.requires_grad_()
+    y, final = ssd.ssd_scan(x[:, :0], log_a[:, :0], B[:, :0], C[:, :0], state)
+    assert y.shape == (2, 0, 6, 8) and torch.equal(final, state)
+    assert torch.equal(torch.autograd.grad(final.sum(), state)[0], torch.ones_like(state))
+    with torch.no_grad():
+        assert torch.equal(ssd.ssd_scan(x[:, :0], log_a[:, :0], B[:, :0], C[:, :0], state)[1], state)
+
+
 def test_scan_is_exact_in_float64():
     inputs = random_inputs("many-chunks", dtype=torch.float64)
     y, state = ssd.ssd_scan(*inputs)
