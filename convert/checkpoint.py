@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import pickle
 import threading
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 # Rows are read in blocks of about this many bytes, so that memory does not grow with the model.
 BLOCK_BYTES = 4 * 2**20
+OWN_PAGES_BYTES = 2**18  # from here on malloc's bookkeeping is worth avoiding
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -74,7 +76,7 @@ class Checkpoint(ABC):
         rows = info.shape[0] if info.shape else 1
         stop = rows if stop is None else stop
         step = max(1, BLOCK_BYTES * rows // max(info.nbytes, 1))
-        buffer = torch.empty(min(step, stop - start) * (info.nbytes // max(rows, 1)), dtype=torch.uint8)
+        buffer = _own_pages(min(step, stop - start) * (info.nbytes // max(rows, 1)))
         for first in range(start, stop, step):
             block = self.read_rows(name, first, min(first + step, stop), buffer)
             check_finite(block, name)
@@ -87,6 +89,13 @@ class Checkpoint(ABC):
         whole = self.read_rows(name, start, rows if stop is None else stop)
         check_finite(whole, name)
         return whole
+
+
+def _own_pages(nbytes: int) -> torch.Tensor:
+    """Bytes that go back to the system when they are let go; of several threads, malloc keeps tens of MB for later."""
+    if nbytes < OWN_PAGES_BYTES:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def check_finite(values: torch.Tensor, name: str) -> None:
@@ -143,7 +152,7 @@ class SafetensorsCheckpoint(Checkpoint):
             if path not in self._open:
                 self._open[path] = os.open(path, os.O_RDONLY)
         nbytes = (stop - start) * row_bytes
-        buffer = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
+        buffer = _own_pages(nbytes) if buffer is None else buffer[:nbytes]
         view, done = memoryview(buffer.numpy()), 0
         while done < len(view):  # one call reads at most 2 GiB
             count = os.preadv(self._open[path], [view[done:]], offset + start * row_bytes + done)
