@@ -4,8 +4,8 @@ python -m recipes.bench_conversion [--gigabytes 1] [--output runs/bench]
 
 A synthetic bf16 Llama in 8 shards is copied, converted and copied again, several times over: on disk, with nothing
 of the teacher in the page cache and until all is written, and in memory where there is room, since disks of shared
-machines vary tenfold from one copy to the next. A conversion writes two shards at a time and takes the sha256 of each
-shard of the teacher beside that, so its seconds need two free cores.
+machines vary tenfold from one copy to the next. A conversion writes two shards at a time and takes the sha256 of two
+of the teacher's beside that, so its seconds need free cores.
 """
 
 import argparse
