@@ -94,7 +94,7 @@ class Decays(NamedTuple):
         BG, S, Q, _ = self.sums.shape
         powers = space("within", BG, S, Q, Q)
         torch.sub(self.sums, self.sums.mT, out=powers)
-        return powers.exp2_().tril_()[:, :, None]  # above the diagonal the power may have overflown
+        return powers.exp2_().tril_()[:, :, None]  # above the diagonal the power may have overflowed
 
 
 def _each_chunk(log_a: torch.Tensor, chunk_size: int, groups: int, backwards: bool = False) -> Iterator[Decays]:

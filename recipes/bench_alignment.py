@@ -31,6 +31,8 @@ from convert.mixer_mapping import set_decay
 from convert.plan import human_bytes
 from convert.teacher import find_teacher
 
+from .measure import forget_peak, status_bytes
+
 TEACHERS = {
     "1B (Llama-3.2-1B)": (16, {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}),
     "8B (Llama-3.1-8B)": (32, {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}),
@@ -39,21 +41,14 @@ LENGTH, HELD_OUT = 512, 1
 ROWS = 3
 
 
-def memory(key: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
-
-
 def one_layer(name: str, scratch: Path) -> dict:
     """Seconds per token and per layer, and peak memory, measured on one block."""
     num_layers, shape = TEACHERS[name]
     config = LlamaConfig(**shape, num_hidden_layers=1, num_key_value_heads=8, vocab_size=4096, dtype=torch.bfloat16)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
     found, options = find_teacher(str(scratch)), make_config(model=str(scratch), output="unused", attention_ratio=0.5)
-    own = memory("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    own = status_bytes("VmRSS")
+    forget_peak()
     teacher = TeacherModel(found, options, found.open_weights(), low_memory=True)
     ids = torch.randint(4096, (ROWS + HELD_OUT, LENGTH))
     stream = ActivationStream(teacher, ids, HELD_OUT, 10**12)
@@ -75,7 +70,7 @@ def one_layer(name: str, scratch: Path) -> dict:
     step = (time.perf_counter() - started) / settings.refine_steps
     return {"num_layers": num_layers, "seconds_per_token": streaming, "solve_seconds_per_token": per_token,
             "solve_fixed_seconds": fewer, "refine_step_seconds": step,
-            "peak_bytes": memory("VmHWM") - own}  # fmt: skip
+            "peak_bytes": status_bytes("VmHWM") - own}  # fmt: skip
 
 
 def extrapolated(row: dict) -> dict:

@@ -8,7 +8,6 @@ three, CPU time of one thread. The default vocabulary and width are SmolLM2's; L
 
 import argparse
 import multiprocessing
-import queue
 import statistics
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from .distillation_loss import LossWeights, distillation_loss, naive_loss
-from .measure import save_report
+from .measure import result_of, save_report
 
 WEIGHTS = LossWeights(ce_weight=1.0, kl_weight=1.0)
 SAMPLE_SECONDS = 0.001
@@ -74,7 +73,7 @@ def main(tokens: int, vocabulary: int, width: int, output: Path) -> dict:
         results = context.Queue()
         child = context.Process(target=measure, args=(chunked, tokens, vocabulary, width, results))
         child.start()
-        size, seconds, value = _result(child, results)
+        size, seconds, value = result_of(child, results)
         figures[name] = {"bytes": size, "seconds": seconds, "loss": value}
         print(f"{name:12} {size / 1e6:8.0f} MB above its inputs  {seconds:6.2f} s  loss {value:.6f}")
     ours, plain = figures["chunked"], figures["written out"]
@@ -83,18 +82,6 @@ def main(tokens: int, vocabulary: int, width: int, output: Path) -> dict:
     report = {"tokens": tokens, "vocabulary": vocabulary, "width": width, "figures": figures, "ratios": ratios}
     save_report(output, "loss", [], **report)
     return report
-
-
-def _result(child, results) -> tuple[int, float, float]:
-    """What the process measured; it may also be killed for want of memory."""
-    while True:
-        try:
-            found = results.get(timeout=1)
-            child.join()
-            return found
-        except queue.Empty:
-            if not child.is_alive():
-                raise SystemExit(f"The measuring process died with exit code {child.exitcode}.") from None
 
 
 if __name__ == "__main__":

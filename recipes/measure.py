@@ -9,7 +9,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,15 +95,24 @@ def extra_peak_bytes(prepare: Callable, *arguments) -> int:
     results = context.Queue()
     child = context.Process(target=_peak, args=(prepare, arguments, results))
     child.start()
-    size = None
-    while size is None:
+    return result_of(child, results)
+
+
+def result_of(child: BaseProcess, results: multiprocessing.Queue) -> Any:
+    """What a process has put into the queue, once it is done.
+
+    Raises:
+        RuntimeError: it died first, for want of memory, say.
+    """
+    while True:
         try:
-            size = results.get(timeout=1)
+            found = results.get(timeout=1)
         except queue.Empty:
             if not child.is_alive():
-                raise RuntimeError(f"{prepare.__name__}{arguments} died with exit code {child.exitcode}") from None
-    child.join()
-    return size
+                raise RuntimeError(f"The measuring process died with exit code {child.exitcode}.") from None
+        else:
+            child.join()
+            return found
 
 
 def allocated_peak(function: Callable[[], object]) -> int:
