@@ -1,6 +1,8 @@
 """Streaming: shards, exact bytes, bounded memory."""
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.checkpoint import GgufCheckpoint, PickledCheckpoint, SafetensorsCheckpoint, open_weights
+from convert.checkpoint import (
+    GgufCheckpoint,
+    PickledCheckpoint,
+    SafetensorsCheckpoint,
+    check_finite,
+    open_weights,
+)
 from convert.weight_mapping import Rule
 from convert.writer import plan_shards, write_shards
 from recipes.bench import COMPARE, synthetic_llama
@@ -112,6 +120,36 @@ def test_two_shards_are_written_at_a_time(tmp_path):
     stored = {name: t for shard in shards for name, t in load_file(tmp_path / shard.name).items()}
     assert len(shards) == 2 and sum(written) == 4 * 16
     assert all(torch.equal(stored[str(i)], torch.full((2, 2), float(i))) for i in range(4))
+
+
+def test_the_disk_is_told_of_every_byte_at_once(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", "begin", raising=False)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: told.append(arguments), raising=False)
+    blocks = [torch.full((rows, 4), float(rows)) for rows in (3, 5)]
+    rule = Rule("a", (8, 4), "initialised", (), lambda checkpoint: iter(blocks))
+    write_shards(plan_shards([rule], torch.float32, 10**6), None, torch.float32, tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    starts, sizes = [start for _, start, _, _ in told], [nbytes for _, _, nbytes, _ in told]
+    assert sizes == [48, 80] and starts == [size - 128, size - 80] and {advice for *_, advice in told} == {"begin"}
+    monkeypatch.delattr(os, "posix_fadvise")  # as on a Mac
+    write_shards(plan_shards([rule], torch.float32, 10**6), None, torch.float32, tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.cat(blocks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_finite(dtype):
+    largest = torch.finfo(dtype).max
+    for fine in ([], [1.0, -2.0], [largest] * 300, [-largest] * 300):  # sums that overflow
+        check_finite(torch.tensor(fine, dtype=dtype), "w")
+    for bad, where in itertools.product(("nan", "inf", "-inf"), (0, 150, 299)):
+        values = torch.ones(300, dtype=dtype)
+        values[where] = float(bad)
+        with pytest.raises(ValueError, match="NaN" if bad == "nan" else "an infinite value"):
+            check_finite(values, "w")
+    with pytest.raises(ValueError, match="an infinite value"):
+        check_finite(torch.tensor([float("inf"), 1.0, float("-inf")], dtype=dtype), "w")  # whose sum is NaN
+    check_finite(torch.tensor([2**31, -1]), "w")
 
 
 def test_a_shard_that_fails_stops_the_others(tmp_path):
