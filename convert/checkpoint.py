@@ -16,8 +16,9 @@ import torch
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 
-# Rows are read in blocks of about this many bytes, so that memory does not grow with the model.
-BLOCK_BYTES = 4 * 2**20
+# Rows are read in blocks of about this many bytes: memory does not grow with the model, and what is read, looked at
+# and written stays in a core's cache.
+BLOCK_BYTES = 2**20
 OWN_PAGES_BYTES = 2**18  # from here on malloc's bookkeeping is worth avoiding
 MAX_HEADER_BYTES = 100_000_000  # safetensors refuses more
 

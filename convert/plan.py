@@ -85,7 +85,7 @@ class Plan:
     def expected_peak_memory(self) -> int:
         """Bytes above the interpreter's own: what reading takes, and a mixer's projections in float32."""
         derived = [4 * math.prod(rule.shape) for rule in self.rules if rule.kind == "derived"]
-        return 4 * BLOCK_BYTES + self.read_buffer_bytes + 2 * max(derived, default=0)
+        return 16 * BLOCK_BYTES + self.read_buffer_bytes + 2 * max(derived, default=0)
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
