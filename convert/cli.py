@@ -30,7 +30,7 @@ from rich.progress import (
 from rich.text import Text
 from typer.core import TyperGroup
 
-from .use_cli import COMMANDS
+from .tools.commands import COMMANDS
 
 # flags of the command itself, not of the conversion
 SWITCHES = ("config", "dry_run", "as_json", "quiet", "verbose")
@@ -220,7 +220,7 @@ def import_command(
     """Import a published hybrid (Phi-Mamba, mohawk, Llamba, Mamba in the Llama, M1) as an ordinary checkpoint."""
     set_verbosity(verbose, quiet)
     with one_line_errors(verbose):
-        from .importing import ImportOptions, describe, import_checkpoint, parse_settings, plan_import
+        from .formats.import_ import ImportOptions, describe, import_checkpoint, parse_settings, plan_import
 
         options = ImportOptions(
             source=source, output=output, base=base, revision=revision, settings=parse_settings(settings),
@@ -249,7 +249,7 @@ def export_command(
     """Write a hybrid made with --export-ready as one of transformers' own architectures."""
     set_verbosity(verbose, quiet)
     with one_line_errors(verbose):
-        from .export import ExportOptions, describe, export_checkpoint, plan_export
+        from .formats.export import ExportOptions, describe, export_checkpoint, plan_export
 
         options = ExportOptions(
             model=model, output=output, to=to, expand=expand, revision=revision, dtype=dtype,

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .head_selection import is_number
+from .placement.heads import is_number
 
 ALIGNMENTS = ("none", "closed-form", "mohawk")
 SELECTIONS = ("uniform", "kl", "kl+recall")

@@ -78,8 +78,9 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
     Raises:
         ValueError: bad options, or a hybrid and a teacher that do not go together.
     """
-    from .alignment.alignment import calibration_rows
-    from .alignment.hybrid_training import (
+    from .alignment.aligner import calibration_rows
+    from .alignment.mohawk.stages import only_stages
+    from .alignment.mohawk.train import (
         load_hybrid,
         record_stages,
         replace_weights,
@@ -87,11 +88,10 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
         train_hybrid,
         training_rows_needed,
     )
-    from .alignment.mohawk import only_stages
     from .alignment.settings import read_alignment_file
     from .alignment.teacher_model import TeacherModel
-    from .output_folder import check_apart, check_output, staged
-    from .teacher import find_teacher
+    from .checkpoint.folder import check_apart, check_output, staged
+    from .teachers.teacher import find_teacher
 
     output, writes = Path(options.output).expanduser().resolve(), int(os.environ.get("RANK", 0)) == 0
     settings = only_stages(read_alignment_file(options.align_config), stages, tokens)

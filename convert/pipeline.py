@@ -26,17 +26,19 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 import modeling_llamba
 import modeling_phimamba
 
-from .alignment import BUDGET_LENGTH, Alignment, BudgetSearch, ClosedFormAligner, Progress, read_alignment_file
-from .alignment.alignment import selection_of
-from .cache_budget import Budget, Choice, budget_of, budget_report, with_layer_budget
+from .alignment.aligner import Alignment, ClosedFormAligner, selection_of
+from .alignment.fit import Progress
+from .alignment.settings import BUDGET_LENGTH, read_alignment_file
+from .checkpoint.card import make_card
+from .checkpoint.folder import check_apart, check_output, staged
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
-from .head_selection import as_text, is_number
-from .model_card import make_card
-from .output_folder import check_apart, check_output, staged
+from .formats.native import check_holdable
+from .placement.budget import Budget, Choice, budget_of, budget_report, with_layer_budget
+from .placement.heads import as_text, is_number
+from .placement.search import BudgetSearch
 from .plan import Plan, make_plan
-from .stock import check_holdable
-from .teacher import Teacher, find_teacher, gguf_tokenizer
-from .writer import hash_files, plan_shards, write_shards
+from .teachers.teacher import Teacher, find_teacher, gguf_tokenizer
+from .weights.writer import hash_files, plan_shards, write_shards
 
 # where things lie on this machine; not for publication
 LOCAL_OPTIONS = ("model", "output", "overwrite", "work_dir", "align_config", "calibration_dataset", "attention_heads")

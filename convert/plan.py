@@ -11,15 +11,15 @@ from transformers import PreTrainedConfig
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 
-from .cache_size import CONTEXTS, cache_bytes
-from .checkpoint import BLOCK_BYTES, Checkpoint, TensorInfo
 from .config import ConversionConfig
-from .families import COMMON_FIELDS, TeacherFamily
-from .head_selection import count_heads, is_number, named_heads, query_heads
-from .layer_selection import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
-from .mixer_mapping import LayerMapping, fold_out_bias
-from .teacher import Teacher
-from .weight_mapping import Rule, canonical_sources, moved
+from .placement.cache import CONTEXTS, cache_bytes
+from .placement.heads import count_heads, is_number, named_heads, query_heads
+from .placement.presets import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
+from .teachers import COMMON_FIELDS, TeacherFamily
+from .teachers.teacher import Teacher
+from .weights.mapping import LayerMapping, fold_out_bias
+from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
+from .weights.rules import Rule, canonical_sources, moved
 
 STUDENTS = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
 MIXER_LAYERS = ("linear_attention", "hybrid")

@@ -23,7 +23,7 @@ from convert.cli import progress_bars
 from convert.config import make_config
 from convert.pipeline import run
 from convert.plan import describe, human_bytes
-from convert.teacher import embedded_teacher
+from convert.teachers.teacher import embedded_teacher
 
 from .load_elsewhere import answer
 

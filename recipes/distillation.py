@@ -13,11 +13,11 @@ from typing import Any
 
 from trl import DistillationConfig, DistillationTrainer, get_peft_config
 
-from .arguments import RunArguments, TeacherArguments, parse
-from .load import check_vocabularies, load_splits, load_student, load_teacher
-from .run import Run, one_line_errors
-from .sft_trainer import set_trainable
-from .turns import not_too_long, questions
+from .training.arguments import RunArguments, TeacherArguments, parse
+from .training.chat_format import not_too_long, questions
+from .training.load import check_vocabularies, load_splits, load_student, load_teacher
+from .training.run import Run, one_line_errors
+from .training.trainer import set_trainable
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 

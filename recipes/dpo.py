@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from trl import DPOConfig, DPOTrainer, get_peft_config
 
-from .arguments import RunArguments, TeacherArguments, parse
-from .load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
-from .run import Run, one_line_errors
-from .sft_trainer import set_trainable
-from .turns import pairs
+from .training.arguments import RunArguments, TeacherArguments, parse
+from .training.chat_format import pairs
+from .training.load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
+from .training.run import Run, one_line_errors
+from .training.trainer import set_trainable
 
 COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
 

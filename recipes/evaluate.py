@@ -19,15 +19,15 @@ import transformers
 import typer
 from transformers.utils import logging
 
+from convert.checkpoint.load import load_config
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
-from convert.generation import recorded_teacher
-from convert.loading import load_config
+from convert.tools.generate import recorded_teacher
 
 from .commit import project_commit
-from .evaluation_folder import EvaluationFolder
-from .evaluation_parts import PARTS, Evaluation, Settings
-from .evaluation_report import markdown, update_card
-from .evaluation_texts import SHIPPED, TextSource
+from .evaluation.folder import EvaluationFolder
+from .evaluation.parts import PARTS, Evaluation, Settings
+from .evaluation.results import markdown, update_card
+from .evaluation.texts import SHIPPED, TextSource
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 ROW_KEYS = {

@@ -30,15 +30,17 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from convert.alignment.divergence import kl_of_hidden
+from convert.checkpoint.load import load_tokenizer
 from convert.config import make_config
-from convert.loading import load_tokenizer
 from convert.pipeline import run
-from convert.teacher import embedded_teacher
+from convert.teachers.teacher import embedded_teacher
+from tests.doubles.hub import TOKEN, HubServer
 
-from . import chat_data, dpo, generate_seqkd_data, sft, validation_text
+from . import dpo, sft, validation_text
+from . import seqkd as generate_seqkd_data
 from .demo import perplexity
-from .fidelity import text_rows
-from .stand_in_hub import TOKEN, HubServer
+from .evaluation.fidelity import text_rows
+from .training import chat_data
 
 PROMPTS = 224
 PAIRS, HELD_OUT_PAIRS = 48, 24

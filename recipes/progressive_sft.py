@@ -23,14 +23,14 @@ import yaml
 from torch import nn
 
 from convert import convert
-from convert.output_folder import staged
+from convert.checkpoint.folder import staged
 from convert.pipeline import add_code
 from convert.plan import MIXER_LAYERS, STUDENTS
 
 from . import sft
-from .arguments import LossArguments, RunArguments, TeacherArguments, parse
-from .load import load_student
-from .run import console, one_line_errors
+from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
+from .training.load import load_student
+from .training.run import console, one_line_errors
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
-from .arguments import LossArguments, RunArguments, TeacherArguments, parse
-from .load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
-from .run import Run, one_line_errors
-from .sft_trainer import DistilledSFTTrainer, set_trainable
+from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
+from .training.load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
+from .training.run import Run, one_line_errors
+from .training.trainer import DistilledSFTTrainer, set_trainable
 
 COLUMNS = [{"messages"}, {"prompt", "completion"}, {"text"}, {"conversations"}, {"input_ids"}]
 

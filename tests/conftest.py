@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from convert import convert
-from convert.teacher import embedded_teacher
+from convert.teachers.teacher import embedded_teacher
 from tests.teachers import make_teacher
 
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from modeling_llamba.hybrid_mixer import HybridMixer
 
-from ..mixer_mapping import set_decay
-from .window_dropout import BRANCHES, without
+from ..weights.mapping import set_decay
+from .mohawk.window_dropout import BRANCHES, without
 
 BATCH_SEQUENCES = 4
 TINY = 1e-30  # an attention that is zero has no relative error

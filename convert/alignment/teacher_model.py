@@ -15,12 +15,12 @@ from torch import nn
 from modeling_llamba.hybrid_mixer import HybridMixer, make_mixer, unpadded
 from modeling_llamba.rotary import RotaryEmbedding
 
-from ..checkpoint import Checkpoint
 from ..config import ConversionConfig
-from ..head_selection import Heads, as_text, is_number
+from ..placement.heads import Heads, as_text, is_number
 from ..plan import STUDENTS, Plan, make_plan
-from ..teacher import Teacher
-from ..weight_mapping import Rule
+from ..teachers.teacher import Teacher
+from ..weights.reader import Checkpoint
+from ..weights.rules import Rule
 
 
 class TeacherModel:

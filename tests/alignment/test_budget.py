@@ -9,12 +9,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-import convert.alignment.budget as budget_search
+import convert.placement.search as budget_search
 from convert import convert
-from convert.alignment.head_costs import final_hidden, gated_heads, gated_layers, integrated_costs
 from convert.alignment.settings import BudgetSettings
 from convert.alignment.teacher_model import replaced
-from convert.cache_budget import (
+from convert.config import make_config
+from convert.pipeline import plan_conversion
+from convert.placement.budget import (
     HeadCosts,
     best_choices,
     best_of_count,
@@ -22,10 +23,9 @@ from convert.cache_budget import (
     interpolated,
     longest_beside_state,
 )
-from convert.cache_size import cache_bytes
-from convert.config import make_config
-from convert.pipeline import plan_conversion
-from convert.teacher import find_teacher
+from convert.placement.cache import cache_bytes
+from convert.placement.head_scores import final_hidden, gated_heads, gated_layers, integrated_costs
+from convert.teachers.teacher import find_teacher
 from tests.alignment.tiny import teacher_model
 from tests.convert.test_bad_input import check_one_line_error, run_as_is
 from tests.teachers import random_ids
@@ -306,7 +306,7 @@ def test_the_measure_is_the_models_own(saved_teacher, tmp_path, align_file):
 
 
 def test_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.checkpoint.SafetensorsCheckpoint.read_rows", None)
+    monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)
     flags = ("--align", "closed-form", "--cache-ratio", 0.5, "--context", CONTEXT, "--dry-run")
     done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags)
     assert done.returncode == 0, done.stderr

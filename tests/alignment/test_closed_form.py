@@ -9,7 +9,6 @@ import yaml
 
 from convert import convert
 from convert.alignment.activations import ActivationStream
-from convert.alignment.align import FitCache, fit_mixers
 from convert.alignment.closed_form import (
     FitSettings,
     LayerData,
@@ -19,7 +18,8 @@ from convert.alignment.closed_form import (
     normal_equations,
     solve_out_proj,
 )
-from convert.mixer_mapping import set_decay
+from convert.alignment.fit import FitCache, fit_mixers
+from convert.weights.mapping import set_decay
 from tests.alignment.tiny import layer_data, rows, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
@@ -166,7 +166,7 @@ def test_students_own_stream(saved_teacher):
 
 def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
     """Interrupted after two layers, the second run fits only the others and ends the same."""
-    import convert.alignment.align as align
+    import convert.alignment.fit as align
 
     model, ids = teacher_model(saved_teacher("llama-gqa")), rows(12)
     whole = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(None, {}), 10**9)

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from convert import convert
-from convert.alignment.distillation import DistillationTrainer, distil, last_whole_checkpoint, mean_kl
-from convert.alignment.hybrid_training import load_hybrid
-from convert.alignment.mohawk import Stages
+from convert.alignment.mohawk.distillation import DistillationTrainer, distil, last_whole_checkpoint, mean_kl
+from convert.alignment.mohawk.stages import Stages
+from convert.alignment.mohawk.train import load_hybrid
+from convert.alignment.mohawk.window_dropout import hybrid_mixers, without
 from convert.alignment.settings import (
     AlignmentSettings,
     DistillationSettings,
     HiddenStateSettings,
     OrientationSettings,
 )
-from convert.alignment.window_dropout import hybrid_mixers, without
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 
 

@@ -13,11 +13,17 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from convert import convert
-from convert.alignment.distillation import distil, mean_kl, set_trainable
 from convert.alignment.divergence import CHUNK_TOKENS, distillation_loss, kl_of_logits
-from convert.alignment.hybrid_training import load_hybrid
-from convert.alignment.layerwise import Activations, LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
-from convert.alignment.mohawk import Stages, only_stages
+from convert.alignment.mohawk.distillation import distil, mean_kl, set_trainable
+from convert.alignment.mohawk.layerwise import (
+    Activations,
+    LayerwiseStage,
+    hidden_state_loss,
+    orientation_loss,
+    split_layers,
+)
+from convert.alignment.mohawk.stages import Stages, only_stages
+from convert.alignment.mohawk.train import load_hybrid
 from convert.alignment.settings import (
     AlignmentSettings,
     DistillationSettings,

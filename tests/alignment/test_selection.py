@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 
-from convert.alignment import alignment
-from convert.alignment.align import FitCache, LayerScore, select_layers
-from convert.alignment.examination import Examination, Marks
+from convert.alignment import aligner as alignment
+from convert.alignment.fit import FitCache, LayerScore, select_layers
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
 from convert.alignment.settings import SelectionSettings
 from convert.alignment.teacher_model import replaced
+from convert.placement.layer_scores import Examination, Marks
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.convert.test_bad_input import check_one_line_error, run
 from tests.teachers import make_teacher
@@ -206,7 +206,7 @@ def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_the_fit_that_scored_a_layer_is_not_done_again(saved_teacher, tmp_path, align_file, monkeypatch, steps):
     """And is refined to the same bits as one that begins anew."""
-    import convert.alignment.align as align
+    import convert.alignment.fit as align
 
     align_file.write_text(align_file.read_text().replace("refine_steps: 0", f"refine_steps: {steps}"))
     begun, fit_layer, fit_mixers = [], align.fit_layer, align.fit_mixers
@@ -233,7 +233,7 @@ def test_the_fit_that_scored_a_layer_is_not_done_again(saved_teacher, tmp_path, 
 @pytest.mark.parametrize("said", [True, False])
 def test_work_dir_resumes(said, saved_teacher, tmp_path, align_file, monkeypatch):
     """Interrupted while writing, the second run fits and scores nothing again; what it keeps afterwards is small."""
-    import convert.alignment.align as align
+    import convert.alignment.fit as align
     import convert.pipeline as pipeline
 
     work, folder = tmp_path / ("work" if said else "out.work"), saved_teacher("llama-gqa")

@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from convert.alignment.alignment import calibration_rows
+from convert.alignment.aligner import calibration_rows
 from convert.alignment.settings import AlignmentSettings, read_alignment_file
 from convert.alignment.text import DEFAULT_TEXT, documents, sample_rows, token_rows
 from convert.config import make_config
-from convert.teacher import find_teacher
+from convert.teachers.teacher import find_teacher
 from tests.alignment.tiny import teacher_model
 from tests.convert.test_bad_input import check_one_line_error, nothing_left, run
 from tests.modeling.test_training import tokenizer

@@ -5,7 +5,7 @@ import torch
 from convert.alignment.closed_form import LayerData
 from convert.alignment.teacher_model import TeacherModel
 from convert.config import make_config
-from convert.teacher import find_teacher
+from convert.teachers.teacher import find_teacher
 from tests.teachers import random_ids
 
 LENGTH = 32

@@ -18,7 +18,7 @@ from tests.teachers import make_teacher
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.checkpoint.SafetensorsCheckpoint.read_rows", None)  # reading a weight would fail
+    monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)  # reading a weight would fail
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run")
     assert done.returncode == 0 and "MAMA" in done.stderr and done.stdout == ""
     assert "scores decide" not in done.stderr, "nothing is fitted, so they are evenly placed"
@@ -63,7 +63,7 @@ def test_plan_figures_are_right(saved_teacher):
             [layer.keys, layer.values] if hasattr(layer, "keys") else [layer.conv_states[0], layer.recurrent_states[0]]
         )
         held += sum(t.numel() * t.element_size() for t in tensors)
-    from convert.cache_size import cache_bytes
+    from convert.placement.cache import cache_bytes
 
     assert cache_bytes(plan.config, 50, torch.float32)[1] == held
     assert plan.summary()["state_bytes"] == cache_bytes(plan.config, 0, torch.float32)[1] > 0

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridForCausalLM
 
 from convert import convert
 from convert.config import make_config
-from convert.export import ExportOptions, export_checkpoint, plan_export
-from convert.importing import ImportOptions, import_checkpoint
-from convert.stock import STOCK_CLASSES
+from convert.formats.export import ExportOptions, export_checkpoint, plan_export
+from convert.formats.import_ import ImportOptions, import_checkpoint
+from convert.formats.native import STOCK_CLASSES
 from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.students import make_student

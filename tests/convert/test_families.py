@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import convert.mixer_mapping as mixer_mapping
+import convert.weights.mapping as mixer_mapping
 from convert import convert
 from tests.teachers import TEACHERS, make_teacher, random_ids
 

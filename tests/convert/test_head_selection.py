@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.probes import copy_probe
-from convert.alignment.retrieval import best_kv_heads, retrieval_scores
-from convert.cache_size import cache_bytes
 from convert.config import make_config
-from convert.head_selection import as_text, count_heads, is_number, named_heads, query_heads
 from convert.pipeline import plan_conversion
+from convert.placement.cache import cache_bytes
+from convert.placement.heads import as_text, count_heads, is_number, named_heads, query_heads
+from convert.placement.retrieval import best_kv_heads, retrieval_scores
 from tests.alignment.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from recipes.stand_in_hub import COMMIT, HubServer
 from tests.convert.test_bad_input import unaligned
+from tests.doubles.hub import COMMIT, HubServer
 from tests.teachers import make_teacher, random_ids
 
 

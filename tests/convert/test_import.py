@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PhiConfig
 
 import modeling_llamba  # noqa: F401  (registers the class)
 import modeling_phimamba  # noqa: F401
-from convert.importing import ImportOptions, import_checkpoint, plan_import
-from recipes.stand_in_hub import COMMIT, HubServer
+from convert.formats.import_ import ImportOptions, import_checkpoint, plan_import
 from tests import published as p
 from tests.convert.test_bad_input import run_as_is as run
+from tests.doubles.hub import COMMIT, HubServer
 from tests.modeling.test_training import tokenizer
 
 IDS = torch.randint(3, p.VOCAB, (2, 23), generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from convert.export import ExportOptions, plan_export
-from convert.importing import ImportOptions, plan_import
+from convert.formats.export import ExportOptions, plan_export
+from convert.formats.import_ import ImportOptions, plan_import
 from tests import published as p
 from tests.convert.test_bad_input import check_one_line_error, run_as_is
 from tests.convert.test_export import HOLDABLE

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from convert.checkpoint import TensorInfo
-from convert.parts import make_rules
+from convert.formats import Published, recognise
+from convert.formats.parts import make_rules
 from convert.plan import STUDENTS, tensor_shapes
-from convert.published import Published, recognise
+from convert.weights.reader import TensorInfo
 
 
 class Headers:

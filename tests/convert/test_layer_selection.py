@@ -1,6 +1,6 @@
 import pytest
 
-from convert.layer_selection import (
+from convert.placement.presets import (
     PUBLISHED_ATTENTION_LAYERS,
     parse_attention_layers,
     pattern_attention_layers,

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from convert import convert
 from convert.cli import app
-from convert.environment import environment
-from convert.generation import recorded_teacher
-from convert.inspection import inspect_model
+from convert.tools.env import environment
+from convert.tools.generate import recorded_teacher
+from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaForCausalLM
 from tests.modeling.test_training import tokenizer
 from tests.students import make_student, student_config

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.closed_form import FitSettings, balance_features, features, fit_layer, held_out_error, refine
-from convert.cache_size import cache_bytes
 from convert.config import make_config
 from convert.mohawk import train_existing
+from convert.placement.cache import cache_bytes
 from tests.alignment.tiny import layer_data, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.checkpoint import (
+from convert.weights.reader import (
     GgufCheckpoint,
     PickledCheckpoint,
     SafetensorsCheckpoint,
     check_finite,
     open_weights,
 )
-from convert.weight_mapping import Rule
-from convert.writer import plan_shards, write_shards
-from recipes.bench import COMPARE, synthetic_llama
+from convert.weights.rules import Rule
+from convert.weights.writer import plan_shards, write_shards
+from recipes.benchmarks.run import COMPARE, synthetic_llama
 from tests.teachers import make_teacher, random_ids
 
 

@@ -6,16 +6,16 @@ import sys
 import pytest
 import torch
 
-import recipes.bench as bench
-import recipes.bench_alignment as bench_alignment
-import recipes.bench_peers as bench_peers
-import recipes.bench_scan as bench_scan
+import recipes.benchmarks.alignment as bench_alignment
+import recipes.benchmarks.peers as bench_peers
+import recipes.benchmarks.run as bench
+import recipes.benchmarks.scan as bench_scan
 from modeling_llamba.recording import cache_nbytes
 from modeling_llamba.ssd import ssd_recurrence
-from recipes.bench_decode import filled_cache
-from recipes.bench_peers import find_peers
-from recipes.bench_scan import exponent, inputs
-from recipes.measure import Target, allocated_peak, interleaved, save_report
+from recipes.benchmarks.decode import filled_cache
+from recipes.benchmarks.measure import Target, allocated_peak, interleaved, save_report
+from recipes.benchmarks.peers import find_peers
+from recipes.benchmarks.scan import exponent, inputs
 from tests.students import make_student
 
 

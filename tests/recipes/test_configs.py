@@ -9,7 +9,8 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 import recipes
-from recipes import distillation, dpo, generate_seqkd_data, sft
+from recipes import distillation, dpo, sft
+from recipes import seqkd as generate_seqkd_data
 from tests.recipes.tiny_chat import conversations, preferences, save_chat_teacher, save_hybrid
 
 CONFIGS = Path(recipes.__file__).with_name("configs")

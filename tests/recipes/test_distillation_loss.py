@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes import distillation_loss as module
-from recipes.distillation_loss import (
+from recipes.training import loss as module
+from recipes.training.loss import (
     IGNORED,
     LossWeights,
     TopK,

@@ -12,16 +12,16 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from recipes import evaluation_parts
 from recipes.evaluate import app
-from recipes.evaluation_texts import TextSource
-from recipes.generation_checks import CHECKED, judge
-from recipes.instructions import INSTRUCTIONS
-from recipes.position_metrics import by_position, edges, half_width, over_text, per_token, reader
-from recipes.recall_probes import hits, questions, scores, side_by_side
-from recipes.task_scores import relative_score
-from recipes.task_scores import side_by_side as task_rows
-from recipes.timing import speed
+from recipes.evaluation import parts as evaluation_parts
+from recipes.evaluation.generation import CHECKED, judge
+from recipes.evaluation.instructions import INSTRUCTIONS
+from recipes.evaluation.metrics import by_position, edges, half_width, over_text, per_token, reader
+from recipes.evaluation.recall import hits, questions, scores, side_by_side
+from recipes.evaluation.tasks import relative_score
+from recipes.evaluation.tasks import side_by_side as task_rows
+from recipes.evaluation.texts import TextSource
+from recipes.evaluation.timing import speed
 from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
 from tests.students import make_student
 from tests.teachers import make_teacher, random_ids

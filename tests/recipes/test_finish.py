@@ -2,8 +2,8 @@
 
 import pytest
 
-from convert.model_card import NOTES
-from recipes.finish import TRAINED_NOTE, new_card, with_training
+from convert.checkpoint.card import NOTES
+from recipes.training.save import TRAINED_NOTE, new_card, with_training
 
 STAGE = {"stage": "sft", "teacher": None, "data": "chats", "settings": {}, "before": {}, "after": {}}
 

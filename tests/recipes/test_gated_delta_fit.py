@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from recipes.family_distances import Effort, approximate
-from recipes.gated_delta_fit import DeltaFactors, delta_start, fit_gated_delta, solve_queries
-from recipes.matrix_fits import Factors, alternate, distance, truncated_svd
-from recipes.semiseparable import lower_bound
+from recipes.studies.structured_matrices.distances import Effort, approximate
+from recipes.studies.structured_matrices.fits import Factors, alternate, distance, truncated_svd
+from recipes.studies.structured_matrices.gated_delta_fit import (
+    DeltaFactors,
+    delta_start,
+    fit_gated_delta,
+    solve_queries,
+)
+from recipes.studies.structured_matrices.semiseparable import lower_bound
 from tests.recipes.test_matrix_approximation import softmax_matrices
 
 

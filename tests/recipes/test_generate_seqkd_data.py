@@ -7,7 +7,7 @@ import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes import generate_seqkd_data as module
+from recipes import seqkd as module
 from tests.recipes.tiny_chat import chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
 
 

@@ -8,13 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from convert import convert
-from convert.alignment.matrix_orientation import attention_rows
+from convert.alignment.mohawk.orientation import attention_rows
 from modeling_phimamba.ssd import ssd_matrix
-from recipes import matrix_approximation
-from recipes.attention_matrices import Sampler, best_scale, choose_places
-from recipes.family_distances import Effort, approximate
-from recipes.matrix_approximation import app, approximate_all, needed_text, shortest_names, state_needed
-from recipes.matrix_fits import (
+from recipes.studies.structured_matrices import run as matrix_approximation
+from recipes.studies.structured_matrices.attention_matrices import Sampler, best_scale, choose_places
+from recipes.studies.structured_matrices.distances import Effort, approximate
+from recipes.studies.structured_matrices.fits import (
     Factors,
     alternate,
     beyond_window,
@@ -28,7 +27,8 @@ from recipes.matrix_fits import (
     toeplitz,
     truncated_svd,
 )
-from recipes.semiseparable import balanced_truncation, lower_bound
+from recipes.studies.structured_matrices.run import app, approximate_all, needed_text, shortest_names, state_needed
+from recipes.studies.structured_matrices.semiseparable import balanced_truncation, lower_bound
 from tests.alignment.tiny import teacher_model
 from tests.modeling.test_training import tokenizer
 from tests.teachers import make_teacher

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.execute_notebook import execute, main
+from recipes.studies.attention_as_rnn.execute import execute, main
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "attention-as-rnn.ipynb"
 

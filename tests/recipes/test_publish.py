@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from recipes.stand_in_hub import HubServer
+from tests.doubles.hub import HubServer
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import progressive_sft, sft
-from recipes.distillation_loss import divergence
-from recipes.sft_trainer import DistilledSFTTrainer
+from recipes.training.loss import divergence
+from recipes.training.trainer import DistilledSFTTrainer
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 
@@ -106,7 +106,7 @@ def test_what_the_teacher_said_once_is_used_again(world, tmp_path, monkeypatch):
             arguments(world, tmp_path / packing, "--offline_top_k", "8", "--packing", packing, "--max_length", "40")
         )
         assert 0 < few["before"]["eval_kl"] < online["before"]["eval_kl"]
-    from recipes import offline_logits
+    from recipes.training import offline_logits
 
     def no_teacher(*_):
         raise AssertionError("the teacher was asked again")
@@ -268,7 +268,7 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
 
 
 def test_windows_are_dropped_less_and_less_and_each_branch_is_weighed(world, tmp_path, monkeypatch):
-    from convert.alignment import window_dropout
+    from convert.alignment.mohawk import window_dropout
 
     chances, step = [], DistilledSFTTrainer.training_step
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from recipes.speculative_decoding import app, first_difference, fit_costs, parse_length, parse_lengths
+from recipes.benchmarks.speculative_decoding import app, first_difference, fit_costs, parse_length, parse_lengths
 from tests.modeling.test_training import tokenizer
 from tests.students import make_student
 
@@ -117,6 +117,6 @@ def test_bad_input_is_one_line(folder, arguments, message):
 
 
 def test_check_fails_where_the_tokens_differ(folder, monkeypatch):
-    monkeypatch.setattr("recipes.speculative_decoding.first_difference", lambda a, b: 7)
+    monkeypatch.setattr("recipes.benchmarks.speculative_decoding.first_difference", lambda a, b: 7)
     done = decode(folder, "--check")
     assert done.exit_code == 1 and "differ from plain decoding's from column 7 on" in done.stderr

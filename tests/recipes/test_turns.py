@@ -3,8 +3,8 @@
 import pytest
 from datasets import Dataset
 
-from recipes.estimate import estimate
-from recipes.turns import not_too_long, pairs, question_of, questions, typical_tokens
+from recipes.training.chat_format import not_too_long, pairs, question_of, questions, typical_tokens
+from recipes.training.estimate import estimate
 from tests.recipes.tiny_chat import chat_tokenizer
 from tests.students import make_student
 

@@ -69,7 +69,7 @@ def test_remote_code_is_self_contained(package):
 
 
 def test_family_tables_hold_no_tensor_code():
-    for path in (ROOT / "convert" / "families").glob("*.py"):
+    for path in (ROOT / "convert" / "teachers").glob("*.py"):
         assert not {module.split(".")[0] for module, level, _, _ in imports(path) if not level} & {
             "torch",
             "transformers",

@@ -1,0 +1,1 @@
+"""The three stages of MOHAWK (Bick et al. 2024)."""

@@ -1,0 +1,241 @@
+"""The three stages of MOHAWK on a hybrid and its teacher, each optional, each reporting its own before and after.
+
+matrix orientation (mixer against attention matrix) -> hidden-state alignment (outputs, per layer) -> knowledge
+distillation (end to end). Stages 1 and 2 use the teacher's activations, so their layers are independent and ranks
+share them; stage 3 is data-parallel.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback
+
+from ...plan import MIXER_LAYERS
+from ..fit import Progress
+from ..probes import plain_tokens, with_needles
+from ..settings import AlignmentSettings
+from ..teacher_model import TeacherModel
+from .distillation import distil, mean_kl
+from .layerwise import LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
+from .orientation import check_has_matrix_per_head
+from .reporting import Reporter, reporters
+from .window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
+
+STAGES = {1: "matrix_orientation", 2: "hidden_state_alignment", 3: "distillation"}
+
+
+@dataclass
+class Stages:
+    """What the stages work on.
+
+    Args:
+        teacher: to learn from. student: the hybrid, trained in place.
+        train: token ids (S, L) to train on. held_out: token ids to report on.
+        folder: for checkpoints and logs.
+    """
+
+    teacher: TeacherModel
+    student: nn.Module
+    train: torch.Tensor
+    held_out: torch.Tensor
+    settings: AlignmentSettings
+    folder: Path
+    seed: int = 0
+    progress: Progress = lambda what, done, total: None
+
+    def run(self) -> dict[str, Any]:
+        """Run the stages that have tokens; what each reached.
+
+        Raises:
+            ValueError: there is nothing to train, the vocabularies differ, or a loss is not finite.
+        """
+        self.check()
+        report = {}
+        for number, name in STAGES.items():
+            if getattr(self.settings, name).tokens:
+                report[name] = self.distil() if number == 3 else self.layerwise(name)
+        return report
+
+    def check(self) -> None:
+        """Refuse a student that does not go with the teacher, and stages that cannot run.
+
+        Raises:
+            ValueError: no mixers, another vocabulary or depth, or a stage that this mixer or memory does not allow.
+        """
+        windowed = "hybrid" in self.student.config.layer_types
+        check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory, windowed)
+        if not self.mixers():
+            raise ValueError("Every layer of this hybrid is attention: there is no mixer to align.")
+        for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
+            of_student, of_teacher = getattr(self.student.config, field), getattr(self.teacher.config, field)
+            if of_student != of_teacher:
+                raise ValueError(
+                    f"The hybrid has {field} {of_student} and the teacher {of_teacher}: they do not belong together."
+                )
+
+    def mixers(self) -> dict[int, nn.Module]:
+        """The student's mixers by layer."""
+        layers = enumerate(self.student.model.layers)
+        return {i: block.mixer for i, block in layers if block.layer_type in MIXER_LAYERS}
+
+    def layerwise(self, name: str) -> dict[str, Any]:
+        """Stage 1 or 2. With several processes each trains its share of the layers; then all have all."""
+        settings = getattr(self.settings, name)
+        self.student.requires_grad_(False)
+        mixers = self.mixers()
+        rank, world_size = _ranks(self.teacher.device)
+        mine = split_layers(sorted(mixers), rank, world_size)
+        make_loss = orientation_loss if name == "matrix_orientation" else hidden_state_loss
+        for layer in mine:
+            mixers[layer].requires_grad_(True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        before, after, seconds, tokens = {}, {}, 0.0, 0
+        if mine:
+            report = Reporter(self.folder, f"{name}-rank{rank}", settings.report_to if rank == 0 else "none")
+            stage = LayerwiseStage(
+                self.teacher,
+                {layer: mixers[layer] for layer in mine},
+                make_loss(self.teacher, settings),
+                settings,
+                self.folder / name,
+                self.seed,
+                report,
+            )
+            done = stage.run(self.train, self.held_out, self.progress)
+            report.close()
+            before, after, seconds, tokens = done.before, done.after, done.seconds, done.tokens
+        if world_size > 1:
+            before, after = _share(mixers, sorted(mixers), before, after)
+        return {
+            "tokens": tokens,
+            "seconds": round(seconds, 1),
+            "held_out_loss_before": _mean(before),
+            "held_out_loss_after": _mean(after),
+            "layers": {layer: [before[layer], after[layer]] for layer in sorted(before)},
+        }
+
+    def distil(self) -> dict[str, Any]:
+        """Stage 3."""
+        settings = self.settings.distillation
+        teacher = self.teacher.whole()
+        before = mean_kl(self.student, teacher, self.held_out)
+        vocabulary = plain_tokens(teacher.config.vocab_size)
+        callbacks: list[TrainerCallback] = [_ProgressCallback(self.progress, self.train.shape[1])]
+        if settings.window_dropout:
+            callbacks.append(WindowDropout(self.student, settings.window_dropout, share=0.5))
+        log = distil(
+            self.student,
+            teacher,
+            with_needles(self.train, settings.recall_share, vocabulary, self.seed),
+            settings,
+            self.folder / "distillation",
+            self.seed,
+            callbacks,
+            use_cpu=self.teacher.device.type == "cpu",
+        )
+        self.student.requires_grad_(True)
+        return {
+            "tokens": max(settings.tokens // (settings.sequences * self.train.shape[1]), 1)
+            * settings.sequences
+            * self.train.shape[1],
+            "seconds": round(log[-1].get("train_runtime", 0.0), 1),
+            "held_out_kl_before": before,
+            "held_out_kl_after": mean_kl(self.student, teacher, self.held_out),
+            **self._without_each_branch(teacher),
+        }
+
+    def _without_each_branch(self, teacher: nn.Module) -> dict[str, float]:
+        """Held-out KL without the windows, and without the mixers beside them, where there are such layers."""
+        found = {}
+        for branch in BRANCHES if hybrid_mixers(self.student) else ():
+            with without(self.student, branch):
+                found[f"held_out_kl_without_{branch}"] = mean_kl(self.student, teacher, self.held_out)
+        return found
+
+
+class _ProgressCallback(TrainerCallback):
+    def __init__(self, progress: Progress, length: int):
+        self.progress, self.length = progress, length
+
+    def on_step_end(self, args, state, control, **kwargs):
+        per_step = args.per_device_train_batch_size * args.world_size * self.length
+        self.progress("distilling, tokens", state.global_step * per_step, state.max_steps * per_step)
+
+
+def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool, windowed: bool) -> None:
+    """Refuse, before any work, stages that cannot run.
+
+    Raises:
+        ValueError: stage 1 for mamba1 or beside a window, or stage 3 with one block in memory.
+    """
+    if settings.matrix_orientation.tokens:
+        check_has_matrix_per_head(mixer)
+        if windowed:
+            raise ValueError(
+                "Matrix orientation compares one matrix with another; a mixer beside a window has a part of it only. "
+                "Leave the stage out (matrix_orientation: {tokens: 0})."
+            )
+    for name in STAGES.values():
+        if getattr(settings, name).tokens:
+            reporters(getattr(settings, name).report_to)
+    if settings.distillation.tokens and low_memory:
+        raise ValueError(
+            "Distillation needs the whole teacher; leave out low_memory or say distillation: {tokens: 0}."
+        )
+
+
+def _ranks(device: torch.device) -> tuple[int, int]:
+    """This process and how many there are; joins the others when `torchrun` started it."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _share(mixers: dict[int, nn.Module], layers: list[int], before: dict, after: dict) -> tuple[dict, dict]:
+    """Give every rank every layer's result."""
+    world_size = dist.get_world_size()
+    for owner in range(world_size):
+        for layer in split_layers(layers, owner, world_size):
+            for tensor in mixers[layer].state_dict().values():
+                dist.broadcast(tensor, owner)
+    gathered: list = [None] * world_size
+    dist.all_gather_object(gathered, (before, after))
+    merged = ({}, {})
+    for part in gathered:
+        for whole, piece in zip(merged, part, strict=True):
+            whole.update(piece)
+    return merged
+
+
+def _mean(values: dict[int, float]) -> float:
+    return sum(values.values()) / max(len(values), 1)
+
+
+def only_stages(settings: AlignmentSettings, stages: tuple[int, ...], tokens: int | None) -> AlignmentSettings:
+    """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them.
+
+    Raises:
+        ValueError: there is no such stage, or one to run has no tokens.
+    """
+    for number in stages:
+        if number not in STAGES:
+            raise ValueError(f"There is no stage {number}; MOHAWK has 1, 2 and 3.")
+    stages = stages or tuple(number for number, name in STAGES.items() if getattr(settings, name).tokens)
+    changed = {}
+    for number, name in STAGES.items():
+        stage = getattr(settings, name)
+        wanted = (stage.tokens if tokens is None else tokens) if number in stages else 0
+        if number in stages and wanted < 1:
+            raise ValueError(f"Stage {number} has no tokens; say --tokens, or {name}: {{tokens: ...}} in the file.")
+        changed[name] = dataclasses.replace(stage, tokens=wanted)
+    if not stages:
+        raise ValueError("No stage has tokens; name one with --stage and --tokens, or in the alignment file.")
+    return dataclasses.replace(settings, **changed)

@@ -1,0 +1,107 @@
+"""Run the stages of MOHAWK on a hybrid in a folder and put the trained weights in place of its own."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from ...checkpoint.card import ALIGNMENT_NOTES, NOTES
+from ...config import parse_size
+from ...plan import STUDENTS
+from ...weights.rules import Rule
+from ...weights.writer import plan_shards, write_shards
+from ..fit import Progress
+from ..settings import AlignmentSettings
+from ..teacher_model import TeacherModel
+from .stages import STAGES, Stages
+
+
+def load_hybrid(folder: Path) -> nn.Module:
+    """A hybrid this project wrote, in float32; the code is the project's own, not the folder's.
+
+    Raises:
+        ValueError: the folder holds no hybrid.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json, so it is no hybrid.")
+    model_type = json.loads(path.read_text()).get("model_type")
+    if model_type not in STUDENTS:
+        raise ValueError(f"{folder} holds a {model_type} model, not a hybrid; make one with convert-to-hybrid first.")
+    try:
+        return STUDENTS[model_type][1].from_pretrained(folder, dtype=torch.float32)
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{folder} does not load: {' '.join(str(error).split())}") from error
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type of a hybrid's weights on disk."""
+    return getattr(torch, json.loads((folder / "config.json").read_text())["dtype"])
+
+
+def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    """Write the student's weights into `folder`, in place of those there.
+
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        old.unlink()
+    rules = []
+    for name, tensor in student.state_dict().items():
+        if name == "lm_head.weight" and student.config.tie_word_embeddings:
+            continue
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} is not finite after training; lower the learning rate.")
+        tensor = tensor.detach().cpu()
+        rules.append(Rule(name, tuple(tensor.shape), "derived", (), lambda checkpoint, tensor=tensor: iter([tensor])))
+    write_shards(plan_shards(rules, dtype, parse_size(max_shard_size)), None, dtype, folder)
+
+
+def training_rows_needed(settings: AlignmentSettings) -> int:
+    """Sequences that the longest of the stages reads."""
+    return max(-(-getattr(settings, name).tokens // settings.sequence_length) for name in STAGES.values())
+
+
+def train_hybrid(
+    student: nn.Module,
+    teacher: TeacherModel,
+    rows: torch.Tensor,
+    settings: AlignmentSettings,
+    work: Path,
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Train a hybrid in place on token ids (S, L), whose last rows are held out; what each stage reached.
+
+    Args:
+        work: folder for checkpoints and logs.
+    """
+    held = settings.held_out_sequences
+    stages_of = Stages(teacher, student.to(teacher.device), rows[:-held], rows[-held:], settings, work, seed, progress)
+    report = stages_of.run()
+    for name, figures in report.items():
+        figures["settings"] = dataclasses.asdict(getattr(settings, name))
+        figures["distinct_tokens"] = rows[:-held].numel()
+    return report
+
+
+def record_stages(folder: Path, report: dict[str, Any]) -> None:
+    """Add what the stages reached to the hybrid's `alignment.json`; its configuration and card say that they ran."""
+    path, config_path = folder / "alignment.json", folder / "config.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    known["stages"] = [*known.get("stages", []), report]
+    path.write_text(json.dumps(known, indent=2) + "\n")
+    config = json.loads(config_path.read_text())
+    config["conversion"] = (config.get("conversion") or {}) | {"align": "mohawk"}
+    card = folder / "README.md"
+    if card.is_file():
+        text = card.read_text()
+        for note in NOTES:
+            text = text.replace(note, ALIGNMENT_NOTES["mohawk"])
+        card.write_text(text)
+    config_path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""The folder a conversion writes: put in place whole, with its card, and read again."""

@@ -1,0 +1,116 @@
+"""The README.md of a converted model."""
+
+import json
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..plan import Plan, human_bytes, layer_letters
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ teacher }} with {{ num_mixer }} of its {{ num_layers }} attention layers replaced by {{ replacement }}, made by
+[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/).
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{{ path }}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=True)
+```
+
+{{ alignment_note }}
+
+## Layers
+
+`{{ layers }}` (A keeps attention, M is a mixer{{ window }})
+
+| per sequence | teacher | this model |
+|---|---|---|
+{{ cache_rows }}
+
+## Provenance
+
+| | |
+|---|---|
+{{ provenance_rows }}
+
+"""
+
+ALIGNMENT_NOTES = {
+    "none": "**Not aligned.** The attention weights were mapped (Q to C, K to B, V to x, O to out_proj) and nothing "
+    "was fitted: this is a starting point for alignment and distillation, not yet a language model.",
+    "closed-form": "**Aligned in closed form.** The attention weights were mapped (Q to C, K to B, V to x, O to "
+    "out_proj), and each mixer was fitted by itself to the attention it replaces, without training end to end; "
+    "`alignment.json` holds the text's size and every layer's held-out error. Recall over a distance suffers first.",
+    "mohawk": "**Aligned with MOHAWK.** The mixers were fitted to the attention they replace and then trained (matrix "
+    "orientation, hidden-state alignment, distillation; `alignment.json` says which, on how many tokens, and what "
+    "each stage changed).",
+}
+
+WINDOW_NOTE = (
+    "**A window and sinks.** The replaced layers are the teacher's own attention, restricted to the last tokens and "
+    "the first few; no weight was changed. What lies beyond the window is seen by the other layers and heads only."
+)
+
+MAPPED_BESIDE_WINDOW_NOTE = (
+    "**Not aligned.** The replaced layers are the teacher's own attention, restricted to the last tokens and the "
+    "first few. The mixers beside it were mapped and nothing was fitted: they add nothing until alignment gives them "
+    "weights in out_proj."
+)
+NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, MAPPED_BESIDE_WINDOW_NOTE)
+"""One of them is in every card, until training puts its own in the place."""
+
+
+def alignment_note(align: str, mixer: str, window: int | None) -> str:
+    """What a card says of how the weights came about."""
+    if mixer == "none" and align != "mohawk":
+        return WINDOW_NOTE
+    return MAPPED_BESIDE_WINDOW_NOTE if window and align == "none" else ALIGNMENT_NOTES[align]
+
+
+def make_card(plan: Plan, name: str) -> ModelCard:
+    """The card of the model in folder or repository `name`.
+
+    Raises:
+        KeyError: the alignment has no note; whoever adds one says what it did.
+    """
+    summary, conversion = plan.summary(), plan.config.conversion
+    replaced, has_mixer = summary["mixer_layers"], summary["mixer"] != "none"
+    cache_rows = [
+        f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
+        for context, size in summary["cache_bytes"].items()
+    ]
+    provenance = {k: v for k, v in conversion.items() if k != "teacher_layer_types" and v not in (None, {})}
+    is_hub_id = plan.teacher.revision is not None
+    return ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            base_model=plan.teacher.name if is_hub_id else None,
+            tags=["convert-to-hybrid", "hybrid", "mamba", summary["mixer"]],
+        ),
+        template_str=TEMPLATE,
+        title=name.split("/")[-1],
+        path=name,
+        teacher=plan.teacher.public_name,
+        replacement=f"a {summary['mixer']} mixer" if has_mixer else "attention to a window",
+        window=f", H {'a mixer beside ' if has_mixer else ''}softmax attention to {summary['window']} tokens and "
+        f"{summary['sinks']} sinks"
+        if summary["window"]
+        else "",
+        num_mixer=len(replaced),
+        num_layers=len(summary["layer_types"]),
+        layers=layer_letters(summary["layer_types"]),
+        cache_rows="\n".join(cache_rows),
+        alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"])
+        if replaced
+        else "Every layer is the teacher's own.",
+        provenance_rows="\n".join(
+            f"| {key} | `{value if isinstance(value, str) else json.dumps(value)}` |"
+            for key, value in provenance.items()
+        ),
+    )

@@ -1,0 +1,131 @@
+"""Load a checkpoint to use it: a hybrid, or any causal language model of transformers, with its tokenizer."""
+
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import modeling_llamba  # noqa: F401  registers its classes
+import modeling_phimamba  # noqa: F401
+
+from ..teachers.teacher import gguf_tokenizer
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def locate(model: str) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` wants for a folder, a GGUF file or a Hub id.
+
+    Raises:
+        ValueError: a path that does not exist or holds no checkpoint.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{model} is neither a folder nor a GGUF file.")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{model} has no config.json, so it is not a transformers checkpoint.")
+        return str(path), {}
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ValueError(f"{model} does not exist; give a local folder, a GGUF file, or a Hub id such as org/name.")
+    return model, {}
+
+
+def load_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a checkpoint.
+
+    Raises:
+        ValueError: it cannot be found or read.
+    """
+    name, where = locate(model)
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **where)
+    except (OSError, ValueError, HFValidationError) as error:
+        raise ValueError(f"{model} cannot be read: {_first_line(error)}") from error
+
+
+def load_tokenizer(
+    model: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint; pads on the left.
+
+    Raises:
+        ValueError: it has none.
+    """
+    name, where = locate(model)
+    try:
+        if where:
+            tokenizer = gguf_tokenizer(Path(name), where["gguf_file"])
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{model} has no tokenizer that can be read: {_first_line(error)}") from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    model: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal language model, ready to generate; a GGUF file is dequantised to float32.
+
+    Raises:
+        ValueError: it cannot be found or read, the weights are damaged, or there is no such dtype or device.
+    """
+    name, where = locate(model)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
+    wanted = torch.float32 if where and dtype == "auto" else DTYPES[dtype]
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("There is no CUDA device here; use --device cpu.")
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            name, dtype=wanted, revision=revision, trust_remote_code=trust_remote_code, **where
+        )
+    except SafetensorError as error:
+        raise ValueError(f"The weights of {model} are damaged: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{model} cannot be loaded: {_first_line(error)}") from error
+    try:
+        return loaded.eval().to(device)
+    except RuntimeError as error:
+        raise ValueError(f"The model cannot be put on --device {device}: {_first_line(error)}") from error
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], chat: bool) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask (B, L), padded on the left; each prompt as a chat message if there is a template.
+
+    Raises:
+        ValueError: a prompt is empty.
+    """
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise ValueError("The prompt is empty; give --prompt some text.")
+    if chat and tokenizer.chat_template:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        encoded = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+        )
+    else:
+        encoded = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1)
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

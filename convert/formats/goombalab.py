@@ -1,0 +1,324 @@
+"""goombalab's Phi-Mamba and Hybrid-Phi-Mamba (Bick et al. 2024), and students of their trainer, goombalab/mohawk.
+
+A nested configuration lists runs of equal blocks, each with a mixer: DiscreteMamba2 or the teacher's attention. They
+lie under backbone.*, a block's mixer under .mixer, attention under .mixer.self_attn. Phi-Mamba's attention layers take
+their sizes from transformers' PhiConfig defaults, whatever the configuration says; so do they here, unless a base
+model is named. Those of mohawk take what their layer says.
+
+Shapes: E inner width, H heads, G heads of B and C, N state.
+"""
+
+from typing import Any, NamedTuple
+
+from transformers import LlamaConfig, PhiConfig, PreTrainedConfig, Qwen2Config
+
+from .base import Published, PublishedFormat, head_and_embedding, rotary_buffers
+from .parts import Fill, Part, Table, moved
+from .section import Section
+
+EMBEDDING = "backbone.embedding.weight"
+BLOCKS = {"phiblock": "phimamba", "mambaphi": "phimamba", "llamablock": "llamba", "qwen2block": "llamba"}
+MIXER = "discretemamba2"
+ATTENTION = ("phiattention", "llamaattention", "qwen2attention")
+MIXER_SIZES = ("d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "d_inner", "activation", "bias", "conv_bias")
+ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias")
+ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
+NORM_EPS = 1e-5
+
+
+class Layer(NamedTuple):
+    """One block of the configuration, whichever of its spellings it came in."""
+
+    block: str
+    core: str
+    block_input: Section
+    core_input: Section
+    is_mohawk: bool
+    """Spelled as goombalab/mohawk spells it; its classes have other defaults than Phi-Mamba's."""
+
+
+def components(source: Published) -> Section:
+    """The part that describes the model; a training configuration wraps it."""
+    whole = source.section
+    return whole.need_section("ComponentsConfig") if "ComponentsConfig" in whole.values else whole
+
+
+def head_input(source: Published) -> Section:
+    """What is said about vocabulary and head."""
+    parts = components(source)
+    return (parts.section("LanguageModel") if "LanguageModel" in parts.values else parts).section("input")
+
+
+def model_input(source: Published) -> Section:
+    """What is said about the whole model."""
+    return components(source).need_section("MixerModel").section("input")
+
+
+def layers(source: Published) -> list[Layer]:
+    """Every layer in order.
+
+    Raises:
+        ValueError: a block or mixer that this project does not have, or a wrong number of layers.
+    """
+    parts = components(source)
+    runs = parts.need_section("MixerModel").sections("Blocks") or [
+        parts.need_section(name) for name in parts.values if name.startswith("Block")
+    ]
+    found = [layer for run in runs for layer in [_layer(run)] * run.need("n_layers", int)]
+    if not found or len(found) != model_input(source).get("n_layer", int, len(found)):
+        raise ValueError(f"{parts.file}: its blocks make {len(found)} layers; n_layer says otherwise.")
+    return found
+
+
+def _layer(run: Section) -> Layer:
+    inner, where = run.section("Layer"), f"{run.file}: {run.path.removesuffix('.')}"
+    block = run.get("BlockType", str) or run.get("name", str) or run.get("type", str, "")
+    core = run.get("CoreType", str) or inner.get("name", str) or inner.get("type", str, "")
+    block, core = block.rpartition(".")[2], core.rpartition(".")[2]
+    known = f"known are {', '.join((MIXER, *ATTENTION))} in {', '.join(BLOCKS)}"
+    if "ssm_layer" in run.values or "attn_layer" in run.values:
+        raise ValueError(f"{where} is a {block}, with a mixer and attention side by side in a layer; {known}.")
+    if _plain(block) not in BLOCKS or _plain(core) not in (MIXER, *ATTENTION):
+        raise ValueError(f"{where} has {core or 'unnamed'} mixers in {block or 'unnamed'} blocks; {known}.")
+    block_input = run.section("block_input" if run.values.get("block_input") else "input")
+    core_input = run.section("core_input") if run.values.get("core_input") else inner.section("input")
+    return Layer(_plain(block), _plain(core), block_input, core_input, "BlockType" not in run.values)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def student(source: Published) -> str:
+    """Which of our families has its block.
+
+    Raises:
+        ValueError: blocks of both.
+    """
+    kinds = {BLOCKS[layer.block] for layer in layers(source)}
+    if len(kinds) > 1:
+        raise ValueError(f"{source.name} mixes Phi's blocks with Llama's; no family of ours holds both.")
+    return kinds.pop()
+
+
+def fields(source: Published) -> dict[str, Any]:
+    """Fields of our configuration.
+
+    Raises:
+        ValueError: something that ours cannot hold.
+    """
+    found, kind = layers(source), student(source)
+    rows, hidden = source.shape(EMBEDDING, 2)
+    mixers = [layer for layer in found if layer.core == MIXER]
+    says_tied = head_input(source).get("tie_embeddings", bool, False)
+    common = {
+        "vocab_size": rows,
+        "hidden_size": hidden,
+        "num_hidden_layers": len(found),
+        "layer_types": ["linear_attention" if layer.core == MIXER else "full_attention" for layer in found],
+        "tie_word_embeddings": source.is_tied(EMBEDDING, says_tied),
+        "lm_head_bias": "lm_head.bias" in source.tensors,
+        **source.token_ids(),
+    }
+    if mixers:
+        said = _agreed([layer.core_input for layer in mixers], MIXER_SIZES, "mixers")
+        common |= mixer_fields(source, said, hidden, mixers[0].is_mohawk)
+    return common | (_phi_block(source, found) if kind == "phimamba" else _llama_block(source, found))
+
+
+def _agreed(inputs: list[Section], names: tuple[str, ...], what: str) -> Section:
+    """The input of every layer, where they say the same.
+
+    Raises:
+        ValueError: they do not.
+    """
+    first = inputs[0]
+    for name in names:
+        if any(other.values.get(name) != first.values.get(name) for other in inputs):
+            raise ValueError(f"{first.file}: {name} of the {what} differs from layer to layer; ours share one.")
+    return first
+
+
+def mixer_fields(source: Published, said: Section, hidden: int, is_mohawk: bool) -> dict[str, Any]:
+    """The mixer's part, which Llamba has too.
+
+    Raises:
+        ValueError: a norm or activation that ours does not have.
+    """
+    if any(".mixer.norm." in name for name in source.tensors):
+        raise ValueError("Its mixers have a norm before out_proj (norm_cls); ours of this kind have none.")
+    unsaid = "silu" if is_mohawk else "identity"
+    activation = said.get("activation", str, "identity") if "activation" in said.values else unsaid
+    aliases = {"id": "identity", "linear": "identity", "none": "identity", "swish": "silu"}
+    heads = said.get("n_v_heads", int, 32)
+    # mohawk's class has no expand, the other two no d_inner
+    inner = said.get("d_inner", int, hidden) if is_mohawk else said.get("expand", int, 1) * hidden
+    has_bias = said.get("bias", bool, False)
+    return {
+        "mixer": "discrete_mamba2",
+        "mixer_num_heads": heads,
+        "mixer_num_kv_heads": heads,  # B and C at fewer heads are repeated, see `mixer_table`
+        "mixer_head_dim": inner // heads,
+        "mixer_d_state": said.get("d_state", int, 64),
+        "mixer_d_conv": said.get("d_conv", int, 4),
+        "mixer_activation": aliases.get(activation, activation),
+        "mixer_gate_bias": any(name.endswith(".mixer.z_bias") for name in source.tensors),
+        "mixer_in_bias": has_bias,
+        "mixer_out_bias": has_bias,
+    }
+
+
+def rope_parameters(said: Section, default: dict[str, Any]) -> dict[str, Any]:
+    """RoPE as transformers spells it now, from rope_theta and rope_scaling."""
+    rope = dict(default)
+    scaling = said.section("rope_scaling")
+    if scaling.values:
+        kind = scaling.get("rope_type", str) or scaling.get("type", str, "default")
+        rope |= {name: value for name, value in scaling.values.items() if name != "type"} | {"rope_type": kind}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = said.get(name, float)
+        rope |= {} if value is None else {name: value}
+    return rope
+
+
+def _phi_block(source: Published, found: list[Layer]) -> dict[str, Any]:
+    phi = source.base or PhiConfig()
+    said, attention = Section({}, ""), [layer for layer in found if layer.core in ATTENTION]
+    if attention and attention[0].is_mohawk:
+        said = _agreed([layer.core_input for layer in attention], (*ATTENTION_SIZES[:2], *ROTARY), "attention layers")
+    elif attention and source.base is None:
+        source.notes.append("attention sizes are PhiConfig's defaults (Phi-1.5's), which is what the original reads")
+    heads = said.get("num_attention_heads", int, phi.num_attention_heads)
+    kv_heads = heads if said.values.get("num_attention_heads") else phi.num_key_value_heads or heads
+    return {
+        "intermediate_size": source.shape("backbone.layers.0.mlp.fc1.weight", 2)[0],
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": NORM_EPS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.get("num_key_value_heads", int, kv_heads),
+        "rope_parameters": rope_parameters(said, phi.rope_parameters),
+        "max_position_embeddings": said.get("max_position_embeddings", int, phi.max_position_embeddings),
+    }
+
+
+def _llama_block(source: Published, found: list[Layer]) -> dict[str, Any]:
+    whole, base, said = model_input(source), source.base, Section({}, "")
+    default = Qwen2Config() if found[0].block == "qwen2block" else LlamaConfig()
+    qwen = any(layer.core == "qwen2attention" for layer in found)
+    attention = [layer.core_input for layer in found if layer.core in ATTENTION]
+    if attention:
+        said = _agreed(attention, ATTENTION_SIZES, "attention layers")
+        base = None  # a layer that is silent has its class's defaults
+        source.notes.extend(_ignored_rotary(attention, whole, default))
+    heads = said.get("num_attention_heads", int, (base or default).num_attention_heads)
+    kv_heads = said.get("num_key_value_heads", int, base.num_key_value_heads if base else heads)
+    has_bias = said.get("attention_bias", bool, False)
+    return {
+        "intermediate_size": source.shape("backbone.layers.0.mlp.gate_proj.weight", 2)[0],
+        "hidden_act": found[0].block_input.get("mlp_act_fn", str, "silu"),
+        "rms_norm_eps": _norm_eps(source, found),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": said.get("head_dim", int, getattr(base, "head_dim", None)),
+        "rope_parameters": rope_parameters(whole, default.rope_parameters),
+        "max_position_embeddings": whole.get("max_position_embeddings", int, default.max_position_embeddings),
+        "attention_bias": qwen or has_bias,
+        "attention_out_bias": not qwen and has_bias,
+    }
+
+
+def _norm_eps(source: Published, found: list[Layer]) -> float:
+    """Of the blocks' norms and the last one.
+
+    Raises:
+        ValueError: they are not the same.
+    """
+    said = {section.get("norm_epsilon", float) for section in (model_input(source), *(x.block_input for x in found))}
+    stated = sorted(said - {None})
+    if len(stated) > 1:
+        raise ValueError(f"{model_input(source).file}: norms of different epsilon, {stated}; ours share one.")
+    if not stated:
+        source.notes.append(f"no norm_epsilon in the configuration: {NORM_EPS}")
+    return stated[0] if stated else NORM_EPS
+
+
+def _ignored_rotary(attention: list[Section], whole: Section, default: PreTrainedConfig) -> list[str]:
+    """Notes: the angles are computed once, for all layers, from what is said of the whole model."""
+    used = {
+        "rope_theta": default.rope_parameters["rope_theta"],
+        "rope_scaling": None,
+        "max_position_embeddings": default.max_position_embeddings,
+    }
+    used |= {name: whole.values[name] for name in used if whole.values.get(name) is not None}
+    return [
+        f"{name} of the attention layers is left out: the original computes all angles from MixerModel.input"
+        for name in used
+        if any(layer.values.get(name, used[name]) != used[name] for layer in attention)
+    ]
+
+
+def table(source: Published, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
+    """Our tensors from theirs."""
+    rows, dropped = head_and_embedding(source, EMBEDDING, config)
+    with_bias = ("weight", "bias") if config.model_type == "phimamba" else ("weight",)
+    mlp = ("fc1", "fc2") if config.model_type == "phimamba" else ("gate_proj", "up_proj", "down_proj")
+    norms = (
+        ("input_layernorm",) if config.model_type == "phimamba" else ("input_layernorm", "post_attention_layernorm")
+    )
+    for kind in with_bias:
+        rows[f"model.norm.{kind}"] = moved(f"backbone.final_layernorm.{kind}")
+    for i, layer_type in enumerate(config.layer_types):
+        ours, theirs = f"model.layers.{i}.", f"backbone.layers.{i}."
+        for name in (*norms, *(f"mlp.{part}" for part in mlp)):
+            rows |= {f"{ours}{name}.{kind}": moved(f"{theirs}{name}.{kind}") for kind in with_bias}
+        if layer_type == "linear_attention":
+            rows |= mixer_table(source, config, f"{ours}mixer.", f"{theirs}mixer.")
+        else:
+            rows |= _attention_table(config, f"{ours}self_attn.", f"{theirs}mixer.self_attn.")
+    return rows, dropped | rotary_buffers(source)
+
+
+def _attention_table(config: PreTrainedConfig, ours: str, theirs: str) -> Table:
+    out = "dense" if config.model_type == "phimamba" else "o_proj"
+    names = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": out}
+    rows = {f"{ours}{mine}.weight": moved(f"{theirs}{name}.weight") for mine, name in names.items()}
+    for mine, name in names.items():
+        if config.attention_out_bias if mine == "o_proj" else config.attention_bias:
+            rows[f"{ours}{mine}.bias"] = moved(f"{theirs}{name}.bias")
+    return rows
+
+
+def mixer_table(source: Published, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
+    """A discrete Mamba-2 mixer: the layout is ours, but that B and C may have fewer heads, each shared by several."""
+    heads, state, inner = config.mixer_num_heads, config.mixer_d_state, config.mixer_num_heads * config.mixer_head_dim
+    groups = (source.shape(f"{theirs}conv1d.weight", 3)[0] - inner) // (2 * state)
+    times = heads // max(groups, 1)
+    starts = [0, inner, inner + groups * state, inner + 2 * groups * state]
+
+    def streams(name: str) -> tuple[Part, ...]:
+        x, B, C = ((name, starts[k], starts[k + 1]) for k in range(3))
+        return (Part(*x), Part(*B, block=state, times=times), Part(*C, block=state, times=times))
+
+    rows = {f"{ours}{name}": moved(f"{theirs}{name}") for name in ("D", "out_proj.weight")}
+    if config.mixer_gate_bias:
+        rows[f"{ours}z_bias"] = moved(f"{theirs}z_bias")
+    for name in ("conv1d.weight", "conv1d.bias"):
+        rows[f"{ours}{name}"] = moved(f"{theirs}{name}") if times == 1 else streams(f"{theirs}{name}")
+    if f"{theirs}conv1d.bias" not in source.tensors:
+        rows[f"{ours}conv1d.bias"] = (Fill(inner + 2 * heads * state),)
+    for kind in ("weight", "bias") if config.mixer_in_bias else ("weight",):
+        name = f"{theirs}in_proj.{kind}"
+        rows[f"{ours}in_proj.{kind}"] = moved(name) if times == 1 else (*streams(name), Part(name, starts[3]))
+    if config.mixer_out_bias:
+        rows[f"{ours}out_proj.bias"] = moved(f"{theirs}out_proj.bias")
+    return rows
+
+
+GOOMBALAB = PublishedFormat(
+    name="goombalab Phi-Mamba / mohawk",
+    sign="backbone.* tensors, a config.json with MixerModel",
+    student=student,
+    recognises=lambda source: EMBEDDING in source.tensors and "MixerModel" in components(source).values,
+    fields=fields,
+    table=table,
+)

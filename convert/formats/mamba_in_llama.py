@@ -1,0 +1,229 @@
+"""The Mamba in the Llama (Wang et al. 2024), with Mamba-1 (v1) or Mamba-2 (v2) mixers, and M1 (Wang et al. 2025).
+
+config.json is the base model's; mamba_config.json says which layers stay attention. Weights trained with a quirk keep
+it: Mamba-1 adds dt_proj's bias twice, and repeats x and B for grouped queries in runs of N channels, not of a head,
+which are heads of N channels to our mixer. Mamba-2's norm has an epsilon of 1e-5 whatever the model's is.
+
+Shapes: H heads, K key/value heads, d head dim, E = H d inner width, X = K d, N state.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..config import make_config
+from ..plan import student_config, teacher_layer_types
+from ..teachers import get_family
+from ..teachers.teacher import Teacher, config_errors, read_config
+from .base import Published, PublishedFormat, head_and_embedding, rotary_buffers
+from .parts import Part, Table, moved
+
+EMBEDDING = "model.embed_tokens.weight"
+MAMBA2_NORM_EPS = 1e-5
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def mamba_layers(source: Published) -> list[int]:
+    """Layers with a mixer, by their tensors.
+
+    Raises:
+        ValueError: there are none, one is in an unknown place, or mamba_config.json is missing or names other layers.
+    """
+    placed = {name: re.match(r"model\.layers\.(\d+)\.mamba\.", name) for name in source.tensors if ".mamba." in name}
+    astray = [name for name, match in placed.items() if match is None]
+    if astray or not placed:
+        what = f"tensor {astray[0]}" if astray else "no Mamba layers"
+        raise ValueError(f"{source.name} has {what}; those of a Mamba layer are named model.layers.N.mamba.*.")
+    found = sorted({int(match[1]) for match in placed.values()})
+    if source.mamba_config is None:
+        raise ValueError(
+            f"{source.name} has Mamba layers ({len(found)} of them) but no mamba_config.json, which says their sizes; "
+            "copy it beside config.json."
+        )
+    said = source.mamba_section
+    total, kept = said.get("n_layer", int), said.need("attn_layers", list) if "attn_layers" in said.values else []
+    if any(type(layer) is not int for layer in kept):
+        raise ValueError(f"{said.file}: attn_layers must be a list of layer numbers, not {kept}.")
+    if total is not None and sorted(set(range(total)) - set(kept)) != found:
+        raise ValueError(f"mamba_config.json leaves other layers than {found}, which have the Mamba tensors.")
+    return found
+
+
+def fields(source: Published) -> dict[str, Any]:
+    """Fields of our configuration: the base model's, and the mixer's.
+
+    Raises:
+        ValueError: no configuration of the base model, or sizes that do not fit together.
+    """
+    replaced = mamba_layers(source)
+    base = _base_config(source)
+    options = make_config(model="-", output="-", align="none", attention_ratio=0.0, rotary=False, mixer="mamba2")
+    teacher = Teacher(source.name, Path(), base, get_family(base.model_type))
+    with config_errors(f"{source.section.file} is not a valid {base.model_type} configuration"):
+        ours = student_config(teacher, options).to_dict()
+    types = teacher_layer_types(base)
+    sliding = {"sliding_window": base.sliding_window} if "sliding_attention" in types else {}
+    if sliding and not is_m1(source):
+        source.notes.append(
+            f"the base model's window of {base.sliding_window} tokens is kept, as in training; the original's "
+            "inference wrapper drops it"
+        )
+    mixer = _mamba2_fields(source, replaced[0]) if is_mamba2(source) else _mamba1_fields(source, replaced[0])
+    kept = {k: v for k, v in ours.items() if not k.startswith(("mixer", "hybrid")) and k != "model_type"}
+    return kept | sliding | mixer | {
+        "layer_types": ["linear_attention" if i in replaced else kind for i, kind in enumerate(types)],
+        "tie_word_embeddings": source.is_tied(EMBEDDING, base.tie_word_embeddings),
+        "mixer_gate_bias": False,
+        "mixer_out_bias": False,
+    }  # fmt: skip
+
+
+def _base_config(source: Published) -> PreTrainedConfig:
+    if source.config:
+        base = read_config(source.config, source.section.file)
+    elif source.base is not None:
+        base = source.base
+    else:
+        raise ValueError(f"{source.name} has no config.json; name the model it was made from (--base).")
+    if base.rope_parameters.get("rope_type", "default") != "default":
+        if is_m1(source):
+            theta = base.rope_parameters["rope_theta"]
+            base.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+            source.notes.append("rope_scaling of the base model is left out: M1 trains and runs without it")
+        else:
+            source.notes.append(
+                "rope_scaling of the base model is kept, as in training; the original's inference wrapper drops it"
+            )
+    return base
+
+
+def _mamba2_fields(source: Published, layer: int) -> dict[str, Any]:
+    ssm, prefix = source.mamba_section.section("ssm_cfg"), f"model.layers.{layer}.mamba."
+    heads, state = ssm.need("ngroups", int), ssm.need("d_state", int)
+    channels, _, taps = source.shape(f"{prefix}conv1d.weight", 3)
+    return {
+        "mixer": "mamba2",
+        "mixer_num_heads": heads,
+        # as many as heads, where x and B are repeated before the convolution
+        "mixer_num_kv_heads": (channels - heads * state) // (2 * state),
+        "mixer_head_dim": state,
+        "mixer_d_state": state,
+        "mixer_d_conv": taps,
+        "mixer_activation": "silu",
+        "mixer_norm": "head",
+        "mixer_norm_eps": MAMBA2_NORM_EPS,
+    }
+
+
+def _mamba1_fields(source: Published, layer: int) -> dict[str, Any]:
+    prefix = f"model.layers.{layer}.mamba."
+    inner, state = source.shape(f"{prefix}A_log", 2)
+    return {
+        "mixer": "mamba1",
+        "mixer_num_heads": inner // state,
+        "mixer_num_kv_heads": _kv_width(source, prefix) // state,
+        "mixer_head_dim": state,
+        "mixer_d_state": state,
+        "mixer_d_conv": source.shape(f"{prefix}conv1d.weight", 3)[-1],
+        "mixer_activation": "silu",
+        "mixer_norm": "none",
+        "mixer_dt_rank": source.shape(f"{prefix}dt_proj.weight", 2)[1],
+    }
+
+
+def _kv_width(source: Published, prefix: str) -> int:
+    if f"{prefix}in_proj_x.weight" in source.tensors:
+        return source.shape(f"{prefix}in_proj_x.weight", 2)[0]
+    inner, rank = source.shape(f"{prefix}dt_proj.weight", 2)
+    return (source.shape(f"{prefix}in_proj.weight", 2)[0] - 2 * inner - rank) // 2
+
+
+def table(source: Published, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
+    """Our tensors from theirs."""
+    rows, dropped = head_and_embedding(source, EMBEDDING, config)
+    rows["model.norm.weight"] = moved("model.norm.weight")
+    for i, kind in enumerate(config.layer_types):
+        prefix = f"model.layers.{i}."
+        names = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{part}" for part in MLP)]
+        rows |= {f"{prefix}{name}.weight": moved(f"{prefix}{name}.weight") for name in names}
+        if kind != "linear_attention":
+            rows |= _attention_table(source, config, prefix)
+        elif config.mixer == "mamba2":
+            rows |= _mamba2_table(source, config, prefix)
+        else:
+            rows |= _mamba1_table(source, config, prefix)
+    return rows, dropped | rotary_buffers(source)
+
+
+def _attention_table(source: Published, config: PreTrainedConfig, prefix: str) -> Table:
+    fused = f"{prefix}mha.in_proj.weight"
+    if fused not in source.tensors:
+        return {f"{prefix}self_attn.{p}_proj.weight": moved(f"{prefix}self_attn.{p}_proj.weight") for p in "qkvo"}
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    ends = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
+    rows: Table = {f"{prefix}self_attn.{p}_proj.weight": (Part(fused, *ends[p]),) for p in "qkv"}
+    return rows | {f"{prefix}self_attn.o_proj.weight": moved(f"{prefix}mha.out_proj.weight")}
+
+
+def _mamba2_table(source: Published, config: PreTrainedConfig, prefix: str) -> Table:
+    mine, theirs = f"{prefix}mixer.", f"{prefix}mamba."
+    same = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight")
+    rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in same}
+    name, inner, d = f"{theirs}in_proj.weight", config.mixer_num_heads * config.mixer_head_dim, config.mixer_head_dim
+    width = (source.shape(name, 2)[0] - 2 * inner - config.mixer_num_heads) // 2
+    times = config.mixer_num_kv_heads * d // max(width, 1)
+    rows[f"{mine}in_proj.weight"] = moved(name)
+    if times > 1:
+        ends = [inner, inner + width, inner + 2 * width]
+        x, B = (Part(name, ends[k], ends[k + 1], block=d, times=times) for k in range(2))
+        rows[f"{mine}in_proj.weight"] = (Part(name, 0, inner), x, B, Part(name, ends[2]))
+    return rows
+
+
+def _mamba1_table(source: Published, config: PreTrainedConfig, prefix: str) -> Table:
+    mine, theirs = f"{prefix}mixer.", f"{prefix}mamba."
+    rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in ("A_log", "D", "dt_proj.weight", "out_proj.weight")}
+    # the original adds this bias in dt_proj, and once more before the softplus
+    rows[f"{mine}dt_proj.bias"] = (Part(f"{theirs}dt_proj.bias", scale=2.0),)
+    state, times = config.mixer_d_state, 1
+    if source.shape(f"{theirs}conv1d.weight", 3)[0] != config.mixer_num_heads * config.mixer_head_dim:
+        times = config.mixer_num_heads // config.mixer_num_kv_heads  # it convolves before it repeats
+    for name in ("conv1d.weight", "conv1d.bias"):
+        rows[f"{mine}{name}"] = (Part(f"{theirs}{name}", block=state, times=times),)
+    apart = ("in_proj_z", "in_proj_x", "B_proj", "C_proj", "dt_proj_down")
+    fused = f"{theirs}in_proj.weight"
+    whole = moved(fused) if fused in source.tensors else tuple(Part(f"{theirs}{name}.weight") for name in apart)
+    return rows | {f"{mine}in_proj.weight": whole}
+
+
+def _has(source: Published, ending: str) -> bool:
+    return any(name.endswith(ending) for name in source.tensors)
+
+
+def is_mamba2(source: Published) -> bool:
+    """By its tensors; there is no version in the configuration."""
+    return _has(source, ".mamba.dt_bias")
+
+
+def is_m1(source: Published) -> bool:
+    """M1 fuses the attention's projections, and those of Mamba-1."""
+    return _has(source, ".mha.in_proj.weight") or (_has(source, ".mamba.in_proj.weight") and not is_mamba2(source))
+
+
+def _format(name: str, sign: str, recognises) -> PublishedFormat:
+    return PublishedFormat(
+        name=name, sign=sign, student=lambda source: "llamba", recognises=recognises, fields=fields, table=table
+    )
+
+
+MAMBA_IN_LLAMA_1 = _format(
+    "Mamba in the Llama v1", "model.layers.*.mamba.in_proj_x", lambda source: _has(source, ".mamba.in_proj_x.weight")
+)
+MAMBA_IN_LLAMA_2 = _format(
+    "Mamba in the Llama v2",
+    "model.layers.*.mamba.in_proj and dt_bias",
+    lambda source: is_mamba2(source) and not is_m1(source),
+)
+M1 = _format("M1", "model.layers.*.mha, or a fused mamba.in_proj with dt_proj", is_m1)

@@ -1,0 +1,144 @@
+"""Tensors put together from rows of other tensors: what import and export are made of.
+
+A target is a sequence of parts, one below the other: rows of a source, some repeated or scaled, or a constant. A table
+from targets to their parts accounts for every tensor on both sides, and is carried out block by block.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
+from ..weights.rules import Rule
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows start..stop of a source, each block of `block` rows `times` times in a row."""
+
+    source: str
+    start: int = 0
+    stop: int | None = None
+    block: int = 1
+    times: int = 1
+    scale: float = 1.0
+    extra_columns: int = 0
+    """Zero columns on the right."""
+
+    def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
+        """How many rows it gives."""
+        stop = tensors[self.source].shape[0] if self.stop is None else self.stop
+        return (stop - self.start) * self.times
+
+    def blocks(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """Its rows."""
+        if self.times == 1:
+            for rows in checkpoint.blocks(self.source, self.start, self.stop):
+                yield self._finished(rows)
+            return
+        stop = checkpoint.tensors[self.source].shape[0] if self.stop is None else self.stop
+        for first in range(self.start, stop, self.block):
+            rows = self._finished(checkpoint.read(self.source, first, first + self.block))
+            for _ in range(self.times):
+                yield rows
+
+    def _finished(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1:
+            rows = rows.float() * self.scale
+        return torch.nn.functional.pad(rows, (0, self.extra_columns)) if self.extra_columns else rows
+
+    @property
+    def changes(self) -> bool:
+        """Whether the rows are anything but the source's own."""
+        return self.times > 1 or self.scale != 1 or bool(self.extra_columns)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """`count` rows of a constant."""
+
+    count: int
+    value: float = 0.0
+
+    def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
+        """How many rows it gives."""
+        return self.count
+
+    def blocks(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """Its rows."""
+        step = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
+        for first in range(0, self.count, step):
+            yield torch.full((min(step, self.count - first), *shape[1:]), self.value)
+
+    changes = True
+
+
+Parts = tuple[Part | Fill, ...]
+Table = dict[str, Parts]
+
+
+def moved(source: str) -> Parts:
+    """A tensor that only changes its name."""
+    return (Part(source),)
+
+
+def make_rules(
+    table: Table,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, TensorInfo],
+    dropped: Mapping[str, str],
+    what: str,
+) -> list[Rule]:
+    """A rule for every target, every source accounted for.
+
+    Args:
+        shapes: of the targets. tensors: the sources. dropped: sources left out, and why. what: the format, for errors.
+
+    Raises:
+        ValueError: sources are missing, unexpected, quantised or of the wrong shape.
+    """
+    assert table.keys() == shapes.keys(), sorted(table.keys() ^ shapes.keys())
+    faults = []
+    used = {part.source for parts in table.values() for part in parts if isinstance(part, Part)}
+    faults += [f"missing tensor {name}" for name in sorted(used - tensors.keys())]
+    faults += [f"unexpected tensor {name}" for name in tensors if name not in used and name not in dropped]
+    for name in sorted(used & tensors.keys()):
+        if not tensors[name].dtype.is_floating_point or tensors[name].dtype.itemsize < 2:
+            faults.append(f"{name} has type {tensors[name].dtype}, so the weights are quantised")
+    for target, parts in table.items():
+        if used <= tensors.keys():
+            faults += _misfits(target, parts, shapes[target], tensors)
+    if faults:
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise ValueError(f"The checkpoint is not a {what} as its configuration says: {'; '.join(faults[:5])}{more}.")
+    return [_rule(target, shapes[target], parts) for target, parts in table.items()]
+
+
+def _misfits(target: str, parts: Parts, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]) -> list[str]:
+    faults = []
+    if sum(part.rows(tensors) for part in parts) != shape[0]:
+        sources = ", ".join(f"{p.source} {tensors[p.source].shape}" for p in parts if isinstance(p, Part))
+        faults.append(f"{sources} cannot make {target} {shape}")
+    for part in parts:
+        if isinstance(part, Part):
+            rest = list(tensors[part.source].shape[1:])
+            if part.extra_columns:
+                rest[-1] += part.extra_columns
+            stop = part.stop or 0
+            if tuple(rest) != shape[1:] or stop > tensors[part.source].shape[0]:
+                faults.append(f"{part.source} has shape {tensors[part.source].shape}, for {target} {shape}")
+    return faults
+
+
+def _rule(target: str, shape: tuple[int, ...], parts: Parts) -> Rule:
+    sources = tuple(dict.fromkeys(part.source for part in parts if isinstance(part, Part)))
+    changed = len(parts) > 1 or parts[0].changes
+    kind = "initialised" if not sources else "derived" if changed else "moved"
+
+    def blocks(checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        for part in parts:
+            yield from part.blocks(checkpoint, shape)
+
+    return Rule(target, shape, kind, sources, blocks)

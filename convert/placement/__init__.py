@@ -1,0 +1,1 @@
+"""What each layer of the hybrid holds: attention, a mixer, or both, and what that costs in cache."""

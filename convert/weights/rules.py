@@ -1,0 +1,129 @@
+"""Account for every tensor: what moves, what is derived, what is initialised, what is dropped.
+
+First the teacher's names are translated to those of the student with every layer kept as attention ("canonical"
+names): a pure renaming, apart from fused matrices, which are row slices. Then each replaced layer's canonical
+attention tensors become its mixer's (`mixer_mapping`). Nothing is read here; a `Rule` says how to make its tensor,
+block of rows after block of rows, when it is written.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..teachers import TeacherFamily
+from .reader import BLOCK_BYTES, Checkpoint, TensorInfo
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of a teacher's tensor."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def read(self, checkpoint: Checkpoint) -> torch.Tensor:
+        """The rows, all at once."""
+        return checkpoint.read(self.name, self.start, self.stop).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one tensor of the student comes about. `blocks` yields its rows in order."""
+
+    target: str
+    shape: tuple[int, ...]
+    kind: Literal["moved", "derived", "initialised"]
+    sources: tuple[str, ...]
+    blocks: Callable[[Checkpoint], Iterator[torch.Tensor]]
+
+
+def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | tuple[str, ...] | None]:
+    """The family's table with every layer index filled in."""
+    table = {}
+    for template, target in family.tensors.items():
+        for i in range(num_layers) if "{i}" in template else [None]:
+            fill = {} if i is None else {"i": i}
+            if isinstance(target, tuple):
+                table[template.format(**fill)] = tuple(name.format(**fill) for name in target)
+            else:
+                table[template.format(**fill)] = None if target is None else target.format(**fill)
+    return table
+
+
+def canonical_sources(
+    family: TeacherFamily,
+    num_layers: int,
+    teacher: Mapping[str, TensorInfo],
+    attention_shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, Source], dict[str, str]]:
+    """Where each tensor of the all-attention student lies in the teacher, and what is dropped.
+
+    Args:
+        attention_shapes: names and shapes of the student with every layer kept as attention; a name that is absent
+            (a tied head, a bias the configuration does without) is not expected from the teacher.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, of the wrong shape, or not a floating-point one.
+    """
+    table = expand_templates(family, num_layers)
+    sources, dropped, faults = {}, {}, []
+    for name, info in teacher.items():
+        targets = table.get(name, ())
+        if targets is None:
+            dropped[name] = "not a weight: follows from the configuration"
+            continue
+        targets = (targets,) if isinstance(targets, str) else targets
+        present = [target for target in targets if target in attention_shapes]
+        if name == "lm_head.weight" and not present:
+            dropped[name] = "tied to the embedding"
+        elif not present:
+            faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
+        elif not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+            faults.append(f"{name} has type {info.dtype}, so the weights are quantised")
+        else:
+            faults += _place(name, info, present, attention_shapes, sources)
+    missing = [target for target in attention_shapes if target not in sources]
+    mis_shaped = {fault.split()[0] for fault in faults}
+    renamed = {t: name for name, ts in table.items() if ts for t in ((ts,) if isinstance(ts, str) else ts)}
+    faults += [f"missing tensor {renamed[m]}" for m in missing if renamed[m] not in mis_shaped]
+    if faults:
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise ValueError(
+            f"The checkpoint does not match its {family.model_type} configuration: {'; '.join(faults[:5])}{more}."
+        )
+    return sources, dropped
+
+
+def _place(name, info, targets, shapes, sources) -> list[str]:
+    """Split one teacher tensor along its rows among its targets; returns what is wrong with it."""
+    expected = (sum(shapes[t][0] for t in targets), *shapes[targets[0]][1:])
+    if tuple(info.shape) != expected:
+        return [f"{name} has shape {tuple(info.shape)} where the configuration says {expected}"]
+    start = 0
+    for target in targets:
+        stop = start + shapes[target][0]
+        sources[target] = Source(name, start, stop, tuple(shapes[target]))
+        start = stop
+    return []
+
+
+def moved(target: str, source: Source) -> Rule:
+    """A tensor that keeps its values."""
+    return Rule(
+        target,
+        source.shape,
+        "moved",
+        (source.name,),
+        lambda checkpoint: checkpoint.blocks(source.name, source.start, source.stop),
+    )
+
+
+def in_blocks(rows: int, make: Callable[[int, int], torch.Tensor], row_bytes: int) -> Iterator[torch.Tensor]:
+    """`make(start, stop)` over all rows, a bounded number of bytes at a time."""
+    step = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    for start in range(0, rows, step):
+        yield make(start, min(start + step, rows))

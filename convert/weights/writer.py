@@ -1,0 +1,167 @@
+"""Write safetensors shards as the tensors come, never holding one whole.
+
+The format is a length, a JSON header with every tensor's type, shape and offsets, and the bytes; since a plan knows
+all shapes beforehand, the header can be written first and the bytes streamed behind it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import torch
+
+from .reader import Checkpoint
+from .rules import Rule
+
+HASH_BLOCK_BYTES = 2**20
+WORKERS = 2
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file."""
+
+    name: str
+    rules: list[Rule]
+
+
+def plan_shards(rules: list[Rule], dtype: torch.dtype, max_bytes: int) -> list[Shard]:
+    """Cut the rules, in order, into files of at most `max_bytes`; a larger tensor has a file of its own."""
+    groups: list[list[Rule]] = [[]]
+    size = 0
+    for rule in rules:
+        nbytes = math.prod(rule.shape) * dtype.itemsize
+        if groups[-1] and size + nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(rule)
+        size += nbytes
+    if len(groups) == 1:
+        return [Shard("model.safetensors", groups[0])]
+    total = len(groups)
+    return [Shard(f"model-{i + 1:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups)]
+
+
+def header_bytes(rules: list[Rule], dtype: torch.dtype) -> bytes:
+    """Length and JSON header of a shard; padded to 8 bytes, as the format asks."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for rule in rules:
+        end = offset + math.prod(rule.shape) * dtype.itemsize
+        header[rule.target] = {"dtype": DTYPE_NAMES[dtype], "shape": list(rule.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def write_shards(
+    shards: list[Shard],
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    folder: Path,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Carry out the rules and write their tensors, then the index if there are several shards.
+
+    Two shards are written at a time; within one, a file system has writers wait for each other.
+
+    Args:
+        checkpoint: what the rules read; None where they need nothing.
+        progress: called with the number of bytes just written.
+
+    Raises:
+        ValueError: a value is not finite, in the teacher or after the change of type.
+        OSError: the disk is full or not writable.
+    """
+    workers = WORKERS if checkpoint is None or checkpoint.concurrent else 1
+    report, stop = threading.Lock(), threading.Event()
+
+    def reported(nbytes: int) -> None:
+        with report:
+            progress(nbytes)
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            writing = [pool.submit(_write_shard, s, checkpoint, dtype, folder, reported, stop) for s in shards]
+            for shard in as_completed(writing):
+                shard.result()
+        finally:  # an interruption reaches this thread only
+            stop.set()
+    if len(shards) > 1:
+        weight_map = {rule.target: shard.name for shard in shards for rule in shard.rules}
+        total = sum(math.prod(rule.shape) * dtype.itemsize for shard in shards for rule in shard.rules)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _bytes(block: torch.Tensor, dtype: torch.dtype, rule: Rule) -> memoryview:
+    if block.dtype != dtype:
+        wide, block = block, block.to(dtype)
+        if dtype == torch.float16 and not torch.isfinite(block).all() and torch.isfinite(wide).all():
+            raise ValueError(f"{rule.target} does not fit into float16; choose bfloat16 or float32.")
+    return memoryview(block.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _write_shard(
+    shard: Shard,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    folder: Path,
+    progress: Callable[[int], None],
+    stop: threading.Event,
+) -> None:
+    """One file; gives up when `stop` is set, and sets it when it fails."""
+    if stop.is_set():
+        return
+    try:
+        with open(folder / shard.name, "wb", buffering=0) as file:
+            file.write(header_bytes(shard.rules, dtype))
+            for rule in shard.rules:
+                written = 0
+                for block in rule.blocks(checkpoint):
+                    if stop.is_set():
+                        return
+                    data = _bytes(block, dtype, rule)
+                    _write_all(file, data)
+                    written += len(data)
+                    progress(len(data))
+                expected = math.prod(rule.shape) * dtype.itemsize
+                assert written == expected, f"{rule.target}: wrote {written} bytes of {expected}"
+    except BaseException:
+        stop.set()
+        raise
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    done, start = 0, file.tell()
+    while done < len(data):  # an unbuffered write may stop early, at 2 GiB for one
+        done += file.write(data[done:])
+    if hasattr(os, "posix_fadvise"):  # has the disk begin at once, where the kernel would wait for more
+        os.posix_fadvise(file.fileno(), start, done, os.POSIX_FADV_DONTNEED)
+
+
+def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:
+    """sha256 of each weights file, as `sha256sum` and the Hub show it; gives up when `stop` is set.
+
+    Two files at a time: one after the other would go on alone on one core after the writers are done.
+    """
+    with ThreadPoolExecutor(WORKERS) as pool:
+        digests = pool.map(lambda path: _sha256(path, stop), files)
+        return {path.name: digest for path, digest in zip(files, digests, strict=True)}
+
+
+def _sha256(path: Path, stop: threading.Event) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while not stop.is_set() and (count := file.readinto(buffer)):
+            digest.update(buffer[:count])
+    return digest.hexdigest()

@@ -1,0 +1,156 @@
+"""What a model recalls, by length and by distance: copying, associative recall, a needle and a passkey in text.
+
+The first three are of random tokens (convert/alignment/probes.py), which no knowledge helps to guess; the passkey is
+said in words. An answer is right where the likeliest token is the true one, given the true tokens before it.
+"""
+
+import math
+import random
+from typing import Any, NamedTuple
+
+import torch
+
+from convert.alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
+
+from .metrics import Advance, Reader
+
+NEEDLE = 8
+DIGITS = 5
+TOLD = " The pass key is {key}. Remember it: {key} is the pass key."
+ASKED = " What is the pass key? The pass key is"
+
+
+class Question(NamedTuple):
+    """A probe and how far back its answers lie.
+
+    distance: tokens between what was said and what is asked; None where it differs from answer to answer.
+    """
+
+    name: str
+    length: int
+    distance: int | None
+    probe: Probe
+    whole: bool = False
+    """Whether an answer counts only if all of its tokens are right."""
+
+
+def questions(
+    prose: torch.Tensor, tokenizer: Any, vocabulary_size: int, depths: list[float], seed: int
+) -> list[Question]:
+    """All probes of one length.
+
+    Args:
+        prose: (R, L) token ids of text: as many questions of each kind, in which needle and passkey are hidden.
+        depths: where, from 0 (the beginning) to 1 (right before the question).
+
+    Raises:
+        ValueError: L is too short for the passkey's words.
+    """
+    rows, length = prose.shape
+    vocabulary = plain_tokens(vocabulary_size)
+    found = [
+        Question("copy", length, length // 2, copy_probe(vocabulary, rows, length // 2, seed)),
+        Question("associative", length, None, associative_probe(vocabulary, rows, length // 4, seed)),
+    ]
+    for depth in depths:
+        place = round(depth * (length - 2 * NEEDLE))
+        probe = needle_probe(prose, vocabulary, seed, NEEDLE, place)
+        found.append(Question("needle", length, length - NEEDLE - place, probe))
+    for depth in depths:
+        probe, distance = passkey_probe(prose, tokenizer, depth, seed)
+        found.append(Question("passkey", length, distance, probe, whole=True))
+    return found
+
+
+def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) -> tuple[Probe, int]:
+    """A five-digit number told somewhere in text and asked for at the end, and the tokens between.
+
+    Raises:
+        ValueError: the text is too short for the words.
+    """
+    rows, marks, distances, length = [], [], [], prose.shape[1]
+    for i, text in enumerate(prose.tolist()):
+        key = "".join(random.Random(f"{seed} {i}").choices("123456789", k=DIGITS))
+        told, asked, answer = (
+            tokenizer(words, add_special_tokens=False).input_ids for words in (TOLD.format(key=key), ASKED, f" {key}")
+        )
+        around = length - len(told) - len(asked) - len(answer)
+        if around < 0 or not answer:
+            raise ValueError(f"The passkey's words take {length - around} tokens; recall lengths must be longer.")
+        place = round(depth * around)
+        rows.append(text[:place] + told + text[place:around] + asked + answer)
+        marks.append([False] * (length - len(answer)) + [True] * len(answer))
+        distances.append(length - len(answer) - len(asked) - place)
+    return Probe(torch.tensor(rows), torch.tensor(marks)), round(sum(distances) / len(distances))
+
+
+@torch.no_grad()
+def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device, advance: Advance = lambda done: None):
+    """(R, L) bool: which tokens the model says as they are, where they are asked for; False elsewhere."""
+    found, done = torch.zeros_like(probe.answers), 0
+    for start in range(0, len(probe.ids), batch_size):
+        rows = slice(start, start + batch_size)
+        ids, answers = probe.ids[rows].to(device), probe.answers[rows].to(device)
+        before = torch.cat([answers[:, 1:], torch.zeros_like(answers[:, :1])], 1)
+        states = model.states(ids)[before]
+        said = torch.cat([model.head(s).argmax(-1) for s in states.split(256)])
+        found[rows][probe.answers[rows]] = (said == ids[answers]).cpu()
+        done += len(ids)
+        advance(done)
+    return found
+
+
+def scores(question: Question, found: torch.Tensor) -> list[dict[str, Any]]:
+    """Accuracy over all answers and, where their distances differ, by distance in powers of two.
+
+    Args:
+        found: (R, L) as `hits` gives it.
+    """
+    answers = question.probe.answers
+    rows = [_score(question.distance, found, answers, question.whole)]
+    if question.distance is None:
+        upper = 2 ** torch.ceil(torch.log2(_distances(question.probe).clamp(min=1).double())).long()
+        for distance in sorted(set(upper[answers].tolist())):
+            rows.append(_score(distance, found, answers & (upper == distance), question.whole))
+    return [{"probe": question.name, "length": question.length} | row for row in rows]
+
+
+def _score(distance: int | None, found: torch.Tensor, answers: torch.Tensor, whole: bool) -> dict[str, Any]:
+    """The mean over sequences, which are independent, and its standard error."""
+    asked = answers.any(1)
+    right, total = ((t[asked] & answers[asked]).sum(1).double() for t in (found, answers))
+    of_row = (right == total).double() if whole else right / total
+    error = of_row.std().item() / math.sqrt(len(of_row)) if len(of_row) > 1 else None
+    return {"distance": distance, "accuracy": of_row.mean().item(), "error": error, "samples": len(of_row)}
+
+
+def _distances(probe: Probe) -> torch.Tensor:
+    """(R, L): how far before a value its key's first value stands, at the answers of an associative probe."""
+    distances = torch.zeros_like(probe.ids)
+    for row, (ids, answers) in enumerate(zip(probe.ids.tolist(), probe.answers.tolist(), strict=True)):
+        value_of: dict[int, int] = {}
+        for place in range(0, len(ids) // 2, 2):
+            value_of.setdefault(ids[place], place + 1)
+        for place, asked in enumerate(answers):
+            if asked:
+                distances[row, place] = place - value_of[ids[place - 1]]
+    return distances
+
+
+def side_by_side(question: Question, model: torch.Tensor, teacher: torch.Tensor | None) -> list[dict[str, Any]]:
+    """The scores of both, one row per distance."""
+    ours = scores(question, model)
+    theirs = scores(question, teacher) if teacher is not None else [{"accuracy": None, "error": None}] * len(ours)
+    return [
+        {
+            "probe": mine["probe"],
+            "length": mine["length"],
+            "distance": mine["distance"],
+            "model": mine["accuracy"],
+            "teacher": reference["accuracy"],
+            "standard_error": mine["error"],
+            "teacher_standard_error": reference["error"],
+            "samples": mine["samples"],
+        }
+        for mine, reference in zip(ours, theirs, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Experiments whose result is a table or a picture; nothing else imports them."""

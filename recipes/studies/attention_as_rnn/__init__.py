@@ -1,0 +1,1 @@
+"""A notebook: softmax attention computed like a recurrent network."""

@@ -1,0 +1,1 @@
+"""How near structured matrices come to a teacher's attention matrices."""

@@ -1,0 +1,1 @@
+"""What carries the training recipes: data, loss, trainer, checkpoints."""

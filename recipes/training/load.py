@@ -1,0 +1,255 @@
+"""Load a student, a teacher and data sets for the training recipes, or say in one line why that cannot be."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+from datasets import DatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
+
+import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
+import modeling_phimamba  # noqa: F401
+from convert.checkpoint.load import load_tokenizer
+from convert.plan import STUDENTS
+
+from .arguments import TeacherArguments, conversion_of
+
+DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+RENAMED_TOKENS = 0.01
+LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError)
+
+
+def load_student(arguments: ModelConfig, trust_remote_code: bool = False) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A hybrid and its tokenizer.
+
+    Args:
+        trust_remote_code: run the model code in the folder instead of the installed one.
+
+    Raises:
+        ValueError: it does not load, or is no hybrid.
+    """
+    name = arguments.model_name_or_path
+    if name is None:
+        raise ValueError("model_name_or_path is missing; it names the hybrid to train.")
+    options = {"dtype": arguments.dtype, "revision": arguments.model_revision}
+    if arguments.attn_implementation is not None:
+        options["attn_implementation"] = arguments.attn_implementation
+    if arguments.load_in_8bit or arguments.load_in_4bit:
+        raise ValueError("A hybrid is trained in full precision; load_in_8bit and load_in_4bit are for the teacher.")
+    try:
+        if trust_remote_code:
+            model = _with_its_own_code(name, options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=arguments.model_revision, trust_remote_code=trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise ValueError(f"{name} does not load: {_first_line(error)}") from error
+    if model.config.model_type not in STUDENTS:
+        raise ValueError(
+            f"{name} is a {model.config.model_type} model, not a hybrid; make one with convert-to-hybrid first."
+        )
+    return model, tokenizer
+
+
+def _with_its_own_code(name: str, options: dict[str, Any]) -> nn.Module:
+    """The class that the repository ships, although the installed one is registered for its model type."""
+    from transformers import PreTrainedConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    stored = PreTrainedConfig.get_config_dict(name, revision=options["revision"])[0]
+    reference = stored.get("auto_map", {})
+    if "AutoModelForCausalLM" not in reference:
+        raise ValueError(
+            f"it ships no code of its own (a {stored.get('model_type')} model); leave trust_remote_code out."
+        )
+    model_class = get_class_from_dynamic_module(reference["AutoModelForCausalLM"], name, revision=options["revision"])
+    model_class.register_for_auto_class("AutoModelForCausalLM")
+    return model_class.from_pretrained(name, **options)
+
+
+def side_files(name: str, revision: str | None = None) -> Path:
+    """Where a student's configuration, card and training record lie; of a Hub repository they are fetched.
+
+    Raises:
+        ValueError: there is no such repository, or it cannot be reached.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.md"]))
+    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError, ValueError) as error:
+        raise ValueError(f"{name} does not load: {_first_line(error)}") from error
+
+
+def teacher_name(arguments: TeacherArguments, student: Path | None) -> str:
+    """What is named as the teacher, or what the hybrid was converted from.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    name = arguments.teacher_model_name_or_path or (conversion_of(student) if student else {}).get("teacher")
+    if name is None:
+        raise ValueError(f"{student} does not say what it was converted from; name teacher_model_name_or_path.")
+    return name
+
+
+def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote_code: bool = False) -> nn.Module:
+    """The teacher, in evaluation mode, without gradients.
+
+    Args:
+        student: folder with the hybrid's configuration, which knows what it was converted from; None: `arguments` do.
+
+    Raises:
+        ValueError: none is named or known, or it does not load.
+    """
+    name = teacher_name(arguments, student)
+    options: dict[str, Any] = {"dtype": arguments.teacher_dtype, "trust_remote_code": trust_remote_code}
+    if arguments.teacher_load_in_8bit or arguments.teacher_load_in_4bit:
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError("teacher_load_in_8bit and teacher_load_in_4bit need bitsandbytes: pip install it.")
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=arguments.teacher_load_in_8bit, load_in_4bit=arguments.teacher_load_in_4bit
+        )
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"The teacher {name} does not exist.")
+        name, options["gguf_file"] = str(path.parent), path.name
+        options["dtype"] = "float32" if arguments.teacher_dtype == "auto" else arguments.teacher_dtype
+    elif arguments.teacher_revision is not None:
+        options["revision"] = arguments.teacher_revision
+    try:
+        teacher = AutoModelForCausalLM.from_pretrained(name, **options)
+    except LOADING_ERRORS as error:
+        hint = "" if arguments.teacher_model_name_or_path else "; name teacher_model_name_or_path if it has moved"
+        raise ValueError(f"The teacher {name} does not load: {_first_line(error)}{hint}") from error
+    return teacher.eval().requires_grad_(False)
+
+
+def check_vocabularies(
+    student: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: nn.Module,
+    arguments: TeacherArguments,
+    source: Path,
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuse a teacher of another vocabulary; of one that comes without a tokenizer only the size is known.
+
+    Args:
+        source: as `student` of `load_teacher`.
+
+    Raises:
+        ValueError: the two do not predict the same tokens.
+    """
+    ours, theirs = (model.get_output_embeddings().weight.shape[0] for model in (student, teacher))
+    if ours != theirs:
+        raise ValueError(f"The teacher has {theirs} tokens and the student {ours}; distillation needs one vocabulary.")
+    name, revision = teacher_name(arguments, source), arguments.teacher_revision
+    try:
+        of_teacher = load_tokenizer(name, revision, trust_remote_code)
+    except ValueError:
+        return
+    check_tokens(tokenizer, of_teacher)
+
+
+def check_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError where numbers stand for other tokens: two vocabularies of one size need not be one.
+
+    A few may differ, since chat models give reserved tokens a name.
+    """
+    known = {number: token for token, number in theirs.get_vocab().items()}
+    other = [(n, token, known[n]) for token, n in ours.get_vocab().items() if n in known and known[n] != token]
+    if len(other) > RENAMED_TOKENS * len(known):
+        n, token, of_teacher = min(other)
+        raise ValueError(
+            f"The teacher's vocabulary is another one ({len(other):,} tokens differ: {n} is {of_teacher!r} there and "
+            f"{token!r} here); distillation needs one vocabulary."
+        )
+
+
+def load_splits(
+    script: ScriptArguments, mixture: DatasetMixtureConfig, evaluates: bool, columns: list[set[str]]
+) -> tuple[Any, Any]:
+    """Training and evaluation data.
+
+    Args:
+        evaluates: whether a test split is needed. columns: alternatives, one of which must be there.
+
+    Raises:
+        ValueError: no data set, no such split, or none of the alternatives.
+    """
+    try:
+        if mixture.datasets:
+            splits = get_dataset(mixture)
+        elif script.dataset_name:
+            splits = _named(script.dataset_name, script.dataset_config)
+        else:
+            raise ValueError("Name the data: dataset_name, or datasets in the YAML file.")
+    except (DatasetGenerationError, DatasetNotFoundError, OSError) as error:
+        raise ValueError(f"{script.dataset_name} cannot be read: {_first_line(error)}") from error
+    wanted = [script.dataset_train_split] + ([script.dataset_test_split] if evaluates else [])
+    for split in wanted:
+        if split not in splits:
+            raise ValueError(
+                f"The data has no split {split!r} but {', '.join(splits)}; set dataset_train_split, "
+                "dataset_test_split, or, for a list of `datasets`, test_split_size."
+            )
+        found = set(splits[split].column_names)
+        if not any(alternative <= found for alternative in columns):
+            described = "; or ".join(", ".join(sorted(alternative)) for alternative in columns)
+            raise ValueError(f"The data has the columns {', '.join(sorted(found))}; needed are {described}.")
+        if not len(splits[split]):
+            raise ValueError(f"The split {split!r} of the data is empty.")
+    return splits[script.dataset_train_split], splits[script.dataset_test_split] if evaluates else None
+
+
+def _named(name: str, config: str | None) -> DatasetDict:
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in DATA_KINDS:
+            raise ValueError(f"{name} must be one of {', '.join(DATA_KINDS)}.")
+        return load_dataset(DATA_KINDS[path.suffix], data_files=str(path))
+    if path.suffix in DATA_KINDS or name.startswith((".", "/", "~")):
+        if not path.is_dir():  # no name on the Hub looks like this
+            raise ValueError(f"{name} cannot be read: there is no such file or folder.")
+    return load_dataset(name, config)
+
+
+def check_completions(rows: Any, fields: tuple[str, ...]) -> None:
+    """Raises ValueError at the first row in which one of the answers `fields` is empty."""
+    for name in fields:
+        if name not in rows.column_names:
+            continue
+        for i, answer in enumerate(rows[name]):
+            if name == "messages":
+                answer = [turn for turn in answer if turn["role"] == "assistant"]
+            text = answer[-1]["content"] if isinstance(answer, list) and answer else answer
+            if not (isinstance(text, str) and text.strip()):
+                raise ValueError(f"Row {i} of the data has an empty {name}; leave such rows out.")
+
+
+def stored_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a folder."""
+    return json.loads((Path(folder) / "config.json").read_text())
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first parameter lies."""
+    return next(model.parameters()).device

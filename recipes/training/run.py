@@ -1,0 +1,295 @@
+"""What every training recipe does around its trainer: refuse early, resume, measure before and after, finish, push."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.markup import escape
+from torch import nn
+from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer
+from trl import ModelConfig
+
+from convert.alignment.mohawk.distillation import last_whole_checkpoint
+from convert.alignment.mohawk.window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
+from convert.checkpoint.folder import check_apart, check_output
+
+from ..publish import push_errors, repository_for, upload
+from .arguments import RunArguments, conversion_of
+from .chat_format import typical_tokens
+from .estimate import estimate
+from .load import side_files
+from .peft_vectors import MixerVectors
+from .save import StageRecord, hyperparameters, write_checkpoint
+
+console = Console(stderr=True)
+NOT_OF_THE_RUN = (
+    "hub_token",
+    "hub_private_repo",
+    "keep_checkpoints",
+    "offline_folder",
+    "logging_dir",
+    "output_dir",
+    "overwrite",
+    "push_to_hub",
+    "hub_model_id",
+    "report_to",
+    "resume_from_checkpoint",
+    "run_name",
+)
+LOCAL_INPUTS = ("model_name_or_path", "teacher_model_name_or_path", "dataset_name")
+DATA_AND_WEIGHTS = (".safetensors", ".gguf", ".bin", ".json", ".jsonl", ".parquet", ".csv", ".arrow")
+
+
+SHARDED = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}
+
+
+class Run(contextlib.AbstractContextManager):
+    """A recipe's run from its arguments to a finished folder.
+
+    Args:
+        stage: what the recipe is called. config: the trainer's arguments; its output_dir becomes OUTPUT_DIR.work.
+        model_config: names the student. arguments: where the result goes.
+        others: the recipe's other arguments; with all of them the same, a run is the same.
+    """
+
+    def __init__(self, stage: str, config: Any, model_config: ModelConfig, arguments: RunArguments, *others: Any):
+        self.stage, self.config, self.model_config, self.arguments = stage, config, model_config, arguments
+        self.state = PartialState()
+        self.output = Path(config.output_dir).expanduser().resolve()
+        self.work = self.output.with_name(f"{self.output.name}.work")
+        self._check(model_config.model_name_or_path)
+        with self.state.main_process_first():
+            self.source = side_files(model_config.model_name_or_path, model_config.model_revision)
+        self.teacher: str | None = None
+        self.repository = None
+        if config.push_to_hub:
+            self.repository = repository_for(config.hub_model_id or self.output.name, config.hub_private_repo)
+        config.push_to_hub = False  # the finished folder is pushed, not checkpoints
+        config.output_dir = str(self.work)
+        self.key = self._key(config.to_dict(), *map(dataclasses.asdict, (model_config, arguments, *others)))
+
+    def __exit__(self, *exc: object) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and exc[0] is None:
+            torch.distributed.barrier()
+
+    def _check(self, student: str | None) -> None:
+        if student is None:
+            raise ValueError("model_name_or_path is missing; it names the hybrid to train.")
+        if self.model_config.use_peft and self.arguments.trainable != "all":
+            raise ValueError("With LoRA the adapters are trained; leave trainable at 'all'.")
+        if self.config.resume_from_checkpoint or self.config.hub_token:
+            raise ValueError(
+                "resume_from_checkpoint is not needed (the same command goes on by itself), and hub_token is taken "
+                "from HF_TOKEN or `hf auth login`; leave both out."
+            )
+        if self.arguments.train_decays and not self.model_config.use_peft:
+            raise ValueError("train_decays is for LoRA; without it everything is trained anyway.")
+        sharded = [name.removeprefix("ACCELERATE_USE_") for name in sorted(SHARDED) if os.environ.get(name) == "true"]
+        if self.model_config.use_peft and sharded:
+            raise ValueError(f"LoRA under {sharded[0]} cannot be merged into the model at the end; use DDP.")
+        if self.state.is_main_process:
+            check_output(self.output, self.arguments.overwrite)
+            if Path(student).expanduser().is_dir():
+                check_apart(self.output, Path(student).expanduser())
+
+    def _key(self, *settings: dict[str, Any]) -> str:
+        """Of everything that the result depends on; a checkpoint of another run must not be continued."""
+        kept: list = [{k: v for k, v in values.items() if k not in NOT_OF_THE_RUN} for values in settings]
+        # another student, teacher or text at the same path is another run
+        kept += [local_files(v) for values in kept for k, v in sorted(values.items()) if k in LOCAL_INPUTS]
+        return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
+
+    def check_rows(self, given: int, trainer: Trainer) -> None:
+        """Say how many rows the trainer's preparation left out.
+
+        Raises:
+            ValueError: all of them.
+        """
+        left, packed = len(trainer.train_dataset), getattr(self.config, "packing", False)
+        if not left:
+            raise ValueError(
+                f"Nothing is left of the data's {given} rows: every prompt fills max_length "
+                f"({self.config.max_length}); raise it or shorten the prompts."
+            )
+        if left < given and not packed:
+            self.say(f"[yellow]{given - left} of {given} rows left out:[/] the prompt alone fills max_length.")
+
+    def train(
+        self,
+        trainer: Trainer,
+        tokenizer: PreTrainedTokenizerBase,
+        data: str,
+        settings: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Train, write the finished folder, push it; what was measured before and after."""
+        trainer.remove_callback(PrinterCallback)
+        if self.arguments.train_decays:
+            trainer.add_callback(MixerVectors(trainer.model))
+        if self.arguments.window_dropout:
+            options = self.arguments.window_dropout, self.arguments.window_dropout_share
+            trainer.add_callback(WindowDropout(trainer.model, *options))
+        checkpoint = self._checkpoint()
+        if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
+            state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+            trainer._total_train_tokens = max(
+                (entry.get("num_tokens", 0) for entry in state["log_history"]), default=0
+            )
+        # inside `train`, because a model that was evaluated before it does not become distributed any more
+        trainer.args.eval_on_start = checkpoint is None and trainer.eval_dataset is not None
+        trainer.train(resume_from_checkpoint=checkpoint)
+        after = trainer.evaluate() if trainer.eval_dataset is not None else {}
+        log = list(trainer.state.log_history)
+        record = StageRecord(
+            stage=self.stage,
+            teacher=self.teacher,
+            data=Path(data).stem if Path(data).exists() else data,
+            settings=settings | hyperparameters(self.config),
+            before=_figures(next((entry for entry in log if entry["step"] == 0), {})),
+            after=_figures(after) | self._branches(trainer),
+            log=log,
+            tokens=next(
+                (entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), None
+            ),
+        )
+        self._finish(trainer, tokenizer, record)
+        return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.output)}
+
+    def _branches(self, trainer: Trainer) -> dict[str, float]:
+        """The loss without the windows, and without the mixers beside them, where there are such layers."""
+        if trainer.eval_dataset is None or not hybrid_mixers(trainer.model):
+            return {}
+        losses = {}
+        for branch in BRANCHES:
+            prefix = f"eval_without_{branch}"
+            with without(trainer.model, branch):
+                losses[f"eval_loss_without_{branch}"] = trainer.evaluate(metric_key_prefix=prefix)[f"{prefix}_loss"]
+        return losses
+
+    def _checkpoint(self) -> str | None:
+        """The newest whole checkpoint of this very run."""
+        path = self.work / "run.json"
+        known = json.loads(path.read_text())["key"] if path.is_file() else None
+        checkpoint = last_whole_checkpoint(self.work)
+        if checkpoint is not None and known != self.key:
+            raise ValueError(f"{self.work} holds checkpoints of another run; delete it, or choose another output_dir.")
+        self.state.wait_for_everyone()
+        if self.state.is_main_process:
+            self.work.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"key": self.key}))
+        return checkpoint
+
+    def learns_from(self, teacher: nn.Module | None) -> None:
+        """Note the teacher's name for the record; the model itself may be let go."""
+        if teacher is None:
+            return
+        name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
+        self.teacher = Path(name).name if Path(name).exists() else name
+
+    def announce(
+        self, student: nn.Module, teacher: nn.Module | None, tokenizer: PreTrainedTokenizerBase, rows: Any
+    ) -> None:
+        """Say what the run will take, before anything takes long.
+
+        Args:
+            rows: the training data, before the trainer prepares it.
+        """
+        config, limit = self.config, getattr(self.config, "max_length", None)
+        length, count = typical_tokens(rows, tokenizer, limit), len(rows)
+        if getattr(config, "packing", False) and limit is not None:
+            length, count = limit, math.ceil(count * length / limit)
+        if self.stage == "distillation":
+            length += config.max_completion_length
+        per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+        steps = config.max_steps
+        if steps <= 0:
+            steps = math.ceil(math.ceil(count / per_step) * config.num_train_epochs)
+        shards = config.world_size if SHARDED & {n for n, v in os.environ.items() if v == "true"} else 1
+        found = estimate(student, teacher, config, round(per_step * length), steps, shards)
+        if self.stage == "distillation":  # answering takes longer than learning from the answers
+            found = dataclasses.replace(found, seconds=None)
+        self.say(f"{self.stage}: {found}")
+
+    def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
+        model = whole_model(trainer)
+        if self.state.is_main_process:
+            source, size = self.source, self.arguments.max_shard_size
+            write_checkpoint(model, tokenizer, source, self.output, record, size)
+            if self.repository is not None:
+                with push_errors(f"{self.repository} (the model is complete in {self.output})"):
+                    upload(self.output, self.repository, f"Add {self.stage}")
+            if not self.arguments.keep_checkpoints:
+                shutil.rmtree(self.work, ignore_errors=True)
+            self.say(f"[green]{self.stage}[/] -> {self.output}")
+        self.state.wait_for_everyone()
+
+    def refuse(self, *options: str) -> None:
+        """Raises ValueError for options of `RunArguments` that this recipe does not know."""
+        for name in options:
+            if getattr(self.arguments, name):
+                raise ValueError(f"{name} has no effect on {self.stage}; leave it out.")
+
+    def say(self, text: str) -> None:
+        """One line on the main process."""
+        if self.state.is_main_process:
+            console.print(text, highlight=False)
+
+
+def whole_model(trainer: Trainer) -> nn.Module:
+    """The trained model in one piece: adapters merged, shards gathered (by every process at once)."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "merge_and_unload"):
+        return model.merge_and_unload()
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        if not trainer.accelerator.is_main_process:
+            return model  # nobody asks for it, and a copy for each process would not fit
+        whole = type(model)(model.config)
+        whole.generation_config = model.generation_config
+        whole.load_state_dict(state)
+        return whole
+    return model
+
+
+def local_files(name: str | None) -> list[tuple[str, int, int]]:
+    """Name, size and time of the files at a path; nothing of a name on the Hub."""
+    path = Path(name or "").expanduser()
+    if not name or not path.exists():
+        return []
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in DATA_AND_WEIGHTS)
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _figures(metrics: dict[str, Any]) -> dict[str, float]:
+    skip = ("runtime", "per_second", "epoch", "num_tokens", "preparation_time", "step")
+    return {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
+
+
+@contextlib.contextmanager
+def one_line_errors(verbose: bool) -> Iterator[None]:
+    """An error that the user can mend is one line and exit code 1; all of it with --verbose."""
+    if not verbose:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        warnings.simplefilter("ignore", FutureWarning)  # the libraries' to one another
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("[red]error:[/] interrupted; the same command goes on from the last checkpoint.")
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        if verbose:
+            raise
+        console.print(f"[red]error:[/] {escape(' '.join(str(error).split()) or type(error).__name__)}", soft_wrap=True)
+        sys.exit(1)

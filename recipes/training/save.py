@@ -1,0 +1,197 @@
+"""Turn a trained model into an ordinary checkpoint: weights, configuration, code, tokenizer, card, training record.
+
+The folder is written beside its place and renamed, as a conversion's is. `training.json` in it holds every stage the
+model went through; the card's section on training is made from it.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from matplotlib.figure import Figure
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from convert.checkpoint.card import NOTES
+from convert.checkpoint.folder import staged
+from convert.pipeline import add_code
+
+RECORD = "training.json"
+SECTION = "## Training"
+EVALUATION = "## Evaluation"  # recipes/evaluate.py writes it, and training makes it out of date
+TRAINED_NOTE = '**Trained end to end** after the conversion: see "Training" below.'
+LABELS = {
+    "eval_loss": "loss",
+    "eval_ce": "cross entropy, nats per token",
+    "eval_kl": "KL(teacher ‖ model), nats per token",
+    "eval_agreement": "agreement with the teacher's likeliest token",
+    "eval_loss_without_window": "loss without the windows",
+    "eval_loss_without_mixer": "loss without the mixers beside them",
+    "eval_rewards/accuracies": "reward accuracy",
+    "eval_rewards/margins": "reward margin",
+}
+HYPERPARAMETERS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "num_train_epochs",
+    "max_steps",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "max_grad_norm",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "packing",
+    "beta",
+    "loss_type",
+    "bf16",
+    "seed",
+)
+
+
+@dataclass
+class StageRecord:
+    """What one run of a recipe did."""
+
+    stage: str
+    teacher: str | None
+    data: str
+    settings: dict[str, Any]
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int | None = None
+
+
+def hyperparameters(arguments: Any) -> dict[str, Any]:
+    """Those of a training configuration that tell one run from another."""
+    found = {name: getattr(arguments, name) for name in HYPERPARAMETERS if hasattr(arguments, name)}
+    if found.get("max_steps", 0) > 0:  # which then decides
+        found.pop("num_train_epochs")
+    return {k: getattr(v, "value", v) for k, v in found.items()}
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raises ValueError where training left a weight that is no number."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"{name} is not finite after training, nothing was written; lower the learning rate.")
+
+
+def write_checkpoint(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path,
+    output: Path,
+    record: StageRecord,
+    max_shard_size: str = "5GB",
+) -> None:
+    """The model in `output`, with the record of this stage added to those in `source`, the folder it came from.
+
+    Raises:
+        ValueError: a weight is not finite. OSError: the disk.
+    """
+    check_finite(model)
+    with staged(output) as folder:
+        tokenizer.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        stages = [*read_record(source), record.__dict__]
+        (folder / RECORD).write_text(json.dumps(stages, indent=2, default=str) + "\n")
+        if (source / "alignment.json").is_file():
+            (folder / "alignment.json").write_bytes((source / "alignment.json").read_bytes())
+        loss_curves(stages).savefig(folder / "training.png", dpi=120)
+        card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(output.name)
+        with_training(card, stages, output.name).save(folder / "README.md")
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        add_code(model.config, folder, model.dtype)  # its config.json, written last, makes the folder a checkpoint
+
+
+def read_record(folder: Path) -> list[dict[str, Any]]:
+    """The stages a checkpoint went through."""
+    path = folder / RECORD
+    return json.loads(path.read_text()) if path.is_file() else []
+
+
+def new_card(name: str) -> ModelCard:
+    """A card for a model that came without one."""
+    data = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"])
+    return ModelCard.from_template(data, template_str="---\n{{ card_data }}\n---\n\n# {{ title }}\n\n", title=name)
+
+
+def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> ModelCard:
+    """The card with its section on training made anew, and the last stage's figures as evaluation results."""
+    for note in NOTES:
+        card.text = card.text.replace(note, TRAINED_NOTE)
+    text = card.text.split(SECTION)[0].split(EVALUATION)[0].rstrip()
+    rows = [
+        f"| {i}. {stage['stage']} | {stage['teacher'] or 'none'} | {stage['data']} | {_settings(stage['settings'])} |"
+        for i, stage in enumerate(stages, 1)
+    ]
+    figures = [
+        f"| {i}. {stage['stage']} | {LABELS[key]} | {_figure(stage['before'].get(key))} | {_figure(value)} |"
+        for i, stage in enumerate(stages, 1)
+        for key, value in stage["after"].items()
+        if key in LABELS
+    ]
+    parts = ["| stage | teacher | data | settings |", "|---|---|---|---|", *rows]
+    if figures:
+        parts += [
+            "",
+            "On the data's held-out split:",
+            "",
+            "| stage | | before | after |",
+            "|---|---|---|---|",
+            *figures,
+        ]
+    parts += ["", "![loss against steps](training.png)", ""]
+    card.text = f"{text}\n\n{SECTION}\n\n" + "\n".join(parts)
+    card.data.tags = sorted({*(card.data.tags or []), "trl", *(stage["stage"] for stage in stages)})
+    _add_results(card, stages[-1], name)
+    card.content = f"---\n{card.data.to_yaml()}\n---\n{card.text}"
+    return card
+
+
+def _add_results(card: ModelCard, stage: dict[str, Any], name: str) -> None:
+    from huggingface_hub import EvalResult
+
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=stage["data"],
+            dataset_name=stage["data"],
+            dataset_split="held-out",
+            metric_type=key.removeprefix("eval_").replace("/", "_"),
+            metric_name=LABELS[key],
+            metric_value=round(value, 6),
+        )
+        for key, value in stage["after"].items()
+        if key in LABELS
+    ]
+    card.data.eval_results, card.data.model_name = (results, name) if results else (None, None)
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in settings.items() if v is not None and v is not False and v != -1)
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def loss_curves(stages: list[dict[str, Any]]) -> Figure:
+    """Loss against steps, a panel per stage."""
+    figure = Figure(figsize=(4.5 * len(stages), 3), layout="constrained")
+    for axes, stage in zip(figure.subplots(1, len(stages), squeeze=False)[0], stages, strict=True):
+        for key, label in (("loss", "training"), ("eval_loss", "held out")):
+            points = [(entry["step"], entry[key]) for entry in stage["log"] if key in entry and "step" in entry]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 20 else "")
+        axes.set(title=stage["stage"], xlabel="step", ylabel="loss")
+        if axes.lines:
+            axes.legend()
+    return figure
