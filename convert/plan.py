@@ -1,5 +1,6 @@
-"""The plan of a conversion: the student's configuration, a rule for every tensor, and what it will cost."""
+"""The plan of a conversion: the hybrid's configuration, a rule for every tensor, and what it will cost."""
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -8,71 +9,135 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba import LlambaConfig, LlambaForCausalLM
-from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
+from modeling_llamba.hybrid_mixer import make_mixer
 
-from .config import ConversionConfig
+from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
-from .placement.heads import count_heads, is_number, named_heads, query_heads
-from .placement.presets import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
-from .teachers import COMMON_FIELDS, TeacherFamily
+from .placement.placement import Decision, Placement
+from .teachers import COMMON_FIELDS
 from .teachers.teacher import Teacher
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
-from .weights.rules import Rule, canonical_sources, moved
+from .weights.rules import Rule, Source, canonical_sources, moved
+from .weights.students import STUDENTS, layer_letters, tensor_shapes
 
-STUDENTS = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
-MIXER_LAYERS = ("linear_attention", "hybrid")
-"""Layer types whose attention was replaced."""
+
+@dataclass(frozen=True)
+class TeacherWeights:
+    """A teacher whose tensors are found and named as in the hybrid with every layer kept; none of them is read yet."""
+
+    teacher: Teacher
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    """Configuration of the hybrid with every layer kept as attention."""
+    sources: dict[str, Source]
+    """Where each tensor of that hybrid lies in the teacher."""
+    dropped: dict[str, str]
+    """Tensors of the teacher that the hybrid does without, and why."""
+
+    @classmethod
+    def of(cls, teacher: Teacher) -> "TeacherWeights":
+        """Read the headers of a teacher's weights and give every tensor its place.
+
+        Raises:
+            ValueError: the weights are missing, damaged, or do not match the configuration.
+        """
+        checkpoint, config = teacher.open_weights(), attention_config(teacher)
+        sources, dropped = canonical_sources(
+            teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
+        )
+        return cls(teacher, checkpoint, config, sources, dropped)
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return "model.layers.0.self_attn.o_proj.bias" in self.sources
+
+    def mixer_rules(self, config: PreTrainedConfig, layer: int, options: ConversionOptions) -> list[Rule]:
+        """How the mixer that takes the place of a layer's attention comes about, tensor by tensor.
+
+        Args:
+            config: the hybrid's configuration, with `layer` replaced.
+        """
+        with torch.device("meta"):
+            mixer = make_mixer(config, layer)
+        prefix = f"model.layers.{layer}.mixer."
+        shapes = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in mixer.state_dict().items()}
+        mapping = LayerMapping(config, layer, self.sources, options.mixer.initial_decay, options.seed)
+        rules = mapping.rules(shapes)
+        if f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
+            rules.append(self._folded_bias(layer))
+        return rules
+
+    def _folded_bias(self, layer: int) -> Rule:
+        if self.teacher.family.student != "phimamba":
+            raise ValueError("This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true).")
+        target = f"model.layers.{layer}.mlp.fc2.bias"
+        bias = self.sources[f"model.layers.{layer}.self_attn.o_proj.bias"]
+        return fold_out_bias(target, self.sources[target], bias)
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read."""
 
-    teacher: Teacher
+    weights: TeacherWeights
     config: PreTrainedConfig
-    """The student's."""
+    """Configuration of the hybrid."""
+    placement: Placement
     rules: list[Rule]
-    """One per tensor of the student, in the order they are written."""
-    dropped: dict[str, str]
+    """One per tensor of the hybrid, in the order in which they are written."""
     dtype: torch.dtype
-    parameters_before: int
-    read_buffer_bytes: int
-    budget: dict[str, Any] | None = None
-    """What a budget of cache allowed, and which choice was taken."""
+    search: dict[str, Any] | None = None
+    """What a cache budget allowed, and which candidate was taken."""
     notes: tuple[str, ...] = ()
     """What a dry run cannot know."""
 
     @property
+    def teacher(self) -> Teacher:
+        """The teacher that is converted."""
+        return self.weights.teacher
+
+    @property
     def parameters_after(self) -> int:
-        """Of the student."""
+        """Number of parameters in the hybrid."""
         return sum(math.prod(rule.shape) for rule in self.rules)
+
+    @property
+    def parameters_before(self) -> int:
+        """Number of parameters in the teacher that are used."""
+        used = {name for rule in self.rules for name in rule.sources}
+        return sum(math.prod(self.weights.checkpoint.tensors[name].shape) for name in used)
+
+    @property
+    def bytes_to_write(self) -> int:
+        """Size of the hybrid's weights on disk."""
+        return self.parameters_after * self.dtype.itemsize
 
     def summary(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`, the card and the console."""
         kinds = Counter(rule.kind for rule in self.rules)
-        layers = self.config.layer_types
+        hybrid = self.placement.hybrid
         return {
             "teacher": self.teacher.name,
             "revision": self.teacher.revision,
             "teacher_family": self.teacher.family.model_type,
             "student_family": self.config.model_type,
             "mixer": self.config.mixer,
-            "window": self.config.hybrid_window,
-            "sinks": self.config.hybrid_sinks if self.config.hybrid_window else None,
+            "window": None if hybrid is None else hybrid.window,
+            "sinks": None if hybrid is None else hybrid.sinks,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
-            "layer_types": layers,
-            "attention_layers": [i for i, kind in enumerate(layers) if kind not in MIXER_LAYERS],
-            "mixer_layers": [i for i, kind in enumerate(layers) if kind in MIXER_LAYERS],
+            "layer_types": self.config.layer_types,
+            "attention_layers": list(self.placement.attention_layers),
+            "mixer_layers": list(self.placement.replaced_layers),
             "dtype": str(self.dtype).removeprefix("torch."),
             "tensors": {kind: kinds[kind] for kind in ("moved", "derived", "initialised")}
-            | {"dropped": len(self.dropped)},
+            | {"dropped": len(self.weights.dropped)},
             "derived": {rule.target: list(rule.sources) for rule in self.rules if rule.kind == "derived"},
             "initialised": [rule.target for rule in self.rules if rule.kind == "initialised"],
-            "dropped": dict(self.dropped),
+            "dropped": dict(self.weights.dropped),
             "parameters": {"teacher": self.parameters_before, "hybrid": self.parameters_after},
-            "bytes_to_write": sum(math.prod(rule.shape) for rule in self.rules) * self.dtype.itemsize,
+            "bytes_to_write": self.bytes_to_write,
             "state_bytes": cache_bytes(self.config, 0, self.dtype)[1],
             "expected_peak_memory_bytes": self.expected_peak_memory(),
             "cache_bytes": {
@@ -80,12 +145,12 @@ class Plan:
                 for name, length in CONTEXTS.items()
             },
             "notes": list(self.notes),
-        } | ({} if self.budget is None else {"budget": self.budget})
+        } | ({} if self.search is None else {"budget": self.search})
 
     def expected_peak_memory(self) -> int:
         """Bytes above the interpreter's own: what reading takes, and a mixer's projections in float32."""
         derived = [4 * math.prod(rule.shape) for rule in self.rules if rule.kind == "derived"]
-        return 16 * BLOCK_BYTES + self.read_buffer_bytes + 2 * max(derived, default=0)
+        return 16 * BLOCK_BYTES + self.weights.checkpoint.buffer_bytes() + 2 * max(derived, default=0)
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
@@ -104,181 +169,123 @@ def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
     return list(types)
 
 
-def choose_attention_layers(options: ConversionConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers that stay attention, by whichever option names them."""
-    if options.attention_layers is not None:
-        return parse_attention_layers(num_layers, options.attention_layers)
-    if options.layer_pattern is not None:
-        return pattern_attention_layers(num_layers, options.layer_pattern)
-    ratio = 0.5 if options.attention_ratio is None else options.attention_ratio
-    return uniform_attention_layers(num_layers, ratio)
-
-
-def attention_budget(options: ConversionConfig, num_layers: int) -> int:
-    """How many layers stay attention when scores choose them: as many as would by even placement."""
-    return len(choose_attention_layers(options, num_layers))
-
-
-def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedConfig:
-    """The hybrid's configuration.
-
-    Raises:
-        ValueError: an option that this teacher or mixer cannot have.
-    """
+def _attention_fields(teacher: Teacher) -> dict[str, Any]:
+    """The fields of the hybrid's configuration that do not depend on which layers are replaced."""
     config, family = teacher.config, teacher.family
     fields = {name: getattr(config, name) for name in COMMON_FIELDS}
     fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()}
     fields |= family.constants
     fields |= family.special(config) if family.special else {}
     fields["head_dim"] = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
-    teacher_types = teacher_layer_types(config)
-    if "sliding_attention" in teacher_types:
+    fields["layer_types"] = teacher_layer_types(config)
+    if "sliding_attention" in fields["layer_types"]:
         fields["sliding_window"] = config.sliding_window
-        if options.window is not None and options.window > config.sliding_window:
-            raise ValueError(f"window {options.window} is larger than the teacher's own, {config.sliding_window}.")
-    kept = choose_attention_layers(options, config.num_hidden_layers)
-    fields["layer_types"] = [kind if i in kept else replacement_type(options) for i, kind in enumerate(teacher_types)]
-    config_class = STUDENTS[family.student][0]
-    has_bias = fields.get("attention_bias", family.student == "phimamba")
-    fields |= mixer_fields(options, fields, has_bias)
-    fields["hybrid_full_heads"] = full_heads(options, fields, teacher_types)
-    return config_class(**fields, conversion={"teacher_layer_types": teacher_types})
+    return fields
 
 
-def full_heads(options: ConversionConfig, fields: dict[str, Any], teacher_types: list[str]) -> list[list[int]] | None:
-    """Query heads with full attention, for each layer.
+def attention_config(teacher: Teacher) -> PreTrainedConfig:
+    """The configuration of the hybrid with every layer kept as attention, which computes what the teacher does."""
+    return STUDENTS[teacher.family.student][0](**_attention_fields(teacher))
 
-    Where they are only counted, the first ones stand for those that will be chosen: their bytes are the same. A named
-    head whose layer keeps all its attention is kept with it.
+
+def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> MixerOptions:
+    """The mixer's options; within a cache budget, heads that share a key/value head share a state where they can."""
+    mixer = options.mixer
+    if mixer.shared_state is not None or not options.searches_budget or "sliding_attention" in teacher.layer_types:
+        return mixer
+    grouped = teacher.num_attention_heads > teacher.num_key_value_heads and not mixer.expand_kv_heads
+    return dataclasses.replace(mixer, shared_state=grouped and mixer.kind not in ("mamba1", "none"))
+
+
+def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
+    """The hybrid's configuration.
 
     Raises:
-        ValueError: a layer or head that there is not, more than there are, or one that sees a window in the teacher.
+        ValueError: a window, heads or a mixer that this teacher cannot have.
     """
-    if options.attention_heads is None:
-        return None
-    kinds, heads = fields["layer_types"], fields["num_attention_heads"]
-    if "sliding_attention" in teacher_types:
-        raise ValueError("attention_heads would see everything where this teacher's own see a window; leave them out.")
-    replaced = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
-    kv_heads = fields["num_key_value_heads"] or heads
-    if is_number(options.attention_heads):
-        count = count_heads(options.attention_heads, len(kinds) * kv_heads)
-        pairs = [(layer, kv) for layer in replaced for kv in range(kv_heads)]
-        if count > len(pairs):
+    hybrid, teacher_types = placement.hybrid, weights.config.layer_types
+    if hybrid is not None and "sliding_attention" in teacher_types:
+        if hybrid.window > weights.config.sliding_window:
             raise ValueError(
-                f"attention_heads {options.attention_heads} is {count} key/value heads; the replaced layers have "
-                f"{len(pairs)}."
+                f"window {hybrid.window} is larger than the teacher's own, {weights.config.sliding_window}."
             )
-        chosen = query_heads(pairs[:count], heads // kv_heads)
-    else:
-        chosen = named_heads(options.attention_heads, len(kinds), heads)
-    return [list(chosen.get(layer, ())) if layer in replaced else [] for layer in range(len(kinds))]
+        if placement.full_heads:
+            raise ValueError(
+                "attention_heads would see everything where this teacher's own see a window; leave them out."
+            )
+    stateless = hybrid is not None and not hybrid.state
+    mixer = MixerOptions(kind="none") if stateless else resolved_mixer(options, weights.config)
+    fields = _attention_fields(weights.teacher) | mixer_fields(weights.config, mixer)
+    fields |= placement.config_fields(teacher_types)
+    return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
 
 
-def replacement_type(options: ConversionConfig) -> str:
-    """The type of layer that takes the place of attention."""
-    return "linear_attention" if options.window is None else "hybrid"
+def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, Any]:
+    """The mixer's part of the hybrid's configuration.
 
-
-def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bool) -> dict[str, Any]:
-    """The mixer's part of the configuration.
+    Args:
+        teacher: the configuration of the hybrid with every layer kept as attention.
 
     Raises:
         ValueError: the state size cannot go with the rotary embedding or the norms of this teacher.
     """
-    head_dim, heads = fields["head_dim"], fields["num_attention_heads"]
-    default_state = min(16, head_dim) if options.mixer == "mamba1" else head_dim
-    d_state = default_state if options.d_state is None else options.d_state
+    head_dim, heads = teacher.head_dim, teacher.num_attention_heads
+    default_state = min(16, head_dim) if mixer.kind == "mamba1" else head_dim
+    d_state = default_state if mixer.d_state is None else mixer.d_state
     # mamba1 cuts a head into pieces of N channels, and a piece of a rotated head is not a rotated piece
     can_rotate = d_state >= head_dim
-    rotary = can_rotate if options.rotary is None else options.rotary
-    qk_norm = fields.get("qk_norm")
+    rotary = can_rotate if mixer.rotary is None else mixer.rotary
     if rotary and not can_rotate:
         raise ValueError(
             f"d_state {d_state} is smaller than the head dimension {head_dim}, and rotary embedding needs all of it; "
-            "say --no-rotary."
+            "say rotary: false."
         )
-    if qk_norm and options.mixer != "mamba1" and d_state != head_dim:
+    if teacher.qk_norm and mixer.kind != "mamba1" and d_state != head_dim:
         raise ValueError(f"This teacher normalises queries and keys per head, so d_state must be {head_dim}.")
-    expanded = options.expand_kv_heads
     return {
-        "mixer": options.mixer,
+        "mixer": mixer.kind,
         "mixer_num_heads": heads,
-        "mixer_num_kv_heads": heads if expanded else fields["num_key_value_heads"] or heads,
+        "mixer_num_kv_heads": heads if mixer.expand_kv_heads else teacher.num_key_value_heads,
         "mixer_head_dim": head_dim,
         "mixer_d_state": d_state,
-        "mixer_activation": options.activation,
-        "mixer_gate_bias": options.gate_bias,
-        "mixer_shared_state": options.shared_state,
-        "mixer_norm": options.norm or ("head" if options.mixer == "mamba2" else "none"),
+        "mixer_activation": mixer.activation or "identity",
+        "mixer_gate_bias": mixer.gate_bias,
+        "mixer_shared_state": bool(mixer.shared_state),
+        "mixer_norm": mixer.norm or ("head" if mixer.kind == "mamba2" else "none"),
         "mixer_rotary": rotary,
-        "mixer_qk_norm": qk_norm,
-        "mixer_decay_bias": options.decay_bias and options.mixer == "discrete_mamba2",
-        "mixer_in_bias": has_bias and options.mixer == "mamba1",
-        "mixer_out_bias": options.out_bias and options.mixer != "none",
-        "mixer_sees": options.mixer_sees,
-        "hybrid_window": options.window,
-        "hybrid_sinks": options.sinks,
+        "mixer_qk_norm": teacher.qk_norm,
+        "mixer_decay_bias": mixer.decay_bias and mixer.kind == "discrete_mamba2",
+        "mixer_in_bias": teacher.attention_bias and mixer.kind == "mamba1",
+        "mixer_out_bias": mixer.out_bias and mixer.kind != "none",
+        "mixer_sees": mixer.scope,
     }
 
 
-def tensor_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the student's tensors, a tied head left out, without allocating any."""
-    model_class = STUDENTS[config.model_type][1]
-    with torch.device("meta"):
-        model = model_class(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        shapes.pop("lm_head.weight")
-    return shapes
-
-
-def make_plan(teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoint) -> Plan:
+def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOptions) -> Plan:
     """Decide everything, reading no weights.
 
     Raises:
         ValueError: the options, the configuration and the tensors do not fit together.
     """
-    config = student_config(teacher, options)
-    all_attention = config.__class__(
-        **config.to_dict()
-        | {
-            "layer_types": config.conversion["teacher_layer_types"],
-            "hybrid_full_heads": None,
-            "conversion": None,
-        }
-    )
-    attention_shapes, shapes = tensor_shapes(all_attention), tensor_shapes(config)
-    family, num_layers = teacher.family, config.num_hidden_layers
-    sources, dropped = canonical_sources(family, num_layers, checkpoint.tensors, attention_shapes)
-    rules = {name: moved(name, sources[name]) for name in shapes if name in sources}
-    for layer, kind in enumerate(config.layer_types):
-        if kind in MIXER_LAYERS:
-            mixer_shapes = {n: s for n, s in shapes.items() if n.startswith(f"model.layers.{layer}.mixer.")}
-            mapping = LayerMapping(config, layer, sources, options.initial_decay, options.seed)
-            rules |= {rule.target: rule for rule in mapping.rules(mixer_shapes)}
-            if f"{mapping.prefix}mixer.out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
-                rules |= _folded_bias(family, layer, sources)
-    assert rules.keys() == shapes.keys(), sorted(rules.keys() ^ shapes.keys())
+    placement = decision.placement
+    config = hybrid_config(weights, placement, options)
+    replaced = tuple(f"model.layers.{layer}.self_attn." for layer in placement.replaced_layers)
+    kept = {name: source for name, source in weights.sources.items() if not name.startswith(replaced)}
+    rules = {name: moved(name, source) for name, source in kept.items()}
+    for layer in placement.replaced_layers:
+        rules |= {rule.target: rule for rule in weights.mixer_rules(config, layer, options)}
     used = {name for rule in rules.values() for name in rule.sources}
-    unused = set(checkpoint.tensors) - used - set(dropped)
+    unused = set(weights.checkpoint.tensors) - used - set(weights.dropped)
     assert not unused, f"teacher tensors without a place: {sorted(unused)}"
     return Plan(
-        teacher=teacher,
+        weights=weights,
         config=config,
-        rules=_in_reading_order(rules, checkpoint.tensors),
-        dropped=dropped,
-        dtype=output_dtype(options.dtype, checkpoint.tensors),
-        read_buffer_bytes=checkpoint.buffer_bytes(),
-        parameters_before=sum(math.prod(checkpoint.tensors[name].shape) for name in used),
+        placement=placement,
+        rules=_in_reading_order(rules, weights.checkpoint.tensors),
+        dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
+        search=decision.search,
+        notes=decision.notes,
     )
-
-
-def _folded_bias(family: TeacherFamily, layer: int, sources) -> dict[str, Rule]:
-    if family.student != "phimamba":
-        raise ValueError("This teacher has a bias on o_proj; it needs a bias on out_proj (leave out --no-out-bias).")
-    target = f"model.layers.{layer}.mlp.fc2.bias"
-    return {target: fold_out_bias(target, sources[target], sources[f"model.layers.{layer}.self_attn.o_proj.bias"])}
 
 
 def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) -> list[Rule]:
@@ -329,8 +336,8 @@ def describe(plan: Plan) -> str:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
-    if plan.budget is not None:
-        lines.append(describe_budget(plan.budget))
+    if plan.search is not None:
+        lines.append(describe_budget(plan.search))
     for name, reason in s["dropped"].items():
         lines.append(f"dropped     {name}: {reason}")
     lines += [f"note        {note}" for note in plan.notes]
@@ -338,23 +345,17 @@ def describe(plan: Plan) -> str:
 
 
 def describe_budget(report: dict[str, Any]) -> str:
-    """The choices that keep within a budget, what was predicted and measured of each."""
+    """The candidates that keep within a cache budget, and what was predicted and measured of each."""
     lines = [f"budget      {human_bytes(report['bytes'])} at {report['context']} tokens"]
-    for row in report["choices"]:
+    for row in report["candidates"]:
         figures = [] if row["predicted"] is None else [f"predicted {row['predicted']:.4f}"]
         figures += [] if row["measured"] is None else [f"measured {row['measured']['total']:.4f}"]
         mark = "->" if row["taken"] else "  "
-        lines.append(f"  {mark} {row['choice']} ({human_bytes(row['bytes'])}) {', '.join(figures)}".rstrip())
-    scored = any(row["predicted"] is not None for row in report["choices"])
+        lines.append(f"  {mark} {row['candidate']} ({human_bytes(row['bytes'])}) {', '.join(figures)}".rstrip())
+    scored = any(row["predicted"] is not None for row in report["candidates"])
     unscored = "scores decide when this is run; layers, parameters and cache above are those of the first"
     lines.append(f"  {'nats of KL and weighted recall loss' if scored else unscored}")
     return "\n".join(lines)
-
-
-def layer_letters(layer_types: list[str]) -> str:
-    """A for a layer that keeps its attention, M for a mixer, H for a mixer beside a window."""
-    letters = {"linear_attention": "M", "hybrid": "H"}
-    return "".join(letters.get(kind, "A") for kind in layer_types)
 
 
 def human_bytes(size: int) -> str:
@@ -365,21 +366,3 @@ def human_bytes(size: int) -> str:
             return f"{amount:.4g} {unit}"
         amount /= 1000
     return f"{amount:.4g} TB"
-
-
-__all__ = [
-    "CONTEXTS",
-    "MIXER_LAYERS",
-    "Plan",
-    "attention_budget",
-    "cache_bytes",
-    "describe",
-    "human_bytes",
-    "layer_letters",
-    "make_plan",
-    "output_dtype",
-    "replacement_type",
-    "student_config",
-    "teacher_layer_types",
-    "tensor_shapes",
-]

@@ -1,7 +1,8 @@
-"""What a conversion asks of alignment: which layers to replace, and the tensors of their mixers."""
+"""What a conversion asks of alignment: fits of any layers under any placement, and MOHAWK's stages after them."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import time
@@ -12,20 +13,18 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from ..config import ConversionConfig, parse_size
-from ..placement.heads import Heads, count_heads, query_heads
-from ..placement.layer_scores import Examination
-from ..placement.retrieval import best_kv_heads, retrieval_scores
-from ..plan import MIXER_LAYERS, Plan, attention_budget
+from ..options import ConversionOptions, FitOptions, differences, parse_size
+from ..placement.placement import Layer, Placement, everywhere
+from ..plan import Plan, TeacherWeights, hybrid_config
 from ..teachers.teacher import Teacher, gguf_tokenizer
-from ..weights.reader import Checkpoint
-from .closed_form import FitSettings
-from .fit import FitCache, Fits, Progress, fit_mixers, select_layers, start_mixer
+from .fit import FitCache, Fits, Progress, fit_mixers, initial_mixer
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
-from .settings import AlignmentSettings, read_alignment_file
 from .teacher_model import TeacherModel
 from .text import SAMPLED, documents, sample_rows, token_rows
+
+PROSE_SEQUENCES = 2
+"""Sequences of prose on which layers are scored, not used for fitting."""
 
 
 @dataclass
@@ -33,9 +32,9 @@ class Alignment:
     """What alignment found."""
 
     tensors: dict[str, torch.Tensor]
-    """Of the student, by name; what is not here is mapped as without alignment."""
+    """Tensors of the hybrid by name; what is not here is mapped as without alignment."""
     report: dict[str, Any] = field(default_factory=dict)
-    """For the provenance: text, tokens, errors, scores."""
+    """Text, tokens, errors and scores, for the record."""
 
     def applied_to(self, plan: Plan) -> Plan:
         """The plan that writes the aligned tensors."""
@@ -48,190 +47,144 @@ class Alignment:
         return dataclasses.replace(plan, rules=[aligned(rule) for rule in plan.rules])
 
 
-class ClosedFormAligner:
-    """One conversion's alignment: the text, the teacher as a model, and where fits are kept.
+class Aligner:
+    """One conversion's alignment: the text, the teacher as a model, and the folder that keeps fits.
 
     Args:
-        settings: instead of those in the alignment file.
-        prose_tokens: how much text, beside what is fitted on, to keep as `prose`.
+        work: folder that keeps fits and scores, so that an interrupted run resumes; None keeps nothing.
 
     Raises:
-        ValueError: the text is missing or too short, or the options contradict each other.
+        ValueError: the options contradict each other.
     """
 
     def __init__(
         self,
-        teacher: Teacher,
-        options: ConversionConfig,
-        checkpoint: Checkpoint,
-        progress: Progress,
-        settings: AlignmentSettings | None = None,
-        prose_tokens: int = 0,
+        weights: TeacherWeights,
+        options: ConversionOptions,
+        progress: Progress = lambda what, done, total: None,
+        work: Path | None = None,
     ):
-        self.teacher, self.options, self.progress = teacher, options, progress
-        self.settings = read_alignment_file(options.align_config) if settings is None else settings
-        if options.align == "mohawk":
-            check_stages(self.settings, options.mixer, options.low_memory, options.window is not None)
-        elif self.settings.start != "teacher":
-            raise ValueError(
-                f"start: {self.settings.start} begins with mixers that only training fits; say --align mohawk."
-            )
-        if self.settings.start != "teacher" and options.window is not None:
-            raise ValueError(f"start: {self.settings.start} knows no window; leave window out, or say start: teacher.")
-        self.model = TeacherModel(teacher, options, checkpoint, options.device, options.low_memory)
-        self.memory = parse_size(options.activation_memory)
-        self.selects = selection_of(options) in ("kl", "kl+recall")
-        length, held_out = self.settings.sequence_length, self.settings.held_out_sequences
-        self.num_fitting = max(options.calibration_tokens // length - held_out, 0)
-        if self.num_fitting < 1:
-            raise ValueError(
-                f"calibration_tokens {options.calibration_tokens} leaves nothing to fit on: {held_out} sequences of "
-                f"{length} tokens judge the fit. Give at least {(held_out + 1) * length}."
-            )
-        prose = self.settings.selection.prose_sequences if self.selects else 0
-        prose = max(prose, -(-prose_tokens // length))
-        rows = calibration_rows(teacher, self.model, options, length, self.num_fitting + held_out + prose)
-        self.ids, self.prose = rows[: self.num_fitting + held_out], rows[self.num_fitting + held_out :]
-        self.report: dict[str, Any] = {
-            "text": public_text_name(options.calibration_dataset),
-            "tokens": self.ids.numel(),
-            "sequence_length": length,
-        }
+        self.weights, self.options, self.progress, self.work = weights, options, progress, work
+        if options.alignment.method == "mohawk":
+            hybrid = options.placement.window is not None
+            check_stages(options.alignment, options.mixer.kind, options.alignment.low_memory, hybrid)
+        self.model = TeacherModel(weights, options)
+        self.report: dict[str, Any] = {}
         # layers are scored one by one, so their quick fits know of no other
-        steps = self.settings.selection.refine_steps
-        self.quick = dataclasses.replace(self.settings.fit, refine_steps=steps, stream="teacher")
+        self.quick = dataclasses.replace(options.alignment.fit, refine_steps=0, stream="teacher")
         self._solved: Fits = {}  # quick fits, which a longer one goes on from
         self._caches: list[FitCache] = []
-        self.folder = None if options.work_dir is None else Path(options.work_dir).expanduser()
 
-    def follow(self, options: ConversionConfig) -> None:
-        """Fit mixers by other options from now on, on the same text."""
-        self.options, self.selects = options, selection_of(options) in ("kl", "kl+recall")
-        self._solved = {}
-        self.model.follow(options)
+    def follow(self, layer: Layer, full_heads: Placement | None = None) -> None:
+        """Make mixers for layers of this kind from now on, on the same text.
 
-    def choose_layers(self) -> tuple[int, ...]:
-        """The layers that stay attention, by what replacing each costs after a quick fit; unscored where none does."""
-        settings, started = self.settings.selection, time.perf_counter()
-        weight = settings.recall_weight if selection_of(self.options) == "kl+recall" else 0.0
-        count = self.model.num_layers - attention_budget(self.options, self.model.num_layers)
-        if count == self.model.num_layers:
-            return ()
-        name = f"chosen-{count}-{weight}.json"
-        found = self._scores_cache().load_json(name)
-        if not found:
-            mixers, examination, cache = self.candidates()
-            chosen, scores = select_layers(mixers, examination, count, weight, settings, cache, self.progress)
-            found = {
-                "replaced": list(chosen),
-                "layer_scores": {layer: dataclasses.asdict(score) for layer, score in sorted(scores.items())},
-                "probes_counted": examination.counted,
-                "selection_seconds": round(time.perf_counter() - started),
-            }
-            cache.save_json(name, found)
-        self.report |= {key: value for key, value in found.items() if key != "replaced"}
-        return tuple(i for i in range(self.model.num_layers) if i not in found["replaced"])
+        Args:
+            full_heads: a placement whose heads see every token, where some do.
+        """
+        placement = everywhere(layer, self.model.num_layers)
+        if full_heads is not None:
+            placement = placement.with_full_heads(full_heads.full_heads)
+        config = hybrid_config(self.weights, placement, self.options)
+        if self.model.mixer_config is None or self.model.mixer_config.to_dict() != config.to_dict():
+            self.model.follow(config)
+            self._solved = {}
 
-    def choose_heads(self, replaced: list[int]) -> Heads:
-        """The heads of the replaced layers that keep full attention, by how much they serve recall."""
-        config = self.model.config
-        count = count_heads(self.options.attention_heads, self.model.num_layers * config.num_key_value_heads)
-        shared = config.num_attention_heads // config.num_key_value_heads
-        scores = retrieval_scores(self.model, self.options.window, self.options.seed)
-        heads = query_heads(best_kv_heads(scores, replaced, count, shared), shared)
-        self.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
-        self.model.keep_heads(heads)
-        self._solved = {}
-        return heads
+    @functools.cached_property
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids of the calibration sequences, and of the prose after them that scores placements."""
+        alignment, length = self.options.alignment, self.options.sequence_length
+        held_out = alignment.held_out_sequences
+        num_fitting = max(alignment.tokens // length - held_out, 0)
+        if num_fitting < 1:
+            raise ValueError(
+                f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge the "
+                f"fit. Give at least {(held_out + 1) * length}."
+            )
+        prose = PROSE_SEQUENCES if self.options.scores_placement else 0
+        if self.options.searches_budget:
+            prose = -(-2 * self.options.placement.search.prose_tokens // length)
+        fitting = num_fitting + held_out
+        rows = calibration_rows(self.weights.teacher, self.model, self.options, fitting + prose)
+        self.report |= {
+            "text": public_text_name(alignment.text),
+            "tokens": fitting * length,
+            "sequence_length": length,
+        }
+        return rows[:fitting], rows[fitting:]
 
-    def candidates(self) -> tuple[dict[int, torch.nn.Module], Examination, FitCache]:
-        """What layers are scored with: a quickly fitted mixer for each, the examination, and where scores are kept."""
-        settings = self.settings.selection
-        fits = self.fit(list(range(self.model.num_layers)), self.quick)
-        examination = Examination(self.model, self.prose, self.options.seed, settings.probe_length)
-        return {layer: mixer for layer, (mixer, _) in fits.items()}, examination, self._scores_cache()
+    @property
+    def ids(self) -> torch.Tensor:
+        """Token ids (S, L) that mixers are fitted on, the last `held_out_sequences` of which judge."""
+        return self._rows[0]
 
-    def _scores_cache(self) -> FitCache:
-        prose = hashlib.sha256(self.prose.numpy().tobytes()).hexdigest()
-        return self.cache(self.quick, selection=dataclasses.asdict(self.settings.selection), prose=prose)
+    @property
+    def prose(self) -> torch.Tensor:
+        """Token ids (S, L) that nothing is fitted on."""
+        return self._rows[1]
 
-    def fit_layers(self, layer_types: list[str]) -> Alignment:
-        """Fit the mixers of the replaced layers."""
-        started = time.perf_counter()
-        replaced = [i for i, kind in enumerate(layer_types) if kind in MIXER_LAYERS]
-        if self.settings.start != "teacher":
-            return self._rival_start(replaced)
-        fits = self.fit(replaced, self.settings.fit)
+    def fit(self, layers: list[int], settings: FitOptions) -> Fits:
+        """Fit mixers for these layers."""
+        held_out = self.options.alignment.held_out_sequences
+        # on the student's stream a fit depends on the layers replaced before it
+        placed = {"layers": layers} if settings.stream == "student" else {}
+        goes_on = dataclasses.replace(settings, refine_steps=0) == self.quick
+        fits = fit_mixers(
+            self.model, layers, self.ids, held_out, settings, self.cache(settings, **placed),
+            parse_size(self.options.alignment.activation_memory), self.options.seed, self.progress,
+            self.work or existing_parent(Path(self.options.output.folder)), solved=self._solved if goes_on else None,
+        )  # fmt: skip
+        if settings == self.quick:
+            self._solved |= fits
+        return fits
+
+    def align(self, plan: Plan) -> Alignment:
+        """The mixers of a plan's replaced layers: fitted, or as another method initialises them."""
+        started, layers = time.perf_counter(), list(plan.placement.replaced_layers)
+        self.follow(plan.placement.layers[layers[0]], plan.placement)
+        alignment = self.options.alignment
+        if alignment.init != "teacher":
+            self.report["init"] = alignment.init
+            mixers = {i: initial_mixer(self.model, i, alignment.init, self.options.seed) for i in layers}
+            return Alignment(_tensors(mixers), self.report)
+        fits = self.fit(layers, alignment.fit)
         self.report |= {
             "held_out_error": {layer: dataclasses.asdict(fit) for layer, (_, fit) in sorted(fits.items())},
             "fit_seconds": round(time.perf_counter() - started),
         }
         return Alignment(_tensors({layer: mixer for layer, (mixer, _) in fits.items()}), self.report)
 
-    def _rival_start(self, layers: list[int]) -> Alignment:
-        """The initial mixers of another method, not fitted at all."""
-        start, seed = self.settings.start, self.options.seed
-        self.report["start"] = start
-        mixers = {layer: start_mixer(self.model, layer, start, seed) for layer in layers}
-        return Alignment(_tensors(mixers), self.report)
-
-    def train(self, folder: Path, work: Path, dtype: torch.dtype) -> None:
-        """Run the stages of the alignment file on the hybrid in `folder`, and put the result in its place."""
-        rows = calibration_rows(
-            self.teacher,
-            self.model,
-            self.options,
-            self.settings.sequence_length,
-            len(self.ids) + training_rows_needed(self.settings),
-            at_least=len(self.ids),
-        )
+    def train(self, folder: Path, stages_folder: Path, dtype: torch.dtype) -> None:
+        """Run MOHAWK's stages on the hybrid in `folder`, and put the trained weights in place of its own."""
+        alignment = self.options.alignment
+        count = len(self.ids) + training_rows_needed(alignment, self.options.sequence_length)
+        rows = calibration_rows(self.weights.teacher, self.model, self.options, count, at_least=len(self.ids))
         student = load_hybrid(folder)
         report = train_hybrid(
-            student, self.model, rows, self.settings, work, seed=self.options.seed, progress=self.progress
+            student, self.model, rows, alignment, stages_folder, seed=self.options.seed, progress=self.progress
         )
-        replace_weights(student, folder, dtype, self.options.max_shard_size)
+        replace_weights(student, folder, dtype, self.options.output.max_shard_size)
         record_stages(folder, report)
 
-    def fit(self, layers: list[int], settings: FitSettings) -> Fits:
-        """Fit those layers' mixers."""
-        held_out = self.settings.held_out_sequences
-        # on the student's stream a fit depends on the layers replaced before it
-        placed = {"layers": layers} if settings.stream == "student" else {}
-        goes_on = dataclasses.replace(settings, refine_steps=0) == self.quick
-        fits = fit_mixers(
-            self.model, layers, self.ids, held_out, settings, self.cache(settings, **placed), self.memory,
-            self.options.seed, self.progress, self.folder or existing_parent(Path(self.options.output)),
-            solved=self._solved if goes_on else None,
-        )  # fmt: skip
-        if settings == self.quick:
-            self._solved |= fits
-        return fits
-
     def finished(self) -> None:
-        """The result is safe: the fits kept for a resumption can go."""
-        if self.folder is not None:
-            for cache in self._caches:
-                cache.drop_mixers()
+        """The result is safe: the fits that were kept for a resumption can go."""
+        for cache in self._caches:
+            cache.drop_mixers()
 
-    def cache(self, settings: FitSettings, **more: Any) -> FitCache:
-        """Where fits and scores are kept that depend on these settings, the mixers of now, and `more`."""
-        mixer = {k: v for k, v in self.model.mixer_plan.config.to_dict().items() if k.startswith(("mixer", "hybrid"))}
-        rules = self.model.mixer_plan.rules
-        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.model.checkpoint.files]
+    def cache(self, settings: FitOptions, **more: Any) -> FitCache:
+        """Where fits and scores are kept that depend on these settings, on the kind of mixer, and on `more`."""
+        config = self.model.mixer_config.to_dict()
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.checkpoint.files]
         key = {
-            "teacher": [self.teacher.public_name, self.teacher.revision, files],
-            "mixer": mixer,
-            "parameters": {
-                rule.target: rule.shape for rule in rules if rule.target.startswith("model.layers.0.mixer.")
-            },
+            "teacher": [self.weights.teacher.public_name, self.weights.teacher.revision, files],
+            "mixer": {k: v for k, v in config.items() if k.startswith(("mixer", "hybrid"))},
             "text": hashlib.sha256(self.ids.numpy().tobytes()).hexdigest(),
-            "held_out": self.settings.held_out_sequences,
-            "fit": dataclasses.asdict(settings),
-            "initial_decay": self.options.initial_decay,
+            "held_out": self.options.alignment.held_out_sequences,
+            "fit": differences(settings),
+            "initial_decay": self.options.mixer.initial_decay,
             "seed": self.options.seed,
             "version": importlib.metadata.version("convert-to-hybrid"),
         } | more
-        self._caches.append(FitCache(self.folder, key))
+        self._caches.append(FitCache(self.work, key))
         return self._caches[-1]
 
 
@@ -255,38 +208,23 @@ def _tensors(mixers: dict[int, torch.nn.Module]) -> dict[str, torch.Tensor]:
     }
 
 
-def selection_of(options: ConversionConfig) -> str:
-    """How layers are chosen: as asked, or by KL and recall where that is possible and nothing else is said."""
-    named = options.attention_layers is not None or options.layer_pattern is not None
-    if named:
-        return "given"
-    if options.layer_selection is not None:
-        return options.layer_selection
-    return "uniform" if options.align == "none" or options.low_memory else "kl+recall"
-
-
 def calibration_rows(
-    teacher: Teacher,
-    model: TeacherModel,
-    options: ConversionConfig,
-    length: int,
-    count: int,
-    at_least: int | None = None,
+    teacher: Teacher, model: TeacherModel, options: ConversionOptions, count: int, at_least: int | None = None
 ) -> torch.Tensor:
-    """(count, length) token ids of the calibration text, or as many rows as it has where `at_least` is enough.
+    """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough.
 
     Raises:
         ValueError: no text, too little of it, or no tokenizer to read it with.
     """
-    source = options.calibration_dataset
-    if source == SAMPLED:
-        if options.low_memory:
-            raise ValueError("Sampling text from the teacher needs all of it in memory; leave out --low-memory.")
+    alignment, length = options.alignment, options.sequence_length
+    if alignment.text == SAMPLED:
+        if alignment.low_memory:
+            raise ValueError("Sampling text from the teacher needs all of it in memory; leave out low_memory.")
         return sample_rows(model.whole(), length, count, options.seed)
     tokenizer = load_tokenizer(teacher, options.trust_remote_code)
-    texts = documents(source, options.calibration_column, options.calibration_split, options.calibration_config)
+    texts = documents(alignment.text, alignment.column)
     with contextlib.closing(texts):
-        rows = token_rows(texts, tokenizer, length, count, source, at_least)
+        rows = token_rows(texts, tokenizer, length, count, alignment.text, at_least)
     if int(rows.max()) >= teacher.config.vocab_size:
         raise ValueError(
             f"The tokenizer has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
@@ -309,5 +247,5 @@ def load_tokenizer(teacher: Teacher, trust_remote_code: bool):
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{teacher.name} has no tokenizer to read calibration text with ({reason}); calibrate without text "
-            "(--calibration-dataset sampled) or map only (--align none)."
+            "(--text sampled) or map only (--align none)."
         ) from error

@@ -12,55 +12,21 @@ Shapes: S sequences, L length, D model width, E features before out_proj.
 import copy
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
 from modeling_llamba.hybrid_mixer import HybridMixer
 
+from ..options import FitOptions
 from ..weights.mapping import set_decay
 from .mohawk.window_dropout import BRANCHES, without
 
 BATCH_SEQUENCES = 4
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
+REFINE_SEQUENCES = 2  # per gradient step
 NARROW_WINDOW = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitSettings:
-    """How one mixer is fitted."""
-
-    decays: tuple[float, ...] = (0.5, 0.7, 0.85, 0.95)
-    """Decays per token to choose from, one per layer."""
-    decays_beside_window: tuple[float, ...] = (0.99,)
-    """The same, for a mixer that a window relieves of the near; which one matters little (docs/hybrid_layers.md)."""
-    ridges: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
-    """Ridge strengths to choose from, in units of the mean squared feature."""
-    stream: Literal["teacher", "student"] = "teacher"
-    """Whose inputs a mixer is fitted on: the teacher's, which keeps layers independent, or the student's own, layer
-    after layer, so that later mixers know the errors of earlier ones; the target is the teacher's either way."""
-    refine_steps: int = 120
-    """Gradient steps after the solve; 0 leaves the closed form as it is."""
-    refine_sequences: int = 2
-    """Sequences per step."""
-    refine_attention: bool = False
-    """Beside a window: whether the refinement changes q, k and v as well, which closes in on the teacher further along
-    but gives up that the first tokens are exactly the teacher's."""
-    refine_learning_rate: float = 2e-3
-    """Peak learning rate (AdamW); 10 % warm-up, then linearly to 0."""
-
-    def __post_init__(self):
-        for decays in (self.decays, self.decays_beside_window):
-            if not decays or not all(0 < decay <= 1 for decay in decays):
-                raise ValueError(f"decays must lie in (0, 1], not {decays}.")
-        if not self.ridges or min(self.ridges) < 0:
-            raise ValueError(f"ridges cannot be negative: {self.ridges}.")
-        if self.refine_steps < 0 or self.refine_sequences < 1 or self.refine_learning_rate <= 0:
-            raise ValueError(
-                "refine_steps cannot be negative; refine_sequences and refine_learning_rate must be positive."
-            )
 
 
 @dataclass(frozen=True)
@@ -112,7 +78,7 @@ class LayerData:
 
 
 def fit_layer(
-    mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int = 0, before: LayerFit | None = None
+    mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0, before: LayerFit | None = None
 ) -> tuple[nn.Module, LayerFit]:
     """Fit a mapped mixer to (u, y).
 
@@ -165,7 +131,7 @@ def branch_ablations(mixer: HybridMixer, data: LayerData) -> tuple[float, float]
 
 
 @torch.no_grad()
-def best_decay(mixer: nn.Module, data: LayerData, settings: FitSettings) -> tuple[float | None, nn.Module]:
+def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple[float | None, nn.Module]:
     """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
     best_error, best, best_mixer = math.inf, None, mixer
     decays = candidate_decays(mixer, settings)
@@ -181,7 +147,7 @@ def best_decay(mixer: nn.Module, data: LayerData, settings: FitSettings) -> tupl
     return best, best_mixer
 
 
-def candidate_decays(mixer: nn.Module, settings: FitSettings) -> tuple[float, ...]:
+def candidate_decays(mixer: nn.Module, settings: FitOptions) -> tuple[float, ...]:
     """Long memories beside a window; beside a narrow one, which relieves the mixer of little, short ones, too."""
     if not isinstance(mixer, HybridMixer):
         return settings.decays
@@ -322,7 +288,7 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
     return error / max(total, TINY)
 
 
-def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) -> None:
+def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:
     """A fixed number of AdamW steps on the mixer (see `refine_attention`), in place, on its squared error."""
     generator, start = torch.Generator().manual_seed(seed), first_fitted(mixer, data)
     if isinstance(mixer, HybridMixer) and not settings.refine_attention:
@@ -337,9 +303,9 @@ def refine(mixer: nn.Module, data: LayerData, settings: FitSettings, seed: int) 
     for step in range(steps):
         warm, left = (step + 1) / (0.1 * steps), 1 - step / steps
         optimizer.param_groups[0]["lr"] = settings.refine_learning_rate * min(1.0, warm) * left
-        if len(order) < settings.refine_sequences:
+        if len(order) < REFINE_SEQUENCES:
             order = torch.randperm(len(data.fitting()), generator=generator).tolist()
-        rows, order = order[: settings.refine_sequences], order[settings.refine_sequences :]
+        rows, order = order[:REFINE_SEQUENCES], order[REFINE_SEQUENCES:]
         u, y = data.batch(rows)
         loss = (mixer(u, data.rotary) - y)[:, start:].pow(2).mean() * scale
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Closed-form alignment of a whole teacher: choose the layers, fit their mixers.
+"""Closed-form alignment of a whole teacher: fit the mixers of its layers, and keep the fits.
 
 Text streams through the teacher block by block; at each block a mixer is fitted to the attention it replaces, on the
 teacher's own activations, so that layers are independent of each other: a fit can be kept, reused for another choice
@@ -9,38 +9,24 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..placement.layer_scores import Examination
+from ..checkpoint.folder import write_beside
+from ..options import FitOptions
 from .activations import ActivationStream
-from .closed_form import FitSettings, LayerFit, fit_layer
-from .mohawk.init import mamba_in_llama_start, mohawk_start
-from .settings import SelectionSettings
+from .closed_form import LayerFit, fit_layer
+from .mohawk.init import mamba_in_llama_init, mohawk_init
 from .teacher_model import TeacherModel
 
 Fits = dict[int, tuple[nn.Module, LayerFit]]
 """Fitted mixers by layer, and what each fit reached."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
-
-
-@dataclass(frozen=True)
-class LayerScore:
-    """What replacing one layer costs: KL in nats per token, and recall loss in nats per answer."""
-
-    kl: float
-    recall: float
-
-    def total(self, recall_weight: float) -> float:
-        """The two in one figure; recall better than the teacher's is no merit, or it would buy layers that cost KL."""
-        return self.kl + recall_weight * max(self.recall, 0.0)
 
 
 class FitCache:
@@ -98,24 +84,14 @@ class FitCache:
         return None if self.folder is None else self.folder / name
 
 
-def write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside, then rename, so that an interruption leaves no half file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 @torch.no_grad()
-def start_mixer(teacher: TeacherModel, layer: int, start: str, seed: int) -> nn.Module:
+def initial_mixer(teacher: TeacherModel, layer: int, init: str, seed: int) -> nn.Module:
     """The mixer of a layer before any fit."""
     mixer = teacher.mixer(layer)
-    if start == "mohawk":
-        mohawk_start(mixer, teacher.num_layers, seed + layer)
-    elif start == "mamba-in-llama":
-        mamba_in_llama_start(mixer, seed + layer)
+    if init == "mohawk":
+        mohawk_init(mixer, teacher.num_layers, seed + layer)
+    elif init == "mamba-in-llama":
+        mamba_in_llama_init(mixer, seed + layer)
     return mixer
 
 
@@ -124,7 +100,7 @@ def fit_mixers(
     layers: list[int],
     ids: torch.Tensor,
     held_out: int,
-    settings: FitSettings,
+    settings: FitOptions,
     cache: FitCache,
     memory: int,
     seed: int = 0,
@@ -175,55 +151,3 @@ def fit_mixers(
                 student.advance(layer, fitted[layer][0] if layer in fitted else None)
     progress("aligning", max(missing) + 1, max(missing) + 1)
     return fitted
-
-
-def score_layers(
-    mixers: dict[int, nn.Module],
-    examination: Examination,
-    base: tuple[int, ...],
-    cache: FitCache,
-    progress: Progress = lambda what, done, total: None,
-) -> dict[int, LayerScore]:
-    """What replacing each further layer costs when `base` is replaced already."""
-    known = cache.load_json("scores.json")
-    keys = {layer: f"{','.join(map(str, base))}|{layer}" for layer in mixers if layer not in base}
-    if any(key not in known for key in keys.values()):
-        before = examination.base({layer: mixers[layer] for layer in base})
-        for done, (layer, key) in enumerate(keys.items()):
-            progress("scoring layers", done, len(keys))
-            if key in known:
-                continue
-            marks = examination.with_layer(layer, mixers[layer])
-            recall = examination.recall_cost(marks) - examination.recall_cost(before)
-            known[key] = {"kl": marks.kl - before.kl, "recall": recall}
-            cache.save_json("scores.json", known)
-        progress("scoring layers", len(keys), len(keys))
-    return {layer: LayerScore(**known[key]) for layer, key in keys.items()}
-
-
-def select_layers(
-    mixers: dict[int, nn.Module],
-    examination: Examination,
-    num_replaced: int,
-    weight: float,
-    settings: SelectionSettings,
-    cache: FitCache,
-    progress: Progress = lambda what, done, total: None,
-) -> tuple[tuple[int, ...], dict[int, LayerScore]]:
-    """The layers to replace, cheapest first in each round, and the scores of the first round.
-
-    Args:
-        weight: of recall against KL; 0 selects by KL alone.
-    """
-    chosen: list[int] = []
-    first: dict[int, LayerScore] = {}
-    for step in range(settings.rounds):
-        target = round(num_replaced * (step + 1) / settings.rounds)
-        scores = score_layers(mixers, examination, tuple(sorted(chosen)), cache, progress)
-        first = first or scores
-        ranked = sorted(scores, key=lambda layer: (scores[layer].total(weight), layer))
-        chosen += ranked[: target - len(chosen)]
-    return tuple(sorted(chosen)), first
-
-
-__all__ = ["FitCache", "LayerScore", "Progress", "fit_mixers", "select_layers", "start_mixer"]

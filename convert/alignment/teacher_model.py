@@ -4,80 +4,62 @@ With every layer kept, the student's class computes the teacher exactly (the tes
 no class per teacher family, and a block can hold the attention it has and the mixer it is to have side by side.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_mixer import HybridMixer, make_mixer, unpadded
 from modeling_llamba.rotary import RotaryEmbedding
 
-from ..config import ConversionConfig
-from ..placement.heads import Heads, as_text, is_number
-from ..plan import STUDENTS, Plan, make_plan
-from ..teachers.teacher import Teacher
+from ..options import ConversionOptions
+from ..plan import STUDENTS, TeacherWeights
 from ..weights.reader import Checkpoint
-from ..weights.rules import Rule
+from ..weights.rules import Rule, moved
 
 
 class TeacherModel:
     """Embedding, blocks, norm and head of the teacher, loaded when they are asked for.
 
     Args:
-        low_memory: hold one block at a time; the one before is let go.
+        weights: the teacher's tensors.
+        options: the device to run on, whether to hold one block at a time (`low_memory`), and how tensors that the
+            teacher says nothing about are initialised.
     """
 
-    def __init__(
-        self,
-        teacher: Teacher,
-        options: ConversionConfig,
-        checkpoint: Checkpoint,
-        device: str = "cpu",
-        low_memory: bool = False,
-    ):
+    mixer_config: PreTrainedConfig | None = None
+    """A configuration of the hybrid with every layer replaced, from which `mixer` makes mixers."""
+
+    def __init__(self, weights: TeacherWeights, options: ConversionOptions):
         try:
-            self.device = torch.device(device)
+            self.device = torch.device(options.alignment.device)
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device {device} cannot be used here: {str(error).splitlines()[0]}") from error
-        self.teacher, self.options = teacher, options
-        self.plan = self._plan(checkpoint, attention_ratio=1.0)
-        heads = options.attention_heads
-        named = None if heads is None or is_number(heads) else heads
-        self.mixer_plan = self._plan(checkpoint, attention_ratio=0.0, attention_heads=named)
-        self.checkpoint, self.low_memory = checkpoint, low_memory
-        self.config = self.plan.config
-        has_out_bias = "model.layers.0.self_attn.o_proj.bias" in {rule.target for rule in self.plan.rules}
-        if options.window is None and has_out_bias and not self.mixer_plan.config.mixer_out_bias:
             raise ValueError(
-                "This teacher has a bias on o_proj, and a mixer without one (--no-out-bias) leaves it to the MLP, "
-                "where it cannot be fitted: map only (--align none), or leave --no-out-bias out."
-            )
+                f"device {options.alignment.device} cannot be used here: {str(error).splitlines()[0]}"
+            ) from error
+        self.weights, self.options = weights, options
+        self.checkpoint, self.config = weights.checkpoint, weights.config
+        self.low_memory = options.alignment.low_memory
         with torch.device("meta"):
             self.model = STUDENTS[self.config.model_type][1](self.config).eval().requires_grad_(False)
         self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
-        self._rules = {rule.target: rule for rule in self.plan.rules}
-        self._mixer_rules = {rule.target: rule for rule in self.mixer_plan.rules}
 
-    def _plan(self, checkpoint: Checkpoint, **changes) -> Plan:
-        """A plan with other layers replaced than the options say."""
-        choices = ("attention_layers", "layer_pattern", "attention_heads", "cache_bytes", "cache_ratio")
-        placement = dict.fromkeys(choices)
-        return make_plan(self.teacher, dataclasses.replace(self.options, **placement | changes), checkpoint)
+    def follow(self, mixer_config: PreTrainedConfig) -> None:
+        """Make mixers by this configuration from now on.
 
-    def follow(self, options: ConversionConfig) -> None:
-        """Make mixers by other options from now on; the teacher stays."""
-        self.options = options
-        self.mixer_plan = self._plan(self.checkpoint, attention_ratio=0.0, attention_heads=options.attention_heads)
-        self._mixer_rules = {rule.target: rule for rule in self.mixer_plan.rules}
-
-    def keep_heads(self, heads: Heads) -> None:
-        """Full attention on these heads, in the mixers that are made from now on."""
-        self.mixer_plan = self._plan(self.checkpoint, attention_ratio=0.0, attention_heads=as_text(heads))
-        self._mixer_rules = {rule.target: rule for rule in self.mixer_plan.rules}
+        Raises:
+            ValueError: the teacher's bias on o_proj would have no place.
+        """
+        if mixer_config.hybrid_window is None and self.weights.has_out_bias and not mixer_config.mixer_out_bias:
+            raise ValueError(
+                "This teacher has a bias on o_proj, and a mixer without one (out_bias: false) leaves it to the MLP, "
+                "where it cannot be fitted: map only (--align none), or leave out_bias out."
+            )
+        self.mixer_config = mixer_config
 
     @property
     def num_layers(self) -> int:
@@ -112,11 +94,11 @@ class TeacherModel:
 
     def mixer(self, layer: int) -> nn.Module:
         """A new mixer for `layer`, the teacher's weights mapped onto it, in float32 and trainable."""
-        mixer = make_mixer(self.mixer_plan.config, layer)
-        prefix = f"model.layers.{layer}.mixer."
+        mixer = make_mixer(self.mixer_config, layer)
+        rules = {rule.target: rule for rule in self.weights.mixer_rules(self.mixer_config, layer, self.options)}
         with torch.no_grad():
             for name, parameter in mixer.named_parameters():
-                parameter.copy_(tensor_of(self._mixer_rules[prefix + name], self.checkpoint))
+                parameter.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))
         return mixer.to(self.device)
 
     @torch.no_grad()
@@ -126,9 +108,9 @@ class TeacherModel:
         It shares every tensor with the teacher and the mixers, so train it only where the rest is frozen.
         """
         teacher = self.whole()
-        kinds = self.config.conversion["teacher_layer_types"]
-        fields = self.mixer_plan.config.to_dict()
-        fields["layer_types"] = [layer_type(mixers[i]) if i in mixers else kind for i, kind in enumerate(kinds)]
+        fields = self.mixer_config.to_dict()
+        kinds = enumerate(self.config.layer_types)
+        fields["layer_types"] = [layer_type(mixers[i]) if i in mixers else kind for i, kind in kinds]
         if fields["hybrid_full_heads"] is not None:
             fields["hybrid_full_heads"] = [
                 heads if i in mixers else [] for i, heads in enumerate(fields["hybrid_full_heads"])
@@ -175,7 +157,7 @@ class TeacherModel:
     def _fill(self, name: str) -> None:
         owner, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        value = tensor_of(self._rules[name], self.checkpoint).to(self.device, torch.float32)
+        value = tensor_of(moved(name, self.weights.sources[name]), self.checkpoint).to(self.device, torch.float32)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
 

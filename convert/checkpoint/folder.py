@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -108,3 +108,13 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside, then rename, so that an interruption leaves no half file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,32 +1,24 @@
-"""A conversion that keeps within so many bytes of cache.
+"""A placement that keeps within so many bytes of cache.
 
-Without scores (`--align none`, an explicit `--layer-selection`, ...) as many layers stay attention as fit. With scores
-everything is open at once: which key/value heads see everything (a layer all of whose heads do stays attention), how
-wide the window of the others is, and whether a mixer stands beside it. What a choice costs is the sum of what its
-heads cost one by one (`alignment/head_costs.py`), interpolated in the window.
+Which key/value heads see every token (a layer all of whose heads do stays attention), how wide the window of the others
+is, and whether a mixer stands beside it, are chosen together. What a candidate costs is the sum of what its heads cost
+one by one (head_scores.py), interpolated in the window.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..config import MIXER_ONLY, ConversionConfig, parse_size
-from ..plan import (
-    choose_attention_layers,
-    human_bytes,
-    output_dtype,
-    replacement_type,
-    student_config,
-    teacher_layer_types,
-)
-from ..teachers.teacher import Teacher
-from ..weights.reader import Checkpoint
+from ..options import ConversionOptions, MixerOptions, parse_size
+from ..plan import TeacherWeights, human_bytes, hybrid_config, output_dtype
 from .cache import cache_bytes
-from .heads import as_text, count_heads, is_number, named_heads, query_heads
+from .placement import Attention, Heads, Hybrid, Placement, everywhere
+from .presets import attention_layers, counted_heads, kept_heads, query_heads
 
 KVHead = tuple[int, int]
 """Layer and key/value head."""
@@ -36,7 +28,6 @@ Size = Callable[[tuple[KVHead, ...], int], int]
 """Bytes of the heads that see everything, and of a window for the others."""
 KINDS = ("heads", "layers")
 TINY, FIRST_WINDOW = 1e-7, 32
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(ConversionConfig)}
 
 
 @dataclass(frozen=True)
@@ -82,8 +73,8 @@ def interpolated(costs: dict[int, float], window: int, context: int) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the layers hold."""
+class Candidate:
+    """What the layers might hold."""
 
     kept: tuple[KVHead, ...]
     """Key/value heads that see everything."""
@@ -92,11 +83,9 @@ class Choice:
     nbytes: int
     predicted: float
     """Nats of KL and weighted recall loss."""
-    in_rounds: bool = False
-    """Whether the heads were scored again among themselves."""
 
     def layers(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Those all of whose heads see everything; `shape` is layers by key/value heads."""
+        """Layers all of whose heads see everything; `shape` is layers by key/value heads."""
         return tuple(layer for layer in range(shape[0]) if sum(of == layer for of, _ in self.kept) == shape[1])
 
     def heads(self, shape: tuple[int, int]) -> list[KVHead]:
@@ -105,81 +94,101 @@ class Choice:
         return [pair for pair in self.kept if pair[0] not in whole]
 
     def text(self, shape: tuple[int, int]) -> str:
-        """In a line."""
+        """The candidate in a line."""
         whole, heads = len(self.layers(shape)), len(self.heads(shape))
         if whole == shape[0]:
             return "every layer stays attention"
         parts = [f"window {self.window}"]
         parts += ["a state beside it"] * self.has_state
-        chosen = ", chosen in rounds" if self.in_rounds else ""
-        parts += [f"{heads} head{'s' * (heads > 1)} with full attention{chosen}"] * (heads > 0)
+        parts += [f"{heads} head{'s' * (heads > 1)} with full attention"] * (heads > 0)
         return " + ".join(parts + [f"{whole} layer{'s' * (whole > 1)} of attention"] * (whole > 0))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for a sequence of `context` tokens, and what the user has decided already."""
+    """Bytes for one sequence at the context length of the options, and what the user has decided already."""
 
-    teacher: Teacher
-    options: ConversionConfig
-    """Without the budget, whose place its `choices` take."""
-    nbytes: int
-    context: int
-    dtype: torch.dtype
-    shape: tuple[int, int]
-    """Layers, key/value heads."""
-    shared: int
-    """Query heads per key/value head."""
-    fixed_window: int | None
-    fixed_heads: str | None
-    fixed_layers: tuple[int, ...]
+    weights: TeacherWeights
+    options: ConversionOptions
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Type of keys and values."""
+        return output_dtype(self.options.output.dtype, self.weights.checkpoint.tensors)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The cache that a sequence may take."""
+        return asked_bytes(self.weights, self.options, self.dtype)
+
+    @property
+    def context(self) -> int:
+        """Tokens of the sequence."""
+        return self.options.placement.context
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and key/value heads per layer."""
+        return self.weights.config.num_hidden_layers, self.weights.config.num_key_value_heads
+
+    @property
+    def shared(self) -> int:
+        """Query heads per key/value head."""
+        return self.weights.config.num_attention_heads // self.weights.config.num_key_value_heads
+
+    @cached_property
+    def fixed_layers(self) -> tuple[int, ...]:
+        """Layers that the user wants to keep attention."""
+        asked = self.options.placement.attention_layers
+        return () if asked is None else attention_layers(self.shape[0], asked)
+
+    @cached_property
+    def fixed_heads(self) -> Heads | int | None:
+        """Query heads that the user names, or the number of key/value heads asked for."""
+        asked = self.options.placement.attention_heads
+        if asked is None:
+            return None
+        named = kept_heads(asked, self.shape[0], self.shape[1] * self.shared)
+        return counted_heads(asked, self.shape[0] * self.shape[1]) if named is None else named
+
+    @property
     def states(self) -> tuple[bool, ...]:
         """Whether a mixer beside the window comes into question, and whether none does."""
-        options = self.options
-        if options.mixer == "none":
+        mixer = dataclasses.replace(self.options.mixer, initial_decay=MixerOptions.initial_decay)
+        if mixer.kind == "none":
             return (False,)
-        said = any(getattr(options, name) != DEFAULTS[name] for name in ("mixer", "shared_state", "mixer_sees"))
-        return (True,) if said or any(getattr(options, n) != DEFAULTS[n] for n in MIXER_ONLY) else (False, True)
+        if mixer != MixerOptions():
+            return (True,)
+        return (False, True) if self.options.placement.search.state else (False,)
 
     def states_beside(self, longest: int) -> tuple[bool, ...]:
         """`states`, without a mixer that nobody asked for beside a window too wide to fit one, over `longest`."""
-        return (False,) if (self.fixed_window or 0) > longest and False in self.states() else self.states()
+        too_wide = (self.options.placement.window or 0) > longest
+        return (False,) if too_wide and False in self.states else self.states
 
-    def with_state(self, has_state: bool) -> dict[str, Any]:
-        """The options that say so; heads that share a key/value head share a state, which costs nothing measurable."""
-        if not has_state:
-            return {name: DEFAULTS[name] for name in (*MIXER_ONLY, "shared_state", "mixer_sees")} | {"mixer": "none"}
-        shares = self.options.mixer != "mamba1" and not self.options.expand_kv_heads and self.shared > 1
-        return {"shared_state": self.options.shared_state or shares}
+    def layer(self, window: int, has_state: bool) -> Hybrid:
+        """What a replaced layer holds."""
+        return Hybrid(window, self.options.placement.sinks, state=has_state)
 
-    def applied(self, choice: Choice) -> ConversionConfig:
-        """The options that make this choice."""
-        whole = choice.layers(self.shape)
-        changes: dict[str, Any] = {"attention_layers": ",".join(map(str, whole)), "layer_pattern": None}
-        if len(whole) < self.shape[0]:
-            heads = query_heads(choice.heads(self.shape), self.shared)
-            changes |= {"window": choice.window, "attention_heads": as_text(heads) or None}
-            changes |= self.with_state(choice.has_state)
-        return dataclasses.replace(self.options, **changes)
+    def placement(self, candidate: Candidate) -> Placement:
+        """What every layer holds in a candidate."""
+        base = everywhere(self.layer(candidate.window, candidate.has_state), self.shape[0])
+        heads = query_heads(candidate.heads(self.shape), self.shared)
+        return base.with_full_heads(heads).keeping(candidate.layers(self.shape))
 
     def sizes(self, has_state: bool) -> Size:
         """Bytes of (heads kept, window)."""
-        some = {"attention_layers": "", "layer_pattern": None, "window": 1, "attention_heads": None}
-        config = student_config(self.teacher, dataclasses.replace(self.options, **some | self.with_state(has_state)))
-        kinds = config.conversion["teacher_layer_types"]
+        config = hybrid_config(self.weights, everywhere(self.layer(1, has_state), self.shape[0]), self.options)
 
         def nbytes(kept: tuple[KVHead, ...], window: int) -> int:
-            choice = Choice(kept, window, has_state, 0, 0.0)
-            whole, heads = choice.layers(self.shape), query_heads(choice.heads(self.shape), self.shared)
-            config.layer_types = [kinds[i] if i in whole else "hybrid" for i in range(self.shape[0])]
-            config.hybrid_full_heads = [list(heads.get(i, ())) for i in range(self.shape[0])]
-            config.hybrid_window = window
+            placement = self.placement(Candidate(kept, window, has_state, 0, 0.0))
+            for name, value in placement.config_fields(self.weights.config.layer_types).items():
+                setattr(config, name, value)
             return cache_bytes(config, self.context, self.dtype)[1]
 
         return nbytes
 
-    def what_fits(self, sequence_length: int) -> list[Choice]:
+    def unscored_candidates(self, sequence_length: int) -> list[Candidate]:
         """Without scores: the window that remains beside some shares of the heads, without and with a state.
 
         Args:
@@ -188,11 +197,11 @@ class Budget:
         Raises:
             ValueError: nothing keeps within the budget, or nothing of a sequence lies beyond the window asked for.
         """
-        sinks = self.options.sinks
-        if self.states() == (True,) and (self.fixed_window or 0) + sinks >= sequence_length:
+        sinks, window = self.options.placement.sinks, self.options.placement.window
+        if self.states == (True,) and (window or 0) + sinks >= sequence_length:
             raise ValueError(
-                f"A window of {self.fixed_window} and {sinks} sinks leaves nothing of sequences of {sequence_length} "
-                "tokens to fit a mixer on; set sequence_length higher in the alignment file, or say mixer none."
+                f"A window of {window} and {sinks} sinks leaves nothing of sequences of {sequence_length} tokens to "
+                "fit a mixer on; set alignment.sequence_length higher, or say --mixer none."
             )
         found, given, free, counts = [], self.given_heads(), self.free_heads(), self.counts()
         some = {counts[min(len(counts) - 1, len(free) // share)] for share in (len(free) + 1, 16, 8, 4)}
@@ -204,19 +213,20 @@ class Budget:
                 kept = tuple(sorted((*given, *spread)))
                 window = fitting_window(self, kept, size, longest)
                 if window is not None:
-                    found.append(Choice(kept, window, has_state, size(kept, window), math.nan))
+                    found.append(Candidate(kept, window, has_state, size(kept, window), math.nan))
         if not found:
             raise self.too_little()
         return found
 
     def free_heads(self) -> list[KVHead]:
-        """Those that are to be chosen from."""
+        """The heads that are to be chosen from."""
         given = set(self.given_heads())
         return [(i, kv) for i in range(self.shape[0]) for kv in range(self.shape[1]) if (i, kv) not in given]
 
     def too_little(self) -> ValueError:
         """What to say where nothing keeps within the budget."""
-        least = min(self.sizes(state)(self.given_heads(), self.fixed_window or 1) for state in self.states())
+        window = self.options.placement.window or 1
+        least = min(self.sizes(state)(self.given_heads(), window) for state in self.states)
         return ValueError(
             f"{human_bytes(self.nbytes)} of cache at {self.context} tokens is too little: what was asked for takes "
             f"{human_bytes(least)} at least; give more, or fix less (window, heads, layers, mixer)."
@@ -224,57 +234,48 @@ class Budget:
 
     def counts(self) -> list[int]:
         """How many heads may be chosen, beside those of the layers that are named."""
+        if isinstance(self.fixed_heads, int):
+            return [self.fixed_heads]
         total = (self.shape[0] - len(self.fixed_layers)) * self.shape[1]
-        if self.fixed_heads is not None and is_number(self.fixed_heads):
-            return [count_heads(self.fixed_heads, self.shape[0] * self.shape[1])]
         return [0] if self.fixed_heads is not None else list(range(total + 1))
 
     def given_heads(self) -> tuple[KVHead, ...]:
         """Those of the layers that are named, and those that are named themselves."""
         given = {(layer, kv) for layer in self.fixed_layers for kv in range(self.shape[1])}
-        if self.fixed_heads is not None and not is_number(self.fixed_heads):
-            for layer, heads in named_heads(self.fixed_heads, self.shape[0], self.shape[1] * self.shared).items():
+        if self.fixed_heads is not None and not isinstance(self.fixed_heads, int):
+            for layer, heads in self.fixed_heads.items():
                 given |= {(layer, head // self.shared) for head in heads}
         return tuple(sorted(given))
 
 
-def budget_of(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoint) -> Budget | None:
-    """The budget of a conversion that is to choose everything within it; None where it chooses layers, or nothing.
+def asked_bytes(weights: TeacherWeights, options: ConversionOptions, dtype: torch.dtype) -> int:
+    """Bytes of cache that the option `cache` allows one sequence."""
+    asked = options.cache
+    assert asked is not None, "nothing was said about the cache"
+    if isinstance(asked, str):
+        return parse_size(asked)
+    config = hybrid_config(weights, everywhere(Attention(), weights.config.num_hidden_layers), options)
+    return int(asked * cache_bytes(config, options.placement.context, dtype)[0])
+
+
+def num_layers_within(weights: TeacherWeights, options: ConversionOptions, replacement: Hybrid | Any) -> int:
+    """The largest number of attention layers that keeps within the cache budget.
 
     Raises:
-        ValueError: layers or heads that the teacher does not have, or cannot keep.
+        ValueError: not even the recurrent states fit.
     """
-    if not options.spends_budget:
-        return None
-    kinds = teacher_layer_types(teacher.config)
-    named = options.attention_layers is not None or options.layer_pattern is not None
-    if "sliding_attention" in kinds:  # no head may see more than the teacher's own
-        if named or options.attention_heads is not None or (options.mixer == "none" and options.window is None):
-            raise ValueError(
-                "This teacher's own layers see a window, so a budget of cache chooses only how many of them stay; "
-                "leave out attention_layers, layer_pattern and attention_heads, and give mixer none a window."
-            )
-        return None
-    fixed = choose_attention_layers(options, len(kinds)) if named else ()
-    bare = {"cache_bytes": None, "cache_ratio": None, "context": DEFAULTS["context"], "measure": DEFAULTS["measure"]}
-    base = dataclasses.replace(
-        options, **bare, attention_layers=None, layer_pattern=None, window=1, attention_heads=None
-    )
-    dtype = output_dtype(options.dtype, checkpoint.tensors)
-    config = student_config(teacher, base)
-    whole = cache_bytes(config, options.context, dtype)[0]
-    nbytes = parse_size(options.cache_bytes) if options.cache_ratio is None else int(options.cache_ratio * whole)
-    return Budget(
-        teacher=teacher,
-        options=base,
-        nbytes=nbytes,
-        context=options.context,
-        dtype=dtype,
-        shape=(config.num_hidden_layers, config.num_key_value_heads),
-        shared=config.num_attention_heads // config.num_key_value_heads,
-        fixed_window=options.window,
-        fixed_heads=options.attention_heads,
-        fixed_layers=fixed,
+    kinds, dtype = weights.config.layer_types, output_dtype(options.output.dtype, weights.checkpoint.tensors)
+    budget = asked_bytes(weights, options, dtype)
+    # the layers that keep most are counted, so that whichever are chosen, the budget holds
+    order = sorted(range(len(kinds)), key=lambda i: kinds[i])
+    for count in range(len(kinds), -1, -1):
+        placement = everywhere(replacement, len(kinds)).keeping(order[:count])
+        nbytes = cache_bytes(hybrid_config(weights, placement, options), options.placement.context, dtype)[1]
+        if nbytes <= budget:
+            return count
+    raise ValueError(
+        f"{human_bytes(budget)} of cache is too little: the mixers' states alone take {human_bytes(nbytes)}; give "
+        "more or a smaller d_state."
     )
 
 
@@ -293,8 +294,8 @@ def ranked_heads(costs: Table, free: list[KVHead], kind: str) -> list[KVHead]:
     return sorted(free, key=lambda pair: (-of_layer[pair[0]], pair))
 
 
-def best_choices(budget: Budget, costs: HeadCosts, longest_beside_state: int) -> list[Choice]:
-    """The best choice of each kind (a window alone, with heads, with layers; without a state and with), best first.
+def best_candidates(budget: Budget, costs: HeadCosts, longest_beside_state: int) -> list[Candidate]:
+    """The best candidate of each kind (a window alone, with heads, with layers; without a state and with), best first.
 
     Args:
         longest_beside_state: the widest window that a mixer can be fitted beside.
@@ -302,7 +303,7 @@ def best_choices(budget: Budget, costs: HeadCosts, longest_beside_state: int) ->
     Raises:
         ValueError: nothing keeps within the budget.
     """
-    found: dict[tuple[bool, str], Choice] = {}
+    found: dict[tuple[bool, str], Candidate] = {}
     unscored = costs.left_beside_state is None  # a state that nothing speaks for is not worth its bytes
     possible = budget.states_beside(longest_beside_state)
     states = [has_state for has_state in possible if not (has_state and unscored and False in possible)]
@@ -311,21 +312,21 @@ def best_choices(budget: Budget, costs: HeadCosts, longest_beside_state: int) ->
         size = budget.sizes(has_state)
         for count in budget.counts():
             for kind in KINDS if count % budget.shape[1] == 0 else ("heads",):
-                choice = best_of_count(budget, costs, kind, count, has_state, longest, size)
+                candidate = best_of_count(budget, costs, kind, count, has_state, longest, size)
                 key = (has_state, kind if count else "window")
-                if choice is not None and (key not in found or choice.predicted < found[key].predicted):
-                    found[key] = choice
+                if candidate is not None and (key not in found or candidate.predicted < found[key].predicted):
+                    found[key] = candidate
     if not found:
         raise budget.too_little()
-    distinct = {(choice.kept, choice.window, choice.has_state): choice for choice in found.values()}
-    return sorted(distinct.values(), key=lambda choice: choice.predicted)
+    distinct = {(candidate.kept, candidate.window, candidate.has_state): candidate for candidate in found.values()}
+    return sorted(distinct.values(), key=lambda candidate: candidate.predicted)
 
 
 def best_of_count(
     budget: Budget, costs: HeadCosts, kind: str, count: int, has_state: bool, longest: int, size: Size
-) -> Choice | None:
+) -> Candidate | None:
     """So many of the heads that cost most, and the widest window beside them; None where that is too much."""
-    given, window = budget.given_heads(), budget.fixed_window or min(FIRST_WINDOW, longest)
+    given, window = budget.given_heads(), budget.options.placement.window or min(FIRST_WINDOW, longest)
     free = budget.free_heads()
     for _ in range(2):  # which heads cost most depends on the window, which depends on how they are chosen
         kept = tuple(sorted((*given, *ranked_heads(costs.at(window, has_state), free, kind)[:count])))
@@ -333,13 +334,15 @@ def best_of_count(
         if window is None:
             return None
     table, left = costs.at(window, has_state), set(free) - set(kept)
-    return Choice(kept, window, has_state, size(kept, window), sum(table[layer][kv] for layer, kv in sorted(left)))
+    return Candidate(kept, window, has_state, size(kept, window), sum(table[layer][kv] for layer, kv in sorted(left)))
 
 
 def fitting_window(budget: Budget, kept: tuple[KVHead, ...], size: Size, longest: int) -> int | None:
     """The window asked for, if it fits, or the widest up to `longest` that does; None where none does."""
-    if budget.fixed_window is not None:
-        return budget.fixed_window if size(kept, budget.fixed_window) <= budget.nbytes else None
+    if budget.options.placement.window is not None:
+        return (
+            budget.options.placement.window if size(kept, budget.options.placement.window) <= budget.nbytes else None
+        )
     if size(kept, 1) > budget.nbytes:
         return None
     low, high = 1, longest
@@ -350,43 +353,17 @@ def fitting_window(budget: Budget, kept: tuple[KVHead, ...], size: Size, longest
 
 
 def budget_report(
-    budget: Budget, choices: list[Choice], taken: Choice | None, measured: dict[Choice, dict[str, float]]
+    budget: Budget, candidates: list[Candidate], taken: Candidate | None, measured: dict[Candidate, dict[str, float]]
 ) -> dict[str, Any]:
-    """The choices as plain data; before anything is scored, none is `taken`."""
+    """The candidates as plain data; before anything is scored, none is `taken`."""
     rows = [
         {
-            "choice": choice.text(budget.shape),
-            "bytes": choice.nbytes,
-            "predicted": None if math.isnan(choice.predicted) else choice.predicted,
-            "measured": measured.get(choice),
-            "taken": choice is taken,
+            "candidate": candidate.text(budget.shape),
+            "bytes": candidate.nbytes,
+            "predicted": None if math.isnan(candidate.predicted) else candidate.predicted,
+            "measured": measured.get(candidate),
+            "taken": candidate is taken,
         }
-        for choice in choices
+        for candidate in candidates
     ]
-    return {"bytes": budget.nbytes, "context": budget.context, "choices": rows}
-
-
-def with_layer_budget(options: ConversionConfig, teacher: Teacher, checkpoint: Checkpoint) -> ConversionConfig:
-    """The options with the budget turned into the largest share of attention layers that keeps within it.
-
-    Raises:
-        ValueError: not even the recurrent states fit.
-    """
-    if options.cache_bytes is None and options.cache_ratio is None:
-        return options
-    asked = options
-    options = dataclasses.replace(options, cache_bytes=None, cache_ratio=None, attention_ratio=0.0)
-    config = student_config(teacher, options)
-    dtype, kinds = output_dtype(options.dtype, checkpoint.tensors), config.conversion["teacher_layer_types"]
-    whole, least = cache_bytes(config, options.context, dtype)
-    budget = parse_size(asked.cache_bytes) if asked.cache_ratio is None else asked.cache_ratio * whole
-    for count in range(len(kinds), -1, -1):
-        # the layers that keep most are counted, so that whichever are chosen, the budget holds
-        kept = sorted(kinds)[:count]
-        config.layer_types = [*kept, *[replacement_type(options)] * (len(kinds) - count)]
-        if cache_bytes(config, options.context, dtype)[1] <= budget:
-            return dataclasses.replace(options, attention_ratio=count / len(kinds))
-    raise ValueError(
-        f"{human_bytes(int(budget))} of cache is too little: the mixers' states alone take {human_bytes(least)}; give "
-        "more or a smaller d_state."
-    )
+    return {"bytes": budget.nbytes, "context": budget.context, "candidates": rows}

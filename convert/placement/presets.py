@@ -1,4 +1,12 @@
-"""Which layers stay attention."""
+"""Layers and heads that the user names: lists, patterns, shares, and choices that were published."""
+
+import json
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .placement import Heads
 
 # Published choices, 0-based: {number of layers: layers that stay attention}.
 PUBLISHED_ATTENTION_LAYERS: dict[str, dict[int, tuple[int, ...]]] = {
@@ -75,13 +83,85 @@ def listed_attention_layers(num_layers: int, layers: list[int]) -> tuple[int, ..
     return tuple(sorted(layers))
 
 
-def parse_attention_layers(num_layers: int, text: str) -> tuple[int, ...]:
-    """ "1,3,5", "" for none, or the name of a published choice.
+def attention_layers(num_layers: int, asked: int | list[int] | str) -> tuple[int, ...]:
+    """The layers that the option `attention_layers` names.
+
+    Args:
+        asked: a layer, a list of them (also as text: "1,3,5"), "all", "none", a pattern of M and A, or a published
+            choice by name.
 
     Raises:
-        ValueError: what `listed_attention_layers` and `named_attention_layers` raise.
+        ValueError: a layer that the teacher does not have, or a text that is none of these.
     """
+    if isinstance(asked, int | list):
+        return listed_attention_layers(num_layers, asked if isinstance(asked, list) else [asked])
+    text = asked.strip()
+    if text in ("all", "none"):
+        return tuple(range(num_layers)) if text == "all" else ()
+    if text and not set(text.upper()) - set("MA"):
+        return pattern_attention_layers(num_layers, text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if all(part.lstrip("-").isdigit() for part in parts):
         return listed_attention_layers(num_layers, [int(part) for part in parts])
-    return named_attention_layers(num_layers, text.strip())
+    return named_attention_layers(num_layers, text)
+
+
+def kept_heads(
+    asked: str | int | float | Mapping[int, Sequence[int]], num_layers: int, num_heads: int
+) -> Heads | None:
+    """The query heads that the option `attention_heads` names, by layer; None where it only says how many.
+
+    Raises:
+        ValueError: a layer or head that the teacher does not have, or a text that is neither pairs, a number nor a
+            JSON file.
+    """
+    if isinstance(asked, int | float) or (isinstance(asked, str) and re.fullmatch(r"\d+|\d*\.\d+", asked.strip())):
+        return None
+    try:
+        if isinstance(asked, str) and (asked.endswith(".json") or set(asked) - set("0123456789:, ")):
+            asked = json.loads(Path(asked).expanduser().read_text())
+        if isinstance(asked, str):
+            pairs = [(int(layer), int(head)) for layer, head in (p.split(":") for p in asked.split(",") if p.strip())]
+        else:
+            pairs = [(int(layer), operator.index(head)) for layer, heads in asked.items() for head in heads]
+    except FileNotFoundError as error:
+        raise ValueError(f"attention_heads {asked}: there is no such file, and it is no list of heads.") from error
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(
+            f"attention_heads {asked!r} is neither layer:head pairs (16:3,18:0), nor a number or share of key/value "
+            'heads, nor a JSON file {"16": [3]}.'
+        ) from error
+    heads: dict[int, tuple[int, ...]] = {}
+    for layer, head in sorted(set(pairs)):
+        if not (0 <= layer < num_layers and 0 <= head < num_heads):
+            raise ValueError(
+                f"attention_heads names {layer}:{head}; layers are 0 to {num_layers - 1}, heads 0 to {num_heads - 1}."
+            )
+        heads[layer] = (*heads.get(layer, ()), head)
+    return heads
+
+
+def counted_heads(asked: str | int | float, total: int) -> int:
+    """How many key/value heads the option `attention_heads` asks for: 12, or a share (0.05) of the teacher's `total`.
+
+    Raises:
+        ValueError: more than there are, or a share that is less than one.
+    """
+    text = str(asked)
+    count = round(float(text) * total) if "." in text else int(text)
+    if count == 0 and float(text) > 0:
+        raise ValueError(f"attention_heads {text} of {total} key/value heads is less than one; give a larger share.")
+    if count > total:
+        raise ValueError(
+            f"attention_heads {text} is more than the teacher's {total} key/value heads (a pair such as 16:3 needs "
+            "quotes in YAML)."
+        )
+    return count
+
+
+def query_heads(kv_heads: list[tuple[int, int]], shared: int) -> Heads:
+    """The query heads, `shared` of them per key/value head, that read (layer, key/value head) pairs."""
+    heads: dict[int, tuple[int, ...]] = {}
+    for layer, kv in sorted(kv_heads):
+        heads[layer] = (*heads.get(layer, ()), *range(kv * shared, (kv + 1) * shared))
+    return heads

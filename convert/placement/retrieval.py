@@ -10,6 +10,8 @@ import torch
 from ..alignment.mohawk.orientation import attention_rows
 from ..alignment.probes import copy_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel
+from .placement import Heads
+from .presets import query_heads
 
 ROWS = 2
 TILE = 128
@@ -37,6 +39,15 @@ def retrieval_scores(teacher: TeacherModel, window: int, seed: int = 0) -> torch
         scores.append(torch.cat(on_source, -1).mean((0, -1)).cpu())
         hidden = block(hidden, **inputs)
     return torch.stack(scores)
+
+
+def choose_heads(teacher: TeacherModel, replaced: list[int], window: int, count: int, seed: int) -> tuple[Heads, list]:
+    """The query heads of `count` key/value heads of the replaced layers that serve recall most, and all scores."""
+    config = teacher.config
+    shared = config.num_attention_heads // config.num_key_value_heads
+    scores = retrieval_scores(teacher, window, seed)
+    heads = query_heads(best_kv_heads(scores, replaced, count, shared), shared)
+    return heads, [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
 
 
 def best_kv_heads(scores: torch.Tensor, layers: list[int], count: int, shared: int) -> list[tuple[int, int]]:

@@ -1,9 +1,7 @@
-"""Spend a budget of cache: score every head, choose, measure the best choices, take the best."""
+"""Search for the placement within a cache budget: score every head, measure the best candidates, take the best."""
 
-import dataclasses
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,29 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..alignment.aligner import ClosedFormAligner
+from ..alignment.aligner import Aligner
 from ..alignment.divergence import distillation_loss, kl_of_hidden
-from ..alignment.fit import FitCache, Progress
+from ..alignment.fit import FitCache
 from ..alignment.probes import Probe, needle_probe, plain_tokens
-from ..alignment.settings import BUDGET_LENGTH, read_alignment_file
 from ..alignment.teacher_model import TeacherModel, replaced
-from ..config import ConversionConfig
-from ..weights.reader import Checkpoint
-from .budget import (
-    Budget,
-    Choice,
-    HeadCosts,
-    Table,
-    best_choices,
-    budget_report,
-    fitting_window,
-    longest_beside_state,
-    ranked_heads,
-)
+from .budget import Budget, Candidate, HeadCosts, Table, best_candidates, budget_report, longest_beside_state
 from .head_scores import final_hidden, gated_heads, gated_layers, integrated_costs
 from .layer_scores import MIN_TEACHER_ACCURACY
+from .placement import Placement
 
-SHRINK = 0.7  # of the heads still in the race, from one round to the next
+WINDOWS = (32, 256)
+"""Windows at which it is measured what each head costs; others are interpolated."""
+POINTS = 2
+"""Points of the line between full attention and windows that are integrated over."""
 
 
 class Recall:
@@ -63,111 +52,51 @@ class Recall:
 
 
 class BudgetSearch:
-    """Everything that a budget of cache needs: an aligner, two texts, and what was found before.
+    """Everything that the search needs: an aligner, two texts, and what was found before."""
 
-    Raises:
-        ValueError: there is too little text, or nothing keeps within the budget.
-    """
-
-    def __init__(self, budget: Budget, checkpoint: Checkpoint, progress: Progress):
-        self.budget, self.progress = budget, progress
-        settings = read_alignment_file(budget.options.align_config, BUDGET_LENGTH)
-        aligner = ClosedFormAligner(
-            budget.teacher, budget.options, checkpoint, progress, settings, 2 * settings.budget.prose_tokens
-        )
-        self.aligner, self.settings = aligner, aligner.settings.budget
-        self.weight, self.model = aligner.settings.selection.recall_weight, aligner.model
-        size = self.settings.prose_tokens
+    def __init__(self, budget: Budget, aligner: Aligner):
+        self.budget, self.aligner, self.progress = budget, aligner, aligner.progress
+        self.options = budget.options.placement.search
+        self.weight, self.model = self.options.recall_weight, aligner.model
+        size = self.options.prose_tokens
         flat = aligner.prose.flatten()
         self.scoring, self.judging = flat[:size][None], flat[size : 2 * size][None]
+        aligner.follow(budget.layer(1, has_state=True))
         self.cache: FitCache = aligner.cache(
             aligner.quick,
             prose=hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
-            scored={k: v for k, v in dataclasses.asdict(self.settings).items() if k not in ("state", "rounds")},
-            sinks=budget.options.sinks,
-            recall_weight=self.weight,
+            scored={name: getattr(self.options, name) for name in ("recall_weight", "prose_tokens", "answers")},
+            sinks=budget.options.placement.sinks,
         )
         self.known: dict[str, Any] = self.cache.load_json("head-costs.json")
 
-    def run(self, measured: int) -> tuple[ConversionConfig, dict[str, Any]]:
-        """The options that make the best choice, and a report of it and the alternatives.
-
-        Args:
-            measured: how many of the best predicted choices are measured; the best of these is taken.
-        """
+    def run(self) -> tuple[Placement, dict[str, Any]]:
+        """The best placement, and a report of it and of the alternatives."""
         started = time.perf_counter()
-        longest = longest_beside_state(self.aligner.settings.sequence_length, self.budget.options.sinks)
+        longest = longest_beside_state(self.budget.options.sequence_length, self.budget.options.placement.sinks)
         costs = self.head_costs(self.budget.states_beside(longest))
-        choices = best_choices(self.budget, costs, longest)
-        given = len(self.budget.given_heads())
-        some = next(
-            (c for c in choices if len(c.kept) > given and not c.has_state and c.heads(self.budget.shape)), None
-        )
-        if some is not None and measured and self.settings.rounds:
-            choices = [self.in_rounds(self.budget, some, costs, self.settings.rounds), *choices]
-            measured += 1
-        found = {}
-        for i, choice in enumerate(choices[:measured]):
-            self.progress("measuring choices", i, min(measured, len(choices)))
-            found[choice] = self.measured(choice)
-        best = min(choices[:measured], key=lambda choice: found[choice]["total"]) if found else choices[0]
-        options = self.budget.applied(best)
-        self.aligner.follow(options)
-        report = budget_report(self.budget, choices, best, found) | {"seconds": round(time.perf_counter() - started)}
-        self.aligner.report["budget"] = report
-        return options, report
+        candidates, measured = best_candidates(self.budget, costs, longest), {}
+        for i, candidate in enumerate(candidates[: self.options.candidates]):
+            self.progress("measuring candidates", i, min(self.options.candidates, len(candidates)))
+            measured[candidate] = self.measured(candidate)
+        best = min(measured, key=lambda candidate: measured[candidate]["total"]) if measured else candidates[0]
+        report = budget_report(self.budget, candidates, best, measured)
+        return self.budget.placement(best), report | {"seconds": round(time.perf_counter() - started)}
 
-    def head_costs(self, states: tuple[bool, ...] | None = None) -> HeadCosts:
-        """Of every key/value head, at several windows, and what a state takes off where one comes into question."""
+    def head_costs(self, states: tuple[bool, ...]) -> HeadCosts:
+        """The cost of every key/value head at several windows, and what a state takes off where one is considered."""
         windows = self.windows()
         kl = {window: self._kept(f"kl {window}", lambda w=window: self._kl_costs(w)) for window in windows}
         lost = self._kept(f"recall {windows[0]}", self._recall_costs)
         left = None
-        asked = self.budget.states() if states is None else states
-        if True in asked and (self.settings.state or False not in asked):
+        if True in states:
             left = self._kept(f"state {windows[0]}", lambda: self._left_beside_state(kl[windows[0]], lost))
         return HeadCosts(kl, lost, left, self.budget.context, self.weight)
 
-    def in_rounds(self, budget: Budget, choice: Choice, costs: HeadCosts, rounds: int) -> Choice:
-        """As many heads as a choice keeps, from a larger set that shrinks round by round.
-
-        Along the line from all heads to none, heads that need each other share a cost, and one that others can stand
-        in for looks cheap. Among few that are left, each is worth what it does without the rest. Without a state.
-        """
-        given = set(budget.given_heads())
-        count = len(choice.kept) - len(given)
-        free = ranked_heads(costs.at(choice.window, False), budget.free_heads(), "heads")
-        left = free[: round(count / SHRINK**rounds)]
-        for step in range(rounds):
-            scores = self._again(given | set(left), choice.window)
-            left = sorted(left, key=lambda pair: (-scores[pair[0]][pair[1]], pair))
-            left = left[: max(count, round(count / SHRINK ** (rounds - 1 - step)))]
-        kept = tuple(sorted((*given, *left)))
-        size = budget.sizes(False)
-        window = fitting_window(budget, kept, size, budget.context)
-        assert window is not None, "as many heads fitted before"
-        return Choice(kept, window, False, size(kept, window), math.nan, in_rounds=True)
-
-    def _again(self, kept: set[tuple[int, int]], window: int) -> Table:
-        """What it costs that each of the heads kept sees a window as well, when all others do."""
-        self.progress("scoring heads again", 0, 1)
-        name = f"again {sorted(kept)} {window} {self.budget.context}"
-        return self._kept(name, lambda: self._costs_among(kept, window, name))
-
-    def _costs_among(self, kept: set[tuple[int, int]], window: int, name: str) -> Table:
-        full = torch.zeros(self.budget.shape)
-        for layer, kv in kept:
-            full[layer, kv] = 1.0
-        total = torch.tensor(self._costs(f"kl {name}", window, self.scoring, self.kl_loss(), full))
-        if self.asked.counts:
-            lost = self._costs(f"recall {name}", window, self.asked.probe.ids, self.asked.loss, full)
-            total = total + self.weight * max(1 - window / self.budget.context, 0.0) * torch.tensor(lost)
-        return total.tolist()
-
     def windows(self) -> list[int]:
         """Where costs are measured: no wider than a quarter of the text."""
-        longest = max(1, min(self.settings.prose_tokens // 4, self.budget.context - 1))
-        return sorted({min(window, longest) for window in self.settings.windows})
+        longest = max(1, min(self.options.prose_tokens // 4, self.budget.context - 1))
+        return sorted({min(window, longest) for window in WINDOWS})
 
     def _kept(self, name: str, compute) -> Any:
         if name not in self.known:
@@ -181,7 +110,7 @@ class BudgetSearch:
         return self._recall(self.scoring)
 
     def _recall(self, prose: torch.Tensor) -> Recall:
-        return Recall(self.model, prose, self.settings.answers, self.budget.options.seed)
+        return Recall(self.model, prose, self.options.answers, self.budget.options.seed)
 
     def kl_loss(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Hidden states after the final norm to the KL to the teacher, on the text that scores."""
@@ -192,25 +121,16 @@ class BudgetSearch:
 
     def _points(self, name: str):
         """Keeps the derivatives at each point, so that an interruption costs no more than one."""
-        return lambda point, compute: self._kept(f"{name} {point + 1}/{self.settings.points}", compute)
+        return lambda point, compute: self._kept(f"{name} {point + 1}/{POINTS}", compute)
 
-    def _costs(
-        self, name: str, window: int, ids: torch.Tensor, loss, full: torch.Tensor | None = None
-    ) -> list[list[float]]:
-        """By layer and key/value head, the query heads of each together.
-
-        Args:
-            full: (layers, key/value heads), 1 for those that see everything where the line begins; all, by default.
-        """
-        (layers, heads), shared, sinks = self.budget.shape, self.budget.shared, self.budget.options.sinks
-        full = torch.ones(layers, heads) if full is None else full
-        full = full.repeat_interleave(shared, 1).to(self.model.device)
+    def _costs(self, name: str, window: int, ids: torch.Tensor, loss: Callable) -> Table:
+        """Costs by layer and key/value head, the query heads of each together."""
+        (layers, heads), shared, sinks = self.budget.shape, self.budget.shared, self.budget.options.placement.sinks
         of_heads = integrated_costs(
-            self.model, ids, loss, full.shape,
-            lambda gates: gated_heads(self.model, window, sinks, 1 - full + full * gates),
-            self.settings.points, self._points(name),
+            self.model, ids, loss, (layers, heads * shared),
+            lambda gates: gated_heads(self.model, window, sinks, gates), POINTS, self._points(name),
         )  # fmt: skip
-        return of_heads.unflatten(1, (heads, -1)).sum(-1).tolist()
+        return of_heads.unflatten(1, (heads, shared)).sum(-1).tolist()
 
     def _kl_costs(self, window: int) -> list[list[float]]:
         self.progress("scoring heads", self.windows().index(window), len(self.windows()) + 1)
@@ -226,16 +146,15 @@ class BudgetSearch:
 
     def _left_beside_state(self, kl: list[list[float]], lost: list[list[float]]) -> list[float]:
         """By layer, the cost with a state beside the window over the cost of the window alone."""
-        options, layers = self.budget.options, list(range(self.budget.shape[0]))
-        window = self.windows()[0]
-        self.aligner.follow(dataclasses.replace(options, window=window, **self.budget.with_state(True)))
+        layers, window = list(range(self.budget.shape[0])), self.windows()[0]
+        self.aligner.follow(self.budget.layer(window, has_state=True))
         fits = self.aligner.fit(layers, self.aligner.quick)
         mixers = {layer: mixer.eval() for layer, (mixer, _) in fits.items()}
 
         def costs(name: str, ids: torch.Tensor, loss) -> torch.Tensor:
             return integrated_costs(
                 self.model, ids, loss, (len(layers),), lambda gates: gated_layers(self.model, mixers, gates),
-                self.settings.points, self._points(f"{name} beside state"),
+                POINTS, self._points(f"{name} beside state"),
             )  # fmt: skip
 
         with_state, alone = costs("kl", self.scoring, self.kl_loss()), torch.tensor(kl).sum(1)
@@ -245,10 +164,10 @@ class BudgetSearch:
         # the share is of small differences where a layer costs next to nothing: no less than none, no more than twice
         return (with_state.clamp_min(0) / alone.clamp_min(1e-6)).clamp(0, 2).tolist()
 
-    def measured(self, choice: Choice) -> dict[str, float]:
+    def measured(self, candidate: Candidate) -> dict[str, float]:
         """KL and recall loss on text that scored nothing, of a quick fit where there is a state."""
-        name = f"measured {choice.kept} {choice.window} {choice.has_state} {self.budget.context}"
-        return self._kept(name, lambda: self._measure(choice))
+        name = f"measured {candidate.kept} {candidate.window} {candidate.has_state} {self.budget.context}"
+        return self._kept(name, lambda: self._measure(candidate))
 
     @functools.cached_property
     def _judge(self) -> tuple[torch.Tensor, Recall]:
@@ -257,20 +176,19 @@ class BudgetSearch:
             return final_hidden(self.model, self.judging), self._recall(self.judging)
 
     @torch.no_grad()
-    def _measure(self, choice: Choice) -> dict[str, float]:
-        options = self.budget.applied(choice)
-        self.aligner.follow(options)
-        whole = choice.layers(self.budget.shape)
-        layers = [i for i in range(self.budget.shape[0]) if i not in whole]
-        if choice.has_state:
+    def _measure(self, candidate: Candidate) -> dict[str, float]:
+        placement = self.budget.placement(candidate)
+        layers = list(placement.replaced_layers)
+        self.aligner.follow(self.budget.layer(candidate.window, candidate.has_state), placement)
+        if candidate.has_state:
             mixers = {layer: mixer for layer, (mixer, _) in self.aligner.fit(layers, self.aligner.quick).items()}
         else:
             mixers = {layer: self.model.mixer(layer).requires_grad_(False) for layer in layers}
         (reference, recall), lost = self._judge, 0.0
         with replaced(self.model.whole(), mixers):
             hidden = final_hidden(self.model, self.judging)
-            if recall.counts and choice.window < recall.distance:
+            if recall.counts and candidate.window < recall.distance:
                 lost = max(recall.loss(final_hidden(self.model, recall.probe.ids)).item() - recall.of_teacher, 0.0)
         kl = kl_of_hidden(reference.flatten(0, 1), hidden.flatten(0, 1), self.model.model.lm_head).mean().item()
-        lost *= max(1 - choice.window / self.budget.context, 0.0)
+        lost *= max(1 - candidate.window / self.budget.context, 0.0)
         return {"kl": kl, "recall": lost, "total": kl + self.weight * lost}

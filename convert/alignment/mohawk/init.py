@@ -15,7 +15,7 @@ from modeling_llamba.matrix_mixer import OPEN_GATE
 
 
 @torch.no_grad()
-def mohawk_start(mixer: nn.Module, num_layers: int, seed: int) -> None:
+def mohawk_init(mixer: nn.Module, num_layers: int, seed: int) -> None:
     """MOHAWK's random mixer, in place."""
     generator = torch.Generator().manual_seed(seed)
     _draw_linear(mixer.in_proj.weight, generator)
@@ -33,7 +33,7 @@ def mohawk_start(mixer: nn.Module, num_layers: int, seed: int) -> None:
 
 
 @torch.no_grad()
-def mamba_in_llama_start(mixer: nn.Module, seed: int) -> None:
+def mamba_in_llama_init(mixer: nn.Module, seed: int) -> None:
     """Mamba in the Llama's, in place: `mixer` is a mapped one, whose x, B, C and out_proj stay."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.empty_like(mixer.in_proj.weight)

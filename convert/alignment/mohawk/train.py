@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...checkpoint.card import ALIGNMENT_NOTES, NOTES
-from ...config import parse_size
-from ...plan import STUDENTS
+from ...options import parse_size
+from ...weights.students import STUDENTS
 from ...weights.rules import Rule
 from ...weights.writer import plan_shards, write_shards
 from ..fit import Progress
-from ..settings import AlignmentSettings
+from ...options import AlignmentOptions
 from ..teacher_model import TeacherModel
 from .stages import STAGES, Stages
 
@@ -62,16 +62,16 @@ def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_sh
     write_shards(plan_shards(rules, dtype, parse_size(max_shard_size)), None, dtype, folder)
 
 
-def training_rows_needed(settings: AlignmentSettings) -> int:
-    """Sequences that the longest of the stages reads."""
-    return max(-(-getattr(settings, name).tokens // settings.sequence_length) for name in STAGES.values())
+def training_rows_needed(settings: AlignmentOptions, sequence_length: int) -> int:
+    """Number of sequences that the longest of the stages reads."""
+    return max(-(-getattr(settings, name).tokens // sequence_length) for name in STAGES.values())
 
 
 def train_hybrid(
     student: nn.Module,
     teacher: TeacherModel,
     rows: torch.Tensor,
-    settings: AlignmentSettings,
+    settings: AlignmentOptions,
     work: Path,
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,

@@ -1,0 +1,791 @@
+"""Every option of a conversion: its name, type, default and help stand here and nowhere else.
+
+The command line, the YAML file, the Python function `convert` and docs/guide/options.md are all made from these
+dataclasses. A YAML file has the same sections and names; `CONVERSION_FLAGS` lists the few that the command line offers, too.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import docstring_parser
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    restricted_number_type,
+)
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEFAULT_CACHE = 0.25
+MAPPING = "names with values"
+SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
+Context = restricted_number_type("Context", int, [(">=", 16)], docstring="a whole number of at least 16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """How layers and heads are scored where the placement is searched for."""
+
+    recall_weight: NonNegativeFloat = 0.3
+    """How many nats of KL one nat of recall loss counts for."""
+    rounds: PositiveInt = 3
+    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
+    prose_tokens: PositiveInt = 2048
+    """Length of the text on which heads are scored, and of the other text on which the best candidates are judged."""
+    answers: PositiveInt = 256
+    """Number of random tokens that each recall probe hides in that text and asks for at its end."""
+    candidates: NonNegativeInt = 3
+    """Number of top candidates that are measured before one is taken; 0 trusts the scores."""
+    state: bool = True
+    """Consider a recurrent state beside the window; to score it, a mixer is fitted in every layer."""
+
+    def __post_init__(self):
+        if self.prose_tokens - self.prose_tokens // 8 < 4 * self.answers:  # the needle begins an eighth of the way in
+            raise ValueError(
+                f"prose_tokens {self.prose_tokens} has no room for a needle of {2 * self.answers} tokens and a "
+                "question as long; give more prose_tokens or fewer answers."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """Which layers keep attention, and what the others hold."""
+
+    attention_layers: int | float | list[int] | str | None = None
+    """Layers that keep their attention: a list (1,3,5), a share (0.25), a pattern of M and A repeated over the layers
+    (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by what replacing
+    each layer costs."""
+    selection: Literal["uniform", "kl", "kl+recall"] | None = None
+    """How a share of layers, or as many as fit into the cache, is placed: evenly (uniform), where replacing costs most
+    KL to the teacher (kl), or most KL and recall (kl+recall, the default when mixers are aligned)."""
+    cache: float | str | None = None
+    """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
+    heads, window and state are then chosen together. The default is 0.25 if nothing else about layers is said."""
+    context: PositiveInt = 4096
+    """Context length for which the cache is counted."""
+    window: PositiveInt | None = None
+    """Width of a softmax attention window beside each mixer, in tokens."""
+    sinks: NonNegativeInt = 4
+    """Number of first tokens that the window always sees."""
+    attention_heads: str | int | float | dict[int, list[int]] | None = None
+    """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
+    key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
+    search: SearchOptions = field(default_factory=SearchOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerOptions:
+    """The mixer that takes the place of attention."""
+
+    kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
+    """Mixer of the replaced layers; `none` leaves a window alone."""
+    export_ready: bool = False
+    """Choose a mixer that `convert-to-hybrid export` can write as an architecture of transformers: mamba2 with a norm
+    per head, SiLU and no rotary embedding."""
+    d_state: PositiveInt | None = None
+    """State size per head; the head dimension by default, 16 for mamba1."""
+    norm: Literal["none", "head", "whole"] | None = None
+    """Gated norm before the output projection of mamba2; per head by default."""
+    activation: Literal["identity", "silu"] | None = None
+    """Activation after the short convolution: identity (the default) keeps the mapping exact, silu is what published
+    mamba2 and mamba1 have."""
+    shared_state: bool | None = None
+    """Share one state among the heads that read the same key/value head. By default only where a cache budget is
+    spent on a teacher with grouped queries."""
+    gate_bias: bool = True
+    """Add a bias that opens the gate; published mamba2 and mamba1 have none."""
+    expand_kv_heads: bool = False
+    """Give x and B one head per query head instead of one per key/value head."""
+    rotary: bool | None = None
+    """Keep the teacher's rotary embedding on B and C; on by default where the state is large enough for it."""
+    decay_bias: bool = True
+    """Add a bias to the decay of discrete_mamba2."""
+    out_bias: bool = True
+    """Add a bias to the output projection."""
+    scope: Literal["beyond", "all"] | None = None
+    """Beside a window, what the mixer sees: the tokens beyond the window (the default) or all of them."""
+    initial_decay: Decay = 0.9
+    """Decay per token of every head before alignment."""
+
+    def __post_init__(self):
+        if self.export_ready:
+            for name, value in {"norm": "head", "activation": "silu", "rotary": False}.items():
+                if getattr(self, name) not in (None, value):
+                    raise ValueError(f"export_ready needs {name} {value}, not {getattr(self, name)}.")
+                object.__setattr__(self, name, value)
+            if self.kind not in ("discrete_mamba2", "mamba2"):
+                raise ValueError(f"export_ready needs the mixer mamba2, not {self.kind}.")
+            object.__setattr__(self, "kind", "mamba2")
+        if self.norm is not None and self.kind != "mamba2":
+            raise ValueError(f"norm exists for the mamba2 mixer only; the mixer is {self.kind}.")
+        if self.shared_state and self.kind in ("mamba1", "none"):
+            raise ValueError(f"Mixer {self.kind} has no state that heads could share; choose another mixer.")
+        if self.kind == "none" and self.scope is not None:
+            raise ValueError("Mixer none sees nothing; leave out scope, or choose another mixer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The closed-form fit of each mixer to the attention that it replaces."""
+
+    decays: tuple[Decay, ...] = (0.5, 0.7, 0.85, 0.95)
+    """Candidate decays per token, of which each layer takes the best."""
+    decays_beside_window: tuple[Decay, ...] = (0.99,)
+    """Candidate decays of a mixer that stands beside a window."""
+    ridges: tuple[NonNegativeFloat, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
+    """Candidate ridge strengths, in units of the mean squared feature."""
+    stream: Literal["teacher", "student"] = "teacher"
+    """Fit on the teacher's own layer inputs, which keeps layers independent, or on those of the hybrid so far, so that
+    later mixers make up for the errors of earlier ones."""
+    refine_steps: NonNegativeInt = 120
+    """Number of gradient steps after the closed form, on each mixer by itself."""
+    refine_learning_rate: PositiveFloat = 2e-3
+    """Peak learning rate of those steps."""
+    refine_attention: bool = False
+    """Let those steps change the window's query, key and value projections, too."""
+
+    def __post_init__(self):
+        for name in ("decays", "decays_beside_window", "ridges"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one candidate.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """What the three stages of MOHAWK have in common."""
+
+    tokens: NonNegativeInt = 0
+    """Number of training tokens; 0 leaves the stage out."""
+    sequences: PositiveInt = 2
+    """Number of sequences per step and process."""
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate of the mixers."""
+    warmup: ClosedUnitInterval = 0.1
+    """Share of the steps in which the learning rate rises."""
+    decay: ClosedUnitInterval = 0.3
+    """Share of the steps in which it falls to 0."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Norm to which gradients are clipped."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of matrices."""
+    save_every: NonNegativeInt = 200
+    """Number of steps between checkpoints; 0 writes none."""
+    report_to: str = "none"
+    """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
+
+    def __post_init__(self):
+        if self.warmup + self.decay > 1:
+            raise ValueError(
+                f"warmup {self.warmup} and decay {self.decay} are shares of the steps; they sum to more than 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrientationOptions(StageOptions):
+    """MOHAWK stage 1, matrix orientation: each mixer's matrix is turned towards the teacher's attention matrix."""
+
+    tile: PositiveInt = 128
+    """Number of matrix rows that are compared at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStateOptions(StageOptions):
+    """MOHAWK stage 2, hidden-state alignment: each layer's output is trained towards the teacher's."""
+
+    tokens: NonNegativeInt = 100_000
+    """Number of training tokens; 0 leaves the stage out."""
+    target: Literal["mixer", "block"] = "mixer"
+    """Compare the output of the mixer with that of the attention, or the output of the whole block."""
+    bf16: bool = False
+    """Run matrix products in bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationOptions(StageOptions):
+    """MOHAWK stage 3, knowledge distillation end to end."""
+
+    tokens: NonNegativeInt = 100_000
+    """Number of training tokens; 0 leaves the stage out."""
+    learning_rate: PositiveFloat = 3e-4
+    """Peak learning rate of the mixers."""
+    other_learning_rate: NonNegativeFloat = 3e-5
+    """Peak learning rate of everything but the mixers; 0 freezes it."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the teacher's and the hybrid's distributions."""
+    train_mlp: bool = True
+    """Train the MLPs, too, at other_learning_rate."""
+    gradient_checkpointing: bool = False
+    """Recompute blocks in the backward pass to save memory."""
+    bf16: bool = False
+    """Run matrix products in bfloat16."""
+    recall_share: ClosedUnitInterval = 0.0
+    """Share of the training sequences in which random tokens are hidden and asked for."""
+    window_dropout: ClosedUnitInterval = 0.0
+    """Probability at which a sequence starts training without the windows beside its mixers; it falls to 0 half way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignmentOptions:
+    """How the mixers learn to behave like the attention that they replace."""
+
+    method: Literal["none", "closed-form", "mohawk"] = "closed-form"
+    """How mixers are aligned: not at all, by closed-form fits, or by these and MOHAWK's stages after them."""
+    text: str = "default"
+    """Text to align on: `default` (in the package), `sampled` (drawn from the teacher), a .jsonl, .txt or .parquet
+    file, a folder of them, or a Hub data set as NAME:CONFIG:SPLIT."""
+    column: str = "text"
+    """Column of the data set that holds the text."""
+    tokens: PositiveInt = 30720
+    """Number of tokens that the closed-form fits use."""
+    sequence_length: Context | None = None
+    """Tokens per sequence; 512 by default, 1,024 where a cache budget is spent."""
+    held_out_sequences: PositiveInt = 4
+    """Number of sequences that judge the fits instead of taking part in them."""
+    init: Literal["teacher", "mohawk", "mamba-in-llama"] = "teacher"
+    """Initial mixers: mapped from the teacher and fitted, or as MOHAWK or Mamba in the Llama initialise them."""
+    device: str = "cpu"
+    """Device on which alignment runs: cpu, cuda."""
+    low_memory: bool = False
+    """Hold one block of the teacher in memory at a time; layers are then placed without scores."""
+    activation_memory: str = "4GB"
+    """Memory for activations; what exceeds it goes to disk."""
+    work_dir: str | None = None
+    """Folder that keeps fits and scores so that an interrupted run resumes; by default OUT.work, removed at the end."""
+    fit: FitOptions = field(default_factory=FitOptions)
+    matrix_orientation: OrientationOptions = field(default_factory=OrientationOptions)
+    hidden_state_alignment: HiddenStateOptions = field(default_factory=HiddenStateOptions)
+    distillation: DistillationOptions = field(default_factory=DistillationOptions)
+
+    def __post_init__(self):
+        parse_size(self.activation_memory)
+        if self.init != "teacher" and self.method != "mohawk":
+            raise ValueError(f"init {self.init} begins with mixers that only training fits; say --align mohawk.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where the hybrid goes."""
+
+    folder: str | None = None
+    """Folder to write the hybrid to."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights that are written; auto keeps the teacher's."""
+    max_shard_size: str = "5GB"
+    """Size of the largest weights file."""
+    overwrite: bool = False
+    """Replace the output folder if it holds a checkpoint, once the new one is complete."""
+    push_to_hub: str | None = None
+    """Hub repository to which the result is uploaded."""
+    private: bool = False
+    """Make that repository private."""
+
+    def __post_init__(self):
+        parse_size(self.max_shard_size)
+        if self.private and self.push_to_hub is None:
+            raise ValueError("private says who may see the uploaded repository; it needs push_to_hub.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionOptions:
+    """Turn a pretrained Transformer into a hybrid Mamba/attention model."""
+
+    model: str | None = None
+    """Teacher to convert: a Hub id, a local folder, or a GGUF file."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub repository."""
+    gguf_file: str | None = None
+    """GGUF file inside the folder or repository."""
+    trust_remote_code: bool = False
+    """Run code from the teacher's repository, which its tokenizer may need."""
+    seed: int = 0
+    """Seed for newly initialised tensors and for the order of training text."""
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    mixer: MixerOptions = field(default_factory=MixerOptions)
+    alignment: AlignmentOptions = field(default_factory=AlignmentOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+    def __post_init__(self):
+        placement, alignment, mixer = self.placement, self.alignment, self.mixer
+        for name, value in (("model", self.model), ("output folder", self.output.folder)):
+            if not value:
+                raise ValueError(f"No {name} given: convert-to-hybrid MODEL OUT, or in the YAML file.")
+        if isinstance(placement.cache, float | int) and not 0 < placement.cache <= 1:
+            raise ValueError(f"cache {placement.cache} is no share of the teacher's cache; give 0.25, or 50MB.")
+        if isinstance(placement.cache, str):
+            parse_size(placement.cache)
+        by_score = placement.selection in ("kl", "kl+recall")
+        if by_score and (alignment.method == "none" or alignment.low_memory):
+            way_out = "an alignment" if alignment.method == "none" else "the whole teacher in memory (no low_memory)"
+            raise ValueError(f"selection {placement.selection} scores fitted mixers; it needs {way_out}.")
+        if placement.selection is not None and self.names_layers:
+            raise ValueError("selection places a share of layers, and attention_layers names them; give one.")
+        if placement.cache is not None and placement.attention_layers is not None and not self.searches_budget:
+            raise ValueError(
+                "cache chooses how many layers keep attention, and attention_layers says which; give one."
+            )
+        if placement.window is None and not self.searches_budget:
+            if placement.attention_heads is not None:
+                raise ValueError("attention_heads stand beside a window; give one (window: 64).")
+            if mixer.kind == "none":
+                raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
+        if placement.window is not None and mixer.kind == "mamba1" and mixer.scope == "beyond":
+            raise ValueError("mamba1 beside a window sees everything; say scope all, or choose another mixer.")
+        if placement.window is not None and alignment.init != "teacher":
+            raise ValueError(f"init {alignment.init} knows no window; leave window out, or say init: teacher.")
+        if alignment.method == "none" and isinstance(placement.attention_heads, int | float):
+            raise ValueError(
+                "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
+            )
+
+    @property
+    def cache(self) -> float | str | None:
+        """The cache budget: the one given, or the default where nothing is said about what layers hold."""
+        given = self.placement.cache
+        told_nothing = dataclasses.replace(
+            self.placement, context=PlacementOptions.context, search=SearchOptions()
+        ) == PlacementOptions() and self.mixer in (
+            MixerOptions(),
+            MixerOptions(initial_decay=self.mixer.initial_decay),
+        )
+        if given is None and told_nothing and self.alignment.method == "closed-form" and not self.alignment.low_memory:
+            return DEFAULT_CACHE
+        return given
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether the layers that keep attention are named; otherwise their share is given, or a budget decides."""
+        return not isinstance(self.placement.attention_layers, float | None)
+
+    @property
+    def selection(self) -> Literal["uniform", "kl", "kl+recall"]:
+        """How a share of layers is placed."""
+        unscored = self.alignment.method == "none" or self.alignment.low_memory
+        return self.placement.selection or ("uniform" if unscored else "kl+recall")
+
+    @property
+    def scores_placement(self) -> bool:
+        """Whether layers or heads are chosen by scores on text."""
+        return self.searches_budget or (not self.names_layers and self.selection != "uniform")
+
+    @property
+    def searches_budget(self) -> bool:
+        """Whether layers, heads, window and state are chosen together, by their scores, within a cache budget."""
+        scored = self.alignment.method != "none" and not self.alignment.low_memory
+        return scored and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per calibration sequence."""
+        return self.alignment.sequence_length or (1024 if self.searches_budget else 512)
+
+
+def differences(options: Any) -> dict[str, Any]:
+    """Every option that is not its default, as nested plain data, for the record."""
+    found = {}
+    for item in dataclasses.fields(options):
+        value = getattr(options, item.name)
+        if dataclasses.is_dataclass(value):
+            if below := differences(value):
+                found[item.name] = below
+        elif value != item.default:
+            found[item.name] = value
+    return found
+
+
+CONVERSION_FLAGS = {
+    "--revision": "revision",
+    "--gguf-file": "gguf_file",
+    "--trust-remote-code": "trust_remote_code",
+    "--attention-layers": "placement.attention_layers",
+    "--cache": "placement.cache",
+    "--context": "placement.context",
+    "--window": "placement.window",
+    "--attention-heads": "placement.attention_heads",
+    "--mixer": "mixer.kind",
+    "--export-ready": "mixer.export_ready",
+    "--align": "alignment.method",
+    "--text": "alignment.text",
+    "--tokens": "alignment.tokens",
+    "--device": "alignment.device",
+    "--dtype": "output.dtype",
+    "--overwrite": "output.overwrite",
+    "--push-to-hub": "output.push_to_hub",
+    "--private": "output.private",
+}
+"""What the command line offers; every other option is YAML."""
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes in "5GB", "500MB", "2GiB" or a plain number.
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    cleaned = str(text).strip().upper().replace(" ", "")
+    unit = next((u for u in sorted(SIZE_UNITS, key=len, reverse=True) if cleaned.endswith(u)), "")
+    try:
+        size = int(float(cleaned.removesuffix(unit)) * SIZE_UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size; write for example 5GB or 500MB.")
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class MohawkOptions:
+    """Run stages of MOHAWK on a hybrid that exists already, and report what each changed."""
+
+    hybrid: str | None = None
+    """Folder of a hybrid made by convert-to-hybrid."""
+    teacher: str | None = None
+    """Teacher that the hybrid was made from: a Hub id, a local folder, or a GGUF file."""
+    revision: str | None = None
+    """Branch, tag or commit of the teacher's Hub repository."""
+    gguf_file: str | None = None
+    """GGUF file inside the teacher's folder or repository."""
+    trust_remote_code: bool = False
+    """Run code from the teacher's repository, which its tokenizer may need."""
+    stages: str | int | list[int] | None = None
+    """Stages to run: 1, 2, 3, or several of them (1,2). By default all that have tokens."""
+    stage_tokens: PositiveInt | None = None
+    """Number of training tokens of each of these stages, over what the YAML file says."""
+    seed: int = 0
+    """Seed for the order of the training text."""
+    alignment: AlignmentOptions = field(default_factory=lambda: AlignmentOptions(method="mohawk"))
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+    def __post_init__(self):
+        for name, value in (("hybrid", self.hybrid), ("teacher", self.teacher), ("output folder", self.output.folder)):
+            if not value:
+                raise ValueError(f"No {name} given: convert-to-hybrid mohawk HYBRID OUT --teacher MODEL.")
+
+    @property
+    def chosen_stages(self) -> tuple[int, ...]:
+        """The stages named, in order; empty for all that have tokens."""
+        given = self.stages if isinstance(self.stages, list) else str(self.stages or "").split(",")
+        numbers = [str(number).strip() for number in given if str(number).strip()]
+        if wrong := sorted(set(numbers) - {"1", "2", "3"}):
+            raise ValueError(f"There is no stage {wrong[0]}; MOHAWK has 1, 2 and 3.")
+        return tuple(sorted({int(number) for number in numbers}))
+
+    @property
+    def conversion(self) -> ConversionOptions:
+        """The same as options of a conversion."""
+        return ConversionOptions(
+            model=self.teacher,
+            revision=self.revision,
+            gguf_file=self.gguf_file,
+            trust_remote_code=self.trust_remote_code,
+            seed=self.seed,
+            placement=PlacementOptions(attention_layers="none"),
+            alignment=dataclasses.replace(self.alignment, method="mohawk"),
+            output=self.output,
+        )
+
+
+MOHAWK_FLAGS = {
+    "--teacher": "teacher",
+    "--revision": "revision",
+    "--gguf-file": "gguf_file",
+    "--trust-remote-code": "trust_remote_code",
+    "--stages": "stages",
+    "--stage-tokens": "stage_tokens",
+    "--text": "alignment.text",
+    "--device": "alignment.device",
+    "--overwrite": "output.overwrite",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Import a published hybrid (Phi-Mamba, mohawk, Llamba, Mamba in the Llama, M1) as an ordinary checkpoint."""
+
+    source: str | None = None
+    """Hub id or folder of a published hybrid."""
+    base: str | None = None
+    """Model that it was made from, for the tokenizer and for what the checkpoint leaves out."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub repository."""
+    trust_remote_code: bool = False
+    """Run code from the repository, which its tokenizer may need."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of the hybrid's configuration that are to be otherwise than derived."""
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write a hybrid made with --export-ready as one of transformers' own architectures."""
+
+    model: str | None = None
+    """Hub id or folder of a hybrid of this project."""
+    to: Literal["granitemoehybrid", "bamba"] = "granitemoehybrid"
+    """Architecture to write; bamba is the one for llama.cpp."""
+    expand: PositiveInt | None = None
+    """Width of the mixers over the model's width, filled up with zero heads; llama.cpp needs 2."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub repository."""
+    trust_remote_code: bool = False
+    """Run code from the repository, which its tokenizer may need."""
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Say what a checkpoint is: layers, mixers, sizes, cache, provenance. Loads no weights."""
+
+    model: str | None = None
+    """Folder or Hub id of a hybrid."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub repository."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvOptions:
+    """Say what this machine has: versions, kernels, and which code runs and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Answer a prompt, streaming; beside the teacher on request."""
+
+    model: str | None = None
+    """Folder, Hub id or GGUF file."""
+    prompt: str = ""
+    """Text to answer."""
+    teacher: str | None = None
+    """Answer beside this model; `recorded` is the teacher that the checkpoint names."""
+    max_new_tokens: PositiveInt = 128
+    """Largest number of tokens to generate."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 decodes greedily."""
+    seed: int = 0
+    """Seed of the sampling."""
+    raw: bool = False
+    """Continue the text without the chat template."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights in memory."""
+    device: str = "cpu"
+    """Device to run on: cpu, cuda."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub repository."""
+    trust_remote_code: bool = False
+    """Run code from the model's repository."""
+
+
+class OptionParser:
+    """Reads one options dataclass from a command line, from a YAML file, or from Python values.
+
+    Args:
+        options_class: the dataclass.
+        flags: what the command line offers, each flag with the dotted name of its field. Every other field can be set
+            in the YAML file, or by its dotted name (`--alignment.fit.refine_steps 0`), but `--help` does not list it.
+        positionals: the arguments without a flag, each with the dotted name of its field.
+        switches: flags of the command itself, with their help.
+    """
+
+    def __init__(
+        self,
+        options_class: type,
+        flags: Mapping[str, str],
+        positionals: Mapping[str, str],
+        switches: Mapping[str, str] = MappingProxyType({}),
+        prog: str = "convert-to-hybrid",
+    ):
+        self.options_class, self.flags, self.positionals, self.switches = options_class, flags, positionals, switches
+        self.prog = prog
+        self.options = {option.name: option for option in documented(options_class)}
+        self.parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
+        for metavar in positionals:
+            self.parser.add_argument(metavar, nargs="?")
+        self.parser.add_argument("--config", action="config")
+        self.parser.add_class_arguments(options_class, as_group=False)
+        for switch in switches:
+            self.parser.add_argument(*switch.split(), action="store_true")
+
+    def help(self) -> str:
+        """What `--help` prints: the flags alone, in the order of `flags`."""
+        shown = argparse.ArgumentParser(prog=self.prog, description=inspect.cleandoc(self.options_class.__doc__))
+        for metavar, name in self.positionals.items():
+            shown.add_argument(metavar, help=self.options[name].help, nargs="?")
+        for flag, name in self.flags.items():
+            option = self.options[name]
+            default = "" if option.default in (None, False) else f" (default: {option.default})"
+            kind = {"action": "store_true"} if option.default is False else {"metavar": flag[2:].upper()}
+            shown.add_argument(flag, help=(option.help + default).replace("%", "%%"), **kind)
+        shown.add_argument("--config", metavar="FILE", help="YAML file with any option: see docs/guide/options.md.")
+        for switch, text in self.switches.items():
+            shown.add_argument(*switch.split(), action="store_true", help=text)
+        return shown.format_help()
+
+    def from_command_line(self, argv: Sequence[str]) -> tuple[Any, dict[str, bool]]:
+        """The options, and whether each switch is on.
+
+        Raises:
+            ValueError: an unknown option, a value of the wrong kind, an unreadable YAML file, or a contradiction.
+        """
+        argv = self._with_dotted_names(argv)
+        with self._one_line_errors():
+            found = self.parser.parse_args(argv)
+            on = {switch.split()[-1][2:].replace("-", "_") for switch in self.switches}
+            switches = {name: found.pop(name) for name in on}
+            for metavar, name in self.positionals.items():
+                if (value := found.pop(metavar)) is not None:
+                    found[name] = value
+            return self._made(found), switches
+
+    def _with_dotted_names(self, argv: Sequence[str]) -> list[str]:
+        """`--window 8` -> `--placement.window 8`, `--overwrite` -> `--output.overwrite=true`."""
+        found, parts = [], iter(argv)
+        for part in parts:
+            flag, equals, value = part.partition("=")
+            if flag not in self.flags:
+                found.append(part)
+                continue
+            name = self.flags[flag]
+            if self.options[name].default is False and not equals:
+                found.append(f"--{name}=true")
+            elif self.options[name].kind == MAPPING:
+                found.append(f"--{name}.{value or next(parts, '')}")
+            else:
+                found.append(f"--{name}{equals}{value}")
+        return found
+
+    def from_values(self, values: Mapping[str, Any], config: str | Path | None = None) -> Any:
+        """The options from nested Python values, over those of a YAML file.
+
+        Raises:
+            ValueError: as from a command line.
+        """
+        with self._one_line_errors():
+            base = None if config is None else self.parser.parse_path(config)
+            return self._made(self.parser.parse_object(dict(values), cfg_base=base))
+
+    def _made(self, found: Any) -> Any:
+        found = self.parser.instantiate(found)
+        return self.options_class(**{item.name: found[item.name] for item in dataclasses.fields(self.options_class)})
+
+    @contextlib.contextmanager
+    def _one_line_errors(self) -> Iterator[None]:
+        """jsonargparse's errors in one line, an unknown name with the nearest right one."""
+        try:
+            yield
+        except ArgumentError as error:
+            raise ValueError(self._explained(str(error))) from error
+
+    def _explained(self, message: str) -> str:
+        names, flags = list(self.options), [*self.flags, *(switch.split()[-1] for switch in self.switches)]
+        if match := re.search(r"Group '(.+?)' does not accept option '(.+?)'|Option '(.+?)' is not accepted", message):
+            wrong = f"{match[1]}.{match[2]}" if match[1] else match[3]
+            return f"Unknown option {wrong!r}{_nearest(wrong, names)}"
+        if match := re.match(r"unrecognized arguments: (\S+)", message):
+            return f"Unknown option {match[1]}{_nearest(match[1], flags)}"
+        if match := re.match(r'Parser key "(.+?)":\s*(.*)', message, re.S):
+            if match[1] not in self.options:
+                return " ".join(f"{match[1]}: {match[2]}".split())
+            given = re.search(r"(?:Given|Got) value: (.*)", match[2]) or re.search(r"(\S+) does not conform", match[2])
+            value = "" if given is None else f", not {given[1]}"
+            return f"{match[1]} must be {self.options[match[1]].kind}{value}."
+        return " ".join(message.split())
+
+
+def _nearest(wrong: str, names: Sequence[str]) -> str:
+    """The known name that is nearest to a wrong one, wherever its section is."""
+    leaves = {name.rpartition(".")[2]: name for name in names}
+    same_leaf = leaves.get(wrong.rpartition(".")[2])
+    found = [same_leaf] if same_leaf else difflib.get_close_matches(wrong, names, 1, 0.5)
+    found = found or [leaves[leaf] for leaf in difflib.get_close_matches(wrong, leaves, 1, 0.5)]
+    return f"; did you mean {found[0]}?" if found else "."
+
+
+class Documented(NamedTuple):
+    """An option as it is shown to the user."""
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+
+
+@functools.cache
+def documented(options_class: type, prefix: str = "") -> tuple[Documented, ...]:
+    """Every option of a dataclass and of its sections, with the docstring that stands below its field."""
+    texts: dict[str, str] = {}
+    for cls in reversed(options_class.__mro__[:-1]):
+        parsed = docstring_parser.parse_from_object(cls)
+        texts |= {item.arg_name: " ".join((item.description or "").split()) for item in parsed.params}
+    found, hints = [], typing.get_type_hints(options_class)
+    for item in dataclasses.fields(options_class):
+        if dataclasses.is_dataclass(hints[item.name]):
+            found += documented(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            name = f"{prefix}{item.name}"
+            found.append(Documented(name, _kind(hints[item.name]), item.default, texts.get(item.name, "")))
+    return tuple(found)
+
+
+def _kind(hint: Any) -> str:
+    """A type in words."""
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(str(value) for value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a list, each item {_kind(typing.get_args(hint)[0])}"
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_kind(part) for part in typing.get_args(hint) if part is not types.NoneType)
+    if expected := getattr(hint, "_expression", None):
+        words = expected.replace(">=", "of at least ").replace(">", "above ").replace("<=", "at most ")
+        return f"a number {words.replace('v', '')}"
+    if typing.get_origin(hint) is dict:
+        return MAPPING
+    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}.get(hint, str(hint))
+
+
+@functools.cache
+def conversion_parser() -> OptionParser:
+    """The parser of a conversion's options."""
+    return OptionParser(ConversionOptions, CONVERSION_FLAGS, {})
+
+
+def make_options(model: str, output: str, config: str | Path | None = None, **values: Any) -> ConversionOptions:
+    """The options of a conversion from Python.
+
+    Args:
+        values: a section with its options (`alignment={"tokens": 8192}`), or one of the command line's flags by its
+            name (`window=32`, `align="none"`).
+
+    Raises:
+        ValueError: an unknown option, a value of the wrong kind, or a contradiction.
+    """
+    short = {flag[2:].replace("-", "_"): name for flag, name in CONVERSION_FLAGS.items()}
+    nested: dict[str, Any] = {}
+    for name, value in {"model": model, "output.folder": output, **values}.items():
+        if not isinstance(value, Mapping) or name == "attention_heads":
+            name = short.get(name, name)
+        *sections, leaf = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        if isinstance(value, Mapping) and leaf != "attention_heads":
+            place.setdefault(leaf, {}).update(value)
+        else:
+            place[leaf] = value
+    return conversion_parser().from_values(nested, config)

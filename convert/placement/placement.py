@@ -1,0 +1,127 @@
+"""What every layer of a hybrid holds: one typed object, made once and stored in config.json.
+
+It is made from what the user says (`named`, `share`), by a published preset, or by a search (search.py), and read back
+from a hybrid's configuration. Nothing turns it into text that would have to be parsed again.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The layer keeps the teacher's attention, its sliding window included."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A mixer takes the place of attention."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Attention to a window and the first tokens, beside a mixer or alone."""
+
+    window: int
+    """Number of last tokens that attention sees."""
+    sinks: int
+    """Number of first tokens that it sees as well."""
+    full_heads: tuple[int, ...] = ()
+    """Query heads that see every token."""
+    state: bool = True
+    """Whether a mixer with a recurrent state stands beside the window."""
+
+
+Layer = Attention | Mixer | Hybrid
+Heads = Mapping[int, Sequence[int]]
+"""Query heads by layer."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One entry per layer. All hybrid layers have the same window and sinks, and all or none a state."""
+
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self):
+        shared = {dataclasses.replace(layer, full_heads=()) for layer in self.layers if isinstance(layer, Hybrid)}
+        assert len(shared) <= 1, f"hybrid layers differ in more than their heads: {shared}"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep all of their attention."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, Attention))
+
+    @property
+    def replaced_layers(self) -> tuple[int, ...]:
+        """The other layers."""
+        return tuple(i for i, layer in enumerate(self.layers) if not isinstance(layer, Attention))
+
+    @property
+    def hybrid(self) -> Hybrid | None:
+        """What the hybrid layers share; None where there are none."""
+        return next((layer for layer in self.layers if isinstance(layer, Hybrid)), None)
+
+    @property
+    def full_heads(self) -> dict[int, tuple[int, ...]]:
+        """Query heads that see every token, by hybrid layer that has any."""
+        layers = enumerate(self.layers)
+        return {i: layer.full_heads for i, layer in layers if isinstance(layer, Hybrid) and layer.full_heads}
+
+    def keeping(self, attention_layers: Collection[int]) -> "Placement":
+        """The same with attention in these layers, too."""
+        return Placement(tuple(Attention() if i in attention_layers else x for i, x in enumerate(self.layers)))
+
+    def with_full_heads(self, heads: Heads) -> "Placement":
+        """The same with other heads that see every token; heads of layers that are not hybrid are left out."""
+        return Placement(
+            tuple(
+                dataclasses.replace(layer, full_heads=tuple(heads.get(i, ()))) if isinstance(layer, Hybrid) else layer
+                for i, layer in enumerate(self.layers)
+            )
+        )
+
+    def config_fields(self, teacher_layer_types: Sequence[str]) -> dict[str, Any]:
+        """The fields of the hybrid's configuration that store it."""
+        kinds = {Mixer: "linear_attention", Hybrid: "hybrid"}
+        hybrid = self.hybrid
+        heads = [list(layer.full_heads) if isinstance(layer, Hybrid) else [] for layer in self.layers]
+        return {
+            "layer_types": [
+                kinds.get(type(layer), teacher)
+                for layer, teacher in zip(self.layers, teacher_layer_types, strict=True)
+            ],
+            "hybrid_full_heads": heads if any(heads) else None,
+        } | ({} if hybrid is None else {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks})
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "Placement":
+        """The placement that a hybrid's configuration stores."""
+        full, state = config.hybrid_full_heads or [[]] * config.num_hidden_layers, config.mixer != "none"
+        kinds = {
+            "linear_attention": lambda i: Mixer(),
+            "hybrid": lambda i: Hybrid(config.hybrid_window, config.hybrid_sinks, tuple(full[i]), state),
+        }
+        return cls(
+            tuple(kinds[kind](i) if kind in kinds else Attention() for i, kind in enumerate(config.layer_types))
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A placement, and how it was found."""
+
+    placement: Placement
+    search: dict[str, Any] | None = None
+    """What a cache budget allowed, and which candidate was taken."""
+    notes: tuple[str, ...] = ()
+    """What only scores can decide, where none were taken."""
+
+
+def everywhere(layer: Layer, num_layers: int) -> Placement:
+    """The same in every layer."""
+    return Placement((layer,) * num_layers)
