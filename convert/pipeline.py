@@ -23,8 +23,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-import modeling_llamba
-import modeling_phimamba
+from modeling_llamba.ship_code import code_files
 
 from .alignment.aligner import Alignment, ClosedFormAligner, selection_of
 from .alignment.fit import Progress
@@ -36,13 +35,12 @@ from .formats.native import check_holdable
 from .placement.budget import Budget, Choice, budget_of, budget_report, with_layer_budget
 from .placement.heads import as_text, is_number
 from .placement.search import BudgetSearch
-from .plan import Plan, make_plan
+from .plan import STUDENTS, Plan, make_plan
 from .teachers.teacher import Teacher, find_teacher, gguf_tokenizer
 from .weights.writer import hash_files, plan_shards, write_shards
 
 # where things lie on this machine; not for publication
 LOCAL_OPTIONS = ("model", "output", "overwrite", "work_dir", "align_config", "calibration_dataset", "attention_heads")
-PACKAGES = {"llamba": (modeling_llamba, "Llamba"), "phimamba": (modeling_phimamba, "PhiMamba")}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -227,7 +225,7 @@ def _copy_tokenizer_code(teacher: Teacher, folder: Path, trust_remote_code: bool
         raise ValueError(
             f"The tokenizer of {teacher.name} is code of its own; say --trust-remote-code to take it along."
         )
-    ours = {path.name for path in Path(PACKAGES[teacher.family.student][0].__file__).parent.glob("*.py")}
+    ours = code_files(STUDENTS[teacher.family.student][0])
     for path in teacher.folder.glob("*.py"):
         if path.name in ours:
             raise ValueError(f"The teacher's {path.name} would collide with a file of the hybrid's own code.")
@@ -264,20 +262,10 @@ def record_provenance(
 
 
 def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
-    """The remote code, then config.json, whose presence makes the folder a checkpoint."""
-    package, prefix = PACKAGES[config.model_type]
-    for path in Path(package.__file__).parent.glob("*.py"):
-        if path.name != "__init__.py":
-            shutil.copyfile(path, folder / path.name)
-    name = config.model_type
-    config.architectures = [f"{prefix}ForCausalLM"]
+    """Write config.json, whose presence makes the folder a checkpoint, and the code that it names."""
+    config.architectures = [STUDENTS[config.model_type][1].__name__]
     config.dtype = dtype
-    config.auto_map = {
-        "AutoConfig": f"configuration_{name}.{prefix}Config",
-        "AutoModel": f"modeling_{name}.{prefix}Model",
-        "AutoModelForCausalLM": f"modeling_{name}.{prefix}ForCausalLM",
-    }
-    config.to_json_file(folder / "config.json")
+    config.save_pretrained(folder)
 
 
 def check_token(options: ConversionConfig) -> None:
