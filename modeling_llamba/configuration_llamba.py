@@ -1,6 +1,11 @@
 """Configuration of Llamba: Llama-like blocks with some attention layers replaced by a matrix mixer."""
 
+from typing import TYPE_CHECKING
+
 from .hybrid_config import HybridConfig
+
+if TYPE_CHECKING:  # never run, but transformers reads it: whoever fetches the configuration can then save all the code
+    from .modeling_llamba import LlambaForCausalLM  # noqa: F401
 
 
 class LlambaConfig(HybridConfig):

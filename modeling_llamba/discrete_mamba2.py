@@ -1,7 +1,5 @@
 """Discrete Mamba-2: the mixer of Phi-Mamba and Llamba, and the default here.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
     S_t = a_t S_{t-1} + x_t B_t^T        y_t = S_t C_t + D x_t        a_t = sigmoid(-A_log_t)
     out = out_proj(y * silu(z + z_bias))
 

@@ -1,7 +1,5 @@
 """When drafting pays: what a verified draft brings, what it costs, and the length that follows.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 Where each drafted token is right with probability a, given that those before it are, a pass that verifies K of them
 yields (Leviathan et al. 2023, arXiv 2211.17192, equation 1)
 

@@ -1,7 +1,5 @@
 """Where drafted tokens come from: a smaller model, the model's own first layers, or the text so far.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 Shapes: B batch, L length, K drafted tokens, V vocabulary.
 """
 

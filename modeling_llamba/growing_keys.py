@@ -1,7 +1,5 @@
 """Keys and values that grow in place.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 transformers' dynamic cache concatenates: every token copies all keys and values there are, which at a context of 4,096
 is more than half of a small model's step. Here a layer of it, itself unchanged, gets room for the tokens to come.
 """

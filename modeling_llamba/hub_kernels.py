@@ -1,7 +1,5 @@
 """Compiled kernels from the Hub in place of packages that are not installed, where the user allows it.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 With HYBRID_HUB_KERNELS=1 in the environment when the model's code is imported, mamba_ssm's scan and the causal
 convolution come from the repository that transformers takes them from. That downloads compiled code and runs it, so
 nothing happens unasked, nor without a CUDA device to run it on.

@@ -1,7 +1,5 @@
 """What a hybrid carries from one call to the next: transformers' own cache, plus a length.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 `DynamicCache(config=...)` builds a key/value layer for every attention layer and a conv state plus a recurrent
 state for every mixer, from `config.layer_types`. It counts tokens by looking at an attention layer, so a model
 without one has no length at all: `RecurrentCache` keeps the count itself. A hybrid layer keeps its mixer's states, a

@@ -1,14 +1,15 @@
-"""What both hybrid families have in common in their configuration: attention, mixers, and which layer is which.
+"""What both hybrid families have in common in their configuration: attention, mixers, and which layer is which."""
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-"""
-
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
@@ -152,6 +153,23 @@ class HybridConfig(PreTrainedConfig):
             self.hybrid_sink_reach = self.max_position_embeddings
         super().__post_init__(**kwargs)
         self.validate_hybrid()
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
+        """Write config.json and the code it names; a model's `save_pretrained` comes here, too.
+
+        Args:
+            push_to_hub: upload both; `kwargs` are then those of `push_to_hub`.
+        """
+        name, family = self.model_type, type(self).__name__.removesuffix("Config")
+        self.auto_map = {
+            "AutoConfig": f"configuration_{name}.{family}Config",
+            "AutoModel": f"modeling_{name}.{family}Model",
+            "AutoModelForCausalLM": f"modeling_{name}.{family}ForCausalLM",
+        }
+        super().save_pretrained(save_directory, **kwargs)
+        ship_code(type(self), save_directory)
+        if push_to_hub:  # not the inherited way, which would upload config.json alone
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def validate_hybrid(self) -> None:
         """Refuse contradictory fields.

@@ -1,7 +1,5 @@
 """A layer that holds both: softmax attention to a window and sinks, and a matrix mixer for what lies beyond.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
     out = near_proj(attention(u))                while window and sinks see all there is
     out = out_proj([attention(u), mixer(u)])     from then on
 

@@ -1,7 +1,5 @@
 """The parts of a hybrid model that do not depend on the block: initialisation, masks, caches, the decoder loop, loss.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 A family subclasses these three and says what its blocks are.
 """
 

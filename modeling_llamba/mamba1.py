@@ -1,7 +1,5 @@
 """Mamba-1: the first mixer of Mamba-in-the-Llama.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 A state of N numbers per channel, with a step size per channel and a decay per channel and state. in_proj gives
 [z, x, B, C, dt]; dt is low rank. x is expanded from the key/value heads to all heads before the convolution; B and
 C are not convolved. Each head of P channels is cut into P / N pieces that pair the matching N features of query and

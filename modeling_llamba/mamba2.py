@@ -1,7 +1,5 @@
 """Mamba-2: the mixer of Mamba-in-the-Llama.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
     dt_t = softplus(dt_t + dt_bias)      S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t x_t B_t^T
     y_t = S_t C_t + D x_t                out = out_proj(norm(y * silu(z)))
 

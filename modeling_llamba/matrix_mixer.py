@@ -1,7 +1,5 @@
 """The interface every mixer shares: project the input, mix along the sequence, gate and project out.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 A matrix mixer is a linear map y = M x along the sequence whose matrix M (L, L, per head) depends on the input.
 `forward` computes it by a scan; `materialize` returns M itself, which MOHAWK stage 1 compares with attention.
 

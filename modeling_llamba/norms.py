@@ -1,7 +1,4 @@
-"""Normalisation layers.
-
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-"""
+"""Normalisation layers."""
 
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Passes that can be taken back: how a draft is verified without a copy of the state for each token.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 A recurrent state cannot be cropped. While a cache records, its states stay where they were at the checkpoint, the last
 token known to be right, and the layers note what the passes since then fed them: a mixer its x, B and decay and the
 inputs of its short convolution, attention its keys and values, as ever. `accept` then moves the checkpoint: each row

@@ -1,7 +1,4 @@
-"""Rotary position embedding, for softmax attention and for B and C of the mixers alike.
-
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-"""
+"""Rotary position embedding, for softmax attention and for B and C of the mixers alike."""
 
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Selective scan (S6): the diagonal recurrence of Mamba-1.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 Per channel d, with state h_t of shape (D, N):
 
     h_t[d] = exp(dt_t[d] A[d]) h_{t-1}[d] + dt_t[d] x_t[d] B_t[g(d)]        y_t[d] = h_t[d] . C_t[g(d)]

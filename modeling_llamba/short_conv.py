@@ -1,7 +1,5 @@
 """The short causal depthwise convolution before the scan.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 Shapes: B batch, L length, C channels, K kernel width.
 """
 

@@ -1,7 +1,5 @@
 """Speculative decoding, for hybrids and with them: draft some tokens, verify them in one pass, keep what is right.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
     model.generate(**inputs, custom_generate=model.speculative_decoding, draft=small_model, num_draft_tokens=4)
 
 Greedy output is the target's own greedy output; sampled output follows the target's distribution, whatever the draft

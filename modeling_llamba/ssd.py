@@ -1,7 +1,5 @@
 """State space duality (SSD): the scan behind the Mamba-2 style mixers.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 Per head, with S_t of shape (P, N):
 
     S_t = a_t S_{t-1} + x_t B_t^T        y_t = S_t C_t        a_t = exp(log_a_t), log_a_t <= 0

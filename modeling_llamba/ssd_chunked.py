@@ -1,7 +1,5 @@
 """The chunked SSD scan in plain PyTorch, with its own gradient.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 Within a chunk the recurrence is a product with a lower triangular matrix, between chunks it is one step of a state
 (Dao and Gu 2024, section 6). Chunks come one after the other with the heads batched, so that what is being worked on
 stays in the cache; the backward pass keeps one state per chunk and recomputes everything of size Q x Q.

@@ -1,7 +1,5 @@
 """Softmax attention to a window and the first tokens (sinks), in constant memory; on chosen heads, to everything.
 
-Identical in modeling_phimamba and modeling_llamba; edit the former, run `make fix-copies`.
-
 A query at column t sees the W columns t - W + 1 .. t and the first K tokens of its sequence ("sinks", where softmax
 puts what it wants nowhere else: Xiao et al. 2024, StreamingLLM). Up to `hybrid_sink_reach` tokens away a sink is where
 it is; from farther on it is seen as from there, since the teacher's rotary embedding has met no greater distance.

@@ -1,6 +1,11 @@
 """Configuration of PhiMamba: Phi's parallel block with some attention layers replaced by a matrix mixer."""
 
-from .hybrid_config import HybridConfig
+from typing import TYPE_CHECKING
+
+from modeling_llamba.hybrid_config import HybridConfig
+
+if TYPE_CHECKING:  # never run, but transformers reads it: whoever fetches the configuration can then save all the code
+    from .modeling_phimamba import PhiMambaForCausalLM  # noqa: F401
 
 
 class PhiMambaConfig(HybridConfig):

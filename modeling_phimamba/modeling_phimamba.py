@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from modeling_llamba.hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
+from modeling_llamba.rotary import RotaryEmbedding
+
 from .configuration_phimamba import PhiMambaConfig
-from .hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
-from .rotary import RotaryEmbedding
 
 
 class PhiMambaMLP(nn.Module):

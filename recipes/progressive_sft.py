@@ -24,7 +24,6 @@ from torch import nn
 
 from convert import convert
 from convert.checkpoint.folder import staged
-from convert.pipeline import add_code
 from convert.plan import MIXER_LAYERS, STUDENTS
 
 from . import sft
@@ -113,7 +112,6 @@ def write_step(model: nn.Module, lender: Path, before: Path | None, folder: Path
         if before is not None:
             shutil.copyfile(before / "training.json", staging / "training.json")
         model.save_pretrained(staging)
-        add_code(model.config, staging, model.dtype)
 
 
 def run(arguments: list[str], schedule: str, steps: int | None, attention_from: str | None = None) -> list[dict]:

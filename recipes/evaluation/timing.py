@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from modeling_phimamba.recording import cache_nbytes
+from modeling_llamba.recording import cache_nbytes
 
 
 def now(device: torch.device) -> float:

@@ -74,6 +74,8 @@ def _with_its_own_code(name: str, options: dict[str, Any]) -> nn.Module:
             f"it ships no code of its own (a {stored.get('model_type')} model); leave trust_remote_code out."
         )
     model_class = get_class_from_dynamic_module(reference["AutoModelForCausalLM"], name, revision=options["revision"])
+    # checkpoints from before the configuration saved the code itself
+    model_class.config_class.register_for_auto_class()
     model_class.register_for_auto_class("AutoModelForCausalLM")
     return model_class.from_pretrained(name, **options)
 

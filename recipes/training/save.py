@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NOTES
 from convert.checkpoint.folder import staged
-from convert.pipeline import add_code
 
 RECORD = "training.json"
 SECTION = "## Training"
@@ -108,7 +107,6 @@ def write_checkpoint(
         card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(output.name)
         with_training(card, stages, output.name).save(folder / "README.md")
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-        add_code(model.config, folder, model.dtype)  # its config.json, written last, makes the folder a checkpoint
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-import modeling_phimamba.growing_keys as growing_keys
-from modeling_phimamba.growing_keys import append_keys
-from modeling_phimamba.ssd import ssd_recurrence, ssd_scan, ssd_step
+import modeling_llamba.growing_keys as growing_keys
+from modeling_llamba.growing_keys import append_keys
+from modeling_llamba.ssd import ssd_recurrence, ssd_scan, ssd_step
 from tests.modeling.test_ssd import SHAPES, random_inputs, relative_error
 from tests.students import make_student
 from tests.teachers import random_ids

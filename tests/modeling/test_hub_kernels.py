@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import convert.tools.env as environment
-from modeling_phimamba import hub_kernels, short_conv, ssd
+from modeling_llamba import hub_kernels, short_conv, ssd
 
 FUNCTIONS = {name: object() for name in ("mamba_chunk_scan_combined", "causal_conv1d_fn", "causal_conv1d_update")}
 

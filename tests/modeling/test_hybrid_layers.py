@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from modeling_phimamba.attention import SoftmaxAttention
-from modeling_phimamba.hybrid_mixer import MIXER_CLASSES
-from modeling_phimamba.rotary import apply_rotary
-from modeling_phimamba.window_attention import WindowInputs
+from modeling_llamba.attention import SoftmaxAttention
+from modeling_llamba.hybrid_mixer import MIXER_CLASSES
+from modeling_llamba.rotary import apply_rotary
+from modeling_llamba.window_attention import WindowInputs
 from tests.students import make_student, student_config
 from tests.teachers import TINY, random_ids
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from modeling_phimamba.hybrid_cache import RecurrentCache
+from modeling_llamba.hybrid_cache import RecurrentCache
 from tests.students import FAMILIES, MIXERS, PATTERNS, make_student
 from tests.teachers import random_ids
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from modeling_phimamba.hybrid_cache import cache_length
-from modeling_phimamba.recording import accept, record, recorded_bytes, stop_recording, tensors_of
-from modeling_phimamba.selective_scan import selective_advance, selective_read, selective_recurrence
-from modeling_phimamba.ssd import ssd_advance, ssd_read, ssd_recurrence
+from modeling_llamba.hybrid_cache import cache_length
+from modeling_llamba.recording import accept, record, recorded_bytes, stop_recording, tensors_of
+from modeling_llamba.selective_scan import selective_advance, selective_read, selective_recurrence
+from modeling_llamba.ssd import ssd_advance, ssd_read, ssd_recurrence
 from tests.modeling.test_models import CASES, CLOSE
 from tests.modeling.test_ssd import SHAPES, random_inputs
 from tests.students import make_student

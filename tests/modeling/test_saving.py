@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
-from tests.students import FAMILIES, MIXERS, make_student, student_config
+from tests.students import FAMILIES, make_student, student_config
 from tests.teachers import LONGROPE, random_ids
 
+BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_b04284e.tar.xz"
+"""A checkpoint of each family as `save_pretrained` wrote it at commit b04284e, with its own code (other files than
+today), and ids and logits in expected.pt."""
+
 STRANGER = """
+import pathlib
 import sys
 
 class NotInstalled:
@@ -23,35 +30,135 @@ class NotInstalled:
 
 sys.meta_path.insert(0, NotInstalled())
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-folder, again = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-assert type(model).__module__.startswith("transformers_modules"), type(model)
-ids = torch.load(f"{folder}/ids.pt")
-with torch.no_grad():
-    torch.save((model(ids).logits, model.generate(ids, max_new_tokens=6, do_sample=False)), f"{folder}/out.pt")
-model(ids, labels=ids).loss.backward()
-model.save_pretrained(again)
+for first in map(pathlib.Path, sys.argv[1:]):
+    expected = torch.load(first / "expected.pt")
+    ids, second, third = expected["ids"], *(first.with_name(first.name + end) for end in ("-second", "-third"))
+    for folder, again in ((first, second), (second, third), (third, None)):
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        assert type(model).__module__.startswith(f"transformers_modules.{folder.name}".replace("-", "_hyphen_"))
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, expected["logits"], msg=str(folder))
+        if "generated" in expected:
+            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected["generated"]), folder
+        model(ids, labels=ids).loss.backward()
+        if again is not None:
+            model.save_pretrained(again)
+    AutoConfig.from_pretrained(first, trust_remote_code=True).save_pretrained(first.with_name(first.name + "-config"))
 """
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixer, pattern", [*((mixer, "hybrid") for mixer in MIXERS), ("discrete_mamba2", "beside")])
-def test_a_stranger_loads_generates_trains_and_saves_again(family, mixer, pattern, tmp_path):
-    model = make_student(family, mixer, pattern, dtype=torch.float32)
-    ids = random_ids(2, 9)
-    model.save_pretrained(tmp_path / "first")
-    torch.save(ids, tmp_path / "first" / "ids.pt")
-    expected = model(ids).logits, model.generate(ids, max_new_tokens=6, do_sample=False)
-    for folder, again in (("first", "second"), ("second", "third")):
-        torch.save(ids, tmp_path / folder / "ids.pt")
-        command = [sys.executable, "-c", STRANGER, str(tmp_path / folder), str(tmp_path / again)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-2000:]
-        logits, generated = torch.load(tmp_path / folder / "out.pt")
-        torch.testing.assert_close(logits, expected[0])
-        assert torch.equal(generated, expected[1])
+def run_as_a_stranger(folders):
+    """In a process that cannot import the project: load, train, save and load again, twice over; and save the
+    configuration alone."""
+    command = [sys.executable, "-c", STRANGER, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folders[0].parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def code_in(folder):
+    return {path.name: path.read_text() for path in folder.glob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of both families and all mixers, that a stranger has loaded and saved again."""
+    root, folders, beside = tmp_path_factory.mktemp("saved"), [], ("discrete_mamba2", "beside")
+    cases = [
+        ("llamba", *beside),
+        ("phimamba", *beside),
+        ("llamba", "mamba2", "hybrid"),
+        ("phimamba", "mamba1", "hybrid"),
+    ]
+    for family, mixer, pattern in cases:
+        model, ids = make_student(family, mixer, pattern, dtype=torch.float32), random_ids(2, 9)
+        folders.append(root / f"{family}-{mixer}-{pattern}")
+        model.save_pretrained(folders[-1])
+        with torch.no_grad():
+            expected = {"logits": model(ids).logits, "generated": model.generate(ids, max_new_tokens=6)}
+        torch.save({"ids": ids} | expected, folders[-1] / "expected.pt")
+    run_as_a_stranger(folders)
+    return root, folders
+
+
+def test_a_stranger_loads_generates_trains_and_saves_again(saved):
+    root, folders = saved
+    for folder in folders:
+        first = json.loads((folder / "config.json").read_text())
+        for end in ("-second", "-third"):
+            again = root / f"{folder.name}{end}"
+            assert code_in(again) == code_in(folder)
+            assert json.loads((again / "config.json").read_text()) == first
+
+
+def test_every_way_to_save_writes_the_same_code_and_classes(saved, tmp_path):
+    root, folders = saved
+    for folder in folders[:2]:
+        family = folder.name.split("-")[0]
+        config_class, model_class = FAMILIES[family]
+        config = AutoConfig.from_pretrained(folder)
+        config.save_pretrained(tmp_path / family)
+        AutoModel.from_pretrained(folder).save_pretrained(tmp_path / f"{family}-base")
+        written = json.loads((folder / "config.json").read_text())
+        assert written["auto_map"] == {
+            "AutoConfig": f"configuration_{family}.{config_class.__name__}",
+            "AutoModel": f"modeling_{family}.{model_class.__name__.removesuffix('ForCausalLM')}Model",
+            "AutoModelForCausalLM": f"modeling_{family}.{model_class.__name__}",
+        }
+        for other in (tmp_path / family, tmp_path / f"{family}-base", root / f"{folder.name}-config"):
+            assert code_in(other) == code_in(folder)
+            assert json.loads((other / "config.json").read_text())["auto_map"] == written["auto_map"]
+
+
+def test_pushing_uploads_the_code_with_the_configuration(tmp_path, monkeypatch):
+    uploaded = []
+
+    def pushed(self, repo_id, **kwargs):
+        self.save_pretrained(tmp_path / "upload")
+        uploaded.append((repo_id, sorted(path.name for path in (tmp_path / "upload").iterdir())))
+
+    monkeypatch.setattr(LlambaConfig, "push_to_hub", pushed)
+    config = student_config()
+    config.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="me/hybrid", private=True)
+    assert uploaded == [("me/hybrid", sorted(path.name for path in (tmp_path / "local").iterdir()))]
+    assert "ship_code.py" in uploaded[0][1]
+
+
+def test_a_trained_adapter_goes_on_a_checkpoint_that_a_trainer_wrote(tmp_path):
+    """What TRL and PEFT write in the middle of training: whole models with code, adapters without."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model, ids = make_student("phimamba", dtype=torch.float32), random_ids(1, 7)
+    model.save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["in_proj"], modules_to_save=["conv1d"], init_lora_weights=False)
+    adapted = get_peft_model(model, lora).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert not code_in(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(loaded(ids).logits, adapted(ids).logits)
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-5)
+    assert code_in(tmp_path / "merged") == code_in(tmp_path / "base")
+
+
+def test_checkpoints_from_before_the_code_had_one_source_still_load(tmp_path):
+    """With the code they carry, where the project is not installed; with today's, where it is."""
+    with tarfile.open(BEFORE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folders = [tmp_path / family for family in FAMILIES]
+    run_as_a_stranger(folders)
+    for folder in folders:
+        expected = torch.load(folder / "expected.pt")
+        assert "ship_code.py" not in code_in(folder) and "drafts.py" in code_in(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(model) is FAMILIES[folder.name][1]
+        with torch.no_grad():
+            torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
+        model.save_pretrained(tmp_path / f"{folder.name}-today")
+        assert "ship_code.py" in code_in(tmp_path / f"{folder.name}-today")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

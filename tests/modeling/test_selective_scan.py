@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modeling_phimamba.selective_scan import (
+from modeling_llamba.selective_scan import (
     selective_matrix,
     selective_recurrence,
     selective_scan,

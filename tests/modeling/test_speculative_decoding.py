@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, StoppingCriteria
 
-from modeling_phimamba.drafts import Drafted, PromptLookup, Text, first_layers
-from modeling_phimamba.speculative_decoding import SpeculativeOutput, judge, speculative_decoding
+from modeling_llamba.drafts import Drafted, PromptLookup, Text, first_layers
+from modeling_llamba.speculative_decoding import SpeculativeOutput, judge, speculative_decoding
 from tests.modeling.test_models import CASES
 from tests.students import FAMILIES, MIXERS, make_student
 from tests.teachers import TINY, random_ids

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import modeling_phimamba.ssd as ssd
+import modeling_llamba.ssd as ssd
 
 SHAPES = {  # B, L, H, G, P, N, chunk, and T where the heads of a group share a state
     "one-token": (2, 1, 2, 2, 4, 4, 16),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import modeling_phimamba.short_conv as short_conv
-import modeling_phimamba.ssd as ssd
-from modeling_phimamba.short_conv import ShortConv
+import modeling_llamba.short_conv as short_conv
+import modeling_llamba.ssd as ssd
+from modeling_llamba.short_conv import ShortConv
 from tests.modeling.test_ssd import SHAPES, packed, random_inputs, relative_error
 from tests.students import make_student
 from tests.teachers import random_ids

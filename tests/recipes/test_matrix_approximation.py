@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from convert import convert
 from convert.alignment.mohawk.orientation import attention_rows
-from modeling_phimamba.ssd import ssd_matrix
+from modeling_llamba.ssd import ssd_matrix
 from recipes.studies.structured_matrices import run as matrix_approximation
 from recipes.studies.structured_matrices.attention_matrices import Sampler, best_scale, choose_places
 from recipes.studies.structured_matrices.distances import Effort, approximate

@@ -1,4 +1,4 @@
-"""Rules of the tree: copies, imports, what ships."""
+"""Rules of the tree: imports, what ships."""
 
 import ast
 import re
@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from modeling_llamba import LlambaConfig
+from modeling_llamba.ship_code import code_files, ship_code
+from modeling_phimamba import PhiMambaConfig
 
 ROOT = Path(__file__).parents[2]
-SHARED = re.search(r"^SHARED := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M)[1].replace("\\", "").split()
-RANKS = {"modeling_phimamba": 0, "modeling_llamba": 0, "convert": 1, "recipes": 2, "tests": 3}
-MODELING = ("modeling_phimamba", "modeling_llamba")
+RANKS = {"modeling_llamba": 0, "modeling_phimamba": 1, "convert": 2, "recipes": 3, "tests": 4}
+MODELING = {"modeling_llamba": LlambaConfig, "modeling_phimamba": PhiMambaConfig}
 
 
 def imports(path):
@@ -31,16 +35,15 @@ def imports(path):
             yield node.module, node.level, id(node) in guarded, node
 
 
-def test_shared_files_are_identical_copies():
-    for name in SHARED:
-        first, second = (ROOT / package / f"{name}.py" for package in MODELING)
-        assert first.read_bytes() == second.read_bytes(), (
-            f"{name}.py differs: edit modeling_phimamba, `make fix-copies`"
-        )
-    for package in MODELING:
-        own = {"__init__", f"configuration_{package[9:]}", f"modeling_{package[9:]}"}
-        assert {p.stem for p in (ROOT / package).glob("*.py")} == own | set(SHARED)
+def test_shared_files_have_one_owner():
+    def files(package):
         assert not [p for p in (ROOT / package).iterdir() if p.is_dir() and p.name != "__pycache__"]
+        return {p.name for p in (ROOT / package).glob("*.py")}
+
+    assert files("modeling_phimamba") == {"__init__.py", "configuration_phimamba.py", "modeling_phimamba.py"}
+    shared = files("modeling_llamba") - {"__init__.py", "configuration_llamba.py", "modeling_llamba.py"}
+    for package, config_class in MODELING.items():
+        assert set(code_files(config_class)) == shared | files(package) - {"__init__.py"}, "a file does not ship"
 
 
 @pytest.mark.parametrize("package", RANKS)
@@ -53,19 +56,25 @@ def test_imports_point_down_only(package):
 
 
 @pytest.mark.parametrize("package", MODELING)
-def test_remote_code_is_self_contained(package):
-    for path in (ROOT / package).glob("*.py"):
+def test_shipped_code_is_flat_and_self_contained(package, tmp_path):
+    ship_code(MODELING[package], tmp_path)
+    shipped = {path.name for path in tmp_path.iterdir()}
+    for path in tmp_path.iterdir():
+        relative = set()
         for module, level, guarded, node in imports(path):
             where = f"{path.name}:{node.lineno}"
             if level:
                 assert level == 1 and module and "." not in module, f"{where}: only `from .file import name`"
-                assert (ROOT / package / f"{module}.py").exists(), where
+                assert f"{module}.py" in shipped, where
+                relative.add(module)
             else:
                 top = module.split(".")[0]
                 assert guarded or top in ("torch", "transformers") or top in sys.stdlib_module_names, where
         # transformers' scanner reads text: a docstring line that looks like an import is one to it
-        in_text = set(re.findall(r"^\s*from\s+\.(\S+)\s+import", path.read_text(), re.M))
-        assert in_text == {module for module, level, _, _ in imports(path) if level}
+        assert set(re.findall(r"^\s*from\s+\.(\S+)\s+import", path.read_text(), re.M)) == relative
+    for part in ("configuration", "modeling"):  # from either, transformers finds every file
+        start = tmp_path / f"{part}_{package.removeprefix('modeling_')}.py"
+        assert {start.name} | {Path(p).name for p in get_relative_import_files(start)} == shipped
 
 
 def test_family_tables_hold_no_tensor_code():

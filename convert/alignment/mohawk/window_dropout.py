@@ -15,9 +15,10 @@ BRANCHES = ("window", "mixer")
 
 
 def hybrid_mixers(model: nn.Module) -> list[nn.Module]:
-    """The layers that hold a window beside a mixer, of the installed class or a folder's own."""
-    found = [module for module in model.modules() if type(module).__name__ == "HybridMixer"]
-    return [module for module in found if module.ssd is not None]
+    """The mixers of layers that hold a window beside a mixer; told by the layer's type, as a folder's own code has
+    classes of its own."""
+    layers = [layer for layer in model.modules() if getattr(layer, "layer_type", None) == "hybrid"]
+    return [layer.mixer for layer in layers if layer.mixer.ssd is not None]
 
 
 class WindowDropout(TrainerCallback):

@@ -1,0 +1,37 @@
+"""The code of a hybrid as files that work anywhere: what a checkpoint carries, so that `trust_remote_code` loads it.
+
+A checkpoint's code is one flat folder: the shared files, and the configuration and model of its family. In the project
+these lie in two packages; a family beside this one imports the shared files from here, by name. On the way into a
+checkpoint that import becomes a relative one. In a checkpoint all files lie side by side already, and are copied.
+
+transformers finds the files it has to fetch by reading `from .name import` lines as text. The same lines are followed
+here, so that what is written is what it will look for.
+"""
+
+import inspect
+import os
+import re
+from pathlib import Path
+
+SHARED_IMPORT = re.compile(r"^from modeling_llamba\.(\w+) import ", re.MULTILINE)
+RELATIVE_IMPORT = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
+
+
+def code_files(config_class: type) -> dict[str, str]:
+    """File name to content, for the family that a configuration class belongs to."""
+    folders = Path(inspect.getfile(config_class)).parent, Path(__file__).parent
+    waiting = [f"configuration_{config_class.model_type}.py", f"modeling_{config_class.model_type}.py"]
+    files = {}
+    while waiting:
+        name = waiting.pop()
+        source = next(folder / name for folder in folders if (folder / name).is_file())
+        files[name] = SHARED_IMPORT.sub(r"from .\1 import ", source.read_text(encoding="utf-8"))
+        needed = (f"{module}.py" for module in RELATIVE_IMPORT.findall(files[name]))
+        waiting += [file for file in needed if file not in files]
+    return files
+
+
+def ship_code(config_class: type, folder: str | os.PathLike) -> None:
+    """Write the code of a family into a checkpoint's folder."""
+    for name, content in code_files(config_class).items():
+        (Path(folder) / name).write_text(content, encoding="utf-8")
