@@ -171,7 +171,8 @@ def convert_command(
         # after the verbosity is set, and inside: importing torch takes seconds
         from .config import make_config
         from .pipeline import plan_conversion, run
-        from .plan import describe, human_bytes
+        from .plan import describe
+        from .weights.writer import human_bytes
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
@@ -220,10 +221,11 @@ def import_command(
     """Import a published hybrid (Phi-Mamba, mohawk, Llamba, Mamba in the Llama, M1) as an ordinary checkpoint."""
     set_verbosity(verbose, quiet)
     with one_line_errors(verbose):
-        from .formats.import_ import ImportOptions, describe, import_checkpoint, parse_settings, plan_import
+        from .formats.import_ import ImportOptions, import_checkpoint, parse_settings, plan_import
+        from .formats.transfer import describe
 
         options = ImportOptions(
-            source=source, output=output, base=base, revision=revision, settings=parse_settings(settings),
+            model=source, output=output, base=base, revision=revision, settings=parse_settings(settings),
             dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite,
         )  # fmt: skip
         _carry_out(options, plan_import, import_checkpoint, describe, dry_run, quiet)
@@ -249,7 +251,8 @@ def export_command(
     """Write a hybrid made with --export-ready as one of transformers' own architectures."""
     set_verbosity(verbose, quiet)
     with one_line_errors(verbose):
-        from .formats.export import ExportOptions, describe, export_checkpoint, plan_export
+        from .formats.export import ExportOptions, export_checkpoint, plan_export
+        from .formats.transfer import describe
 
         options = ExportOptions(
             model=model, output=output, to=to, expand=expand, revision=revision, dtype=dtype,

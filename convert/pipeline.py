@@ -4,58 +4,38 @@ find the teacher -> read its configuration and tensor headers -> plan -> stream 
 configuration and card -> put the folder in place -> push.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import torch
-import transformers
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
-
-import modeling_llamba
-import modeling_phimamba
 
 from .alignment.aligner import Alignment, ClosedFormAligner, selection_of
 from .alignment.fit import Progress
 from .alignment.settings import BUDGET_LENGTH, read_alignment_file
 from .checkpoint.card import make_card
+from .checkpoint.code import add_code
 from .checkpoint.folder import check_apart, check_output, staged
+from .checkpoint.provenance import versions
+from .checkpoint.tokenizer import add_generation_config, add_tokenizer
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
-from .formats.native import check_holdable
+from .formats.export import check_holdable
 from .placement.budget import Budget, Choice, budget_of, budget_report, with_layer_budget
 from .placement.heads import as_text, is_number
 from .placement.search import BudgetSearch
 from .plan import Plan, make_plan
-from .teachers.teacher import Teacher, find_teacher, gguf_tokenizer
-from .weights.writer import hash_files, plan_shards, write_shards
+from .teachers.teacher import find_teacher
+from .weights.writer import plan_shards, write_and_hash
 
 # where things lie on this machine; not for publication
 LOCAL_OPTIONS = ("model", "output", "overwrite", "work_dir", "align_config", "calibration_dataset", "attention_heads")
-PACKAGES = {"llamba": (modeling_llamba, "Llamba"), "phimamba": (modeling_phimamba, "PhiMamba")}
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
@@ -161,17 +141,11 @@ def run(
         alignment = aligner.fit_layers(plan.config.layer_types)
         plan = alignment.applied_to(plan)
     shards = plan_shards(plan.rules, plan.dtype, parse_size(options.max_shard_size))
-    with staged(output) as folder, concurrent.futures.ThreadPoolExecutor(1) as background:
-        stop = threading.Event()
-        hashes = background.submit(hash_files, checkpoint.files, stop)
-        try:
-            write_shards(shards, checkpoint, plan.dtype, folder, progress)
-        except BaseException:
-            stop.set()
-            raise
+    with staged(output) as folder:
+        hashes = write_and_hash(shards, checkpoint, plan.dtype, folder, progress)
         add_tokenizer(teacher, folder, options.trust_remote_code)
         add_generation_config(teacher, folder)
-        record_provenance(plan, options, alignment, hashes.result())
+        record_provenance(plan, options, alignment, hashes)
         add_code(plan.config, folder, plan.dtype)
         make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
         if alignment is not None:
@@ -200,49 +174,6 @@ def with_layers(options: ConversionConfig, attention_layers: tuple[int, ...]) ->
     return dataclasses.replace(options, **described | {"attention_layers": ",".join(map(str, attention_layers))})
 
 
-def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
-    """Copy the teacher's tokenizer files as they are; a GGUF file's tokenizer is read out of it."""
-    if teacher.gguf_file is not None:
-        gguf_tokenizer(teacher.folder, teacher.gguf_file).save_pretrained(folder)
-        return
-    for name in TOKENIZER_FILES:
-        if (teacher.folder / name).is_file():
-            shutil.copyfile(teacher.folder / name, folder / name)
-    templates = teacher.folder / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, folder / templates.name)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) if path.is_file() else {}
-    if "auto_map" in settings:
-        _copy_tokenizer_code(teacher, folder, trust_remote_code)
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    if has_tokenizer and "tokenizer_class" not in settings:
-        # without it, transformers looks the class up by model type, and ours has none
-        tokenizer = AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
-        tokenizer.save_pretrained(folder)
-
-
-def _copy_tokenizer_code(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
-    if not trust_remote_code:
-        raise ValueError(
-            f"The tokenizer of {teacher.name} is code of its own; say --trust-remote-code to take it along."
-        )
-    ours = {path.name for path in Path(PACKAGES[teacher.family.student][0].__file__).parent.glob("*.py")}
-    for path in teacher.folder.glob("*.py"):
-        if path.name in ours:
-            raise ValueError(f"The teacher's {path.name} would collide with a file of the hybrid's own code.")
-        shutil.copyfile(path, folder / path.name)
-
-
-def add_generation_config(teacher: Teacher, folder: Path) -> None:
-    """The teacher's generation settings, or its special tokens where it has none."""
-    source = teacher.folder / "generation_config.json"
-    if teacher.gguf_file is None and source.is_file():
-        shutil.copyfile(source, folder / source.name)
-    else:
-        GenerationConfig.from_model_config(teacher.config).save_pretrained(folder)
-
-
 def record_provenance(
     plan: Plan, options: ConversionConfig, alignment: Alignment | None, weight_hashes: dict[str, str]
 ) -> None:
@@ -255,29 +186,8 @@ def record_provenance(
         "align": options.align if alignment is not None else "none",
         "calibration": {} if alignment is None else {k: alignment.report[k] for k in ("text", "tokens")},
         "options": {k: v for k, v in options.options().items() if k not in LOCAL_OPTIONS},
-        "versions": {
-            "convert-to-hybrid": importlib.metadata.version("convert-to-hybrid"),
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-        },
+        "versions": versions(),
     }
-
-
-def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
-    """The remote code, then config.json, whose presence makes the folder a checkpoint."""
-    package, prefix = PACKAGES[config.model_type]
-    for path in Path(package.__file__).parent.glob("*.py"):
-        if path.name != "__init__.py":
-            shutil.copyfile(path, folder / path.name)
-    name = config.model_type
-    config.architectures = [f"{prefix}ForCausalLM"]
-    config.dtype = dtype
-    config.auto_map = {
-        "AutoConfig": f"configuration_{name}.{prefix}Config",
-        "AutoModel": f"modeling_{name}.{prefix}Model",
-        "AutoModelForCausalLM": f"modeling_{name}.{prefix}ForCausalLM",
-    }
-    config.to_json_file(folder / "config.json")
 
 
 def check_token(options: ConversionConfig) -> None:

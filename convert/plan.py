@@ -8,22 +8,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba import LlambaConfig, LlambaForCausalLM
-from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
-
 from .config import ConversionConfig
 from .placement.cache import CONTEXTS, cache_bytes
 from .placement.heads import count_heads, is_number, named_heads, query_heads
 from .placement.presets import parse_attention_layers, pattern_attention_layers, uniform_attention_layers
-from .teachers import COMMON_FIELDS, TeacherFamily
-from .teachers.teacher import Teacher
+from .teachers import TeacherFamily
+from .teachers.teacher import Teacher, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
 from .weights.rules import Rule, canonical_sources, moved
-
-STUDENTS = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
-MIXER_LAYERS = ("linear_attention", "hybrid")
-"""Layer types whose attention was replaced."""
+from .weights.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
+from .weights.writer import human_bytes, output_dtype
 
 
 @dataclass(frozen=True)
@@ -88,22 +83,6 @@ class Plan:
         return 16 * BLOCK_BYTES + self.read_buffer_bytes + 2 * max(derived, default=0)
 
 
-def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Full or sliding attention, per layer of the teacher.
-
-    Raises:
-        ValueError: a kind of layer that this project does not know.
-    """
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        sliding = getattr(config, "sliding_window", None) is not None
-        types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(f"The teacher has layers of type {unknown[0]}, which are not supported.")
-    return list(types)
-
-
 def choose_attention_layers(options: ConversionConfig, num_layers: int) -> tuple[int, ...]:
     """The layers that stay attention, by whichever option names them."""
     if options.attention_layers is not None:
@@ -126,16 +105,9 @@ def student_config(teacher: Teacher, options: ConversionConfig) -> PreTrainedCon
         ValueError: an option that this teacher or mixer cannot have.
     """
     config, family = teacher.config, teacher.family
-    fields = {name: getattr(config, name) for name in COMMON_FIELDS}
-    fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()}
-    fields |= family.constants
-    fields |= family.special(config) if family.special else {}
-    fields["head_dim"] = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
-    teacher_types = teacher_layer_types(config)
-    if "sliding_attention" in teacher_types:
-        fields["sliding_window"] = config.sliding_window
-        if options.window is not None and options.window > config.sliding_window:
-            raise ValueError(f"window {options.window} is larger than the teacher's own, {config.sliding_window}.")
+    fields, teacher_types = hybrid_fields(config, family)
+    if "sliding_window" in fields and options.window is not None and options.window > config.sliding_window:
+        raise ValueError(f"window {options.window} is larger than the teacher's own, {config.sliding_window}.")
     kept = choose_attention_layers(options, config.num_hidden_layers)
     fields["layer_types"] = [kind if i in kept else replacement_type(options) for i, kind in enumerate(teacher_types)]
     config_class = STUDENTS[family.student][0]
@@ -222,17 +194,6 @@ def mixer_fields(options: ConversionConfig, fields: dict[str, Any], has_bias: bo
     }
 
 
-def tensor_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the student's tensors, a tied head left out, without allocating any."""
-    model_class = STUDENTS[config.model_type][1]
-    with torch.device("meta"):
-        model = model_class(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        shapes.pop("lm_head.weight")
-    return shapes
-
-
 def make_plan(teacher: Teacher, options: ConversionConfig, checkpoint: Checkpoint) -> Plan:
     """Decide everything, reading no weights.
 
@@ -291,17 +252,6 @@ def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) ->
     return sorted(rules.values(), key=lambda rule: keys[rule.target])
 
 
-def output_dtype(name: str, teacher: dict[str, TensorInfo]) -> torch.dtype:
-    """The type of that name; "auto" is the one that most bytes of the teacher have."""
-    if name != "auto":
-        return getattr(torch, name)
-    sizes = Counter()
-    for info in teacher.values():
-        if info.dtype.is_floating_point:
-            sizes[info.dtype] += info.nbytes
-    return sizes.most_common(1)[0][0]
-
-
 def describe(plan: Plan) -> str:
     """The plan in a few lines for the console."""
     s = plan.summary()
@@ -349,37 +299,3 @@ def describe_budget(report: dict[str, Any]) -> str:
     unscored = "scores decide when this is run; layers, parameters and cache above are those of the first"
     lines.append(f"  {'nats of KL and weighted recall loss' if scored else unscored}")
     return "\n".join(lines)
-
-
-def layer_letters(layer_types: list[str]) -> str:
-    """A for a layer that keeps its attention, M for a mixer, H for a mixer beside a window."""
-    letters = {"linear_attention": "M", "hybrid": "H"}
-    return "".join(letters.get(kind, "A") for kind in layer_types)
-
-
-def human_bytes(size: int) -> str:
-    """1500000 -> "1.5 MB"."""
-    amount = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.4g} {unit}"
-        amount /= 1000
-    return f"{amount:.4g} TB"
-
-
-__all__ = [
-    "CONTEXTS",
-    "MIXER_LAYERS",
-    "Plan",
-    "attention_budget",
-    "cache_bytes",
-    "describe",
-    "human_bytes",
-    "layer_letters",
-    "make_plan",
-    "output_dtype",
-    "replacement_type",
-    "student_config",
-    "teacher_layer_types",
-    "tensor_shapes",
-]

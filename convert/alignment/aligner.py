@@ -16,9 +16,10 @@ from ..config import ConversionConfig, parse_size
 from ..placement.heads import Heads, count_heads, query_heads
 from ..placement.layer_scores import Examination
 from ..placement.retrieval import best_kv_heads, retrieval_scores
-from ..plan import MIXER_LAYERS, Plan, attention_budget
+from ..plan import Plan, attention_budget
 from ..teachers.teacher import Teacher, gguf_tokenizer
 from ..weights.reader import Checkpoint
+from ..weights.students import MIXER_LAYERS
 from .closed_form import FitSettings
 from .fit import FitCache, Fits, Progress, fit_mixers, select_layers, start_mixer
 from .mohawk.stages import check_stages

@@ -17,10 +17,11 @@ from modeling_llamba.rotary import RotaryEmbedding
 
 from ..config import ConversionConfig
 from ..placement.heads import Heads, as_text, is_number
-from ..plan import STUDENTS, Plan, make_plan
+from ..plan import Plan, make_plan
 from ..teachers.teacher import Teacher
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule
+from ..weights.students import STUDENTS
 
 
 class TeacherModel:

@@ -15,16 +15,10 @@ from typing import Any
 import torch
 
 from ..config import MIXER_ONLY, ConversionConfig, parse_size
-from ..plan import (
-    choose_attention_layers,
-    human_bytes,
-    output_dtype,
-    replacement_type,
-    student_config,
-    teacher_layer_types,
-)
-from ..teachers.teacher import Teacher
+from ..plan import choose_attention_layers, replacement_type, student_config
+from ..teachers.teacher import Teacher, teacher_layer_types
 from ..weights.reader import Checkpoint
+from ..weights.writer import human_bytes, output_dtype
 from .cache import cache_bytes
 from .heads import as_text, count_heads, is_number, named_heads, query_heads
 

@@ -14,8 +14,9 @@ from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
 from ..placement.cache import CONTEXTS, cache_bytes
-from ..plan import MIXER_LAYERS, human_bytes, layer_letters, tensor_shapes
 from ..weights.reader import open_weights
+from ..weights.students import MIXER_LAYERS, layer_letters, tensor_shapes
+from ..weights.writer import human_bytes
 
 MIXER_FIELDS = (
     "num_heads",

@@ -9,7 +9,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import FileIO
@@ -17,12 +18,33 @@ from pathlib import Path
 
 import torch
 
-from .reader import Checkpoint
+from .reader import Checkpoint, TensorInfo
 from .rules import Rule
 
 HASH_BLOCK_BYTES = 2**20
 WORKERS = 2
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def output_dtype(name: str, tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """The type of that name; "auto" is the floating-point type that most bytes of the source have."""
+    if name != "auto":
+        return getattr(torch, name)
+    sizes = Counter()
+    for info in tensors.values():
+        if info.dtype.is_floating_point:
+            sizes[info.dtype] += info.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def human_bytes(size: int) -> str:
+    """1500000 -> "1.5 MB"."""
+    amount = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.4g} {unit}"
+        amount /= 1000
+    return f"{amount:.4g} TB"
 
 
 @dataclass(frozen=True)
@@ -147,6 +169,29 @@ def _write_all(file: FileIO, data: memoryview) -> None:
         done += file.write(data[done:])
     if hasattr(os, "posix_fadvise"):  # has the disk begin at once, where the kernel would wait for more
         os.posix_fadvise(file.fileno(), start, done, os.POSIX_FADV_DONTNEED)
+
+
+def write_and_hash(
+    shards: list[Shard],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    folder: Path,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> dict[str, str]:
+    """Write the shards as `write_shards` does, while another thread hashes the files they are made from.
+
+    Returns:
+        The sha256 of every source file, by its name.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as background:
+        hashes = background.submit(hash_files, checkpoint.files, stop)
+        try:
+            write_shards(shards, checkpoint, dtype, folder, progress)
+        except BaseException:
+            stop.set()
+            raise
+        return hashes.result()
 
 
 def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NOTES
+from convert.checkpoint.code import add_code
 from convert.checkpoint.folder import staged
-from convert.pipeline import add_code
 
 RECORD = "training.json"
 SECTION = "## Training"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
-from ...plan import MIXER_LAYERS
+from ...weights.students import MIXER_LAYERS
 from ..fit import Progress
 from ..probes import plain_tokens, with_needles
 from ..settings import AlignmentSettings

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...checkpoint.card import ALIGNMENT_NOTES, NOTES
 from ...config import parse_size
-from ...plan import STUDENTS
 from ...weights.rules import Rule
+from ...weights.students import STUDENTS
 from ...weights.writer import plan_shards, write_shards
 from ..fit import Progress
 from ..settings import AlignmentSettings
