@@ -168,7 +168,7 @@ def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
 
 
 def test_a_published_mamba2_hybrid_goes_all_the_way(tmp_path):
-    """Mamba in the Llama v2 imported and exported: transformers' own class gives the logits of the published equations."""
+    """Mamba in the Llama v2 imported and exported gives the logits of the published equations."""
     config, tensors, mamba_config = published.mamba_in_llama(2)
     config |= {"rms_norm_eps": 1e-5}
     folder = published.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
