@@ -69,7 +69,8 @@ class Command:
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
     """Convert, or print the plan."""
     from .pipeline import plan_conversion, run
-    from .plan import describe, human_bytes
+    from .plan import describe
+    from .weights.writer import human_bytes
 
     as_json, quiet = switches["json"], switches["quiet"]
     if switches["dry_run"]:
@@ -145,7 +146,7 @@ COMMANDS = {
     "import": Command(
         ImportOptions,
         import_command,
-        {"SOURCE": "source", "OUT": "output.folder"},
+        {"SOURCE": "model", "OUT": "output.folder"},
         {
             "--base": "base",
             "--revision": "revision",
@@ -209,14 +210,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _carry_out(options: Any, plan: Callable, run: Callable, switches: Switches) -> None:
     """Print the plan, and unless that is all, carry it out under a progress bar."""
+    from .formats.transfer import describe
+
     if switches["dry_run"]:
-        console.print(plan(options).describe(), markup=False)
+        console.print(describe(plan(options)), markup=False)
         return
     with progress_bars(switches["quiet"]) as progress:
 
         def on_plan(plan) -> None:
             if not switches["quiet"]:
-                console.print(plan.describe(), markup=False)
+                console.print(describe(plan), markup=False)
 
         run(options, on_plan, progress)
     if not switches["quiet"]:

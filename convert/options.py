@@ -519,7 +519,7 @@ MOHAWK_FLAGS = {
 class ImportOptions:
     """Import a published hybrid (Phi-Mamba, mohawk, Llamba, Mamba in the Llama, M1) as an ordinary checkpoint."""
 
-    source: str | None = None
+    model: str | None = None
     """Hub id or folder of a published hybrid."""
     base: str | None = None
     """Model that it was made from, for the tokenizer and for what the checkpoint leaves out."""

@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from .alignment.aligner import Aligner, Alignment, public_text_name
-from .alignment.fit import Progress
 from .checkpoint.card import make_card
 from .checkpoint.code import add_code
 from .checkpoint.folder import check_apart, check_output, staged
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.provenance import versions
 from .checkpoint.tokenizer import add_generation_config, add_tokenizer
-from .formats.native import check_holdable
+from .formats.export import check_holdable
 from .options import ConversionOptions, OutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement
 from .plan import Plan, TeacherWeights, make_plan
 from .teachers.teacher import find_teacher
-from .weights.writer import plan_shards, write_and_hash
+from .weights.writer import Progress, plan_shards, write_and_hash
 
 
 def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
@@ -114,14 +113,7 @@ def write(
     """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
     rules = plan.rules if alignment is None else alignment.applied_to(plan).rules
     shards = plan_shards(rules, plan.dtype, parse_size(options.output.max_shard_size))
-    done = 0
-
-    def on_bytes(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress("writing", done, plan.bytes_to_write)
-
-    hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, on_bytes)
+    hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
     add_tokenizer(plan.teacher, folder, options.trust_remote_code)
     add_generation_config(plan.teacher, folder)
     plan.config.conversion |= provenance(plan, alignment, options) | {"teacher_sha256": hashes}

@@ -14,12 +14,12 @@ from modeling_llamba.hybrid_mixer import make_mixer
 from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
 from .placement.placement import Decision, Placement
-from .teachers import COMMON_FIELDS
-from .teachers.teacher import Teacher
+from .teachers.teacher import Teacher, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
 from .weights.rules import Rule, Source, canonical_sources, moved
 from .weights.students import STUDENTS, layer_letters, tensor_shapes
+from .weights.writer import human_bytes, output_dtype
 
 
 @dataclass(frozen=True)
@@ -153,39 +153,10 @@ class Plan:
         return 16 * BLOCK_BYTES + self.weights.checkpoint.buffer_bytes() + 2 * max(derived, default=0)
 
 
-def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Full or sliding attention, per layer of the teacher.
-
-    Raises:
-        ValueError: a kind of layer that this project does not know.
-    """
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        sliding = getattr(config, "sliding_window", None) is not None
-        types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(f"The teacher has layers of type {unknown[0]}, which are not supported.")
-    return list(types)
-
-
-def _attention_fields(teacher: Teacher) -> dict[str, Any]:
-    """The fields of the hybrid's configuration that do not depend on which layers are replaced."""
-    config, family = teacher.config, teacher.family
-    fields = {name: getattr(config, name) for name in COMMON_FIELDS}
-    fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()}
-    fields |= family.constants
-    fields |= family.special(config) if family.special else {}
-    fields["head_dim"] = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
-    fields["layer_types"] = teacher_layer_types(config)
-    if "sliding_attention" in fields["layer_types"]:
-        fields["sliding_window"] = config.sliding_window
-    return fields
-
-
 def attention_config(teacher: Teacher) -> PreTrainedConfig:
     """The configuration of the hybrid with every layer kept as attention, which computes what the teacher does."""
-    return STUDENTS[teacher.family.student][0](**_attention_fields(teacher))
+    fields, layer_types = hybrid_fields(teacher.config, teacher.family)
+    return STUDENTS[teacher.family.student][0](**fields, layer_types=layer_types)
 
 
 def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> MixerOptions:
@@ -215,7 +186,8 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, options: Conver
             )
     stateless = hybrid is not None and not hybrid.state
     mixer = MixerOptions(kind="none") if stateless else resolved_mixer(options, weights.config)
-    fields = _attention_fields(weights.teacher) | mixer_fields(weights.config, mixer)
+    fields, _ = hybrid_fields(weights.teacher.config, weights.teacher.family)
+    fields |= mixer_fields(weights.config, mixer)
     fields |= placement.config_fields(teacher_types)
     return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
 
@@ -298,17 +270,6 @@ def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) ->
     return sorted(rules.values(), key=lambda rule: keys[rule.target])
 
 
-def output_dtype(name: str, teacher: dict[str, TensorInfo]) -> torch.dtype:
-    """The type of that name; "auto" is the one that most bytes of the teacher have."""
-    if name != "auto":
-        return getattr(torch, name)
-    sizes = Counter()
-    for info in teacher.values():
-        if info.dtype.is_floating_point:
-            sizes[info.dtype] += info.nbytes
-    return sizes.most_common(1)[0][0]
-
-
 def describe(plan: Plan) -> str:
     """The plan in a few lines for the console."""
     s = plan.summary()
@@ -356,13 +317,3 @@ def describe_budget(report: dict[str, Any]) -> str:
     unscored = "scores decide when this is run; layers, parameters and cache above are those of the first"
     lines.append(f"  {'nats of KL and weighted recall loss' if scored else unscored}")
     return "\n".join(lines)
-
-
-def human_bytes(size: int) -> str:
-    """1500000 -> "1.5 MB"."""
-    amount = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.4g} {unit}"
-        amount /= 1000
-    return f"{amount:.4g} TB"

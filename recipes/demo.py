@@ -22,8 +22,9 @@ from transformers.utils import logging
 from convert.cli import progress_bars
 from convert.config import make_config
 from convert.pipeline import run
-from convert.plan import describe, human_bytes
+from convert.plan import describe
 from convert.teachers.teacher import embedded_teacher
+from convert.weights.writer import human_bytes
 
 from .load_elsewhere import answer
 

@@ -23,8 +23,9 @@ import yaml
 from torch import nn
 
 from convert import convert
+from convert.checkpoint.code import add_code
 from convert.checkpoint.folder import staged
-from convert.plan import MIXER_LAYERS, STUDENTS
+from convert.weights.students import MIXER_LAYERS, STUDENTS
 
 from . import sft
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 
 from ..checkpoint.folder import write_beside
 from ..options import FitOptions
+from ..weights.writer import Progress
 from .activations import ActivationStream
 from .closed_form import LayerFit, fit_layer
 from .mohawk.init import mamba_in_llama_init, mohawk_init
@@ -25,8 +25,6 @@ from .teacher_model import TeacherModel
 
 Fits = dict[int, tuple[nn.Module, LayerFit]]
 """Fitted mixers by layer, and what each fit reached."""
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
 
 
 class FitCache:

@@ -16,9 +16,10 @@ from modeling_llamba.hybrid_mixer import HybridMixer, make_mixer, unpadded
 from modeling_llamba.rotary import RotaryEmbedding
 
 from ..options import ConversionOptions
-from ..plan import STUDENTS, TeacherWeights
+from ..plan import TeacherWeights
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule, moved
+from ..weights.students import STUDENTS
 
 
 class TeacherModel:

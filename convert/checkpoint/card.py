@@ -4,7 +4,9 @@ import json
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..plan import Plan, human_bytes, layer_letters
+from ..plan import Plan
+from ..weights.students import layer_letters
+from ..weights.writer import human_bytes
 
 TEMPLATE = """---
 {{ card_data }}

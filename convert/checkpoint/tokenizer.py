@@ -6,8 +6,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig
 
+from modeling_llamba.ship_code import code_files
+
 from ..teachers.teacher import Teacher, gguf_tokenizer
-from .code import code_names
+from ..weights.students import STUDENTS
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,7 +61,7 @@ def _copy_tokenizer_code(teacher: Teacher, folder: Path, trust_remote_code: bool
         raise ValueError(
             f"The tokenizer of {teacher.name} is code of its own; say --trust-remote-code to take it along."
         )
-    ours = code_names(teacher.family.student)
+    ours = code_files(STUDENTS[teacher.family.student][0])
     for path in teacher.folder.glob("*.py"):
         if path.name in ours:
             raise ValueError(f"The teacher's {path.name} would collide with a file of the hybrid's own code.")

@@ -1,36 +1,112 @@
-"""What every published format is described by."""
+"""What describes a foreign format, and the checkpoint that is read in it."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
 from ..weights.reader import Checkpoint, TensorInfo
 from .parts import Table, moved
-from .section import Section
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KINDS = {
+    int: "a whole number above 0",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no such file.
+
+    Raises:
+        ValueError: the file is not JSON, or holds something other than an object.
+    """
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return values
+
+
+@dataclass(frozen=True)
+class Section:
+    """A JSON object whose entries are read by kind.
+
+    Every method raises a ValueError that names the file and the place of an entry that is missing or of another kind.
+    """
+
+    values: dict[str, Any]
+    file: str
+    path: str = ""
+    """Where the object lies in the file, ending in a dot."""
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """An entry, or the default where it is absent or null."""
+        value = self.values.get(name)
+        return default if value is None else self._checked(name, kind)
+
+    def need(self, name: str, kind: type) -> Any:
+        """An entry that must be there."""
+        if name not in self.values:
+            raise ValueError(f"{self.file} has no {self.path}{name}.")
+        return self._checked(name, kind)
+
+    def section(self, name: str) -> "Section":
+        """An inner object, empty where it is absent or null."""
+        return Section(self.get(name, dict, {}), self.file, f"{self.path}{name}.")
+
+    def need_section(self, name: str) -> "Section":
+        """An inner object that must be there."""
+        return Section(self.need(name, dict), self.file, f"{self.path}{name}.")
+
+    def sections(self, name: str) -> list["Section"]:
+        """The objects in a list; none where it is absent or null."""
+        values = {f"{name}[{i}]": value for i, value in enumerate(self.get(name, list, []))}
+        numbered = Section(values, self.file, self.path)
+        return [numbered.need_section(entry) for entry in values]
+
+    def _checked(self, name: str, kind: type) -> Any:
+        value = self.values[name]
+        fits = {
+            int: type(value) is int and value > 0,
+            float: type(value) in (int, float),
+        }.get(kind, isinstance(value, kind))
+        if not fits:
+            shown = json.dumps(value)
+            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            raise ValueError(f"{self.file}: {self.path}{name} must be {KINDS[kind]}, not {shown}.")
+        return value
 
 
 @dataclass
-class Published:
-    """A published checkpoint: its headers and side files, no weights read."""
+class ForeignCheckpoint:
+    """A checkpoint in a foreign format: its headers and configurations, before any weight is read."""
 
     name: str
     config: dict[str, Any]
-    """config.json; empty where there is none."""
+    """The content of config.json; empty where there is none."""
     checkpoint: Checkpoint
     mamba_config: dict[str, Any] | None = None
-    """mamba_config.json, of Mamba in the Llama and M1."""
+    """The content of mamba_config.json, which Mamba in the Llama and M1 have."""
     base: PreTrainedConfig | None = None
-    """Configuration of the base model that was named."""
+    """Configuration of the base model, if the user named one."""
     notes: list[str] = field(default_factory=list)
-    """What was decided for the user, for the record."""
+    """Decisions that were taken for the user, to be shown and recorded."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Names and shapes."""
+        """Shapes and types by name."""
         return self.checkpoint.tensors
 
     @property
@@ -45,15 +121,15 @@ class Published:
 
     @property
     def base_flag(self) -> str:
-        """The flag that would name the base model, with the name that the configuration gives, if it does."""
+        """The option that names the base model, with the name the configuration records, if it records one."""
         named = self.config.get("_name_or_path")
         return f"--base {named}" if named and isinstance(named, str) else "--base"
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """Of a tensor.
+        """Shape of a tensor.
 
         Raises:
-            ValueError: it is not there, or has not that many dimensions.
+            ValueError: there is no such tensor, or it does not have that many dimensions.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.name} has no tensor {name}; the checkpoint is incomplete.")
@@ -63,7 +139,7 @@ class Published:
         return shape
 
     def token_ids(self) -> dict[str, Any]:
-        """Of the special tokens: the checkpoint's own, else the base model's, else none."""
+        """Ids of the special tokens: the checkpoint's own, or else the base model's."""
         own = {name: self.config.get(name) for name in TOKEN_IDS}
         return {name: getattr(self.base, name, None) if value is None else value for name, value in own.items()}
 
@@ -80,22 +156,23 @@ class Published:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedFormat:
-    """One format."""
+class Format:
+    """A foreign format: how it is recognised, and where our configuration and tensors come from."""
 
     name: str
     sign: str
     """What it is recognised by, in words."""
-    student: Callable[[Published], Literal["llamba", "phimamba"]]
-    recognises: Callable[[Published], bool]
-    fields: Callable[[Published], dict[str, Any]]
-    """Fields of the configuration of ours that gives the same logits."""
-    table: Callable[[Published, PreTrainedConfig], tuple[Table, dict[str, str]]]
-    """Where our tensors come from, and which of theirs are left out, and why."""
+    student: Callable[[ForeignCheckpoint], Literal["llamba", "phimamba"]]
+    """Which class of hybrid holds it."""
+    recognises: Callable[[ForeignCheckpoint], bool]
+    fields: Callable[[ForeignCheckpoint], dict[str, Any]]
+    """Fields of the hybrid's configuration that give the same logits."""
+    table: Callable[[ForeignCheckpoint, PreTrainedConfig], tuple[Table, dict[str, str]]]
+    """Where the hybrid's tensors come from, and which foreign ones are left out and why."""
 
 
-def head_and_embedding(source: Published, embedding: str, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
-    """The rows of the table for the two ends of the model."""
+def head_and_embedding(source: ForeignCheckpoint, embedding: str, config: PreTrainedConfig) -> tuple[Table, dict]:
+    """The rows of `Format.table` for the embedding and the head, and what is left out of them."""
     table: Table = {"model.embed_tokens.weight": moved(embedding)}
     if config.tie_word_embeddings:
         dropped = {"lm_head.weight": "tied to the embedding"} if "lm_head.weight" in source.tensors else {}
@@ -106,10 +183,7 @@ def head_and_embedding(source: Published, embedding: str, config: PreTrainedConf
     return table, {}
 
 
-def rotary_buffers(source: Published) -> dict[str, str]:
-    """Inverse frequencies that old checkpoints store."""
-    return {
-        name: "not a weight: follows from the configuration"
-        for name in source.tensors
-        if name.endswith("rotary_emb.inv_freq")
-    }
+def rotary_buffers(source: ForeignCheckpoint) -> dict[str, str]:
+    """Inverse frequencies that old checkpoints store, to be left out."""
+    reason = "not a weight: follows from the configuration"
+    return {name: reason for name in source.tensors if name.endswith("rotary_emb.inv_freq")}

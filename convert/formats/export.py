@@ -1,34 +1,31 @@
 """Export a hybrid to one of transformers' own architectures: no remote code, and engines that know it can serve it.
 
-Exact: x and B are repeated for the heads that share them, a gate bias becomes in_proj's, and where the inner width has
-to be a multiple of the model's, heads that are zero everywhere fill it up (a norm per head leaves zero zero).
+Both are Llama's block with a Mamba-2 mixer: convolution with SiLU, a gated RMSNorm per group of heads. With as many
+groups as heads that norm is ours per head, and B and C have no rotary embedding. The export is exact: x and B are
+repeated for the heads that share them, a gate bias becomes in_proj's, and where the inner width has to be a multiple
+of the model's, heads that are zero everywhere fill it up (a norm per head leaves zero zero).
 """
 
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..checkpoint.folder import check_apart, check_output, staged
-from ..config import DTYPES, parse_size
-from ..pipeline import add_generation_config, add_tokenizer
+from ..options import ExportOptions
 from ..placement.cache import num_states
-from ..plan import STUDENTS, human_bytes, output_dtype
 from ..teachers import get_family
-from ..teachers.teacher import Teacher, config_errors, download_model
-from ..weights.reader import Checkpoint, open_weights
-from ..weights.rules import Rule
-from ..weights.writer import plan_shards, write_shards
-from .import_ import read_json
-from .native import STOCK_CLASSES, check_holdable
+from ..teachers.teacher import Teacher, config_errors
+from ..weights.reader import open_weights
+from ..weights.students import STUDENTS, meta_shapes
+from ..weights.writer import Progress, output_dtype
+from .base import read_json
 from .parts import Fill, Part, Parts, Table, make_rules, moved
+from .transfer import PROJECT, TransferPlan, find_checkpoint, write_checkpoint
 
 # transformers reads both spellings; llama.cpp and earlier versions of vLLM only these
 LEGACY_LAYER_TYPES = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -49,111 +46,93 @@ COPIED_FIELDS = (
     "tie_word_embeddings",
     "attention_dropout",
 )
-CARD = """---
-{{ card_data }}
----
-
-# {{ title }}
-
-{{ source }} as a stock {{ architecture }}, exported by
-[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/): it loads without `trust_remote_code` and gives the
-same logits.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of one export."""
+class NativeClass:
+    """One of transformers' architectures: where its names differ from ours, and what it lacks."""
 
-    model: str
-    """Hub id or local folder of a hybrid of this project."""
-    output: str
-    to: str = "granitemoehybrid"
-    expand: int | None = None
-    """Inner width over hidden width; the least that holds the mixers by default."""
-    revision: str | None = None
-    dtype: str = "auto"
-    max_shard_size: str = "5GB"
-    overwrite: bool = False
-
-    def __post_init__(self):
-        if self.to not in STOCK_CLASSES:
-            raise ValueError(f"to must be one of {', '.join(STOCK_CLASSES)}; got {self.to!r}.")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}.")
-        parse_size(self.max_shard_size)
+    architecture: str
+    final_norm: str
+    post_norm: str
+    mlp: Mapping[str, tuple[str, ...]]
+    """Each of its tensors in a layer's MLP, made of ours one below the other."""
+    mlp_bias: bool
+    partial_rotary: bool
 
 
-@dataclass(frozen=True)
-class ExportPlan:
-    """Everything that is decided before a weight is copied."""
+NATIVE_CLASSES = {
+    "granitemoehybrid": NativeClass(
+        architecture="GraniteMoeHybridForCausalLM",
+        final_norm="model.norm",
+        post_norm="post_attention_layernorm",
+        mlp={
+            "shared_mlp.input_linear.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            "shared_mlp.output_linear.weight": ("mlp.down_proj.weight",),
+        },
+        mlp_bias=False,
+        partial_rotary=False,
+    ),
+    "bamba": NativeClass(
+        architecture="BambaForCausalLM",
+        final_norm="model.final_layernorm",
+        post_norm="pre_ff_layernorm",
+        mlp={
+            f"feed_forward.{p}_proj.{kind}": (f"mlp.{p}_proj.{kind}",)
+            for p in ("gate", "up", "down")
+            for kind in ("weight", "bias")
+        },
+        mlp_bias=True,
+        partial_rotary=True,
+    ),
+}
 
-    source: PreTrainedConfig
-    config: PreTrainedConfig
-    rules: list[Rule]
-    dtype: torch.dtype
-    checkpoint: Checkpoint
-    folder: Path
-    notes: list[str]
 
-    def summary(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        parameters = sum(math.prod(rule.shape) for rule in self.rules)
-        return {
-            "architecture": self.config.architectures[0],
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "parameters": parameters,
-            "bytes_to_write": parameters * self.dtype.itemsize,
-            "notes": self.notes,
+def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
+    """What an architecture cannot hold of a hybrid; empty when it can hold all of it."""
+    if config.model_type != "llamba":
+        return ["Phi's parallel block and LayerNorm"]
+    kinds = set(config.layer_types)
+    found = {
+        # their cache counts tokens in an attention layer, so that not even a forward pass works without one
+        "a model without an attention layer": not kinds & {"full_attention", "sliding_attention", "hybrid"},
+        "layers with a window beside the mixer": "hybrid" in kinds,
+        "attention with a sliding window": "sliding_attention" in kinds,
+        f"the MLP's activation {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
+        "norms on queries and keys": config.qk_norm is not None and "full_attention" in kinds,
+        "biases in the MLP": config.mlp_bias and not native.mlp_bias,
+        "a bias on the head": config.lm_head_bias,
+        "partial rotary embedding": config.rope_parameters.get("partial_rotary_factor", 1.0) != 1
+        and not native.partial_rotary,
+    }
+    if "linear_attention" in kinds:
+        found |= {
+            f"the mixer {config.mixer}": config.mixer != "mamba2",
+            "a convolution without SiLU": config.mixer_activation != "silu",
+            "rotary embedding on B and C": config.mixer_rotary,
+            f"the mixer's norm {config.mixer_norm!r}": config.mixer_norm != "head",
+            "a norm in the mixer with an epsilon of its own": config.mixer_norm_eps not in (None, config.norm_eps),
+            "norms on B and C": config.mixer_qk_norm is not None,
+            "a bias on all of in_proj": config.mixer_in_bias,
         }
+    return [what for what, is_so in found.items() if is_so]
 
 
-def describe(plan: ExportPlan) -> str:
-    """The plan in a few lines for the console."""
-    s = plan.summary()
-    lines = [
-        f"{s['architecture']}, {s['dtype']}",
-        f"parameters  {s['parameters']:,} ({human_bytes(s['bytes_to_write'])})",
-    ]
-    return "\n".join([*lines, *(f"note        {note}" for note in s["notes"])])
-
-
-def plan_export(options: ExportOptions) -> ExportPlan:
-    """Decide everything.
-
-    Raises:
-        ValueError: not a hybrid of this project, or one that the architecture cannot hold.
-    """
-    path = Path(options.model).expanduser()
-    folder = path if path.is_dir() else download_model(options.model, options.revision, None, False, True)[0]
-    raw = read_json(folder / "config.json") or {}
-    kind = str(raw.pop("model_type", None))
-    if kind not in STUDENTS or "mixer" not in raw:
+def check_holdable(config: PreTrainedConfig, target: str) -> None:
+    """Raise a ValueError that lists what an architecture cannot hold of a hybrid, if there is anything."""
+    found = obstacles(config, NATIVE_CLASSES[target])
+    if found:
         raise ValueError(
-            f"{options.model} is no hybrid of this project (model_type {kind!r}); convert or import one first."
+            f"{target} cannot hold {', '.join(found)}. It takes a conversion with --export-ready of a teacher of "
+            "Llama's kind without norms on queries and keys or a sliding window, some of whose layers stay attention."
         )
-    with config_errors(f"{folder / 'config.json'} is not a valid {kind} configuration"):
-        source = STUDENTS[kind][0](**raw)
-    check_holdable(source, options.to)
-    config = stock_config(source, options.to, options.expand)
-    with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    checkpoint = open_weights(folder)
-    rules = make_rules(
-        export_table(source, config, options.to), shapes, checkpoint.tensors, {}, "hybrid of this project"
-    )
-    dtype = output_dtype(options.dtype, checkpoint.tensors)
-    return ExportPlan(source, config, rules, dtype, checkpoint, folder, engine_notes(source, config))
 
 
 def total_heads(source: PreTrainedConfig, expand: int | None) -> tuple[int, int]:
-    """Heads of the exported mixers, zero ones included, and the width they make over the model's.
+    """Number of heads of an exported mixer, zero ones included, and its inner width over the model's width.
 
     Raises:
-        ValueError: no number of heads makes that width.
+        ValueError: no number of heads makes the width that `expand` asks for.
     """
     hidden, width = source.hidden_size, source.mixer_head_dim
     least = -(-source.mixer_num_heads * width // hidden)
@@ -167,12 +146,8 @@ def total_heads(source: PreTrainedConfig, expand: int | None) -> tuple[int, int]
     )
 
 
-def stock_config(source: PreTrainedConfig, target: str, expand: int | None = None) -> PreTrainedConfig:
-    """The exported model's configuration.
-
-    Raises:
-        ValueError: `expand` does not fit.
-    """
+def native_config(source: PreTrainedConfig, target: str, expand: int | None = None) -> PreTrainedConfig:
+    """Configuration of the exported model."""
     heads, expand = total_heads(source, expand)
     has_bias = source.attention_bias or source.attention_out_bias
     fields = {name: getattr(source, name) for name in COPIED_FIELDS} | {
@@ -191,7 +166,7 @@ def stock_config(source: PreTrainedConfig, target: str, expand: int | None = Non
     fields |= _granite_fields(source) if target == "granitemoehybrid" else _bamba_fields(source)
     with config_errors(f"The hybrid's config.json gives no valid {target} configuration"):
         config = AutoConfig.for_model(target, **fields)
-    config.architectures = [STOCK_CLASSES[target].architecture]
+    config.architectures = [NATIVE_CLASSES[target].architecture]
     return config
 
 
@@ -219,17 +194,17 @@ def _bamba_fields(source: PreTrainedConfig) -> dict[str, Any]:
 
 
 def export_table(source: PreTrainedConfig, config: PreTrainedConfig, target: str) -> Table:
-    """The exported tensors from ours."""
-    stock = STOCK_CLASSES[target]
+    """Where the exported tensors come from."""
+    native = NATIVE_CLASSES[target]
     table: Table = {"model.embed_tokens.weight": moved("model.embed_tokens.weight")}
-    table[f"{stock.final_norm}.weight"] = moved("model.norm.weight")
+    table[f"{native.final_norm}.weight"] = moved("model.norm.weight")
     if not source.tie_word_embeddings:
         table["lm_head.weight"] = moved("lm_head.weight")
     for i, kind in enumerate(source.layer_types):
         layer = f"model.layers.{i}."
         table[f"{layer}input_layernorm.weight"] = moved(f"{layer}input_layernorm.weight")
-        table[f"{layer}{stock.post_norm}.weight"] = moved(f"{layer}post_attention_layernorm.weight")
-        for theirs, ours in stock.mlp.items():
+        table[f"{layer}{native.post_norm}.weight"] = moved(f"{layer}post_attention_layernorm.weight")
+        for theirs, ours in native.mlp.items():
             if source.mlp_bias or theirs.endswith("weight"):
                 table[f"{layer}{theirs}"] = tuple(Part(f"{layer}{name}") for name in ours)
         if kind == "full_attention":
@@ -252,7 +227,7 @@ def _attention_table(source: PreTrainedConfig, config: PreTrainedConfig, prefix:
 
 
 def _mixer_table(source: PreTrainedConfig, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
-    """[z, x, B, C, dt] with as many heads of each as the stock mixer has, the missing ones zero."""
+    """[z, x, B, C, dt] with as many heads of each as the exported mixer has, the missing ones zero."""
     H, G, P, N = source.mixer_num_heads, source.mixer_num_kv_heads, source.mixer_head_dim, source.mixer_d_state
     extra, per_state = config.mamba_n_heads - H, H // num_states(source)
     ends = [0, H * P, H * P + G * P, H * P + G * (P + N), H * P + G * (P + N) + H * N]
@@ -296,7 +271,7 @@ def _without_empty(*parts: Part | Fill) -> Parts:
 
 
 def engine_notes(source: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
-    """What other engines make of it (docs/formats.md says how each was checked)."""
+    """What limits the use of the export in other engines; docs/formats.md says how each was checked."""
     notes = []
     if "linear_attention" not in source.layer_types:
         return notes
@@ -313,59 +288,60 @@ def engine_notes(source: PreTrainedConfig, config: PreTrainedConfig) -> list[str
     return notes
 
 
-def export_checkpoint(
-    options: ExportOptions,
-    on_plan: Callable[[ExportPlan], None] = lambda plan: None,
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> ExportPlan:
-    """Export a hybrid.
-
-    Args:
-        on_plan: called once the plan stands. progress: called with the number of bytes of weights just written.
+def plan_export(options: ExportOptions) -> TransferPlan:
+    """Decide everything.
 
     Raises:
-        ValueError: bad options or checkpoint. OSError: the disk.
+        ValueError: the model is no hybrid of this project, or one that the architecture cannot hold.
     """
-    output = Path(options.output).expanduser().resolve()
-    check_output(output, options.overwrite)
-    plan = plan_export(options)
-    check_apart(output, plan.folder)
-    on_plan(plan)
-    shards = plan_shards(plan.rules, plan.dtype, parse_size(options.max_shard_size))
-    itself = Teacher(options.model, plan.folder, plan.source, get_family("llama"))
-    with staged(output) as folder:
-        write_shards(shards, plan.checkpoint, plan.dtype, folder, progress)
-        add_tokenizer(itself, folder, trust_remote_code=False)
-        add_generation_config(itself, folder)
-        card = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"])
-        made = ModelCard.from_template(
-            card, template_str=CARD, title=output.name, source=Path(options.model).name,
-            architecture=plan.config.architectures[0],
-        )  # fmt: skip
-        made.save(folder / "README.md")
-        _write_config(plan.config, plan.dtype, folder / "config.json")
-    return plan
+    folder, commit = find_checkpoint(options)
+    raw = read_json(folder / "config.json") or {}
+    kind = str(raw.pop("model_type", None))
+    if kind not in STUDENTS or "mixer" not in raw:
+        raise ValueError(
+            f"{options.model} is no hybrid of this project (model_type {kind!r}); convert or import one first."
+        )
+    with config_errors(f"{folder / 'config.json'} is not a valid {kind} configuration"):
+        source = STUDENTS[kind][0](**raw)
+    check_holdable(source, options.to)
+    config = native_config(source, options.to, options.expand)
+    architecture = config.architectures[0]
+    shapes = meta_shapes(getattr(transformers, architecture), config)
+    checkpoint = open_weights(folder)
+    table = export_table(source, config, options.to)
+    return TransferPlan(
+        source=Teacher(options.model, folder, source, get_family("llama"), commit),
+        from_format=f"{kind} with {source.mixer}",
+        to_format=architecture,
+        config=config,
+        rules=make_rules(table, shapes, checkpoint.tensors, {}, "hybrid of this project"),
+        dtype=output_dtype(options.output.dtype, checkpoint.tensors),
+        checkpoint=checkpoint,
+        description=f"{Path(options.model).name} as transformers' own {architecture}, exported by {PROJECT}: it loads "
+        "without `trust_remote_code` and gives the same logits.",
+        notes=engine_notes(source, config),
+        dropped={},
+    )
 
 
-def _write_config(config: PreTrainedConfig, dtype: torch.dtype, path: Path) -> None:
-    """With the spellings that readers other than transformers know."""
+def export_checkpoint(
+    options: ExportOptions,
+    on_plan: Callable[[TransferPlan], None] = lambda plan: None,
+    progress: Progress = lambda what, done, total: None,
+) -> TransferPlan:
+    """Export a hybrid; see `write_checkpoint` for the arguments and errors."""
+    return write_checkpoint(options, plan_export, _write_config, on_plan, progress)
+
+
+def _write_config(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Write config.json with the spellings that readers other than transformers know."""
     config.dtype = dtype
     config.rope_theta = config.rope_parameters["rope_theta"]
     config.time_step_limit = (0.0, 1e30)  # infinity, which is the default, is no JSON
+    path = folder / "config.json"
     config.to_json_file(path)
     written = read_json(path)
     del written["time_step_limit"]
     if "layer_types" in written:
         written["layer_types"] = [LEGACY_LAYER_TYPES[kind] for kind in written["layer_types"]]
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-
-
-__all__ = [
-    "ExportOptions",
-    "ExportPlan",
-    "describe",
-    "export_checkpoint",
-    "export_table",
-    "plan_export",
-    "stock_config",
-]

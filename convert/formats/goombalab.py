@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from transformers import LlamaConfig, PhiConfig, PreTrainedConfig, Qwen2Config
 
-from .base import Published, PublishedFormat, head_and_embedding, rotary_buffers
+from .base import ForeignCheckpoint, Format, Section, head_and_embedding, rotary_buffers
 from .parts import Fill, Part, Table, moved
-from .section import Section
 
 EMBEDDING = "backbone.embedding.weight"
 BLOCKS = {"phiblock": "phimamba", "mambaphi": "phimamba", "llamablock": "llamba", "qwen2block": "llamba"}
@@ -37,24 +36,24 @@ class Layer(NamedTuple):
     """Spelled as goombalab/mohawk spells it; its classes have other defaults than Phi-Mamba's."""
 
 
-def components(source: Published) -> Section:
+def components(source: ForeignCheckpoint) -> Section:
     """The part that describes the model; a training configuration wraps it."""
     whole = source.section
     return whole.need_section("ComponentsConfig") if "ComponentsConfig" in whole.values else whole
 
 
-def head_input(source: Published) -> Section:
+def head_input(source: ForeignCheckpoint) -> Section:
     """What is said about vocabulary and head."""
     parts = components(source)
     return (parts.section("LanguageModel") if "LanguageModel" in parts.values else parts).section("input")
 
 
-def model_input(source: Published) -> Section:
+def model_input(source: ForeignCheckpoint) -> Section:
     """What is said about the whole model."""
     return components(source).need_section("MixerModel").section("input")
 
 
-def layers(source: Published) -> list[Layer]:
+def layers(source: ForeignCheckpoint) -> list[Layer]:
     """Every layer in order.
 
     Raises:
@@ -89,7 +88,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def student(source: Published) -> str:
+def student(source: ForeignCheckpoint) -> str:
     """Which of our families has its block.
 
     Raises:
@@ -101,7 +100,7 @@ def student(source: Published) -> str:
     return kinds.pop()
 
 
-def fields(source: Published) -> dict[str, Any]:
+def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     """Fields of our configuration.
 
     Raises:
@@ -139,7 +138,7 @@ def _agreed(inputs: list[Section], names: tuple[str, ...], what: str) -> Section
     return first
 
 
-def mixer_fields(source: Published, said: Section, hidden: int, is_mohawk: bool) -> dict[str, Any]:
+def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohawk: bool) -> dict[str, Any]:
     """The mixer's part, which Llamba has too.
 
     Raises:
@@ -181,7 +180,7 @@ def rope_parameters(said: Section, default: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _phi_block(source: Published, found: list[Layer]) -> dict[str, Any]:
+def _phi_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any]:
     phi = source.base or PhiConfig()
     said, attention = Section({}, ""), [layer for layer in found if layer.core in ATTENTION]
     if attention and attention[0].is_mohawk:
@@ -201,7 +200,7 @@ def _phi_block(source: Published, found: list[Layer]) -> dict[str, Any]:
     }
 
 
-def _llama_block(source: Published, found: list[Layer]) -> dict[str, Any]:
+def _llama_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any]:
     whole, base, said = model_input(source), source.base, Section({}, "")
     default = Qwen2Config() if found[0].block == "qwen2block" else LlamaConfig()
     qwen = any(layer.core == "qwen2attention" for layer in found)
@@ -227,7 +226,7 @@ def _llama_block(source: Published, found: list[Layer]) -> dict[str, Any]:
     }
 
 
-def _norm_eps(source: Published, found: list[Layer]) -> float:
+def _norm_eps(source: ForeignCheckpoint, found: list[Layer]) -> float:
     """Of the blocks' norms and the last one.
 
     Raises:
@@ -257,7 +256,7 @@ def _ignored_rotary(attention: list[Section], whole: Section, default: PreTraine
     ]
 
 
-def table(source: Published, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
+def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
     """Our tensors from theirs."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
     with_bias = ("weight", "bias") if config.model_type == "phimamba" else ("weight",)
@@ -288,7 +287,7 @@ def _attention_table(config: PreTrainedConfig, ours: str, theirs: str) -> Table:
     return rows
 
 
-def mixer_table(source: Published, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
+def mixer_table(source: ForeignCheckpoint, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
     """A discrete Mamba-2 mixer: the layout is ours, but that B and C may have fewer heads, each shared by several."""
     heads, state, inner = config.mixer_num_heads, config.mixer_d_state, config.mixer_num_heads * config.mixer_head_dim
     groups = (source.shape(f"{theirs}conv1d.weight", 3)[0] - inner) // (2 * state)
@@ -314,7 +313,7 @@ def mixer_table(source: Published, config: PreTrainedConfig, ours: str, theirs: 
     return rows
 
 
-GOOMBALAB = PublishedFormat(
+GOOMBALAB = Format(
     name="goombalab Phi-Mamba / mohawk",
     sign="backbone.* tensors, a config.json with MixerModel",
     student=student,

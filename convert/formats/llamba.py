@@ -6,14 +6,14 @@ whatever the configuration says. Special tokens are not in it: they come from th
 
 from typing import Any
 
-from .base import Published, PublishedFormat
+from .base import ForeignCheckpoint, Format
 from .goombalab import EMBEDDING, NORM_EPS, mixer_fields, table
 
 TRAINED_CONTEXT = 4096
 MLP_WIDTH = 14336  # where mlp_cfg is null; a null ssm_cfg has the defaults of the mixer's own class
 
 
-def fields(source: Published) -> dict[str, Any]:
+def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     """Fields of our configuration.
 
     Raises:
@@ -51,7 +51,7 @@ def fields(source: Published) -> dict[str, Any]:
     }
 
 
-LLAMBA = PublishedFormat(
+LLAMBA = Format(
     name="cartesia Llamba",
     sign="backbone.* tensors, a config.json with ssm_cfg",
     student=lambda source: "llamba",

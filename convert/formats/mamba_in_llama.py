@@ -8,16 +8,15 @@ Shapes: H heads, K key/value heads, d head dim, E = H d inner width, X = K d, N 
 """
 
 import re
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..config import make_config
-from ..plan import student_config, teacher_layer_types
+from modeling_llamba import LlambaConfig
+
 from ..teachers import get_family
-from ..teachers.teacher import Teacher, config_errors, read_config
-from .base import Published, PublishedFormat, head_and_embedding, rotary_buffers
+from ..teachers.teacher import config_errors, hybrid_fields, read_config
+from .base import ForeignCheckpoint, Format, head_and_embedding, rotary_buffers
 from .parts import Part, Table, moved
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -25,7 +24,7 @@ MAMBA2_NORM_EPS = 1e-5
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def mamba_layers(source: Published) -> list[int]:
+def mamba_layers(source: ForeignCheckpoint) -> list[int]:
     """Layers with a mixer, by their tensors.
 
     Raises:
@@ -51,7 +50,7 @@ def mamba_layers(source: Published) -> list[int]:
     return found
 
 
-def fields(source: Published) -> dict[str, Any]:
+def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     """Fields of our configuration: the base model's, and the mixer's.
 
     Raises:
@@ -59,20 +58,17 @@ def fields(source: Published) -> dict[str, Any]:
     """
     replaced = mamba_layers(source)
     base = _base_config(source)
-    options = make_config(model="-", output="-", align="none", attention_ratio=0.0, rotary=False, mixer="mamba2")
-    teacher = Teacher(source.name, Path(), base, get_family(base.model_type))
     with config_errors(f"{source.section.file} is not a valid {base.model_type} configuration"):
-        ours = student_config(teacher, options).to_dict()
-    types = teacher_layer_types(base)
-    sliding = {"sliding_window": base.sliding_window} if "sliding_attention" in types else {}
-    if sliding and not is_m1(source):
+        kept, types = hybrid_fields(base, get_family(base.model_type))
+        LlambaConfig(**kept, layer_types=types)  # refuses what no hybrid can have
+    if "sliding_attention" in types and not is_m1(source):
         source.notes.append(
             f"the base model's window of {base.sliding_window} tokens is kept, as in training; the original's "
             "inference wrapper drops it"
         )
     mixer = _mamba2_fields(source, replaced[0]) if is_mamba2(source) else _mamba1_fields(source, replaced[0])
-    kept = {k: v for k, v in ours.items() if not k.startswith(("mixer", "hybrid")) and k != "model_type"}
-    return kept | sliding | mixer | {
+    return kept | mixer | {
+        "conversion": {"teacher_layer_types": types},
         "layer_types": ["linear_attention" if i in replaced else kind for i, kind in enumerate(types)],
         "tie_word_embeddings": source.is_tied(EMBEDDING, base.tie_word_embeddings),
         "mixer_gate_bias": False,
@@ -80,7 +76,7 @@ def fields(source: Published) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _base_config(source: Published) -> PreTrainedConfig:
+def _base_config(source: ForeignCheckpoint) -> PreTrainedConfig:
     if source.config:
         base = read_config(source.config, source.section.file)
     elif source.base is not None:
@@ -99,7 +95,7 @@ def _base_config(source: Published) -> PreTrainedConfig:
     return base
 
 
-def _mamba2_fields(source: Published, layer: int) -> dict[str, Any]:
+def _mamba2_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
     ssm, prefix = source.mamba_section.section("ssm_cfg"), f"model.layers.{layer}.mamba."
     heads, state = ssm.need("ngroups", int), ssm.need("d_state", int)
     channels, _, taps = source.shape(f"{prefix}conv1d.weight", 3)
@@ -117,7 +113,7 @@ def _mamba2_fields(source: Published, layer: int) -> dict[str, Any]:
     }
 
 
-def _mamba1_fields(source: Published, layer: int) -> dict[str, Any]:
+def _mamba1_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
     prefix = f"model.layers.{layer}.mamba."
     inner, state = source.shape(f"{prefix}A_log", 2)
     return {
@@ -133,14 +129,14 @@ def _mamba1_fields(source: Published, layer: int) -> dict[str, Any]:
     }
 
 
-def _kv_width(source: Published, prefix: str) -> int:
+def _kv_width(source: ForeignCheckpoint, prefix: str) -> int:
     if f"{prefix}in_proj_x.weight" in source.tensors:
         return source.shape(f"{prefix}in_proj_x.weight", 2)[0]
     inner, rank = source.shape(f"{prefix}dt_proj.weight", 2)
     return (source.shape(f"{prefix}in_proj.weight", 2)[0] - 2 * inner - rank) // 2
 
 
-def table(source: Published, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
+def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
     """Our tensors from theirs."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
     rows["model.norm.weight"] = moved("model.norm.weight")
@@ -157,7 +153,7 @@ def table(source: Published, config: PreTrainedConfig) -> tuple[Table, dict[str,
     return rows, dropped | rotary_buffers(source)
 
 
-def _attention_table(source: Published, config: PreTrainedConfig, prefix: str) -> Table:
+def _attention_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
     fused = f"{prefix}mha.in_proj.weight"
     if fused not in source.tensors:
         return {f"{prefix}self_attn.{p}_proj.weight": moved(f"{prefix}self_attn.{p}_proj.weight") for p in "qkvo"}
@@ -167,7 +163,7 @@ def _attention_table(source: Published, config: PreTrainedConfig, prefix: str) -
     return rows | {f"{prefix}self_attn.o_proj.weight": moved(f"{prefix}mha.out_proj.weight")}
 
 
-def _mamba2_table(source: Published, config: PreTrainedConfig, prefix: str) -> Table:
+def _mamba2_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
     mine, theirs = f"{prefix}mixer.", f"{prefix}mamba."
     same = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight")
     rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in same}
@@ -182,7 +178,7 @@ def _mamba2_table(source: Published, config: PreTrainedConfig, prefix: str) -> T
     return rows
 
 
-def _mamba1_table(source: Published, config: PreTrainedConfig, prefix: str) -> Table:
+def _mamba1_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
     mine, theirs = f"{prefix}mixer.", f"{prefix}mamba."
     rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in ("A_log", "D", "dt_proj.weight", "out_proj.weight")}
     # the original adds this bias in dt_proj, and once more before the softplus
@@ -198,22 +194,22 @@ def _mamba1_table(source: Published, config: PreTrainedConfig, prefix: str) -> T
     return rows | {f"{mine}in_proj.weight": whole}
 
 
-def _has(source: Published, ending: str) -> bool:
+def _has(source: ForeignCheckpoint, ending: str) -> bool:
     return any(name.endswith(ending) for name in source.tensors)
 
 
-def is_mamba2(source: Published) -> bool:
+def is_mamba2(source: ForeignCheckpoint) -> bool:
     """By its tensors; there is no version in the configuration."""
     return _has(source, ".mamba.dt_bias")
 
 
-def is_m1(source: Published) -> bool:
+def is_m1(source: ForeignCheckpoint) -> bool:
     """M1 fuses the attention's projections, and those of Mamba-1."""
     return _has(source, ".mha.in_proj.weight") or (_has(source, ".mamba.in_proj.weight") and not is_mamba2(source))
 
 
-def _format(name: str, sign: str, recognises) -> PublishedFormat:
-    return PublishedFormat(
+def _format(name: str, sign: str, recognises) -> Format:
+    return Format(
         name=name, sign=sign, student=lambda source: "llamba", recognises=recognises, fields=fields, table=table
     )
 

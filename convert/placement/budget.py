@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..options import ConversionOptions, MixerOptions, parse_size
-from ..plan import TeacherWeights, human_bytes, hybrid_config, output_dtype
+from ..plan import TeacherWeights, hybrid_config
+from ..weights.writer import human_bytes, output_dtype
 from .cache import cache_bytes
 from .placement import Attention, Heads, Hybrid, Placement, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads

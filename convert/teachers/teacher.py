@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights
-from . import TeacherFamily, get_family
+from . import COMMON_FIELDS, TeacherFamily, get_family
 
 SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -224,6 +224,38 @@ def config_errors(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: num_attention_heads must not be 0.") from error
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:
+    """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers.
+
+    Raises:
+        ValueError: the teacher has a kind of layer that this project does not know.
+    """
+    fields = {name: getattr(config, name) for name in COMMON_FIELDS}
+    fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()} | family.constants
+    fields |= family.special(config) if family.special else {}
+    fields["head_dim"] = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    types = teacher_layer_types(config)
+    if "sliding_attention" in types:
+        fields["sliding_window"] = config.sliding_window
+    return fields, types
+
+
+def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
+    """Full or sliding attention for each layer of a teacher.
+
+    Raises:
+        ValueError: the teacher has a kind of layer that this project does not know.
+    """
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        sliding = getattr(config, "sliding_window", None) is not None
+        types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"The teacher has layers of type {unknown[0]}, which are not supported.")
+    return list(types)
 
 
 def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, kernels, and which code runs where."""
+"""Versions, devices and kernels of this machine, and which code runs on it."""
 
 import importlib
 import importlib.metadata
@@ -18,7 +18,7 @@ LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
     "datasets", "peft", "trl", "lm-eval", "gguf",
 )  # fmt: skip
-# package on the index, module that has to import
+# name of the package -> the module that must import for it to be usable
 KERNELS = {
     "mamba-ssm": "mamba_ssm.ops.triton.ssd_combined",
     "causal-conv1d": "causal_conv1d",
@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": {
             "built_for": torch.version.cuda,
-            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
         "kernels": kernels,
         "backends": _backends(kernels, cuda),
@@ -57,7 +57,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernel(package: str, module: str) -> dict[str, str | None]:
-    """Its version, and where it is installed and yet unusable, why."""
+    """Version of a package, and why it cannot be used if it cannot."""
     version = _version(package)
     if version is None:
         return {"version": None, "problem": "not installed"}
@@ -69,7 +69,7 @@ def _kernel(package: str, module: str) -> dict[str, str | None]:
 
 
 def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str, dict[str, str]]:
-    """What runs, and why, for each part that could run in more than one way."""
+    """Which implementation runs, and why, for each part that has more than one."""
 
     def choose(name: str, package: str, on_hub: str = "") -> dict[str, str]:
         problem = kernels[package]["problem"]
@@ -88,35 +88,26 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     conv = choose("causal_conv1d", "causal-conv1d", "causal_conv1d_fn")
     asked = os.environ.get(BACKEND_VARIABLE)
     if asked:
-        scan = _asked_for(asked, cuda)
+        try:
+            runs = choose_backend(asked, cuda, recording=False)
+            scan = {"runs": runs, "why": f"{BACKEND_VARIABLE} asks for {asked}"}
+        except ValueError as error:
+            scan = {"runs": "nothing", "why": f"{BACKEND_VARIABLE} asks for {asked}: {error}"}
         conv = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"} if asked == "torch" else conv
     else:
         scan["why"] += "; mixer_backend of a model may ask otherwise"
+    flash = "flash_attention_2 on request" if is_flash_attn_2_available() else "flash_attention_2 cannot be used here"
     return {
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "one token of it, or a short chunk": {"runs": "torch", "why": "a few products; no kernel is used"},
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
         "short convolution": conv,
-        "attention": {
-            "runs": "sdpa",
-            "why": "torch's own; flash_attention_2 on request"
-            if is_flash_attn_2_available()
-            else "torch's own; flash_attention_2 cannot be used here",
-        },
+        "attention": {"runs": "sdpa", "why": f"torch's own; {flash}"},
     }
 
 
-def _asked_for(backend: str, cuda: bool) -> dict[str, str]:
-    """What the environment variable makes of the choice."""
-    try:
-        runs = choose_backend(backend, cuda, recording=False)
-        return {"runs": runs, "why": f"{BACKEND_VARIABLE} asks for {backend}"}
-    except ValueError as error:
-        return {"runs": "nothing", "why": f"{BACKEND_VARIABLE} asks for {backend}: {error}"}
-
-
 def describe_environment(report: dict[str, Any]) -> Group:
-    """The report for a terminal."""
+    """The report of `environment` as tables for a terminal."""
     versions = Table.grid(padding=(0, 2))
     versions.add_row("python", report["python"])
     versions.add_row("platform", report["platform"])

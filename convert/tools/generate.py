@@ -1,4 +1,4 @@
-"""Let a model speak as it decodes, by itself or beside its teacher."""
+"""Print what a model generates as it decodes, by itself or beside its teacher."""
 
 import sys
 import time
@@ -10,28 +10,29 @@ from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.utils import logging
 
+from ..checkpoint.load import encode, load_model, load_tokenizer
 from ..teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
 
 
-class Listener(TextStreamer):
-    """Collects what is said, and tells `on_text` of every piece."""
+class PieceStreamer(TextStreamer):
+    """Passes every finished piece of the answer to a function."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text, self.text = on_text, ""
+        self.on_text = on_text
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Called by transformers with each finished piece."""
-        self.text += text
+        """See `transformers.TextStreamer`."""
         self.on_text(text)
 
 
 def recorded_teacher(config: PreTrainedConfig) -> str:
-    """The teacher a checkpoint names, as far as it can be found again.
+    """The teacher that a checkpoint names.
 
     Raises:
-        ValueError: none is recorded, or it was a local path, of which only the last part is.
+        ValueError: no teacher is recorded, or it was a local path, of which only the last part is recorded.
     """
     conversion = getattr(config, "conversion", None) or {}
     name = conversion.get("teacher")
@@ -44,64 +45,82 @@ def recorded_teacher(config: PreTrainedConfig) -> str:
     raise ValueError(f"The recorded teacher, {name}, was a local path; say where it is: --teacher MODEL.")
 
 
-def speak(
+def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     inputs: dict[str, torch.Tensor],
     max_new_tokens: int,
     temperature: float,
     on_text: Callable[[str], None],
-) -> tuple[str, float]:
-    """Continue one prompt; `on_text` hears each piece. Greedy at temperature 0.
-
-    Returns:
-        The text and the tokens per second.
-    """
-    listener = Listener(tokenizer, on_text)
-    options = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature > 0 else {})
+) -> float:
+    """Continue one prompt, passing each piece of text to `on_text`; returns the tokens per second."""
+    options = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    streamer = PieceStreamer(tokenizer, on_text)
     started = time.perf_counter()
-    ids = model.generate(**inputs, **options, max_new_tokens=max_new_tokens, streamer=listener)
-    seconds = time.perf_counter() - started
-    return listener.text, (ids.shape[1] - inputs["input_ids"].shape[1]) / seconds
+    ids = model.generate(**inputs, **options, max_new_tokens=max_new_tokens, streamer=streamer)
+    return (ids.shape[1] - inputs["input_ids"].shape[1]) / (time.perf_counter() - started)
 
 
-def print_stream(text: str) -> None:
-    """A piece on stdout, at once."""
+def print_piece(text: str) -> None:
+    """Write a piece of text to stdout at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def side_by_side(
-    speakers: list[tuple[str, PreTrainedModel, PreTrainedTokenizerBase, dict[str, torch.Tensor]]],
+def answer(
+    model: str,
+    prompt: str,
+    teacher: str | None,
     max_new_tokens: int,
     temperature: float,
     seed: int,
-) -> list[tuple[str, str, float]]:
-    """One after the other into columns that fill as they speak; where stdout is no terminal, printed at the end.
+    chat: bool,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> dict[str, float]:
+    """Print a model's answer, or its teacher's and its own in two columns that fill one after the other.
 
     Returns:
-        Name, text and tokens per second of each.
+        The tokens per second of each model, by its title.
+
+    Raises:
+        ValueError: the prompt is empty, or a model cannot be found or loaded.
     """
-    console = Console()
-    texts = {name: "" for name, *_ in speakers}
+    logging.disable_progress_bar()
+    tokenizer = load_tokenizer(model, revision, trust_remote_code)
+    inputs = encode(tokenizer, [prompt], chat)
+    hybrid = load_model(model, dtype, device, revision, trust_remote_code)
+    if teacher is None:
+        torch.manual_seed(seed)
+        rate = generate(hybrid, tokenizer, inputs, max_new_tokens, temperature, print_piece)
+        print_piece("\n")
+        return {model: rate}
+    teacher = recorded_teacher(hybrid.config) if teacher == "recorded" else teacher
+    theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code)
+    other = load_model(teacher, dtype, device, trust_remote_code=trust_remote_code)
+    models = {
+        f"teacher ({other.config.model_type})": (other, theirs, encode(theirs, [prompt], chat)),
+        f"hybrid ({hybrid.config.model_type})": (hybrid, tokenizer, inputs),
+    }
+    console, texts, rates = Console(), dict.fromkeys(models, ""), {}
 
     def panels() -> Columns:
         width = max(console.width // len(texts) - 2, 20)
-        return Columns([Panel(text, title=name, width=width) for name, text in texts.items()])
+        return Columns([Panel(text, title=title, width=width) for title, text in texts.items()])
 
-    said = []
     with Live(panels(), console=console, transient=not console.is_terminal) as live:
-        for name, model, tokenizer, inputs in speakers:
+        for title, parts in models.items():
 
-            def on_text(piece: str, name: str = name) -> None:
-                texts[name] += piece
+            def on_text(piece: str, title: str = title) -> None:
+                texts[title] += piece
                 live.update(panels())
 
             torch.manual_seed(seed)
-            text, rate = speak(model, tokenizer, inputs, max_new_tokens, temperature, on_text)
-            said.append((name, text, rate))
+            rates[title] = generate(*parts, max_new_tokens, temperature, on_text)
     if not console.is_terminal:
-        for name, text, _ in said:
-            print_stream(f"{name}:\n{text}\n\n")
-    return said
+        for title, text in texts.items():
+            print_piece(f"{title}:\n{text}\n\n")
+    return rates

@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its configuration, its card's figures and its headers: nothing is loaded."""
+"""Describe a hybrid from its configuration, its alignment.json and the headers of its weights."""
 
 import json
 import math
@@ -13,9 +13,11 @@ from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
+from ..formats.base import read_json
 from ..placement.cache import CONTEXTS, cache_bytes
-from ..plan import MIXER_LAYERS, human_bytes, layer_letters, tensor_shapes
 from ..weights.reader import open_weights
+from ..weights.students import MIXER_LAYERS, layer_letters, tensor_shapes
+from ..weights.writer import human_bytes
 
 MIXER_FIELDS = (
     "num_heads",
@@ -74,7 +76,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def _cache(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Per sequence, at each of the usual lengths, beside a model with attention throughout."""
+    """Bytes of cache per sequence at the usual lengths, and those of a model with attention in every layer."""
     if "teacher_layer_types" not in (config.conversion or {}):
         teacher = ["full_attention"] * config.num_hidden_layers
         config.conversion = (config.conversion or {}) | {"teacher_layer_types": teacher}
@@ -83,25 +85,19 @@ def _cache(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, dict[str, 
 
 
 def _alignment(model: str, revision: str | None) -> dict[str, Any] | None:
-    """What alignment.json says: the text, and each mixer's held-out error, where there is one."""
-    name, _ = locate(model)
+    """The content of alignment.json: the text, and each mixer's held-out error. None where there is no such file."""
     try:
         path = cached_file(
-            name, "alignment.json", revision=revision, _raise_exceptions_for_missing_entries=False,
+            locate(model)[0], "alignment.json", revision=revision, _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )  # fmt: skip
     except (OSError, HFValidationError):
         return None
-    if path is None:
-        return None
-    try:
-        return json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON.") from error
+    return None if path is None else read_json(Path(path))
 
 
 def describe_model(report: dict[str, Any]) -> Group:
-    """The report for a terminal."""
+    """The report of `inspect_model` as tables for a terminal."""
     attention, total = len(report["attention_layers"]), len(report["layer_types"])
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", f"{report['model']} ({report['model_type']}, {report['dtype']})")
@@ -134,18 +130,11 @@ def describe_model(report: dict[str, Any]) -> Group:
 def _alignment_line(alignment: dict[str, Any] | None) -> str:
     if alignment is None:
         return "no alignment.json"
-    fits = alignment.get("held_out_error") if isinstance(alignment, dict) else None
-    if not isinstance(alignment, dict):
-        return "alignment.json is none of ours"
-    errors = {
-        layer: figures.get("refined") or figures.get("solved")
-        for layer, figures in (fits if isinstance(fits, dict) else {}).items()
-        if isinstance(figures, dict)
-    }
-    errors = {layer: error for layer, error in errors.items() if error is not None}
     line = f"on {alignment.get('tokens', '?')} tokens of {alignment.get('text', '?')}"
+    fits = alignment.get("held_out_error") or {}
+    errors = {layer: figures.get("refined") or figures.get("solved") for layer, figures in fits.items()}
+    errors = {layer: error for layer, error in errors.items() if error is not None}
     if not errors:
         return line
-    worst = max(errors, key=errors.get)
-    mean = sum(errors.values()) / len(errors)
+    worst, mean = max(errors, key=errors.get), sum(errors.values()) / len(errors)
     return f"{line}; held-out error {mean:.3f} on average, most in layer {worst} ({errors[worst]:.3f})"

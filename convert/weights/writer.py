@@ -47,6 +47,10 @@ def human_bytes(size: int) -> str:
     return f"{amount:.4g} TB"
 
 
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much."""
+
+
 @dataclass(frozen=True)
 class Shard:
     """One output file."""
@@ -90,7 +94,7 @@ def write_shards(
     checkpoint: Checkpoint | None,
     dtype: torch.dtype,
     folder: Path,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> None:
     """Carry out the rules and write their tensors, then the index if there are several shards.
 
@@ -98,18 +102,21 @@ def write_shards(
 
     Args:
         checkpoint: what the rules read; None where they need nothing.
-        progress: called with the number of bytes just written.
+        progress: called with "writing", the bytes written so far, and the bytes to write.
 
     Raises:
         ValueError: a value is not finite, in the teacher or after the change of type.
         OSError: the disk is full or not writable.
     """
     workers = WORKERS if checkpoint is None or checkpoint.concurrent else 1
-    report, stop = threading.Lock(), threading.Event()
+    report, stop, written = threading.Lock(), threading.Event(), 0
+    total = sum(math.prod(rule.shape) * dtype.itemsize for shard in shards for rule in shard.rules)
 
     def reported(nbytes: int) -> None:
+        nonlocal written
         with report:
-            progress(nbytes)
+            written += nbytes
+            progress("writing", written, total)
 
     with ThreadPoolExecutor(workers) as pool:
         try:
@@ -120,7 +127,6 @@ def write_shards(
             stop.set()
     if len(shards) > 1:
         weight_map = {rule.target: shard.name for shard in shards for rule in shard.rules}
-        total = sum(math.prod(rule.shape) * dtype.itemsize for shard in shards for rule in shard.rules)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
@@ -176,7 +182,7 @@ def write_and_hash(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     folder: Path,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> dict[str, str]:
     """Write the shards as `write_shards` does, while another thread hashes the files they are made from.
 

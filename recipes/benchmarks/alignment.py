@@ -27,9 +27,9 @@ from convert.alignment.closed_form import FitSettings, refine, solve_out_proj
 from convert.alignment.mohawk.orientation import attention_rows, matrix_orientation_loss
 from convert.alignment.teacher_model import TeacherModel
 from convert.config import ConversionConfig, make_config
-from convert.plan import human_bytes
 from convert.teachers.teacher import find_teacher
 from convert.weights.mapping import set_decay
+from convert.weights.writer import human_bytes
 
 from .measure import forget_peak, status_bytes
 

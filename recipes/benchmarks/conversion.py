@@ -23,9 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from convert.plan import human_bytes
 from convert.weights.rules import Rule
-from convert.weights.writer import plan_shards, write_shards
+from convert.weights.writer import human_bytes, plan_shards, write_shards
 
 from .measure import Target, save_report
 

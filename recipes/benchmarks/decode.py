@@ -26,8 +26,8 @@ import modeling_llamba  # noqa: F401 (registers the model)
 from convert.pipeline import convert
 from convert.placement.cache import cache_bytes
 from convert.placement.heads import as_text, query_heads
-from convert.plan import human_bytes
 from convert.teachers.teacher import embedded_teacher
+from convert.weights.writer import human_bytes
 from modeling_llamba.recording import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 

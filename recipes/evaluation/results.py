@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from convert.alignment.fit import write_beside
-from convert.plan import human_bytes
+from convert.weights.writer import human_bytes
 
 from ..training.save import EVALUATION, new_card
 

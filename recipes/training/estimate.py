@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from convert.plan import human_bytes
+from convert.weights.writer import human_bytes
 
 from .loss import CHUNK_ELEMENTS
 

@@ -19,7 +19,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
 import modeling_phimamba  # noqa: F401
 from convert.checkpoint.load import load_tokenizer
-from convert.plan import STUDENTS
+from convert.weights.students import STUDENTS
 
 from .arguments import TeacherArguments, conversion_of
 

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NOTES
+from convert.checkpoint.code import add_code
 from convert.checkpoint.folder import staged
 
 RECORD = "training.json"

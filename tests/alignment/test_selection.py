@@ -234,7 +234,7 @@ def test_the_fit_that_scored_a_layer_is_not_done_again(saved_teacher, tmp_path, 
 def test_work_dir_resumes(said, saved_teacher, tmp_path, align_file, monkeypatch):
     """Interrupted while writing, the second run fits and scores nothing again; what it keeps afterwards is small."""
     import convert.alignment.fit as align
-    import convert.pipeline as pipeline
+    import convert.weights.writer as writer
 
     work, folder = tmp_path / ("work" if said else "out.work"), saved_teacher("llama-gqa")
     flags = (*HALF, "--work-dir", work) if said else HALF
@@ -245,7 +245,7 @@ def test_work_dir_resumes(said, saved_teacher, tmp_path, align_file, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "write_shards", fail)
+        patch.setattr(writer, "write_shards", fail)
         check_one_line_error(aligned(folder, tmp_path / "out", align_file, *flags), "disk is full")
     assert not (tmp_path / "out").exists() and list(work.rglob("layer-*.safetensors"))
     monkeypatch.setattr(align, "fit_layer", fail)

@@ -1,4 +1,4 @@
-"""Exported hybrids are stock architectures: loaded without remote code, they give the hybrid's logits."""
+"""Exported hybrids are transformers' own architectures: loaded without remote code, they give the hybrid's logits."""
 
 import json
 
@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridForCausalLM
 
 from convert import convert
 from convert.config import make_config
-from convert.formats.export import ExportOptions, export_checkpoint, plan_export
+from convert.formats.export import NATIVE_CLASSES, ExportOptions, export_checkpoint, plan_export
 from convert.formats.import_ import ImportOptions, import_checkpoint
-from convert.formats.native import STOCK_CLASSES
 from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.students import make_student
@@ -47,43 +46,43 @@ def exported(tmp_path, to, variant=(), expand=None, **overrides):
     out = tmp_path / f"out-{expand}"
     export_checkpoint(ExportOptions(model=str(tmp_path / "hybrid"), output=str(out), to=to, expand=expand))
     assert not list(out.glob("*.py")) and "auto_map" not in json.loads((out / "config.json").read_text())
-    stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert type(stock).__name__ == STOCK_CLASSES[to].architecture
-    return model, stock, out
+    native = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert type(native).__name__ == NATIVE_CLASSES[to].architecture
+    return model, native, out
 
 
 @torch.no_grad()
-def assert_same(model, stock):
+def assert_same(model, native):
     ids = random_ids(2, 21)
-    torch.testing.assert_close(stock(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(native(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
-    ours, theirs = (m(ids, attention_mask=mask).logits for m in (model, stock))
+    ours, theirs = (m(ids, attention_mask=mask).logits for m in (model, native))
     torch.testing.assert_close(theirs[0, 6:], ours[0, 6:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(theirs[1], ours[1], rtol=1e-4, atol=1e-4)
     drawn = [m.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-             for m in (model, stock)]  # fmt: skip
+             for m in (model, native)]  # fmt: skip
     assert drawn[0].equal(drawn[1])
 
 
-@pytest.mark.parametrize("to", STOCK_CLASSES)
+@pytest.mark.parametrize("to", NATIVE_CLASSES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_stock_class_gives_the_same_logits_padded_and_generated(tmp_path, variant, to):
-    model, stock, _ = exported(tmp_path, to, VARIANTS[variant])
-    assert_same(model, stock)
+def test_native_class_gives_the_same_logits_padded_and_generated(tmp_path, variant, to):
+    model, native, _ = exported(tmp_path, to, VARIANTS[variant])
+    assert_same(model, native)
 
 
 def test_zero_heads_fill_up_a_wider_mixer(tmp_path):
-    model, stock, out = exported(tmp_path, "bamba", expand=2)
-    assert stock.config.mamba_n_heads == 8 and stock.model.layers[0].mamba.out_proj.weight.shape == (32, 64)
-    assert_same(model, stock)
+    model, native, out = exported(tmp_path, "bamba", expand=2)
+    assert native.config.mamba_n_heads == 8 and native.model.layers[0].mamba.out_proj.weight.shape == (32, 64)
+    assert_same(model, native)
     assert json.loads((out / "config.json").read_text())["attn_rotary_emb"] == 8
 
 
 def test_bamba_holds_mlp_biases_and_partial_rotary(tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    model, stock, out = exported(tmp_path, "bamba", mlp_bias=True, rope_parameters=rope)
-    assert_same(model, stock)
+    model, native, out = exported(tmp_path, "bamba", mlp_bias=True, rope_parameters=rope)
+    assert_same(model, native)
     with pytest.raises(ValueError, match="biases in the MLP, partial rotary embedding"):
         plan_export(ExportOptions(model=str(tmp_path / "hybrid"), output="-"))
 
@@ -169,11 +168,11 @@ def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
 
 
 def test_a_published_mamba2_hybrid_goes_all_the_way(tmp_path):
-    """Mamba in the Llama v2 imported and exported: a stock class gives the logits of the published equations."""
+    """Mamba in the Llama v2 imported and exported gives the logits of the published equations."""
     config, tensors, mamba_config = published.mamba_in_llama(2)
     config |= {"rms_norm_eps": 1e-5}
     folder = published.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
-    import_checkpoint(ImportOptions(source=str(folder), output=str(tmp_path / "hybrid")))
+    import_checkpoint(ImportOptions(model=str(folder), output=str(tmp_path / "hybrid")))
     export_checkpoint(ExportOptions(model=str(tmp_path / "hybrid"), output=str(tmp_path / "out"), to="bamba"))
     freq = published.frequencies(published.HEAD, 1e4, published.LLAMA3)
 

@@ -25,7 +25,7 @@ PLAIN = ("model.embed_tokens.weight", "model.layers", "model.norm.weight")
 
 
 def imported(folder, out, **options):
-    plan = import_checkpoint(ImportOptions(source=str(folder), output=str(out), **options))
+    plan = import_checkpoint(ImportOptions(model=str(folder), output=str(out), **options))
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     assert sum(x.numel() for x in model.parameters()) == plan.parameters
     return plan, model
@@ -121,7 +121,7 @@ def test_mohawks_mixer_has_silu_unless_the_configuration_says_otherwise(tmp_path
         ]:
             block.pop("activation", None)
         folder = p.write(tmp_path / f"other{i}", config, tensors)
-        assert plan_import(ImportOptions(source=str(folder), output="-")).config.mixer_activation == "identity"
+        assert plan_import(ImportOptions(model=str(folder), output="-")).config.mixer_activation == "identity"
 
 
 ROTARY = {
@@ -168,7 +168,7 @@ def test_mohawks_phi_attention_reads_its_layer(tmp_path):
     for i, (mohawk, sizes) in enumerate([(said, (p.H, 500.0, 0.25)), ({}, (32, 1e4, 0.5))]):
         config, tensors = p.phi_mamba((1, 3), mohawk=mohawk)
         folder = p.write(tmp_path / f"in{i}", config, tensors)
-        plan = plan_import(ImportOptions(source=str(folder), output="-"))
+        plan = plan_import(ImportOptions(model=str(folder), output="-"))
         rope = plan.config.rope_parameters
         assert (plan.config.num_attention_heads, rope["rope_theta"], rope["partial_rotary_factor"]) == sizes
     config, tensors = p.phi_mamba((1, 3), mohawk=said)
@@ -177,7 +177,7 @@ def test_mohawks_phi_attention_reads_its_layer(tmp_path):
     config["Block4"]["Layer"]["input"]["rope_theta"] = 1e4
     p.write(tmp_path / "differ", config, tensors)
     with pytest.raises(ValueError, match="rope_theta of the attention layers differs"):
-        plan_import(ImportOptions(source=str(tmp_path / "differ"), output="-"))
+        plan_import(ImportOptions(model=str(tmp_path / "differ"), output="-"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -240,7 +240,7 @@ def test_mistrals_window_is_kept_and_a_tied_head_is_stored_once(tmp_path):
     assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-6, *PLAIN))
     # a head that was trained apart is not thrown away, whatever the configuration says
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.01
-    plan = plan_import(ImportOptions(source=str(p.write(tmp_path / "b", config, tensors, mamba_config=mamba_config)),
+    plan = plan_import(ImportOptions(model=str(p.write(tmp_path / "b", config, tensors, mamba_config=mamba_config)),
                                      output=str(tmp_path / "c")))  # fmt: skip
     assert not plan.config.tie_word_embeddings and "both are kept" in " ".join(plan.notes)
 
@@ -322,7 +322,7 @@ ERRORS = {
 @pytest.mark.parametrize("what", ERRORS)
 def test_bad_input(tmp_path, what):
     with pytest.raises(ValueError) as error:
-        import_checkpoint(ImportOptions(source=str(broken(tmp_path, what)), output=str(tmp_path / "out")))
+        import_checkpoint(ImportOptions(model=str(broken(tmp_path, what)), output=str(tmp_path / "out")))
     assert ERRORS[what] in str(error.value) and "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -331,10 +331,10 @@ def test_our_own_checkpoints_and_unknown_fields_are_refused(tmp_path):
     config, tensors = p.llamba(True)
     folder = p.write(tmp_path / "in", config, tensors)
     with pytest.raises(ValueError, match="no such field"):
-        plan_import(ImportOptions(source=str(folder), output="-", settings={"rope": 1}))
+        plan_import(ImportOptions(model=str(folder), output="-", settings={"rope": 1}))
     imported(folder, tmp_path / "out")
     with pytest.raises(ValueError, match="just load it"):
-        plan_import(ImportOptions(source=str(tmp_path / "out"), output="-"))
+        plan_import(ImportOptions(model=str(tmp_path / "out"), output="-"))
 
 
 def test_pickles_with_code_are_not_opened(tmp_path):
@@ -345,7 +345,7 @@ def test_pickles_with_code_are_not_opened(tmp_path):
     config, tensors = p.phi_mamba()
     p.write(tmp_path / "in", config, {**tensors, "x": Code()}, binary=True)
     with pytest.raises(ValueError, match="could run code"):
-        plan_import(ImportOptions(source=str(tmp_path / "in"), output="-"))
+        plan_import(ImportOptions(model=str(tmp_path / "in"), output="-"))
 
 
 def test_from_the_hub_with_a_base_from_there_too(tmp_path, base):
@@ -371,7 +371,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        import_checkpoint(ImportOptions(source=str(folder), output=str(tmp_path / "out")), progress=interrupt)
+        import_checkpoint(ImportOptions(model=str(folder), output=str(tmp_path / "out")), progress=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

@@ -61,7 +61,7 @@ def test_any_entry_of_any_kind_is_taken_or_refused_in_one_line(tmp_path, name):
             for value in (None, "x", 0, -1, 1.5, [], {}, DELETED):
                 (folder / file).write_text(json.dumps(changed(content, path, value)))
                 try:
-                    plan_import(ImportOptions(source=str(folder), output="-"))
+                    plan_import(ImportOptions(model=str(folder), output="-"))
                 except ValueError as error:
                     assert "\n" not in str(error), (file, path, value)
                     refused += 1
@@ -94,7 +94,7 @@ def test_the_file_and_the_entry_are_named(tmp_path, name, file, entry, value, me
     (config if file == "config.json" else mamba_config)[entry] = value
     folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
     with pytest.raises(ValueError) as error:
-        plan_import(ImportOptions(source=str(folder), output="-"))
+        plan_import(ImportOptions(model=str(folder), output="-"))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -149,7 +149,7 @@ def test_tensors_in_strange_places_or_shapes(tmp_path, kind, message):
         tensors["backbone.embedding.weight"] = torch.ones(p.VOCAB)
     folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
     with pytest.raises(ValueError) as error:
-        plan_import(ImportOptions(source=str(folder), output="-"))
+        plan_import(ImportOptions(model=str(folder), output="-"))
     assert message in str(error.value)
 
 
@@ -158,18 +158,18 @@ def test_null_in_llambas_configuration_means_its_defaults(tmp_path):
     config, tensors = p.llamba(True)
     folder = p.write(tmp_path / "in", config | {"mlp_cfg": None}, tensors)
     with pytest.raises(ValueError, match=r"gate_proj.weight \(40, 32\) cannot make .* \(14336, 32\)"):
-        plan_import(ImportOptions(source=str(folder), output="-"))
+        plan_import(ImportOptions(model=str(folder), output="-"))
     folder = p.write(tmp_path / "in", config | {"ssm_cfg": None}, tensors)
     with pytest.raises(ValueError, match=r"D \(4,\) cannot make .* \(32,\)"):
-        plan_import(ImportOptions(source=str(folder), output="-"))
+        plan_import(ImportOptions(model=str(folder), output="-"))
 
 
 def test_null_special_tokens_are_the_bases_and_a_missing_base_is_suggested(tmp_path):
     config, tensors = p.llamba(True)
     config |= {"eos_token_id": None, "bos_token_id": 3, "_name_or_path": "org/base"}
     folder = p.write(tmp_path / "in", config, tensors)
-    notes = plan_import(ImportOptions(source=str(folder), output="-")).notes
+    notes = plan_import(ImportOptions(model=str(folder), output="-")).notes
     assert [note for note in notes if "--base org/base" in note] == notes and len(notes) == 2
     LlamaConfig(bos_token_id=5, eos_token_id=6).save_pretrained(tmp_path / "base")
-    ours = plan_import(ImportOptions(source=str(folder), output="-", base=str(tmp_path / "base"))).config
+    ours = plan_import(ImportOptions(model=str(folder), output="-", base=str(tmp_path / "base"))).config
     assert (ours.bos_token_id, ours.eos_token_id) == (3, 6)

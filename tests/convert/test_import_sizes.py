@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from convert.formats import Published, recognise
+from convert.formats.base import ForeignCheckpoint
+from convert.formats.import_ import recognise
 from convert.formats.parts import make_rules
-from convert.plan import STUDENTS, tensor_shapes
 from convert.weights.reader import TensorInfo
+from convert.weights.students import STUDENTS, tensor_shapes
 
 
 class Headers:
@@ -120,11 +121,11 @@ SIZES = {
 def test_parameters_at_full_size_match_the_published_files(name):
     """The real configurations, planned without a weight: every tensor has its place, and the bytes are the files'."""
     (config, shapes, *mamba_config), parameters, itemsize, file_size = SIZES[name]
-    source = Published(name, config, Headers(shapes), *mamba_config)
-    published = recognise(source)
-    ours = STUDENTS[published.student(source)][0](**published.fields(source))
-    table, dropped = published.table(source, ours)
-    rules = make_rules(table, tensor_shapes(ours), source.tensors, dropped, published.name)
+    source = ForeignCheckpoint(name, config, Headers(shapes), *mamba_config)
+    known = recognise(source)
+    ours = STUDENTS[known.student(source)][0](**known.fields(source))
+    table, dropped = known.table(source, ours)
+    rules = make_rules(table, tensor_shapes(ours), source.tensors, dropped, known.name)
     count = sum(math.prod(rule.shape) for rule in rules)
     assert count == sum(math.prod(shape) for shape in shapes.values())
     if parameters is not None:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from ...options import DistillationOptions
 from ..divergence import distillation_loss, kl_of_hidden
-from ..settings import DistillationSettings
 from .layerwise import run_key
 
 
@@ -66,7 +66,7 @@ class StopAtNaN(TrainerCallback):
 class DistillationTrainer(Trainer):
     """Trainer whose loss is the divergence from a teacher."""
 
-    def __init__(self, *args, teacher: nn.Module, settings: DistillationSettings, **kwargs):
+    def __init__(self, *args, teacher: nn.Module, settings: DistillationOptions, **kwargs):
         super().__init__(*args, **kwargs)
         self.teacher, self.settings = teacher, settings
         self.model_accepts_loss_kwargs = False  # the loss is a mean already
@@ -111,7 +111,7 @@ def is_mixer(name: str) -> bool:
     return ".mixer." in name
 
 
-def set_trainable(student: nn.Module, settings: DistillationSettings) -> None:
+def set_trainable(student: nn.Module, settings: DistillationOptions) -> None:
     """Mixers always; the rest where it has a learning rate, MLPs only if they are to take part."""
     for name, parameter in student.named_parameters():
         rest = settings.other_learning_rate > 0 and (settings.train_mlp or ".mlp." not in name)
@@ -122,7 +122,7 @@ def distil(
     student: nn.Module,
     teacher: nn.Module,
     ids: torch.Tensor,
-    settings: DistillationSettings,
+    settings: DistillationOptions,
     folder: Path,
     seed: int = 0,
     callbacks: list[TrainerCallback] | None = None,
@@ -175,7 +175,7 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 
 def training_arguments(
-    settings: DistillationSettings, ids: torch.Tensor, folder: Path, seed: int, use_cpu: bool
+    settings: DistillationOptions, ids: torch.Tensor, folder: Path, seed: int, use_cpu: bool
 ) -> TrainingArguments:
     """The stage's settings in the Trainer's terms; tokens count over all processes."""
     arguments = TrainingArguments(output_dir=str(folder), use_cpu=use_cpu, report_to="none")

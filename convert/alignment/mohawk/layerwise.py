@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from ...options import HiddenStateOptions, OrientationOptions, StageOptions
 from ..fit import Progress, write_beside
-from ..settings import HiddenStateSettings, OrientationSettings, StageSettings
 from ..teacher_model import TeacherModel, replaced
 from .orientation import matrix_orientation_loss
 
@@ -68,7 +68,7 @@ class LayerwiseStage:
         teacher: TeacherModel,
         mixers: dict[int, nn.Module],
         layer_loss: LayerLoss,
-        settings: StageSettings,
+        settings: StageOptions,
         folder: Path | None = None,
         seed: int = 0,
         log: Callable[[dict], None] = lambda record: None,
@@ -199,7 +199,7 @@ class LayerwiseStage:
         return self.folder / f"layer-{layer:03d}.pt"
 
 
-def wsd_schedule(optimizer: torch.optim.Optimizer, settings: StageSettings, steps: int):
+def wsd_schedule(optimizer: torch.optim.Optimizer, settings: StageOptions, steps: int):
     """Warm-up, stable, decay to zero."""
     specific = {"num_decay_steps": int(settings.decay * steps), "decay_type": "linear", "warmup_type": "linear"}
     return get_scheduler(
@@ -207,7 +207,7 @@ def wsd_schedule(optimizer: torch.optim.Optimizer, settings: StageSettings, step
     )
 
 
-def orientation_loss(teacher: TeacherModel, settings: OrientationSettings) -> LayerLoss:
+def orientation_loss(teacher: TeacherModel, settings: OrientationOptions) -> LayerLoss:
     """Stage 1's loss of one layer."""
 
     def loss(layer: int, mixer: nn.Module, seen: Activations) -> float:
@@ -217,7 +217,7 @@ def orientation_loss(teacher: TeacherModel, settings: OrientationSettings) -> La
     return loss
 
 
-def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateSettings) -> LayerLoss:
+def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateOptions) -> LayerLoss:
     """Stage 2's loss of one layer: mean over tokens of the distance to the teacher, relative to the teacher's norm.
 
     The distance ||student - teacher||_2 (Bick et al. 2024, eq. 6) is squared and divided by the mean squared norm of
@@ -243,7 +243,7 @@ def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateSettings) -> L
     return loss
 
 
-def run_key(settings: StageSettings, ids: torch.Tensor, seed: int, modules: dict[int, nn.Module] | nn.Module) -> str:
+def run_key(settings: StageOptions, ids: torch.Tensor, seed: int, modules: dict[int, nn.Module] | nn.Module) -> str:
     """A digest of what a run depends on: settings, text, seed, and the weights it starts from (samples of each)."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings) | {"seed": seed}, sort_keys=True).encode())
     digest.update(ids.cpu().numpy().tobytes())

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
+from ...options import AlignmentOptions
 from ...weights.students import MIXER_LAYERS
 from ..fit import Progress
 from ..probes import plain_tokens, with_needles
-from ..settings import AlignmentSettings
 from ..teacher_model import TeacherModel
 from .distillation import distil, mean_kl
 from .layerwise import LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
@@ -44,7 +44,7 @@ class Stages:
     student: nn.Module
     train: torch.Tensor
     held_out: torch.Tensor
-    settings: AlignmentSettings
+    settings: AlignmentOptions
     folder: Path
     seed: int = 0
     progress: Progress = lambda what, done, total: None
@@ -168,7 +168,7 @@ class _ProgressCallback(TrainerCallback):
         self.progress("distilling, tokens", state.global_step * per_step, state.max_steps * per_step)
 
 
-def check_stages(settings: AlignmentSettings, mixer: str, low_memory: bool, windowed: bool) -> None:
+def check_stages(settings: AlignmentOptions, mixer: str, low_memory: bool, windowed: bool) -> None:
     """Refuse, before any work, stages that cannot run.
 
     Raises:
@@ -219,7 +219,7 @@ def _mean(values: dict[int, float]) -> float:
     return sum(values.values()) / max(len(values), 1)
 
 
-def only_stages(settings: AlignmentSettings, stages: tuple[int, ...], tokens: int | None) -> AlignmentSettings:
+def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int | None) -> AlignmentOptions:
     """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them.
 
     Raises:

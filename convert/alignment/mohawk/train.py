@@ -10,12 +10,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...checkpoint.card import ALIGNMENT_NOTES, NOTES
-from ...options import parse_size
-from ...weights.students import STUDENTS
+from ...options import AlignmentOptions, parse_size
 from ...weights.rules import Rule
+from ...weights.students import STUDENTS
 from ...weights.writer import plan_shards, write_shards
 from ..fit import Progress
-from ...options import AlignmentOptions
 from ..teacher_model import TeacherModel
 from .stages import STAGES, Stages
 

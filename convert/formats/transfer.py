@@ -1,0 +1,152 @@
+"""What import and export share: options, a plan, and writing it as a checkpoint in a new format."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import PreTrainedConfig
+
+from ..checkpoint.folder import check_apart, check_output, staged
+from ..checkpoint.provenance import versions
+from ..checkpoint.tokenizer import add_generation_config, add_tokenizer, has_tokenizer
+from ..options import ExportOptions, ImportOptions, parse_size
+from ..teachers.teacher import Teacher, download_model
+from ..weights.reader import Checkpoint
+from ..weights.rules import Rule
+from ..weights.students import layer_letters
+from ..weights.writer import Progress, human_bytes, plan_shards, write_and_hash, write_shards
+
+CARD = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ description }}
+
+{{ notes }}
+"""
+PROJECT = "[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/)"
+
+
+TransferOptions = ImportOptions | ExportOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPlan:
+    """Everything that is decided before a weight is copied."""
+
+    source: Teacher
+    """The hybrid that is read; its configuration is one of ours."""
+    from_format: str
+    to_format: str
+    config: PreTrainedConfig
+    """The configuration that is written."""
+    rules: list[Rule]
+    dtype: torch.dtype
+    checkpoint: Checkpoint
+    description: str
+    """What the model card says."""
+    notes: list[str]
+    dropped: dict[str, str]
+    """Tensors that are left out, and why."""
+    base: Teacher | None = None
+    """The model that supplies a tokenizer and generation settings where the source has none."""
+    provenance: dict[str, Any] | None = None
+    """What the written configuration records about the source; None where it records nothing."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters that are written."""
+        return sum(math.prod(rule.shape) for rule in self.rules)
+
+    def summary(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return {
+            "from_format": self.from_format,
+            "to_format": self.to_format,
+            "layer_types": self.source.config.layer_types,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "parameters": self.parameters,
+            "bytes_to_write": self.parameters * self.dtype.itemsize,
+            "dropped": self.dropped,
+            "notes": self.notes,
+        }
+
+
+def describe(plan: TransferPlan) -> str:
+    """The plan in a few lines for the console."""
+    s = plan.summary()
+    lines = [
+        f"{s['from_format']} -> {s['to_format']}, {s['dtype']}",
+        f"layers      {layer_letters(s['layer_types'])}",
+        f"parameters  {s['parameters']:,} ({human_bytes(s['bytes_to_write'])})",
+        *(f"dropped     {name}: {reason}" for name, reason in s["dropped"].items()),
+        *(f"note        {note}" for note in s["notes"]),
+    ]
+    return "\n".join(lines)
+
+
+def find_checkpoint(options: TransferOptions) -> tuple[Path, str | None]:
+    """The folder of the checkpoint, and the commit when it came from the Hub.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    path = Path(options.model).expanduser()
+    if path.is_file():
+        raise ValueError(f"{options.model} is a file; name the folder that holds config.json and the weights.")
+    if path.is_dir():
+        if options.revision is not None:
+            raise ValueError(f"{options.model} is local; a revision exists on the Hub only.")
+        return path, None
+    return download_model(options.model, options.revision, None, options.trust_remote_code, True)[:2]
+
+
+def write_checkpoint(
+    options: TransferOptions,
+    make_plan: Callable[[Any], TransferPlan],
+    write_config: Callable[[PreTrainedConfig, Path, torch.dtype], None],
+    on_plan: Callable[[TransferPlan], None],
+    progress: Progress,
+) -> TransferPlan:
+    """Plan, then write weights, tokenizer, generation settings, card and configuration.
+
+    Args:
+        write_config: writes config.json, last of all files, and the code it refers to.
+        on_plan: called once the plan stands.
+        progress: called with what is being done, how much of it is done, and of how much.
+
+    Raises:
+        ValueError: bad options or checkpoint. OSError: the disk.
+    """
+    output = Path(options.output.folder).expanduser().resolve()
+    check_output(output, options.output.overwrite)
+    plan = make_plan(options)
+    models = [plan.source] if plan.base is None else [plan.source, plan.base]
+    for model in models:
+        check_apart(output, model.folder)
+    on_plan(plan)
+    shards = plan_shards(plan.rules, plan.dtype, parse_size(options.output.max_shard_size))
+    with staged(output) as folder:
+        if plan.provenance is None:
+            write_shards(shards, plan.checkpoint, plan.dtype, folder, progress)
+        else:
+            hashes = write_and_hash(shards, plan.checkpoint, plan.dtype, folder, progress)
+            plan.config.conversion |= plan.provenance | {"source_sha256": hashes, "versions": versions()}
+        with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
+        if with_tokenizer:
+            add_tokenizer(with_tokenizer[0], folder, options.trust_remote_code)
+        with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
+        add_generation_config((with_settings or models)[0], folder)
+        card = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"])
+        notes = "\n".join(f"- {note}" for note in plan.notes)
+        ModelCard.from_template(
+            card, template_str=CARD, title=output.name, description=plan.description, notes=notes
+        ).save(folder / "README.md")
+        write_config(plan.config, folder, plan.dtype)
+    return plan
