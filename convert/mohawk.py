@@ -109,7 +109,7 @@ def train_existing(hybrid: Path, options, stages: tuple[int, ...], tokens: int |
     count = training_rows_needed(settings) + settings.held_out_sequences
     rows = calibration_rows(found, teacher, options, settings.sequence_length, count, settings.held_out_sequences + 1)
     work = Path(work_dir).expanduser() if work_dir else output.with_name(f"{output.name}.work")
-    report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
+    student, report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
     if writes:
         with staged(output) as folder:
             shutil.copytree(hybrid, folder, dirs_exist_ok=True)

@@ -5,22 +5,18 @@ configuration and card -> put the folder in place -> push.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import torch
 import transformers
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 import modeling_llamba
@@ -31,6 +27,7 @@ from .alignment.fit import Progress
 from .alignment.settings import BUDGET_LENGTH, read_alignment_file
 from .checkpoint.card import make_card
 from .checkpoint.folder import check_apart, check_output, staged
+from .checkpoint.hub import check_token, prepare_repository, upload
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .formats.native import check_holdable
 from .placement.budget import Budget, Choice, budget_of, budget_report, with_layer_budget
@@ -128,7 +125,8 @@ def run(
     """
     output = Path(options.output).expanduser().resolve()
     check_output(output, options.overwrite)
-    check_token(options)
+    if options.push_to_hub is not None:
+        check_token()
     teacher = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code)
     check_apart(output, teacher.folder)
     checkpoint = teacher.open_weights()
@@ -138,7 +136,7 @@ def run(
     plan = make_plan(teacher, placed, checkpoint)
     if options.export_ready:
         check_holdable(plan.config, "bamba")  # which holds all that the other does
-    repository = prepare_repository(options)
+    repository = options.push_to_hub and prepare_repository(options.push_to_hub, options.private)
     aligner, alignment = None, None
     work = Path(options.work_dir or output.with_name(f"{output.name}.work")).expanduser()
     if options.align != "none":  # what an interruption must not lose
@@ -179,14 +177,7 @@ def run(
         if options.align == "mohawk" and aligner is not None:
             aligner.train(folder, work / "stages", plan.dtype)
     if repository is not None:
-        with push_errors(f"{repository} (the checkpoint is complete in {output})"):
-            HfApi().upload_folder(
-                repo_id=repository,
-                folder_path=output,
-                commit_message="Add hybrid",
-                # an older upload with other shards would win over this one's
-                delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.py"],
-            )
+        upload(output, repository)
     if aligner is not None:
         aligner.finished()
         if options.work_dir is None:
@@ -278,44 +269,3 @@ def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None
         "AutoModelForCausalLM": f"modeling_{name}.{prefix}ForCausalLM",
     }
     config.to_json_file(folder / "config.json")
-
-
-def check_token(options: ConversionConfig) -> None:
-    """Refuse a push without a token before any work.
-
-    Raises:
-        ValueError: naming the way out.
-    """
-    if options.push_to_hub is not None and get_token() is None:
-        raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
-
-
-def prepare_repository(options: ConversionConfig) -> str | None:
-    """Make sure the Hub will take the result, before the work rather than after it.
-
-    Raises:
-        ValueError: the Hub refuses, or the repository is public and was to be private.
-    """
-    if options.push_to_hub is None:
-        return None
-    with push_errors(options.push_to_hub):
-        api = HfApi()
-        repository = api.create_repo(options.push_to_hub, private=options.private or None, exist_ok=True).repo_id
-        if options.private and not api.model_info(repository).private:
-            raise ValueError(f"{repository} exists and is public; make it private on the Hub or choose another name.")
-    return repository
-
-
-@contextlib.contextmanager
-def push_errors(repository: str) -> Iterator[None]:
-    """The Hub client's errors as one line."""
-    try:
-        yield
-    except (HfHubHTTPError, httpx2.HTTPError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"The Hub did not take {repository}: {reason}") from error
-    except RuntimeError as error:  # how the client reports a large file that did not get through
-        if not isinstance(error.__cause__, (HfHubHTTPError, httpx2.HTTPError, OSError)):
-            raise
-        reason = " ".join(f"{error} {error.__cause__}".split())
-        raise ValueError(f"The upload of {repository} broke off; push the folder to go on: {reason}") from error

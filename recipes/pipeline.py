@@ -1,10 +1,10 @@
 """The whole way on real data, on a CPU: teacher -> hybrid -> SeqKD data -> SFT -> DPO -> Hub -> pulled -> answers.
 
-make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--compare-losses]
+make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--compare-losses] [--push-to-hub me/hybrid]
 
 Every step leaves a folder, and a step whose folder is there is not done again. After each the model is measured on
 held-out data: KL to the teacher and perplexity on web text, KL on the teacher's held-out answers, and reward accuracy
-and margin against the teacher on held-out preference pairs. The Hub is a stand-in on this machine.
+and margin against the teacher on held-out preference pairs. `make pipeline` pushes to a stand-in Hub on this machine.
 
 Answers are short, so that this takes an hour or two on two cores; most are cut off. To the KL that is no difference.
 Cross entropy learns from them to stop anywhere: `--compare-losses` shows what it costs in KL, not how it would do on
@@ -30,14 +30,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from convert.alignment.divergence import kl_of_hidden
+from convert.checkpoint.hub import prepare_repository, upload
 from convert.checkpoint.load import load_tokenizer
 from convert.config import make_config
 from convert.pipeline import run
 from convert.teachers.teacher import embedded_teacher
-from tests.doubles.hub import TOKEN, HubServer
 
-from . import dpo, sft, validation_text
-from . import seqkd as generate_seqkd_data
+from . import dpo, seqkd, sft, validation_text
 from .demo import perplexity
 from .evaluation.fidelity import text_rows
 from .training import chat_data
@@ -46,7 +45,6 @@ PROMPTS = 224
 PAIRS, HELD_OUT_PAIRS = 48, 24
 PAIR_TOKENS = 192
 QUESTION = "What is the capital of France?"
-REPOSITORY = "me/hybrid"
 COMMON = [
     "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "4",
     "--save_strategy", "no", "--eval_strategy", "epoch", "--num_train_epochs", "1",
@@ -58,7 +56,7 @@ LOSSES = {"KL": ("1", "0"), "KL + CE": ("1", "1"), "CE": ("0", "1")}
 
 
 class Judge:
-    """Held-out data, and what the teacher makes of it."""
+    """Measures a model against the teacher on held-out data."""
 
     def __init__(self, gguf: Path, folder: Path):
         self.tokenizer = load_tokenizer(str(gguf))
@@ -119,7 +117,7 @@ def prepare_data(gguf: Path, folder: Path) -> None:
     if not (folder / "text" / "owt_5.jsonl").is_file():
         validation_text.main(folder / "text")
     if not (folder / "seqkd").is_dir():
-        generate_seqkd_data.main([
+        seqkd.main([
             "--teacher_model_name_or_path", str(gguf), "--dataset_name", str(folder / "chat" / "prompts.jsonl"),
             "--output_dir", str(folder / "seqkd"), "--max_prompts", str(PROMPTS), "--max_prompt_length", "128",
             "--max_new_tokens", "64", "--batch_size", "32", "--test_share", "0.1", "--truncated", "keep",
@@ -142,26 +140,23 @@ def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path,
     return output
 
 
-def push_and_pull(model: Path, folder: Path) -> dict[str, Any]:
-    """Push to a stand-in Hub, pull in a process that knows nothing of this project, ask; what it answered."""
-    (folder / "hub").mkdir(exist_ok=True)
+def push_and_pull(model: Path, repository: str, folder: Path) -> dict[str, Any]:
+    """Push to the Hub, pull in a process that knows nothing of this project, ask it the question; its answer."""
+    repository = prepare_repository(repository)
+    upload(model, repository)
     job, results = folder / "job.json", folder / "pulled.pt"
-    with HubServer(folder / "hub") as hub:
-        environment = os.environ | hub.environment(folder / "hub-cache")
-        command = [sys.executable, "-m", "recipes.publish", str(model), REPOSITORY]
-        subprocess.run(command, check=True, env=environment | {"HF_TOKEN": TOKEN})
-        asked = {"folder": REPOSITORY, "prompts": [QUESTION], "text": QUESTION, "max_tokens": 64, "max_new_tokens": 40}
-        job.write_text(json.dumps(asked | {"results": str(results.absolute())}))
-        script = Path(__file__).with_name("load_elsewhere.py")
-        environment |= {"HF_MODULES_CACHE": str((folder / "hub-cache" / "modules").absolute())}
-        environment.pop("HF_TOKEN")
-        subprocess.run([sys.executable, "-I", str(script), str(job.absolute())], check=True, env=environment)
+    asked = {"folder": repository, "prompts": [QUESTION], "text": QUESTION, "max_tokens": 64, "max_new_tokens": 40}
+    job.write_text(json.dumps(asked | {"results": str(results)}))
+    environment = os.environ | {"HF_HOME": str(folder / "hub-cache"), "HF_MODULES_CACHE": str(folder / "hub-modules")}
+    environment.pop("HF_TOKEN", None)
+    command = [sys.executable, "-I", str(Path(__file__).with_name("load_elsewhere.py")), str(job)]
+    subprocess.run(command, check=True, env=environment)
     pulled = torch.load(results)
     return {"class": pulled["class"], "question": QUESTION, "answer": pulled["answers"][0].strip()}
 
 
-def main(folder: Path, compare_losses: bool) -> dict[str, Any]:
-    """Run what is left to do; everything measured."""
+def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[str, Any]:
+    """Run the steps whose results are missing; returns everything that was measured."""
     logging.set_verbosity_error()
     gguf, started, folder = embedded_teacher(), time.perf_counter(), folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,8 +178,9 @@ def main(folder: Path, compare_losses: bool) -> dict[str, Any]:
             path = finetuned if name == "KL" else folder / f"sft-{name.replace(' ', '')}"
             train(sft.main, hybrid, gguf, folder / "seqkd", path, *SFT, *loss)
             report["losses"].append({"name": name} | judge.measure(load(path)))
-    pulled = push_and_pull(preferred, folder)
-    report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
+    if push_to_hub is not None:
+        pulled = push_and_pull(preferred, push_to_hub, folder)
+        report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
     report["rows"] = {name: len(load_dataset(str(folder / name))["train"]) for name in ("seqkd", "pairs")}
     report["seconds"] = time.perf_counter() - started
     (folder / "results.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -206,12 +202,13 @@ def show(report: dict[str, Any]) -> None:
             table.add_row(row["name"], *("–" if v is None else f"{v:.3f}" for k, v in row.items() if k != "name"))
         if table.rows:
             console.print(table)
-    console.print(f"{report['pulled']['question']} {report['pulled']['answer']}", highlight=False)
+    if "pulled" in report:
+        console.print(f"{report['pulled']['question']} {report['pulled']['answer']}", highlight=False)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/pipeline"))
     parser.add_argument("--compare-losses", action="store_true", help="also SFT with KL + CE and with CE alone")
-    arguments = parser.parse_args()
-    main(arguments.folder, arguments.compare_losses)
+    parser.add_argument("--push-to-hub", metavar="REPOSITORY", help="push the model, pull it and ask it a question")
+    main(**vars(parser.parse_args()))

@@ -186,7 +186,7 @@ class ClosedFormAligner:
             at_least=len(self.ids),
         )
         student = load_hybrid(folder)
-        report = train_hybrid(
+        student, report = train_hybrid(
             student, self.model, rows, self.settings, work, seed=self.options.seed, progress=self.progress
         )
         replace_weights(student, folder, dtype, self.options.max_shard_size)

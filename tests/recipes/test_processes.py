@@ -45,7 +45,7 @@ SHARDED = """
 import sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from recipes.distillation_loss import LossWeights, add_distillation_head, add_hidden_output, head_of
+from convert.alignment.distillation.loss import LossWeights, add_distillation_head, add_hidden_output, head_of
 from tests.students import make_student
 from tests.teachers import make_teacher, random_ids
 

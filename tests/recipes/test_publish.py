@@ -39,7 +39,9 @@ def test_an_upload_that_broke_off_goes_on_and_is_pulled_by_a_stranger(world, tmp
         assert len(received) == 1
         hub.refuse_after = None
         hub.requests.clear()
-        done = client(hub, tmp_path, "-m", "recipes.publish", str(tmp_path / "out"), "me/finished", "--private")
+        done = client(
+            hub, tmp_path, "-m", "huggingface_hub.cli.hf", "upload", "me/finished", str(tmp_path / "out"), "."
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         sent = {request.split("/")[-1] for request in hub.requests if request.startswith("PUT")}
         assert sent and not sent & received and hub.private["me/finished"]
@@ -80,12 +82,3 @@ def test_what_would_fail_in_the_end_fails_before_the_training(token, expected, w
         assert done.returncode == 1 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
         assert not any("commit" in request for request in hub.requests)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
-
-
-def test_a_folder_that_is_no_model_is_not_pushed(tmp_path):
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    with HubServer(tmp_path / "hub") as hub:
-        done = client(hub, tmp_path, "-m", "recipes.publish", str(tmp_path), "me/nothing")
-        assert done.returncode == 1 and "no finished model" in done.stderr and not hub.requests
-        assert len(done.stderr.strip().splitlines()) == 1

@@ -1,7 +1,6 @@
 """SFT with a teacher on tiny models: what is counted, what changes, resuming, adapters, remote code, bad input."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -11,9 +10,9 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert.alignment.distillation.loss import divergence
+from convert.alignment.distillation.trainer import DistilledSFTTrainer
 from recipes import progressive_sft, sft
-from recipes.training.loss import divergence
-from recipes.training.trainer import DistilledSFTTrainer
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 
@@ -106,7 +105,7 @@ def test_what_the_teacher_said_once_is_used_again(world, tmp_path, monkeypatch):
             arguments(world, tmp_path / packing, "--offline_top_k", "8", "--packing", packing, "--max_length", "40")
         )
         assert 0 < few["before"]["eval_kl"] < online["before"]["eval_kl"]
-    from recipes.training import offline_logits
+    from convert.alignment.distillation import offline_logits
 
     def no_teacher(*_):
         raise AssertionError("the teacher was asked again")
@@ -207,31 +206,6 @@ def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(worl
         assert torch.equal(tensor, after[name]), name
 
 
-def test_the_code_in_the_folder_trains_as_the_installed_code_does(world, tmp_path):
-    """In a process of its own: the class that the folder ships, and the model it writes loads elsewhere."""
-    script = (
-        "import sys, json\n"
-        "from recipes import sft, load\n"
-        "kept = load.load_student\n"
-        "def load_and_say(*a, **k):\n"
-        "    model, tokenizer = kept(*a, **k)\n"
-        "    print(type(model).__module__)\n"
-        "    return model, tokenizer\n"
-        "sft.load_student = load_and_say\n"
-        "print(json.dumps(sft.main(sys.argv[1:])))\n"
-    )
-    argv = arguments(world, tmp_path / "remote", "--trust_remote_code", "true")
-    done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stderr[-2000:]
-    module, report = done.stdout.strip().splitlines()[-2:]
-    assert module.startswith("transformers_modules."), module
-    local = sft.main(arguments(world, tmp_path / "local"))
-    assert json.loads(report)["after"] == pytest.approx(local["after"], rel=1e-5)
-    for name, tensor in weights(tmp_path / "remote").items():
-        torch.testing.assert_close(tensor, weights(tmp_path / "local")[name], msg=name)
-    assert {p.name for p in (tmp_path / "remote").glob("*.py")} == {p.name for p in (tmp_path / "local").glob("*.py")}
-
-
 def test_step_by_step_replacement(world, tmp_path, monkeypatch):
     steps = []
     run = sft.main
@@ -268,7 +242,7 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
 
 
 def test_windows_are_dropped_less_and_less_and_each_branch_is_weighed(world, tmp_path, monkeypatch):
-    from convert.alignment.mohawk import window_dropout
+    from convert.alignment.distillation import window_dropout
 
     chances, step = [], DistilledSFTTrainer.training_step
 
