@@ -2,9 +2,9 @@
 
 make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--compare-losses] [--push-to-hub me/hybrid]
 
-Every step leaves a folder, and a step whose folder is there is not done again. After each the model is measured on
-held-out data: KL to the teacher and perplexity on web text, KL on the teacher's held-out answers, and reward accuracy
-and margin against the teacher on held-out preference pairs. `make pipeline` pushes to a stand-in Hub on this machine.
+Every step leaves a folder, and a step whose folder is there is not done again. After each, KL to the teacher and
+perplexity are measured on held-out web text; training reports KL on the teacher's held-out answers (SFT) and reward
+accuracy and margin on held-out preference pairs (DPO). `make pipeline` pushes to a stand-in Hub on this machine.
 
 Answers are short, so that this takes an hour or two on two cores; most are cut off. To the KL that is no difference.
 Cross entropy learns from them to stop anywhere: `--compare-losses` shows what it costs in KL, not how it would do on
@@ -13,6 +13,7 @@ whole answers.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from convert.alignment.divergence import kl_of_hidden
+from convert.alignment.divergence import mean_kl
+from convert.alignment.text import documents, token_rows
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.checkpoint.load import load_tokenizer
 from convert.config import make_config
@@ -37,9 +39,8 @@ from convert.pipeline import run
 from convert.teachers.teacher import embedded_teacher
 
 from . import dpo, seqkd, sft, validation_text
-from .demo import perplexity
-from .evaluation.fidelity import text_rows
 from .training import chat_data
+from .training.save import LABELS, read_record
 
 PROMPTS = 224
 PAIRS, HELD_OUT_PAIRS = 48, 24
@@ -55,59 +56,11 @@ SFT = ["--learning_rate", "2e-4", "--other_learning_rate", "2e-5", "--max_length
 LOSSES = {"KL": ("1", "0"), "KL + CE": ("1", "1"), "CE": ("0", "1")}
 
 
-class Judge:
-    """Measures a model against the teacher on held-out data."""
-
-    def __init__(self, gguf: Path, folder: Path):
-        self.tokenizer = load_tokenizer(str(gguf))
-        self.teacher = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-        ).eval()
-        self.text = text_rows(folder / "text" / "owt_5.jsonl", self.tokenizer, 512, 4)
-        answers = load_dataset(str(folder / "seqkd"))["test"]
-        self.answers = [self._ids(row["prompt"], row["completion"]) for row in answers]
-        pairs = load_dataset(str(folder / "pairs"))["test"]
-        names = ("chosen", "rejected")
-        self.pairs = [[self._ids(row["prompt"], row[name], PAIR_TOKENS) for name in names] for row in pairs]
-        self.reference = [[self._log_prob(self.teacher, *answer) for answer in pair] for pair in self.pairs]
-
-    def _ids(self, prompt: list[dict], answer: list[dict], longest: int | None = None) -> tuple[torch.Tensor, int]:
-        start, whole = (
-            self.tokenizer.apply_chat_template(turns, add_generation_prompt=generate, return_dict=True)["input_ids"]
-            for turns, generate in ((prompt, True), (prompt + answer, False))
-        )
-        return torch.tensor([whole[:longest]]), len(start)
-
-    @torch.no_grad()
-    def measure(self, model: nn.Module) -> dict[str, float]:
-        """KL and perplexity on text; KL on answers; reward accuracy and margin (nats, beta left out) on pairs."""
-        kl, nats = zip(*(self._on_text(model, row[None]) for row in self.text), strict=True)
-        chat = torch.cat([self._kl(model, ids)[start - 1 : -1] for ids, start in self.answers])
-        margins = torch.tensor(
-            [
-                (self._log_prob(model, *pair[0]) - known[0]) - (self._log_prob(model, *pair[1]) - known[1])
-                for pair, known in zip(self.pairs, self.reference, strict=True)
-            ]
-        )
-        return {
-            "kl": torch.cat(kl).mean().item(),
-            "perplexity": torch.tensor(nats).log().mean().exp().item(),
-            "kl_on_answers": chat.mean().item(),
-            "reward_accuracy": (margins > 0).float().mean().item(),
-            "margin": margins.mean().item(),
-        }
-
-    def _on_text(self, model: nn.Module, row: torch.Tensor) -> tuple[torch.Tensor, float]:
-        return self._kl(model, row), perplexity(model(row).logits[0], row[0])
-
-    def _kl(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        of_teacher, of_model = (m.model(ids, use_cache=False).last_hidden_state[0] for m in (self.teacher, model))
-        return kl_of_hidden(of_teacher, of_model, model.lm_head, self.teacher.lm_head)
-
-    @torch.no_grad()
-    def _log_prob(self, model: nn.Module, ids: torch.Tensor, start: int) -> float:
-        log_probs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
-        return log_probs.gather(-1, ids[0, start:, None]).sum().item()
+@torch.no_grad()
+def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[str, float]:
+    """KL to the teacher and perplexity, both per token, on rows of token ids (S, L)."""
+    nats = [nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]).item() for row in rows]
+    return {"kl": mean_kl(model, teacher, rows), "perplexity": math.exp(sum(nats) / len(nats))}
 
 
 def prepare_data(gguf: Path, folder: Path) -> None:
@@ -167,17 +120,20 @@ def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[st
     train(sft.main, hybrid, gguf, folder / "seqkd", finetuned, *SFT)
     dpo_options = ["--learning_rate", "5e-6", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")
-    judge = Judge(gguf, folder)
-    steps = [{"name": "teacher"} | judge.measure(judge.teacher) | {"reward_accuracy": None}]  # against itself
-    steps += [{"name": path.name} | judge.measure(load(path)) for path in (hybrid, finetuned, preferred)]
-    report: dict[str, Any] = {"steps": steps}
+    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    held_out = str(folder / "text" / "owt_5.jsonl")
+    text = token_rows(documents(held_out), load_tokenizer(str(gguf)), 512, 4, held_out)
+    models = {"teacher": teacher} | {path.name: load(path) for path in (hybrid, finetuned, preferred)}
+    steps = [{"name": name} | measure(model, teacher, text) for name, model in models.items()]
+    training = [{key: stage[key] for key in ("stage", "before", "after")} for stage in read_record(preferred)]
+    report: dict[str, Any] = {"steps": steps, "training": training}
     if compare_losses:
-        report["losses"] = [{"name": "hybrid"} | {k: v for k, v in steps[1].items() if k != "name"}]
+        report["losses"] = []
         for name, (kl, ce) in LOSSES.items():
             loss = ["--kl_weight", kl, "--ce_weight", ce]
             path = finetuned if name == "KL" else folder / f"sft-{name.replace(' ', '')}"
             train(sft.main, hybrid, gguf, folder / "seqkd", path, *SFT, *loss)
-            report["losses"].append({"name": name} | judge.measure(load(path)))
+            report["losses"].append({"name": name} | measure(load(path), teacher, text))
     if push_to_hub is not None:
         pulled = push_and_pull(preferred, push_to_hub, folder)
         report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
@@ -189,7 +145,6 @@ def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[st
 
 
 def load(folder: Path) -> nn.Module:
-    """A model of the pipeline."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -197,11 +152,16 @@ def show(report: dict[str, Any]) -> None:
     """Print the tables."""
     console = Console()
     for title in ("steps", "losses"):
-        table = Table("after", "KL", "perplexity", "KL, answers", "reward accuracy", "margin", title=title)
+        table = Table("after", "KL", "perplexity", title=f"{title}, on held-out text")
         for row in report.get(title, []):
-            table.add_row(row["name"], *("–" if v is None else f"{v:.3f}" for k, v in row.items() if k != "name"))
+            table.add_row(row["name"], f"{row['kl']:.3f}", f"{row['perplexity']:.3f}")
         if table.rows:
             console.print(table)
+    table = Table("stage", "", "before", "after", title="training, on held-out answers and pairs")
+    for stage in report["training"]:
+        for key in sorted(LABELS.keys() & stage["before"].keys() & stage["after"].keys()):
+            table.add_row(stage["stage"], LABELS[key], *(f"{stage[when][key]:.3f}" for when in ("before", "after")))
+    console.print(table)
     if "pulled" in report:
         console.print(f"{report['pulled']['question']} {report['pulled']['answer']}", highlight=False)
 

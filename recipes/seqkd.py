@@ -40,16 +40,12 @@ class SeqKDArguments:
     format: Literal["messages", "prompt-completion"] = field(
         default="prompt-completion", metadata={"help": "Format of the rows, as TRL names it."}
     )
-    max_prompts: int | None = field(
-        default=None, metadata={"help": "Number of prompts to answer, from the first on; all by default."}
-    )
-    max_prompt_length: int = field(
-        default=1024, metadata={"help": "Longest prompt in tokens; longer ones are left out."}
-    )
+    max_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to answer; all by default."})
+    max_prompt_length: int = field(default=1024, metadata={"help": "Longest prompt in tokens."})
     max_new_tokens: int = field(default=1024, metadata={"help": "Longest answer in tokens."})
     truncated: Literal["drop", "keep"] = field(
         default="drop",
-        metadata={"help": "Drop or keep answers that max_new_tokens cut off, which teach to stop anywhere."},
+        metadata={"help": "Answers cut off at max_new_tokens, which teach to stop anywhere."},
     )
     batch_size: int = field(default=16, metadata={"help": "Number of prompts answered at once."})
     do_sample: bool = field(default=False, metadata={"help": "Sample instead of taking the likeliest token."})

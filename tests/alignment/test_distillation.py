@@ -120,7 +120,7 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
 CORE_ONLY = """
 import sys
 import convert.cli, convert.mohawk, convert.pipeline, convert.placement.search, convert.alignment.mohawk.stages
-print(sorted({"trl", "peft", "datasets", "matplotlib"} & set(sys.modules)))
+print(sorted({"trl", "datasets", "matplotlib"} & set(sys.modules)))
 """
 
 

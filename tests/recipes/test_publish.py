@@ -21,8 +21,8 @@ def world(tmp_path_factory):
     return teacher, save_hybrid(teacher, folder / "hybrid"), conversations(folder / "data", count=4, test=2)
 
 
-def client(hub, tmp_path, *command, token=True):
-    environment = os.environ | hub.environment(tmp_path / "cache", **({} if token else {"token": None}))
+def client(hub, tmp_path, *command):
+    environment = os.environ | hub.environment(tmp_path / "cache")
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
 
 
@@ -68,17 +68,3 @@ def test_an_upload_that_broke_off_goes_on_and_is_pulled_by_a_stranger(world, tmp
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(torch.tensor([[4, 9, 10, 6, 5]])).logits)
     card = ModelCard.load(tmp_path / "hub" / "me" / "finished" / "README.md")
     assert card.data.eval_results and card.data.base_model is None and "Training" in card.text
-
-
-@pytest.mark.parametrize("token, expected", [(False, "needs a Hub token"), (True, "exists and is public")])
-def test_what_would_fail_in_the_end_fails_before_the_training(token, expected, world, tmp_path):
-    teacher, hybrid, data = world
-    (tmp_path / "hub" / "me" / "public").mkdir(parents=True)
-    push = ("--push_to_hub", "true", "--hub_model_id", "me/public", "--hub_private_repo", "true")
-    argv = common_arguments(hybrid, teacher, data, tmp_path / "out", *push)
-    with HubServer(tmp_path / "hub") as hub:
-        hub.private["me/public"] = False
-        done = client(hub, tmp_path, "-m", "recipes.sft", *argv, token=token)
-        assert done.returncode == 1 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert not any("commit" in request for request in hub.requests)
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()

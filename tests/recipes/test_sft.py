@@ -1,7 +1,6 @@
 """SFT with a teacher on tiny models: what is counted, what changes, resuming, adapters, remote code, bad input."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from convert.alignment.distillation.loss import divergence
 from convert.alignment.distillation.trainer import DistilledSFTTrainer
 from recipes import progressive_sft, sft
+from recipes.training import run
+from recipes.training.run import script
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 
@@ -207,13 +208,12 @@ def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(worl
 
 
 def test_step_by_step_replacement(world, tmp_path, monkeypatch):
-    steps = []
-    run = sft.main
+    steps, main = [], sft.main
 
     def watched(argv):
         start = argv[len(argv) - 1 - argv[::-1].index("--model_name_or_path") + 1]
         types = json.loads(open(f"{start}/config.json").read())["layer_types"]
-        report = run(argv)
+        report = main(argv)
         steps.append((types.count("linear_attention"), argv[-1], report))
         return report
 
@@ -341,8 +341,26 @@ def test_another_vocabulary_is_refused(world, tmp_path):
         sft.main(arguments(world | {"teacher": tmp_path / "other"}, tmp_path / "out"))
 
 
-def test_the_command_fails_with_one_line(world, tmp_path):
+def test_the_command_fails_with_one_line(world, tmp_path, monkeypatch, capsys):
     argv = arguments(world, tmp_path / "out", "--dataset_name", "nowhere")
-    done = subprocess.run([sys.executable, "-m", "recipes.sft", *argv], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error:"), done.stderr
+    monkeypatch.setattr(sys, "argv", ["recipes.sft", *argv])
+    with pytest.raises(SystemExit, match="1"):
+        script(sft.main)
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1 and error.startswith("error:"), error
+    monkeypatch.setattr(sys, "argv", ["recipes.sft", *argv, "--verbose"])
+    with pytest.raises(ValueError, match="nowhere"):
+        script(sft.main)
+
+
+def test_what_the_hub_would_refuse_in_the_end_is_said_before_the_training(world, tmp_path, monkeypatch):
+    """What it refuses is tested with the conversion's push."""
+
+    def refuse(name, private):
+        raise ValueError(f"{name} exists and is public, not {private}")
+
+    monkeypatch.setattr(run, "prepare_repository", refuse)
+    push = ("--push_to_hub", "true", "--hub_model_id", "me/public", "--hub_private_repo", "true")
+    with pytest.raises(ValueError, match="me/public exists and is public, not True"):
+        sft.main(arguments(world, tmp_path / "out", *push))
+    assert not list(tmp_path.iterdir())
