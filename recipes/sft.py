@@ -17,7 +17,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 from convert.alignment.distillation.trainer import DistilledSFTTrainer, set_trainable
 
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
-from .training.load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
+from .training.load import check_completions, load_splits, load_student, load_teacher
 from .training.run import Run, script
 
 COLUMNS = [{"messages"}, {"prompt", "completion"}, {"text"}, {"conversations"}, {"input_ids"}]
@@ -40,8 +40,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         student, tokenizer = load_student(model_config)
         teacher = None
         if loss.kl_weight:
-            teacher = load_teacher(teaching, run.source, config.trust_remote_code)
-            check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
+            teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
         run.announce(student, teacher, tokenizer, train)
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             config,
             teacher=teacher,
             weights=loss.weights(),
-            other_learning_rate=run_arguments.other_learning_rate,
+            other_learning_rate=loss.other_learning_rate,
             offline_top_k=loss.offline_top_k,
             offline_folder=Path(loss.offline_folder or run.work / "teacher").expanduser(),
             train_dataset=train,

@@ -50,10 +50,6 @@ class RunArguments:
 
     overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if it holds a checkpoint."})
     trainable: Trainable = field(default="all", metadata={"help": "Which parameters are trained."})
-    other_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Peak learning rate of everything but the mixers; learning_rate if left out."},
-    )
     window_dropout: float = field(
         default=0.0,
         metadata={
@@ -96,7 +92,7 @@ class RunArguments:
 
 @dataclass
 class LossArguments:
-    """The loss of SFT with a teacher: ce_weight x CE + kl_weight x divergence, both per token."""
+    """SFT with a teacher: the loss is ce_weight x CE + kl_weight x divergence, both per token."""
 
     ce_weight: float = field(default=0.0, metadata={"help": "Weight of the cross entropy to the data's answers."})
     kl_weight: float = field(default=1.0, metadata={"help": "Weight of the divergence from the teacher."})
@@ -104,6 +100,10 @@ class LossArguments:
         default="forward", metadata={"help": "forward KL(teacher || student), reverse, or js (Jensen-Shannon)."}
     )
     temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits in the divergence."})
+    other_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Peak learning rate of everything but the mixers; learning_rate if left out."},
+    )
     offline_top_k: int = field(
         default=0,
         metadata={

@@ -75,29 +75,37 @@ def side_files(name: str, revision: str | None = None) -> Path:
         raise ValueError(f"{name} does not load: {_first_line(error)}") from error
 
 
-def teacher_name(arguments: TeacherArguments, student: Path | None) -> str:
+def teacher_name(arguments: TeacherArguments, source: Path | None) -> str:
     """Name of the teacher: the one in the arguments, or the model that the hybrid was converted from.
 
     Raises:
         ValueError: neither is known.
     """
-    name = arguments.teacher_model_name_or_path or (conversion_of(student) if student else {}).get("teacher")
+    name = arguments.teacher_model_name_or_path or (conversion_of(source) if source else {}).get("teacher")
     if name is None:
-        raise ValueError(f"{student} does not say what it was converted from; name teacher_model_name_or_path.")
+        raise ValueError(f"{source} does not say what it was converted from; name teacher_model_name_or_path.")
     return name
 
 
-def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote_code: bool = False) -> nn.Module:
+def load_teacher(
+    arguments: TeacherArguments,
+    source: Path | None = None,
+    trust_remote_code: bool = False,
+    student: nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> nn.Module:
     """The teacher, in evaluation mode, without gradients.
 
     Args:
-        student: folder with the hybrid's configuration, which names the model it was converted from; None where
+        source: folder with the hybrid's configuration, which names the model it was converted from; None where
             `arguments` name the teacher.
+        student, tokenizer: the hybrid and its tokenizer, whose vocabulary the teacher must share; None where any
+            teacher will do.
 
     Raises:
-        ValueError: none is named or known, or it does not load.
+        ValueError: no teacher is known, it does not load, or it does not predict the student's tokens.
     """
-    name = teacher_name(arguments, student)
+    name = named = teacher_name(arguments, source)
     options: dict[str, Any] = {"dtype": arguments.teacher_dtype, "trust_remote_code": trust_remote_code}
     if arguments.teacher_load_in_8bit or arguments.teacher_load_in_4bit:
         if importlib.util.find_spec("bitsandbytes") is None:
@@ -118,32 +126,15 @@ def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote
     except LOADING_ERRORS as error:
         hint = "" if arguments.teacher_model_name_or_path else "; name teacher_model_name_or_path if it has moved"
         raise ValueError(f"The teacher {name} does not load: {_first_line(error)}{hint}") from error
+    if student is not None:
+        check_vocabulary_sizes(student, teacher)
+        try:
+            of_teacher = load_tokenizer(named, arguments.teacher_revision, trust_remote_code)
+        except ValueError:
+            pass  # a teacher without a tokenizer
+        else:
+            check_tokens(tokenizer, of_teacher)
     return teacher.eval().requires_grad_(False)
-
-
-def check_vocabularies(
-    student: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    teacher: nn.Module,
-    arguments: TeacherArguments,
-    source: Path,
-    trust_remote_code: bool = False,
-) -> None:
-    """Refuse a teacher of another vocabulary; only the size is compared if it comes without a tokenizer.
-
-    Args:
-        source: folder with the hybrid's configuration.
-
-    Raises:
-        ValueError: the two do not predict the same tokens.
-    """
-    check_vocabulary_sizes(student, teacher)
-    name, revision = teacher_name(arguments, source), arguments.teacher_revision
-    try:
-        of_teacher = load_tokenizer(name, revision, trust_remote_code)
-    except ValueError:
-        return
-    check_tokens(tokenizer, of_teacher)
 
 
 def check_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:

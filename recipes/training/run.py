@@ -36,22 +36,11 @@ from .save import StageRecord, hyperparameters, write_checkpoint
 
 console = Console(stderr=True)
 NO_PART_OF_THE_RESULT = (
-    "hub_token",
-    "hub_private_repo",
-    "offline_folder",
-    "logging_dir",
-    "output_dir",
-    "overwrite",
-    "push_to_hub",
-    "hub_model_id",
-    "report_to",
-    "resume_from_checkpoint",
-    "run_name",
-)
+    "hub_token", "hub_private_repo", "hub_model_id", "push_to_hub", "offline_folder", "logging_dir", "output_dir",
+    "overwrite", "report_to", "resume_from_checkpoint", "run_name",
+)  # fmt: skip
 LOCAL_INPUTS = ("model_name_or_path", "teacher_model_name_or_path", "dataset_name")
 DATA_AND_WEIGHTS = (".safetensors", ".gguf", ".bin", ".json", ".jsonl", ".parquet", ".csv", ".arrow")
-
-
 SHARDED = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}
 
 
@@ -206,12 +195,6 @@ class Run(contextlib.AbstractContextManager):
             shutil.rmtree(self.work, ignore_errors=True)
             self.say(f"[green]{self.stage}[/] -> {self.output}")
         self.state.wait_for_everyone()
-
-    def refuse(self, *options: str) -> None:
-        """Raise ValueError for options of `RunArguments` that have no effect on this recipe."""
-        for name in options:
-            if getattr(self.arguments, name):
-                raise ValueError(f"{name} has no effect on {self.stage}; leave it out.")
 
     def say(self, text: str) -> None:
         """Print a line, once for all processes."""

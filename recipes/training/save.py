@@ -37,24 +37,10 @@ LABELS = {
     "eval_rewards/margins": "reward margin",
 }
 HYPERPARAMETERS = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "num_train_epochs",
-    "max_steps",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "max_grad_norm",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_length",
-    "packing",
-    "beta",
-    "loss_type",
-    "bf16",
-    "seed",
-)
+    "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "warmup_steps", "weight_decay",
+    "adam_beta1", "adam_beta2", "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "max_length", "packing", "beta", "loss_type", "bf16", "seed",
+)  # fmt: skip
 
 
 @dataclass
@@ -144,14 +130,8 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
     ]
     parts = ["| stage | teacher | data | settings |", "|---|---|---|---|", *rows]
     if figures:
-        parts += [
-            "",
-            "On the data's held-out split:",
-            "",
-            "| stage | | before | after |",
-            "|---|---|---|---|",
-            *figures,
-        ]
+        parts += ["", "On the data's held-out split:", "", "| stage | | before | after |", "|---|---|---|---|"]
+        parts += figures
     if importlib.util.find_spec("matplotlib") is not None:
         parts += ["", f"![loss against steps]({PLOT})", ""]
     card.text = f"{text}\n\n{SECTION}\n\n" + "\n".join(parts)
