@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 import torch
+from convert.config import make_config
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from convert.cli import progress_bars
-from convert.config import make_config
 from convert.pipeline import run
 from convert.plan import describe
 from convert.teachers.teacher import embedded_teacher

@@ -5,53 +5,51 @@
 The reference is the teacher (`reference: teacher`, Wang et al. 2024 keep it close to the original model) or the
 student as it was (`reference: student`). Data: `prompt`, `chosen` and `rejected`, or the latter two with the prompt in
 them. `precompute_ref_log_probs: true` runs the reference once and lets it go. Keys: TRL's DPOConfig, ModelConfig and
-data arguments, TeacherArguments and RunArguments in recipes/arguments.py.
+data arguments, TeacherArguments and RunArguments in recipes/training/arguments.py.
 """
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trl import DPOConfig, DPOTrainer, get_peft_config
 
+from convert.alignment.distillation.trainer import set_trainable
+
 from .training.arguments import RunArguments, TeacherArguments, parse
 from .training.chat_format import pairs
-from .training.load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
-from .training.run import Run, one_line_errors
-from .training.trainer import set_trainable
+from .training.load import check_completions, load_splits, load_student, load_teacher
+from .training.run import Run, script
 
 COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
 
 
 @dataclass
 class ReferenceArguments:
-    """What the student is held close to."""
+    """The model that the student is held close to."""
 
     reference: Literal["teacher", "student"] = field(
-        default="teacher", metadata={"help": "The teacher, or a copy of the student as it is now."}
+        default="teacher", metadata={"help": "teacher, or student for a copy of the student as it is now."}
     )
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run it; the figures before and after."""
-    script, config, model_config, mixture, teaching, reference, run_arguments = parse(
+    """Run the recipe; returns what was measured before and after."""
+    data, config, model_config, mixture, teaching, reference, run_arguments = parse(
         DPOConfig, TeacherArguments, ReferenceArguments, RunArguments, argv=argv
     )
-    with Run("dpo", config, model_config, run_arguments, script, mixture, teaching, reference) as run:
-        train, held_out = load_splits(script, mixture, config.eval_strategy != "no", COLUMNS)
-        run.refuse("other_learning_rate")
+    with Run("dpo", config, model_config, run_arguments, data, mixture, teaching, reference) as run:
+        train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
         if run_arguments.train_decays and reference.reference == "student" and not config.precompute_ref_log_probs:
             raise ValueError("train_decays moves the student that is the reference; precompute_ref_log_probs: true.")
         train = run_arguments.chunk_of(train)
         check_completions(train, ("chosen", "rejected"))
-        student, tokenizer = load_student(model_config, config.trust_remote_code)
+        student, tokenizer = load_student(model_config)
         if reference.reference == "teacher":
-            teacher = load_teacher(teaching, run.source, config.trust_remote_code)
-            check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
+            teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         elif model_config.use_peft:
             teacher = None  # the student without its adapters
         else:
-            teacher = load_student(model_config, config.trust_remote_code)[0].eval().requires_grad_(False)
+            teacher = load_student(model_config)[0].eval().requires_grad_(False)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
         train, held_out = (None if rows is None else pairs(rows, tokenizer) for rows in (train, held_out))
@@ -65,14 +63,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=get_peft_config(model_config),
         )
-        run.learns_from(teacher)
+        run.note_teacher(teacher)
         if config.precompute_ref_log_probs:
             trainer.ref_model = None
         run.check_rows(len(train), trainer)
-        settings = {"reference": reference.reference, "trainable": run_arguments.trainable}
-        return run.train(trainer, tokenizer, script.dataset_name or "a mixture", settings)
+        settings = {"reference": reference.reference}
+        return run.train(trainer, tokenizer, data.dataset_name or "a mixture", settings)
 
 
 if __name__ == "__main__":
-    with one_line_errors("--verbose" in sys.argv):
-        main([argument for argument in sys.argv[1:] if argument != "--verbose"])
+    script(main)

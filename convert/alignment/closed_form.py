@@ -20,7 +20,7 @@ from modeling_llamba.hybrid_mixer import HybridMixer
 
 from ..options import FitOptions
 from ..weights.mapping import set_decay
-from .mohawk.window_dropout import BRANCHES, without
+from .distillation.window_dropout import BRANCHES, without
 
 BATCH_SEQUENCES = 4
 TINY = 1e-30  # an attention that is zero has no relative error

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..alignment.aligner import Aligner
-from ..alignment.divergence import distillation_loss, kl_of_hidden
+from ..alignment.distillation.loss import LossWeights, distillation_loss
+from ..alignment.divergence import kl_of_hidden
 from ..alignment.fit import FitCache
 from ..alignment.probes import Probe, needle_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel, replaced
@@ -117,7 +118,13 @@ class BudgetSearch:
         with torch.no_grad():
             reference = final_hidden(self.model, self.scoring).flatten(0, 1)
         head = self.model.model.lm_head
-        return lambda hidden: distillation_loss(reference, hidden.flatten(0, 1), head, head)
+
+        def loss(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = hidden.flatten(0, 1)
+            out = distillation_loss(hidden, head, None, lambda span: head(reference[span]), LossWeights(kl_weight=1.0))
+            return out.loss / out.tokens
+
+        return loss
 
     def _points(self, name: str):
         """Keeps the derivatives at each point, so that an interruption costs no more than one."""

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from convert.config import ConversionConfig, make_config
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,7 +27,6 @@ from convert.alignment.activations import ActivationStream
 from convert.alignment.closed_form import FitSettings, refine, solve_out_proj
 from convert.alignment.mohawk.orientation import attention_rows, matrix_orientation_loss
 from convert.alignment.teacher_model import TeacherModel
-from convert.config import ConversionConfig, make_config
 from convert.teachers.teacher import find_teacher
 from convert.weights.mapping import set_decay
 from convert.weights.writer import human_bytes

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from convert.placement.heads import as_text, query_heads
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -25,7 +26,6 @@ from transformers.utils import logging as transformers_logging
 import modeling_llamba  # noqa: F401 (registers the model)
 from convert.pipeline import convert
 from convert.placement.cache import cache_bytes
-from convert.placement.heads import as_text, query_heads
 from convert.teachers.teacher import embedded_teacher
 from convert.weights.writer import human_bytes
 from modeling_llamba.recording import cache_nbytes

@@ -17,11 +17,21 @@ import psutil
 import torch
 from torch import nn
 
-from ..training.loss import LossWeights, distillation_loss, naive_loss
+from convert.alignment.distillation.loss import IGNORED, LossWeights, chunk_loss, distillation_loss
+
 from .measure import result_of, save_report
 
 WEIGHTS = LossWeights(ce_weight=1.0, kl_weight=1.0)
 SAMPLE_SECONDS = 0.001
+
+
+def naive_loss(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor, weights: LossWeights
+) -> torch.Tensor:
+    """The mean loss from all logits (B, L, V) at once and labels (B, L)."""
+    keep = labels[:, 1:] != IGNORED
+    s, t, y = student_logits[:, :-1][keep], teacher_logits[:, :-1][keep], labels[:, 1:][keep]
+    return chunk_loss(s, y, t, weights)[0] / keep.sum()
 
 
 def measure(chunked: bool, tokens: int, vocabulary: int, width: int, results) -> None:

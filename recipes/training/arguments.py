@@ -1,31 +1,29 @@
 """Arguments of the training recipes: TRL's own, and what a teacher and a hybrid add. YAML keys are the field names."""
 
-import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-from .loss import Divergence, LossWeights
-
-TRAINABLE = ("all", "all-but-mlp", "mixers")
+from convert.alignment.distillation.loss import Divergence, LossWeights
+from convert.alignment.distillation.trainer import Trainable
 
 
 @dataclass
-class TeacherArguments:
-    """The model to learn from."""
+class TeacherLoadingArguments:
+    """How the teacher is loaded."""
 
-    teacher_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Folder, GGUF file or Hub id; any size, the same vocabulary. Default: what was converted."},
+    teacher_dtype: str = field(
+        default="auto", metadata={"help": "Type of the teacher's weights: auto, float32 or bfloat16."}
     )
-    teacher_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
-    teacher_dtype: str = field(default="auto", metadata={"help": "Of the teacher's weights: auto, float32, bfloat16."})
-    teacher_load_in_8bit: bool = field(default=False, metadata={"help": "Needs bitsandbytes and CUDA."})
-    teacher_load_in_4bit: bool = field(default=False, metadata={"help": "Needs bitsandbytes and CUDA."})
+    teacher_load_in_8bit: bool = field(
+        default=False, metadata={"help": "Load the teacher in 8 bit, with bitsandbytes and CUDA."}
+    )
+    teacher_load_in_4bit: bool = field(
+        default=False, metadata={"help": "Load the teacher in 4 bit, with bitsandbytes and CUDA."}
+    )
 
     def __post_init__(self):
         if self.teacher_load_in_8bit and self.teacher_load_in_4bit:
@@ -33,29 +31,43 @@ class TeacherArguments:
 
 
 @dataclass
+class TeacherArguments(TeacherLoadingArguments):
+    """The model to learn from."""
+
+    teacher_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder, GGUF file or Hub id of the teacher, of any size and the same vocabulary. Default: the "
+            "model that the hybrid was converted from."
+        },
+    )
+    teacher_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
+
+
+@dataclass
 class RunArguments:
     """Where a run's result goes and what of the student it changes."""
 
     overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if it holds a checkpoint."})
-    keep_checkpoints: bool = field(default=False, metadata={"help": "Keep OUTPUT_DIR.work when the run is done."})
-    trainable: Literal["all", "all-but-mlp", "mixers"] = field(
-        default="all", metadata={"help": "Which parameters are trained."}
-    )
-    other_learning_rate: float | None = field(
-        default=None, metadata={"help": "Peak, of everything but the mixers; learning_rate if left out."}
-    )
+    trainable: Trainable = field(default="all", metadata={"help": "Which parameters are trained."})
     window_dropout: float = field(
         default=0.0,
-        metadata={"help": "Hybrid layers: chance that a sequence does without its window at first; falls to 0."},
+        metadata={
+            "help": "Chance at the start that a sequence does without the windows of hybrid layers; falls to 0."
+        },
     )
-    window_dropout_share: float = field(default=0.5, metadata={"help": "Share of the steps over which it falls to 0."})
-    max_shard_size: str = field(default="5GB", metadata={"help": "Largest file of the finished model's weights."})
+    window_dropout_share: float = field(
+        default=0.5, metadata={"help": "Share of the steps over which window_dropout falls to 0."}
+    )
+    max_shard_size: str = field(
+        default="5GB", metadata={"help": "Largest weights file of the finished model, such as 5GB."}
+    )
     data_chunk: str | None = field(
-        default=None, metadata={"help": "Train on a part of the rows, as 2/32: the second of 32 equal parts."}
+        default=None, metadata={"help": "Part of the rows to train on: 2/32 is the second of 32 equal parts."}
     )
     train_decays: bool = field(
         default=False,
-        metadata={"help": "With LoRA: train the mixers' own vectors (decay, dt_bias, D, z_bias) in full as well."},
+        metadata={"help": "Train the mixers' own vectors (decay, dt_bias, D, z_bias) in full beside LoRA adapters."},
     )
 
     def __post_init__(self):
@@ -63,10 +75,10 @@ class RunArguments:
             raise ValueError("window_dropout must lie in [0, 1] and window_dropout_share in (0, 1].")
 
     def chunk_of(self, rows: Any) -> Any:
-        """The part of the rows that data_chunk names.
+        """The part of the rows that data_chunk names, all of them by default.
 
         Raises:
-            ValueError: it is not N/M with 1 <= N <= M, or there are fewer rows than parts.
+            ValueError: data_chunk is not N/M with 1 <= N <= M, or there are fewer rows than parts.
         """
         if self.data_chunk is None:
             return rows
@@ -80,22 +92,30 @@ class RunArguments:
 
 @dataclass
 class LossArguments:
-    """The loss of SFT with a teacher: ce_weight x CE + kl_weight x divergence, both per token."""
+    """SFT with a teacher: the loss is ce_weight x CE + kl_weight x divergence, both per token."""
 
-    ce_weight: float = field(default=0.0, metadata={"help": "Of the cross entropy to the data's answers."})
-    kl_weight: float = field(default=1.0, metadata={"help": "Of the divergence from the teacher."})
+    ce_weight: float = field(default=0.0, metadata={"help": "Weight of the cross entropy to the data's answers."})
+    kl_weight: float = field(default=1.0, metadata={"help": "Weight of the divergence from the teacher."})
     divergence: Divergence = field(
-        default="forward", metadata={"help": "forward KL(teacher || student), reverse, or js, their mean."}
+        default="forward", metadata={"help": "forward KL(teacher || student), reverse, or js (Jensen-Shannon)."}
     )
-    temperature: float = field(default=1.0, metadata={"help": "Of both distributions in the divergence."})
+    temperature: float = field(default=1.0, metadata={"help": "Divides both models' logits in the divergence."})
+    other_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Peak learning rate of everything but the mixers; learning_rate if left out."},
+    )
     offline_top_k: int = field(
         default=0,
-        metadata={"help": "Compute the teacher's so many likeliest tokens once, keep them on disk, drop the teacher."},
+        metadata={
+            "help": "Number of the teacher's likeliest tokens to compute once and keep on disk instead of the teacher."
+        },
     )
 
     offline_folder: str | None = field(
         default=None,
-        metadata={"help": "Where they are kept for other runs; else beside the checkpoints, and gone with them."},
+        metadata={
+            "help": "Folder that keeps them for other runs. Default: beside the checkpoints, removed with them."
+        },
     )
 
     def __post_init__(self):
@@ -110,21 +130,21 @@ class LossArguments:
             raise ValueError("offline_top_k keeps what the divergence needs, and kl_weight is 0.")
 
     def weights(self) -> LossWeights:
-        """As the loss takes them."""
+        """The weights as the loss takes them."""
         return LossWeights(self.ce_weight, self.kl_weight, self.divergence, self.temperature)
 
 
 def parse(config_class: type, *more: type, argv: list[str] | None = None) -> tuple[Any, ...]:
-    """(ScriptArguments, config_class, ModelConfig, DatasetMixtureConfig, *more) from flags and `--config FILE.yaml`.
-
-    Raises:
-        ValueError: an unknown key or flag, or a value that cannot be.
-    """
+    """The arguments of data, trainer (`config_class`), model, data mixture and `more`; see `parse_classes`."""
     return parse_classes((ScriptArguments, config_class, ModelConfig, DatasetMixtureConfig, *more), argv)
 
 
 def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[Any, ...]:
-    """The same for any classes."""
+    """Objects of `classes` from flags and `--config FILE.yaml`.
+
+    Raises:
+        ValueError: an unknown key or flag, or a value that cannot be.
+    """
     parser = TrlParser(classes)
     try:
         return parser.parse_args_and_config(argv)
@@ -137,9 +157,3 @@ def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[An
         raise ValueError(f"The arguments do not parse: {' '.join(str(error).split())}") from error
     except FileNotFoundError as error:
         raise ValueError(f"The configuration file {error.filename} does not exist.") from error
-
-
-def conversion_of(student: Path) -> dict[str, Any]:
-    """What a hybrid folder's configuration says of where it came from; nothing where there is no such file."""
-    path = student / "config.json"
-    return (json.loads(path.read_text()).get("conversion") or {}) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""What a run will take, said before it starts: memory by part, and time from this machine's own matrix product.
+"""Estimate a run before it starts: memory by part, and time from this machine's own matrix product.
 
 Memory: weights, gradients and AdamW's two moments in float32 for what is trained (16 bytes a parameter), the rest and
 the teacher at their own size, all of it over the processes where FSDP or ZeRO-3 spread it; a block's activations
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from convert.alignment.distillation.loss import CHUNK_ELEMENTS
 from convert.weights.writer import human_bytes
-
-from .loss import CHUNK_ELEMENTS
 
 SHARE_OF_PEAK = 0.33
 ACTIVATIONS_PER_BLOCK = 16
@@ -25,12 +24,12 @@ ACTIVATIONS_PER_BLOCK = 16
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one process."""
+    """Memory of one process, and time of the whole run."""
 
     parts: dict[str, int]
     """Bytes."""
-    tokens: int | None
-    """Of the whole run, over all processes; None where steps decide and lengths differ."""
+    tokens: int
+    """Training tokens of the whole run, over all processes."""
     seconds: float | None
 
     def __str__(self) -> str:
@@ -43,11 +42,12 @@ class Estimate:
 def estimate(
     model: nn.Module, teacher: nn.Module | None, arguments: Any, tokens_per_step: int, steps: int, shards: int = 1
 ) -> Estimate:
-    """Of training `model` with a Trainer's arguments.
+    """Estimate the training of `model` with a Trainer's arguments.
 
     Args:
-        tokens_per_step: over all processes, padding included. steps: optimizer steps.
-        shards: processes that the weights are spread over.
+        tokens_per_step: tokens of a step over all processes, padding included.
+        steps: number of optimizer steps.
+        shards: number of processes that the weights are spread over.
     """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config = model.config

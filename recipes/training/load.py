@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import torch
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub import snapshot_download
@@ -18,21 +17,19 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
 import modeling_phimamba  # noqa: F401
+from convert.alignment.distillation.trainer import check_vocabulary_sizes
 from convert.checkpoint.load import load_tokenizer
 from convert.weights.students import STUDENTS
 
-from .arguments import TeacherArguments, conversion_of
+from .arguments import TeacherArguments
 
 DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RENAMED_TOKENS = 0.01
 LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError)
 
 
-def load_student(arguments: ModelConfig, trust_remote_code: bool = False) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A hybrid and its tokenizer.
-
-    Args:
-        trust_remote_code: run the model code in the folder instead of the installed one.
+def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A hybrid, of the installed class, and its tokenizer.
 
     Raises:
         ValueError: it does not load, or is no hybrid.
@@ -46,13 +43,8 @@ def load_student(arguments: ModelConfig, trust_remote_code: bool = False) -> tup
     if arguments.load_in_8bit or arguments.load_in_4bit:
         raise ValueError("A hybrid is trained in full precision; load_in_8bit and load_in_4bit are for the teacher.")
     try:
-        if trust_remote_code:
-            model = _with_its_own_code(name, options)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(name, **options)
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=arguments.model_revision, trust_remote_code=trust_remote_code
-        )
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=arguments.model_revision)
     except LOADING_ERRORS as error:
         raise ValueError(f"{name} does not load: {_first_line(error)}") from error
     if model.config.model_type not in STUDENTS:
@@ -62,26 +54,14 @@ def load_student(arguments: ModelConfig, trust_remote_code: bool = False) -> tup
     return model, tokenizer
 
 
-def _with_its_own_code(name: str, options: dict[str, Any]) -> nn.Module:
-    """The class that the repository ships, although the installed one is registered for its model type."""
-    from transformers import PreTrainedConfig
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    stored = PreTrainedConfig.get_config_dict(name, revision=options["revision"])[0]
-    reference = stored.get("auto_map", {})
-    if "AutoModelForCausalLM" not in reference:
-        raise ValueError(
-            f"it ships no code of its own (a {stored.get('model_type')} model); leave trust_remote_code out."
-        )
-    model_class = get_class_from_dynamic_module(reference["AutoModelForCausalLM"], name, revision=options["revision"])
-    # checkpoints from before the configuration saved the code itself
-    model_class.config_class.register_for_auto_class()
-    model_class.register_for_auto_class("AutoModelForCausalLM")
-    return model_class.from_pretrained(name, **options)
+def conversion_of(student: Path) -> dict[str, Any]:
+    """The `conversion` entry of a hybrid's configuration, which says where it came from; empty without one."""
+    path = student / "config.json"
+    return (json.loads(path.read_text()).get("conversion") or {}) if path.is_file() else {}
 
 
 def side_files(name: str, revision: str | None = None) -> Path:
-    """Where a student's configuration, card and training record lie; of a Hub repository they are fetched.
+    """Folder of a student's configuration, card and training record; of a Hub repository they are downloaded.
 
     Raises:
         ValueError: there is no such repository, or it cannot be reached.
@@ -95,28 +75,37 @@ def side_files(name: str, revision: str | None = None) -> Path:
         raise ValueError(f"{name} does not load: {_first_line(error)}") from error
 
 
-def teacher_name(arguments: TeacherArguments, student: Path | None) -> str:
-    """What is named as the teacher, or what the hybrid was converted from.
+def teacher_name(arguments: TeacherArguments, source: Path | None) -> str:
+    """Name of the teacher: the one in the arguments, or the model that the hybrid was converted from.
 
     Raises:
         ValueError: neither is known.
     """
-    name = arguments.teacher_model_name_or_path or (conversion_of(student) if student else {}).get("teacher")
+    name = arguments.teacher_model_name_or_path or (conversion_of(source) if source else {}).get("teacher")
     if name is None:
-        raise ValueError(f"{student} does not say what it was converted from; name teacher_model_name_or_path.")
+        raise ValueError(f"{source} does not say what it was converted from; name teacher_model_name_or_path.")
     return name
 
 
-def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote_code: bool = False) -> nn.Module:
+def load_teacher(
+    arguments: TeacherArguments,
+    source: Path | None = None,
+    trust_remote_code: bool = False,
+    student: nn.Module | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> nn.Module:
     """The teacher, in evaluation mode, without gradients.
 
     Args:
-        student: folder with the hybrid's configuration, which knows what it was converted from; None: `arguments` do.
+        source: folder with the hybrid's configuration, which names the model it was converted from; None where
+            `arguments` name the teacher.
+        student, tokenizer: the hybrid and its tokenizer, whose vocabulary the teacher must share; None where any
+            teacher will do.
 
     Raises:
-        ValueError: none is named or known, or it does not load.
+        ValueError: no teacher is known, it does not load, or it does not predict the student's tokens.
     """
-    name = teacher_name(arguments, student)
+    name = named = teacher_name(arguments, source)
     options: dict[str, Any] = {"dtype": arguments.teacher_dtype, "trust_remote_code": trust_remote_code}
     if arguments.teacher_load_in_8bit or arguments.teacher_load_in_4bit:
         if importlib.util.find_spec("bitsandbytes") is None:
@@ -137,41 +126,19 @@ def load_teacher(arguments: TeacherArguments, student: Path | None, trust_remote
     except LOADING_ERRORS as error:
         hint = "" if arguments.teacher_model_name_or_path else "; name teacher_model_name_or_path if it has moved"
         raise ValueError(f"The teacher {name} does not load: {_first_line(error)}{hint}") from error
+    if student is not None:
+        check_vocabulary_sizes(student, teacher)
+        try:
+            of_teacher = load_tokenizer(named, arguments.teacher_revision, trust_remote_code)
+        except ValueError:
+            pass  # a teacher without a tokenizer
+        else:
+            check_tokens(tokenizer, of_teacher)
     return teacher.eval().requires_grad_(False)
 
 
-def check_vocabularies(
-    student: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    teacher: nn.Module,
-    arguments: TeacherArguments,
-    source: Path,
-    trust_remote_code: bool = False,
-) -> None:
-    """Refuse a teacher of another vocabulary; of one that comes without a tokenizer only the size is known.
-
-    Args:
-        source: as `student` of `load_teacher`.
-
-    Raises:
-        ValueError: the two do not predict the same tokens.
-    """
-    ours, theirs = (model.get_output_embeddings().weight.shape[0] for model in (student, teacher))
-    if ours != theirs:
-        raise ValueError(f"The teacher has {theirs} tokens and the student {ours}; distillation needs one vocabulary.")
-    name, revision = teacher_name(arguments, source), arguments.teacher_revision
-    try:
-        of_teacher = load_tokenizer(name, revision, trust_remote_code)
-    except ValueError:
-        return
-    check_tokens(tokenizer, of_teacher)
-
-
 def check_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError where numbers stand for other tokens: two vocabularies of one size need not be one.
-
-    A few may differ, since chat models give reserved tokens a name.
-    """
+    """Raise ValueError where more than a few ids stand for other tokens; chat models rename reserved ones."""
     known = {number: token for token, number in theirs.get_vocab().items()}
     other = [(n, token, known[n]) for token, n in ours.get_vocab().items() if n in known and known[n] != token]
     if len(other) > RENAMED_TOKENS * len(known):
@@ -188,7 +155,8 @@ def load_splits(
     """Training and evaluation data.
 
     Args:
-        evaluates: whether a test split is needed. columns: alternatives, one of which must be there.
+        evaluates: whether a test split is needed.
+        columns: alternative sets of columns, one of which must be there.
 
     Raises:
         ValueError: no data set, no such split, or none of the alternatives.
@@ -231,7 +199,7 @@ def _named(name: str, config: str | None) -> DatasetDict:
 
 
 def check_completions(rows: Any, fields: tuple[str, ...]) -> None:
-    """Raises ValueError at the first row in which one of the answers `fields` is empty."""
+    """Raise ValueError at the first row in which one of the answers `fields` is empty."""
     for name in fields:
         if name not in rows.column_names:
             continue
@@ -243,15 +211,5 @@ def check_completions(rows: Any, fields: tuple[str, ...]) -> None:
                 raise ValueError(f"Row {i} of the data has an empty {name}; leave such rows out.")
 
 
-def stored_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a folder."""
-    return json.loads((Path(folder) / "config.json").read_text())
-
-
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model's first parameter lies."""
-    return next(model.parameters()).device

@@ -10,21 +10,22 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import TrainerCallback
 
-NAMES = ("A_log", "A_log_bias", "dt_bias", "D", "z_bias")
+from convert.alignment.distillation.trainer import MIXER_VECTORS, is_mixer
+
 FILE = "mixer_vectors.safetensors"
 
 
 def mixer_vectors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name to parameter."""
+    """The model's mixer vectors by name."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if ".mixer." in name and name.rsplit(".", 1)[-1] in NAMES
+        if is_mixer(name) and name.rsplit(".", 1)[-1] in MIXER_VECTORS
     }
 
 
 class MixerVectors(TrainerCallback):
-    """Keeps what the adapters' checkpoints leave out."""
+    """Trains the mixers' vectors and keeps them in the checkpoints, where adapters' checkpoints leave them out."""
 
     def __init__(self, model: nn.Module):
         self.vectors = mixer_vectors(model)

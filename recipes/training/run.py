@@ -1,4 +1,4 @@
-"""What every training recipe does around its trainer: refuse early, resume, measure before and after, finish, push."""
+"""What every training recipe does around its trainer: check arguments, resume, write the finished folder, push it."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +19,28 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 from trl import ModelConfig
 
-from convert.alignment.mohawk.distillation import last_whole_checkpoint
-from convert.alignment.mohawk.window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
+from convert.alignment.distillation.trainer import last_whole_checkpoint, train_and_evaluate, whole_model
+from convert.alignment.distillation.window_dropout import WindowDropout
 from convert.checkpoint.folder import check_apart, check_output
+from convert.checkpoint.hub import prepare_repository, upload
 
-from ..publish import push_errors, repository_for, upload
-from .arguments import RunArguments, conversion_of
+from .arguments import RunArguments
 from .chat_format import typical_tokens
 from .estimate import estimate
-from .load import side_files
+from .load import conversion_of, side_files
 from .peft_vectors import MixerVectors
 from .save import StageRecord, hyperparameters, write_checkpoint
 
 console = Console(stderr=True)
-NOT_OF_THE_RUN = (
-    "hub_token",
-    "hub_private_repo",
-    "keep_checkpoints",
-    "offline_folder",
-    "logging_dir",
-    "output_dir",
-    "overwrite",
-    "push_to_hub",
-    "hub_model_id",
-    "report_to",
-    "resume_from_checkpoint",
-    "run_name",
-)
+NO_PART_OF_THE_RESULT = (
+    "hub_token", "hub_private_repo", "hub_model_id", "push_to_hub", "offline_folder", "logging_dir", "output_dir",
+    "overwrite", "report_to", "resume_from_checkpoint", "run_name",
+)  # fmt: skip
 LOCAL_INPUTS = ("model_name_or_path", "teacher_model_name_or_path", "dataset_name")
 DATA_AND_WEIGHTS = (".safetensors", ".gguf", ".bin", ".json", ".jsonl", ".parquet", ".csv", ".arrow")
-
-
 SHARDED = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}
 
 
@@ -60,9 +48,11 @@ class Run(contextlib.AbstractContextManager):
     """A recipe's run from its arguments to a finished folder.
 
     Args:
-        stage: what the recipe is called. config: the trainer's arguments; its output_dir becomes OUTPUT_DIR.work.
-        model_config: names the student. arguments: where the result goes.
-        others: the recipe's other arguments; with all of them the same, a run is the same.
+        stage: name of the recipe.
+        config: the trainer's arguments; its output_dir becomes OUTPUT_DIR.work, where checkpoints lie.
+        model_config: names the student.
+        arguments: where the result goes and which parameters are trained.
+        others: the recipe's other arguments; a run is continued only if all of them are the same.
     """
 
     def __init__(self, stage: str, config: Any, model_config: ModelConfig, arguments: RunArguments, *others: Any):
@@ -76,7 +66,9 @@ class Run(contextlib.AbstractContextManager):
         self.teacher: str | None = None
         self.repository = None
         if config.push_to_hub:
-            self.repository = repository_for(config.hub_model_id or self.output.name, config.hub_private_repo)
+            self.repository = prepare_repository(
+                config.hub_model_id or self.output.name, bool(config.hub_private_repo)
+            )
         config.push_to_hub = False  # the finished folder is pushed, not checkpoints
         config.output_dir = str(self.work)
         self.key = self._key(config.to_dict(), *map(dataclasses.asdict, (model_config, arguments, *others)))
@@ -106,17 +98,17 @@ class Run(contextlib.AbstractContextManager):
                 check_apart(self.output, Path(student).expanduser())
 
     def _key(self, *settings: dict[str, Any]) -> str:
-        """Of everything that the result depends on; a checkpoint of another run must not be continued."""
-        kept: list = [{k: v for k, v in values.items() if k not in NOT_OF_THE_RUN} for values in settings]
+        """A hash of everything the result depends on; a checkpoint of another run must not be continued."""
+        kept: list = [{k: v for k, v in values.items() if k not in NO_PART_OF_THE_RESULT} for values in settings]
         # another student, teacher or text at the same path is another run
         kept += [local_files(v) for values in kept for k, v in sorted(values.items()) if k in LOCAL_INPUTS]
         return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
-        """Say how many rows the trainer's preparation left out.
+        """Say how many of the `given` rows the trainer's preparation left out.
 
         Raises:
-            ValueError: all of them.
+            ValueError: no row is left.
         """
         left, packed = len(trainer.train_dataset), getattr(self.config, "packing", False)
         if not left:
@@ -128,55 +120,28 @@ class Run(contextlib.AbstractContextManager):
             self.say(f"[yellow]{given - left} of {given} rows left out:[/] the prompt alone fills max_length.")
 
     def train(
-        self,
-        trainer: Trainer,
-        tokenizer: PreTrainedTokenizerBase,
-        data: str,
-        settings: dict[str, Any],
+        self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: str, settings: dict[str, Any]
     ) -> dict[str, Any]:
-        """Train, write the finished folder, push it; what was measured before and after."""
-        trainer.remove_callback(PrinterCallback)
+        """Train, write the finished folder, push it; returns what was measured before and after."""
         if self.arguments.train_decays:
             trainer.add_callback(MixerVectors(trainer.model))
         if self.arguments.window_dropout:
             options = self.arguments.window_dropout, self.arguments.window_dropout_share
             trainer.add_callback(WindowDropout(trainer.model, *options))
-        checkpoint = self._checkpoint()
-        if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
-            state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
-            trainer._total_train_tokens = max(
-                (entry.get("num_tokens", 0) for entry in state["log_history"]), default=0
-            )
-        # inside `train`, because a model that was evaluated before it does not become distributed any more
-        trainer.args.eval_on_start = checkpoint is None and trainer.eval_dataset is not None
-        trainer.train(resume_from_checkpoint=checkpoint)
-        after = trainer.evaluate() if trainer.eval_dataset is not None else {}
-        log = list(trainer.state.log_history)
+        outcome = train_and_evaluate(trainer, self._checkpoint())
+        tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
         record = StageRecord(
             stage=self.stage,
             teacher=self.teacher,
             data=Path(data).stem if Path(data).exists() else data,
-            settings=settings | hyperparameters(self.config),
-            before=_figures(next((entry for entry in log if entry["step"] == 0), {})),
-            after=_figures(after) | self._branches(trainer),
-            log=log,
-            tokens=next(
-                (entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), None
-            ),
+            settings=settings | {"trainable": self.arguments.trainable} | hyperparameters(self.config),
+            before=outcome.before,
+            after=outcome.after,
+            log=outcome.log,
+            tokens=tokens[-1] if tokens else None,
         )
         self._finish(trainer, tokenizer, record)
         return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.output)}
-
-    def _branches(self, trainer: Trainer) -> dict[str, float]:
-        """The loss without the windows, and without the mixers beside them, where there are such layers."""
-        if trainer.eval_dataset is None or not hybrid_mixers(trainer.model):
-            return {}
-        losses = {}
-        for branch in BRANCHES:
-            prefix = f"eval_without_{branch}"
-            with without(trainer.model, branch):
-                losses[f"eval_loss_without_{branch}"] = trainer.evaluate(metric_key_prefix=prefix)[f"{prefix}_loss"]
-        return losses
 
     def _checkpoint(self) -> str | None:
         """The newest whole checkpoint of this very run."""
@@ -191,17 +156,16 @@ class Run(contextlib.AbstractContextManager):
             path.write_text(json.dumps({"key": self.key}))
         return checkpoint
 
-    def learns_from(self, teacher: nn.Module | None) -> None:
-        """Note the teacher's name for the record; the model itself may be let go."""
-        if teacher is None:
-            return
-        name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
-        self.teacher = Path(name).name if Path(name).exists() else name
+    def note_teacher(self, teacher: nn.Module | None) -> None:
+        """Keep the teacher's name for the record; the model itself may be let go."""
+        if teacher is not None:
+            name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
+            self.teacher = Path(name).name if Path(name).exists() else name
 
     def announce(
         self, student: nn.Module, teacher: nn.Module | None, tokenizer: PreTrainedTokenizerBase, rows: Any
     ) -> None:
-        """Say what the run will take, before anything takes long.
+        """Print an estimate of memory and time, before anything takes long.
 
         Args:
             rows: the training data, before the trainer prepares it.
@@ -225,46 +189,21 @@ class Run(contextlib.AbstractContextManager):
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
         if self.state.is_main_process:
-            source, size = self.source, self.arguments.max_shard_size
-            write_checkpoint(model, tokenizer, source, self.output, record, size)
+            write_checkpoint(model, tokenizer, self.source, self.output, record, self.arguments.max_shard_size)
             if self.repository is not None:
-                with push_errors(f"{self.repository} (the model is complete in {self.output})"):
-                    upload(self.output, self.repository, f"Add {self.stage}")
-            if not self.arguments.keep_checkpoints:
-                shutil.rmtree(self.work, ignore_errors=True)
+                upload(self.output, self.repository, f"Add {self.stage}")
+            shutil.rmtree(self.work, ignore_errors=True)
             self.say(f"[green]{self.stage}[/] -> {self.output}")
         self.state.wait_for_everyone()
 
-    def refuse(self, *options: str) -> None:
-        """Raises ValueError for options of `RunArguments` that this recipe does not know."""
-        for name in options:
-            if getattr(self.arguments, name):
-                raise ValueError(f"{name} has no effect on {self.stage}; leave it out.")
-
     def say(self, text: str) -> None:
-        """One line on the main process."""
+        """Print a line, once for all processes."""
         if self.state.is_main_process:
             console.print(text, highlight=False)
 
 
-def whole_model(trainer: Trainer) -> nn.Module:
-    """The trained model in one piece: adapters merged, shards gathered (by every process at once)."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(model, "merge_and_unload"):
-        return model.merge_and_unload()
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        state = trainer.accelerator.get_state_dict(trainer.model)
-        if not trainer.accelerator.is_main_process:
-            return model  # nobody asks for it, and a copy for each process would not fit
-        whole = type(model)(model.config)
-        whole.generation_config = model.generation_config
-        whole.load_state_dict(state)
-        return whole
-    return model
-
-
 def local_files(name: str | None) -> list[tuple[str, int, int]]:
-    """Name, size and time of the files at a path; nothing of a name on the Hub."""
+    """Name, size and time of the files at a path; empty for a name on the Hub."""
     path = Path(name or "").expanduser()
     if not name or not path.exists():
         return []
@@ -272,14 +211,9 @@ def local_files(name: str | None) -> list[tuple[str, int, int]]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _figures(metrics: dict[str, Any]) -> dict[str, float]:
-    skip = ("runtime", "per_second", "epoch", "num_tokens", "preparation_time", "step")
-    return {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
-
-
 @contextlib.contextmanager
 def one_line_errors(verbose: bool) -> Iterator[None]:
-    """An error that the user can mend is one line and exit code 1; all of it with --verbose."""
+    """Print an error that the user can mend in one line and exit with code 1; with `verbose` let it through."""
     if not verbose:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         warnings.simplefilter("ignore", FutureWarning)  # the libraries' to one another
@@ -293,3 +227,10 @@ def one_line_errors(verbose: bool) -> Iterator[None]:
             raise
         console.print(f"[red]error:[/] {escape(' '.join(str(error).split()) or type(error).__name__)}", soft_wrap=True)
         sys.exit(1)
+
+
+def script(main: Callable[[list[str]], Any]) -> Any:
+    """Run a recipe on the command line's arguments; `--verbose` shows tracebacks."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
+    with one_line_errors(verbose=len(arguments) < len(sys.argv) - 1):
+        return main(arguments)

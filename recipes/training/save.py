@@ -4,22 +4,24 @@ The folder is written beside its place and renamed, as a conversion's is. `train
 model went through; the card's section on training is made from it.
 """
 
+import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
-from matplotlib.figure import Figure
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NOTES
-from convert.checkpoint.code import add_code
 from convert.checkpoint.folder import staged
 
-RECORD = "training.json"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RECORD, PLOT = "training.json", "training.png"
 SECTION = "## Training"
 EVALUATION = "## Evaluation"  # recipes/evaluate.py writes it, and training makes it out of date
 TRAINED_NOTE = '**Trained end to end** after the conversion: see "Training" below.'
@@ -34,29 +36,15 @@ LABELS = {
     "eval_rewards/margins": "reward margin",
 }
 HYPERPARAMETERS = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "num_train_epochs",
-    "max_steps",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "max_grad_norm",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_length",
-    "packing",
-    "beta",
-    "loss_type",
-    "bf16",
-    "seed",
-)
+    "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps", "warmup_steps", "weight_decay",
+    "adam_beta1", "adam_beta2", "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "max_length", "packing", "beta", "loss_type", "bf16", "seed",
+)  # fmt: skip
 
 
 @dataclass
 class StageRecord:
-    """What one run of a recipe did."""
+    """One run of a recipe: its settings, its log, and what was measured before and after."""
 
     stage: str
     teacher: str | None
@@ -69,7 +57,7 @@ class StageRecord:
 
 
 def hyperparameters(arguments: Any) -> dict[str, Any]:
-    """Those of a training configuration that tell one run from another."""
+    """The hyperparameters in a trainer's arguments, those in force."""
     found = {name: getattr(arguments, name) for name in HYPERPARAMETERS if hasattr(arguments, name)}
     if found.get("max_steps", 0) > 0:  # which then decides
         found.pop("num_train_epochs")
@@ -77,7 +65,7 @@ def hyperparameters(arguments: Any) -> dict[str, Any]:
 
 
 def check_finite(model: nn.Module) -> None:
-    """Raises ValueError where training left a weight that is no number."""
+    """Raise ValueError where training left a weight that is not finite."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise ValueError(f"{name} is not finite after training, nothing was written; lower the learning rate.")
@@ -91,7 +79,7 @@ def write_checkpoint(
     record: StageRecord,
     max_shard_size: str = "5GB",
 ) -> None:
-    """The model in `output`, with the record of this stage added to those in `source`, the folder it came from.
+    """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from.
 
     Raises:
         ValueError: a weight is not finite. OSError: the disk.
@@ -104,7 +92,8 @@ def write_checkpoint(
         (folder / RECORD).write_text(json.dumps(stages, indent=2, default=str) + "\n")
         if (source / "alignment.json").is_file():
             (folder / "alignment.json").write_bytes((source / "alignment.json").read_bytes())
-        loss_curves(stages).savefig(folder / "training.png", dpi=120)
+        if importlib.util.find_spec("matplotlib") is not None:  # the train extra is without it
+            loss_curves(stages).savefig(folder / PLOT, dpi=120)
         card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(output.name)
         with_training(card, stages, output.name).save(folder / "README.md")
         model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -139,15 +128,10 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
     ]
     parts = ["| stage | teacher | data | settings |", "|---|---|---|---|", *rows]
     if figures:
-        parts += [
-            "",
-            "On the data's held-out split:",
-            "",
-            "| stage | | before | after |",
-            "|---|---|---|---|",
-            *figures,
-        ]
-    parts += ["", "![loss against steps](training.png)", ""]
+        parts += ["", "On the data's held-out split:", "", "| stage | | before | after |", "|---|---|---|---|"]
+        parts += figures
+    if importlib.util.find_spec("matplotlib") is not None:
+        parts += ["", f"![loss against steps]({PLOT})", ""]
     card.text = f"{text}\n\n{SECTION}\n\n" + "\n".join(parts)
     card.data.tags = sorted({*(card.data.tags or []), "trl", *(stage["stage"] for stage in stages)})
     _add_results(card, stages[-1], name)
@@ -156,8 +140,6 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
 
 
 def _add_results(card: ModelCard, stage: dict[str, Any], name: str) -> None:
-    from huggingface_hub import EvalResult
-
     results = [
         EvalResult(
             task_type="text-generation",
@@ -182,8 +164,10 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def loss_curves(stages: list[dict[str, Any]]) -> Figure:
+def loss_curves(stages: list[dict[str, Any]]) -> "Figure":
     """Loss against steps, a panel per stage."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.5 * len(stages), 3), layout="constrained")
     for axes, stage in zip(figure.subplots(1, len(stages), squeeze=False)[0], stages, strict=True):
         for key, label in (("loss", "training"), ("eval_loss", "held out")):

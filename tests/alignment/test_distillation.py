@@ -1,15 +1,20 @@
 """Stage 3 where it goes wrong."""
 
+import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from convert import convert
-from convert.alignment.mohawk.distillation import DistillationTrainer, distil, last_whole_checkpoint, mean_kl
+from convert.alignment.distillation.trainer import DistilledSFTTrainer, last_whole_checkpoint
+from convert.alignment.distillation.window_dropout import hybrid_mixers, without
+from convert.alignment.divergence import mean_kl
+from convert.alignment.mohawk.distillation import distil
 from convert.alignment.mohawk.stages import Stages
 from convert.alignment.mohawk.train import load_hybrid
-from convert.alignment.mohawk.window_dropout import hybrid_mixers, without
 from convert.alignment.settings import (
     AlignmentSettings,
     DistillationSettings,
@@ -86,13 +91,13 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
         calibration_dataset="sampled", **options,
     )  # fmt: skip
     student, teacher, chances = load_hybrid(tmp_path / "hybrid"), teacher_model(folder), []
-    layers, step = hybrid_mixers(student), DistillationTrainer.training_step
+    layers, step = hybrid_mixers(student), DistilledSFTTrainer.training_step
 
     def watched(self, *args, **kwargs):
         chances.append({layer.window_dropout for layer in layers})
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(DistillationTrainer, "training_step", watched)
+    monkeypatch.setattr(DistilledSFTTrainer, "training_step", watched)
     stage = DistillationSettings(tokens=8 * LENGTH, sequences=2, window_dropout=0.6)
     settings = AlignmentSettings(
         sequence_length=LENGTH, hidden_state_alignment=HiddenStateSettings(), distillation=stage
@@ -110,3 +115,25 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
     convert(str(folder), tmp_path / "mixers", align="none", attention_ratio=0.5)
     with pytest.raises(ValueError, match="no window beside a mixer"):
         Stages(teacher, load_hybrid(tmp_path / "mixers"), rows(8), rows(2), settings, tmp_path / "other").run()
+
+
+CORE_ONLY = """
+import sys
+import convert.cli, convert.mohawk, convert.pipeline, convert.placement.search, convert.alignment.mohawk.stages
+print(sorted({"trl", "datasets", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_a_core_install_has_all_but_the_trainer(saved_teacher, tmp_path, monkeypatch):
+    done = subprocess.run([sys.executable, "-c", CORE_ONLY], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]
+    folder, find = saved_teacher("llama-gqa"), importlib.util.find_spec
+    convert(str(folder), tmp_path / "hybrid", align="none", attention_ratio=0.5)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else find(name, *more))
+    settings = AlignmentSettings(sequence_length=LENGTH)
+    stages = Stages(
+        teacher_model(folder), load_hybrid(tmp_path / "hybrid"), rows(4), rows(2), settings, tmp_path / "work"
+    )
+    with pytest.raises(ValueError, match=r"pip install 'convert-to-hybrid\[train\]'"):
+        stages.run()
+    assert not (tmp_path / "work").exists()

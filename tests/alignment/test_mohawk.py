@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from convert import convert
-from convert.alignment.divergence import CHUNK_TOKENS, distillation_loss, kl_of_logits
-from convert.alignment.mohawk.distillation import distil, mean_kl, set_trainable
+from convert.alignment.divergence import mean_kl
+from convert.alignment.mohawk.distillation import distil
 from convert.alignment.mohawk.layerwise import (
     Activations,
     LayerwiseStage,
@@ -198,8 +198,8 @@ def test_distillation_resumes_to_the_same_bits(hybrids, tmp_path):
     def run(folder, callbacks=None):
         student = load_hybrid(hybrids / "llama-gqa")
         teacher = teacher_model(hybrids / "llama-gqa-teacher").whole()
-        log = distil(student, teacher, rows(10), settings, folder, callbacks=callbacks)
-        return student.state_dict(), log
+        _, outcome = distil(student, teacher, rows(10), settings, folder, callbacks=callbacks)
+        return student.state_dict(), outcome.log
 
     whole, _ = run(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -222,6 +222,7 @@ def test_what_distillation_freezes(hybrids, tmp_path, train_mlp, other):
     assert any(".mixer." in name for name in touched)
     assert any(".mlp." in name for name in touched) == (train_mlp and other > 0)
     assert any("self_attn" in name for name in touched) == (other > 0)
+    assert other > 0 or all(".mixer." in name for name in touched)
 
 
 def test_tied_embeddings_stay_tied(tmp_path, saved_teacher):
@@ -232,29 +233,6 @@ def test_tied_embeddings_stay_tied(tmp_path, saved_teacher):
     distil(student, teacher_model(saved_teacher("llama-mha-tied")).whole(), rows(4), settings, tmp_path / "work")
     assert student.lm_head.weight is student.model.embed_tokens.weight
     assert not torch.equal(student.lm_head.weight, before)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("masked", [False, True])
-def test_chunked_loss_equals_the_plain_one(temperature, masked):
-    tokens, width, vocabulary = CHUNK_TOKENS + 37, 8, 50
-    teacher, student = (torch.randn(tokens, width) for _ in range(2))
-    heads = [torch.nn.Linear(width, vocabulary) for _ in range(2)]
-    keep = torch.rand(tokens) > 0.4 if masked else None
-    student.requires_grad_()
-    loss = distillation_loss(teacher, student, *heads, keep, temperature)
-    loss.backward()
-    found = student.grad.clone(), heads[1].weight.grad.clone()
-    student.grad = heads[1].weight.grad = None
-    p = (heads[0](teacher).detach() / temperature).log_softmax(-1)
-    q = (heads[1](student) / temperature).log_softmax(-1)
-    per_token = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1) * temperature**2
-    expected = per_token.mean() if keep is None else per_token[keep].mean()
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(found, (student.grad, heads[1].weight.grad), atol=1e-6, rtol=1e-4)
-    assert heads[0].weight.grad is None
-    assert kl_of_logits(p, p).abs().max() < 1e-6
 
 
 def test_vocabularies_must_agree(hybrids, tmp_path):
@@ -413,13 +391,6 @@ def test_bf16_trains_and_leaves_an_ordinary_model(hybrids, tmp_path):
     logits = work.student(rows(2), use_cache=False).logits
     assert logits.dtype == torch.float32 and torch.isfinite(logits).all()
     assert all(p.dtype == torch.float32 for p in work.student.parameters())
-
-
-def test_mixers_alone_train_by_default(hybrids):
-    student = load_hybrid(hybrids / "phi")
-    set_trainable(student, DistillationSettings())
-    trainable = {name for name, p in student.named_parameters() if p.requires_grad}
-    assert trainable == {name for name, _ in student.named_parameters() if ".mixer." in name}
 
 
 def test_stages_1_and_2_report_as_a_trainer_does(hybrids, tmp_path, monkeypatch):

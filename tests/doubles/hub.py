@@ -1,12 +1,17 @@
 """A stand-in for the Hub: enough of its HTTP interface for the real client to push and pull a model repository.
 
+python -m tests.doubles.hub FOLDER COMMAND ...    runs a command whose Hub is this one
+
 Files live in a folder per repository. The client reads its environment when it is imported.
 """
 
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -220,3 +225,10 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "X-Linked-Size": str(len(data))}
             return self._send(200, headers=headers, body=data)
         return self._fail(404, "EntryNotFound", path)
+
+
+if __name__ == "__main__":
+    folder, *command = sys.argv[1:]
+    root = Path(folder).absolute()
+    with HubServer(root) as server:
+        sys.exit(subprocess.run(command, env=os.environ | server.environment(root / ".cache")).returncode)

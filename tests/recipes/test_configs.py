@@ -9,12 +9,11 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 import recipes
-from recipes import distillation, dpo, sft
-from recipes import seqkd as generate_seqkd_data
+from recipes import distillation, dpo, seqkd, sft
 from tests.recipes.tiny_chat import conversations, preferences, save_chat_teacher, save_hybrid
 
 CONFIGS = Path(recipes.__file__).with_name("configs")
-RECIPES = {"seqkd": generate_seqkd_data, "sft": sft, "dpo": dpo, "distillation": distillation}
+RECIPES = {"seqkd": seqkd, "sft": sft, "dpo": dpo, "distillation": distillation}
 FILES = sorted(path for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "accelerate")
 SMALL = [
     "--max_steps", "1", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1", "--use_cpu",

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.training import loss as module
-from recipes.training.loss import (
+from convert.alignment.distillation import loss as module
+from convert.alignment.distillation.loss import (
     IGNORED,
     LossWeights,
     TopK,
@@ -13,8 +13,8 @@ from recipes.training.loss import (
     chunk_loss,
     distillation_loss,
     divergence,
-    naive_loss,
 )
+from recipes.benchmarks.loss import naive_loss
 from tests.students import make_student
 from tests.teachers import make_teacher, random_ids
 

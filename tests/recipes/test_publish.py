@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -21,16 +22,18 @@ def world(tmp_path_factory):
     return teacher, save_hybrid(teacher, folder / "hybrid"), conversations(folder / "data", count=4, test=2)
 
 
-def client(hub, tmp_path, *command, token=True):
-    environment = os.environ | hub.environment(tmp_path / "cache", **({} if token else {"token": None}))
+def client(hub, tmp_path, *command):
+    environment = os.environ | hub.environment(tmp_path / "cache")
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
 
 
-def test_an_upload_that_broke_off_goes_on_and_is_pulled_by_a_stranger(world, tmp_path):
+def test_a_model_of_the_hub_is_trained_and_pushed_and_an_upload_that_broke_off_goes_on(world, tmp_path):
     teacher, hybrid, data = world
-    (tmp_path / "hub").mkdir()
+    start = shutil.copytree(hybrid, tmp_path / "hub" / "me" / "hybrid")
+    stage = {"stage": "sft", "teacher": None, "data": "chats", "settings": {}, "before": {}, "after": {}, "log": []}
+    (start / "training.json").write_text(json.dumps([stage]))
     push = ("--push_to_hub", "true", "--hub_model_id", "me/finished", "--hub_private_repo", "true")
-    argv = common_arguments(hybrid, teacher, data, tmp_path / "out", *push, "--max_shard_size", "60KB")
+    argv = common_arguments("me/hybrid", teacher, data, tmp_path / "out", *push, "--max_shard_size", "60KB")
     with HubServer(tmp_path / "hub", large_bytes=10_000, refuse_after=1) as hub:
         done = client(hub, tmp_path, "-m", "recipes.sft", *argv)
         assert done.returncode == 1 and "the model is complete in" in done.stderr, done.stderr[-2000:]
@@ -39,7 +42,9 @@ def test_an_upload_that_broke_off_goes_on_and_is_pulled_by_a_stranger(world, tmp
         assert len(received) == 1
         hub.refuse_after = None
         hub.requests.clear()
-        done = client(hub, tmp_path, "-m", "recipes.publish", str(tmp_path / "out"), "me/finished", "--private")
+        done = client(
+            hub, tmp_path, "-m", "huggingface_hub.cli.hf", "upload", "me/finished", str(tmp_path / "out"), "."
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         sent = {request.split("/")[-1] for request in hub.requests if request.startswith("PUT")}
         assert sent and not sent & received and hub.private["me/finished"]
@@ -58,34 +63,8 @@ def test_an_upload_that_broke_off_goes_on_and_is_pulled_by_a_stranger(world, tmp
         pulled = subprocess.run([sys.executable, "-I", "-c", code, str(tmp_path / "logits.pt")],
                                 env=environment, capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
         assert pulled.returncode == 0, pulled.stderr[-2000:]
-        argv = common_arguments("me/finished", teacher, data, tmp_path / "further", "--hub_model_id", "unused")
-        done = client(hub, tmp_path, "-m", "recipes.sft", *argv)
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert len(json.loads((tmp_path / "further" / "training.json").read_text())) == 2
+    assert len(json.loads((tmp_path / "hub/me/finished/training.json").read_text())) == 2
     local = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(torch.tensor([[4, 9, 10, 6, 5]])).logits)
     card = ModelCard.load(tmp_path / "hub" / "me" / "finished" / "README.md")
     assert card.data.eval_results and card.data.base_model is None and "Training" in card.text
-
-
-@pytest.mark.parametrize("token, expected", [(False, "needs a Hub token"), (True, "exists and is public")])
-def test_what_would_fail_in_the_end_fails_before_the_training(token, expected, world, tmp_path):
-    teacher, hybrid, data = world
-    (tmp_path / "hub" / "me" / "public").mkdir(parents=True)
-    push = ("--push_to_hub", "true", "--hub_model_id", "me/public", "--hub_private_repo", "true")
-    argv = common_arguments(hybrid, teacher, data, tmp_path / "out", *push)
-    with HubServer(tmp_path / "hub") as hub:
-        hub.private["me/public"] = False
-        done = client(hub, tmp_path, "-m", "recipes.sft", *argv, token=token)
-        assert done.returncode == 1 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert not any("commit" in request for request in hub.requests)
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
-
-
-def test_a_folder_that_is_no_model_is_not_pushed(tmp_path):
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    with HubServer(tmp_path / "hub") as hub:
-        done = client(hub, tmp_path, "-m", "recipes.publish", str(tmp_path), "me/nothing")
-        assert done.returncode == 1 and "no finished model" in done.stderr and not hub.requests
-        assert len(done.stderr.strip().splitlines()) == 1

@@ -1,8 +1,6 @@
 """SFT with a teacher on tiny models: what is counted, what changes, resuming, adapters, remote code, bad input."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -11,9 +9,11 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert.alignment.distillation.loss import divergence
+from convert.alignment.distillation.trainer import DistilledSFTTrainer
 from recipes import progressive_sft, sft
-from recipes.training.loss import divergence
-from recipes.training.trainer import DistilledSFTTrainer
+from recipes.training import run
+from recipes.training.run import script
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 
@@ -106,7 +106,7 @@ def test_what_the_teacher_said_once_is_used_again(world, tmp_path, monkeypatch):
             arguments(world, tmp_path / packing, "--offline_top_k", "8", "--packing", packing, "--max_length", "40")
         )
         assert 0 < few["before"]["eval_kl"] < online["before"]["eval_kl"]
-    from recipes.training import offline_logits
+    from convert.alignment.distillation import offline_logits
 
     def no_teacher(*_):
         raise AssertionError("the teacher was asked again")
@@ -207,39 +207,13 @@ def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(worl
         assert torch.equal(tensor, after[name]), name
 
 
-def test_the_code_in_the_folder_trains_as_the_installed_code_does(world, tmp_path):
-    """In a process of its own: the class that the folder ships, and the model it writes loads elsewhere."""
-    script = (
-        "import sys, json\n"
-        "from recipes import sft, load\n"
-        "kept = load.load_student\n"
-        "def load_and_say(*a, **k):\n"
-        "    model, tokenizer = kept(*a, **k)\n"
-        "    print(type(model).__module__)\n"
-        "    return model, tokenizer\n"
-        "sft.load_student = load_and_say\n"
-        "print(json.dumps(sft.main(sys.argv[1:])))\n"
-    )
-    argv = arguments(world, tmp_path / "remote", "--trust_remote_code", "true")
-    done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stderr[-2000:]
-    module, report = done.stdout.strip().splitlines()[-2:]
-    assert module.startswith("transformers_modules."), module
-    local = sft.main(arguments(world, tmp_path / "local"))
-    assert json.loads(report)["after"] == pytest.approx(local["after"], rel=1e-5)
-    for name, tensor in weights(tmp_path / "remote").items():
-        torch.testing.assert_close(tensor, weights(tmp_path / "local")[name], msg=name)
-    assert {p.name for p in (tmp_path / "remote").glob("*.py")} == {p.name for p in (tmp_path / "local").glob("*.py")}
-
-
 def test_step_by_step_replacement(world, tmp_path, monkeypatch):
-    steps = []
-    run = sft.main
+    steps, main = [], sft.main
 
     def watched(argv):
         start = argv[len(argv) - 1 - argv[::-1].index("--model_name_or_path") + 1]
         types = json.loads(open(f"{start}/config.json").read())["layer_types"]
-        report = run(argv)
+        report = main(argv)
         steps.append((types.count("linear_attention"), argv[-1], report))
         return report
 
@@ -268,7 +242,7 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
 
 
 def test_windows_are_dropped_less_and_less_and_each_branch_is_weighed(world, tmp_path, monkeypatch):
-    from convert.alignment.mohawk import window_dropout
+    from convert.alignment.distillation import window_dropout
 
     chances, step = [], DistilledSFTTrainer.training_step
 
@@ -367,8 +341,26 @@ def test_another_vocabulary_is_refused(world, tmp_path):
         sft.main(arguments(world | {"teacher": tmp_path / "other"}, tmp_path / "out"))
 
 
-def test_the_command_fails_with_one_line(world, tmp_path):
+def test_the_command_fails_with_one_line(world, tmp_path, monkeypatch, capsys):
     argv = arguments(world, tmp_path / "out", "--dataset_name", "nowhere")
-    done = subprocess.run([sys.executable, "-m", "recipes.sft", *argv], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error:"), done.stderr
+    monkeypatch.setattr(sys, "argv", ["recipes.sft", *argv])
+    with pytest.raises(SystemExit, match="1"):
+        script(sft.main)
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1 and error.startswith("error:"), error
+    monkeypatch.setattr(sys, "argv", ["recipes.sft", *argv, "--verbose"])
+    with pytest.raises(ValueError, match="nowhere"):
+        script(sft.main)
+
+
+def test_what_the_hub_would_refuse_in_the_end_is_said_before_the_training(world, tmp_path, monkeypatch):
+    """What it refuses is tested with the conversion's push."""
+
+    def refuse(name, private):
+        raise ValueError(f"{name} exists and is public, not {private}")
+
+    monkeypatch.setattr(run, "prepare_repository", refuse)
+    push = ("--push_to_hub", "true", "--hub_model_id", "me/public", "--hub_private_repo", "true")
+    with pytest.raises(ValueError, match="me/public exists and is public, not True"):
+        sft.main(arguments(world, tmp_path / "out", *push))
+    assert not list(tmp_path.iterdir())

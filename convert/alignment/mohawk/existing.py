@@ -50,7 +50,7 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
     count = training_rows_needed(settings, length) + held_out
     rows = calibration_rows(found, teacher, conversion, count, at_least=held_out + 1)
     work = Path(settings.work_dir).expanduser() if settings.work_dir else output.with_name(f"{output.name}.work")
-    report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
+    student, report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
     if writes:
         with staged(output) as folder:
             shutil.copytree(hybrid, folder, dirs_exist_ok=True)

@@ -21,11 +21,10 @@ from ...weights.students import MIXER_LAYERS
 from ..fit import Progress
 from ..probes import plain_tokens, with_needles
 from ..teacher_model import TeacherModel
-from .distillation import distil, mean_kl
+from .distillation import check_can_train, distil
 from .layerwise import LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
 from .orientation import check_has_matrix_per_head
 from .reporting import Reporter, reporters
-from .window_dropout import BRANCHES, WindowDropout, hybrid_mixers, without
 
 STAGES = {1: "matrix_orientation", 2: "hidden_state_alignment", 3: "distillation"}
 
@@ -121,42 +120,32 @@ class Stages:
         }
 
     def distil(self) -> dict[str, Any]:
-        """Stage 3."""
+        """Stage 3, data-parallel over the processes."""
         settings = self.settings.distillation
         teacher = self.teacher.whole()
-        before = mean_kl(self.student, teacher, self.held_out)
-        vocabulary = plain_tokens(teacher.config.vocab_size)
-        callbacks: list[TrainerCallback] = [_ProgressCallback(self.progress, self.train.shape[1])]
-        if settings.window_dropout:
-            callbacks.append(WindowDropout(self.student, settings.window_dropout, share=0.5))
-        log = distil(
+        needles = with_needles(self.train, settings.recall_share, plain_tokens(teacher.config.vocab_size), self.seed)
+        self.student, outcome = distil(
             self.student,
             teacher,
-            with_needles(self.train, settings.recall_share, vocabulary, self.seed),
+            needles,
             settings,
             self.folder / "distillation",
+            self.held_out,
             self.seed,
-            callbacks,
+            [_ProgressCallback(self.progress, self.train.shape[1])],
             use_cpu=self.teacher.device.type == "cpu",
         )
         self.student.requires_grad_(True)
+        per_step = settings.sequences * self.train.shape[1]
+        seconds = next((entry["train_runtime"] for entry in outcome.log if "train_runtime" in entry), 0.0)
+        kls = {key.removeprefix("eval_"): value for key, value in outcome.after.items() if key.startswith("eval_kl_")}
         return {
-            "tokens": max(settings.tokens // (settings.sequences * self.train.shape[1]), 1)
-            * settings.sequences
-            * self.train.shape[1],
-            "seconds": round(log[-1].get("train_runtime", 0.0), 1),
-            "held_out_kl_before": before,
-            "held_out_kl_after": mean_kl(self.student, teacher, self.held_out),
-            **self._without_each_branch(teacher),
+            "tokens": max(settings.tokens // per_step, 1) * per_step,
+            "seconds": round(seconds, 1),
+            "held_out_kl_before": outcome.before["eval_kl"],
+            "held_out_kl_after": outcome.after["eval_kl"],
+            **{f"held_out_{key}": value for key, value in kls.items()},
         }
-
-    def _without_each_branch(self, teacher: nn.Module) -> dict[str, float]:
-        """Held-out KL without the windows, and without the mixers beside them, where there are such layers."""
-        found = {}
-        for branch in BRANCHES if hybrid_mixers(self.student) else ():
-            with without(self.student, branch):
-                found[f"held_out_kl_without_{branch}"] = mean_kl(self.student, teacher, self.held_out)
-        return found
 
 
 class _ProgressCallback(TrainerCallback):
@@ -184,6 +173,8 @@ def check_stages(settings: AlignmentOptions, mixer: str, low_memory: bool, windo
     for name in STAGES.values():
         if getattr(settings, name).tokens:
             reporters(getattr(settings, name).report_to)
+    if settings.distillation.tokens:
+        check_can_train()
     if settings.distillation.tokens and low_memory:
         raise ValueError(
             "Distillation needs the whole teacher; leave out low_memory or say distillation: {tokens: 0}."

@@ -74,19 +74,22 @@ def train_hybrid(
     work: Path,
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
-) -> dict[str, Any]:
-    """Train a hybrid in place on token ids (S, L), whose last rows are held out; what each stage reached.
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Train a hybrid on token ids (S, L), whose last rows are held out.
 
     Args:
         work: folder for checkpoints and logs.
+
+    Returns:
+        The trained hybrid and what each stage reached.
     """
     held = settings.held_out_sequences
-    stages_of = Stages(teacher, student.to(teacher.device), rows[:-held], rows[-held:], settings, work, seed, progress)
-    report = stages_of.run()
+    stages = Stages(teacher, student.to(teacher.device), rows[:-held], rows[-held:], settings, work, seed, progress)
+    report = stages.run()
     for name, figures in report.items():
         figures["settings"] = dataclasses.asdict(getattr(settings, name))
         figures["distinct_tokens"] = rows[:-held].numel()
-    return report
+    return stages.student, report
 
 
 def record_stages(folder: Path, report: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from convert.config import make_config
 from torch import nn
 
 from convert.alignment.aligner import load_tokenizer
@@ -15,7 +16,6 @@ from convert.alignment.mohawk.orientation import attention_rows, check_comparabl
 from convert.alignment.mohawk.train import load_hybrid
 from convert.alignment.teacher_model import TeacherModel
 from convert.alignment.text import documents, token_rows
-from convert.config import make_config
 from convert.teachers.teacher import find_teacher
 
 ROWS_AT_ONCE = 128

@@ -1,10 +1,11 @@
 """The loss of distillation: ce_weight x CE to the labels + kl_weight x divergence from the teacher, per token, masked.
 
-Both terms need logits over the vocabulary, which for a batch are the largest tensors of the whole training step. Here
-they exist a few million elements at a time: each chunk's gradient is taken while its logits are there, so that
-neither logits nor anything of their size is kept for the backward pass.
+Both terms need logits over the vocabulary, the largest tensors of a training step. Here they exist a few million
+elements at a time: each chunk's gradient is taken while its logits are there, so that neither logits nor anything of
+their size is kept for the backward pass.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
-from trl.trainer.utils import maybe_gather_lm_head_ctx
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from ..divergence import kl_of_log_probs
 
 CHUNK_ELEMENTS = 2**23
 IGNORED = -100
@@ -24,7 +27,7 @@ Divergence = Literal["forward", "reverse", "js"]
 
 
 class TopK(NamedTuple):
-    """The teacher's likeliest next tokens (T, K) and their log-probabilities (T, K) at temperature 1."""
+    """The teacher's K likeliest next tokens (T, K) and their log-probabilities (T, K) at temperature 1."""
 
     ids: torch.Tensor
     log_probs: torch.Tensor
@@ -32,14 +35,14 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What the loss is made of."""
+    """The weights of the loss's two terms, and which divergence is the second."""
 
     ce_weight: float = 0.0
     kl_weight: float = 1.0
     divergence: Divergence = "forward"
-    """forward KL(teacher || student), reverse KL(student || teacher), or js, their generalised Jensen-Shannon mean."""
+    """forward is KL(teacher || student), reverse is KL(student || teacher), js the Jensen-Shannon divergence."""
     temperature: float = 1.0
-    """Of both distributions in the divergence, which is multiplied by its square (Hinton et al. 2015)."""
+    """Divides both models' logits in the divergence, which is multiplied by its square (Hinton et al. 2015)."""
 
     def __post_init__(self):
         if min(self.ce_weight, self.kl_weight) < 0 or self.ce_weight + self.kl_weight == 0:
@@ -64,39 +67,35 @@ class DistillationOutput(NamedTuple):
 
 
 def divergence(kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """Of two distributions given as log-probabilities (..., V) -> (...), in nats; p is the teacher's."""
+    """Divergence in nats between the teacher's log-probabilities log_p (..., V) and the student's log_q -> (...)."""
     if kind == "forward":
-        return _kl(log_p, log_q)
+        return kl_of_log_probs(log_p, log_q)
     if kind == "reverse":
-        return _kl(log_q, log_p)
+        return kl_of_log_probs(log_q, log_p)
     middle = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (_kl(log_p, middle) + _kl(log_q, middle)) / 2
+    return (kl_of_log_probs(log_p, middle) + kl_of_log_probs(log_q, middle)) / 2
 
 
 def wide(values: torch.Tensor) -> torch.Tensor:
-    """In float32 at least."""
+    """The values in float32 if they are in half precision, else as they are."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
 def with_rest(log_probs: torch.Tensor) -> torch.Tensor:
-    """K log-probabilities (T, K) and that of everything else (T, K + 1), so that they are a distribution again."""
+    """Append to K log-probabilities (T, K) that of all other outcomes together -> (T, K + 1), a distribution again."""
     rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()
     return torch.cat([log_probs, rest], -1)
 
 
 def chunk_loss(
-    logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | TopK | None, weights: LossWeights
+    logits: torch.Tensor, labels: torch.Tensor | None, teacher: torch.Tensor | TopK | None, weights: LossWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss sum and sums of the statistics for logits (T, V), labels (T,) and the teacher's logits or top K.
+    """Sums of the loss and of the statistics for logits (T, V), labels (T,) and the teacher's logits or top K.
 
     With a top K the divergence is that of K + 1 outcomes: the K tokens, and all others as one.
     """
     log_q = wide(logits).log_softmax(-1)
-    ce = -log_q.gather(-1, labels[:, None]).sum()
+    ce = log_q.new_zeros(()) if labels is None else -log_q.gather(-1, labels[:, None]).sum()
     loss = weights.ce_weight * ce if weights.ce_weight else log_q.new_zeros(())
     kl = agreement = log_q.new_zeros(())
     if teacher is not None:
@@ -104,22 +103,19 @@ def chunk_loss(
             likeliest = teacher.ids[:, 0]
             log_p1 = with_rest(wide(teacher.log_probs))
             log_q1 = with_rest(log_q.gather(-1, teacher.ids))
-            log_p, log_q = (log_p1, log_q1) if weights.temperature == 1 else _tempered(log_p1, log_q1, weights)
         else:
             likeliest = teacher.argmax(-1)
             log_p1, log_q1 = wide(teacher).log_softmax(-1), log_q
-            log_p, log_q = (log_p1, log_q1) if weights.temperature == 1 else _tempered(log_p1, log_q1, weights)
+        log_p, log_q = log_p1, log_q1
+        if weights.temperature != 1:
+            log_p, log_q = ((values / weights.temperature).log_softmax(-1) for values in (log_p1, log_q1))
         if weights.kl_weight:
             terms = divergence(weights.divergence, log_p, log_q).sum()
             loss = loss + weights.kl_weight * weights.temperature**2 * terms
         with torch.no_grad():
-            kl = _kl(log_p1, log_q1).sum()
+            kl = kl_of_log_probs(log_p1, log_q1).sum()
             agreement = (logits.argmax(-1) == likeliest).sum().to(kl.dtype)
     return loss, torch.stack([ce.detach(), kl, agreement])
-
-
-def _tempered(log_p: torch.Tensor, log_q: torch.Tensor, weights: LossWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple((values / weights.temperature).log_softmax(-1) for values in (log_p, log_q))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -127,7 +123,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, teacher_of, weights, differentiate):
-        """Sums of loss and statistics; see `distillation_loss`."""
         size = max(CHUNK_ELEMENTS // weight.shape[0], 16)
         total, statistics = wide(hidden.new_zeros(())), wide(hidden.new_zeros(3))
         wanted = [differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
@@ -143,7 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.set_grad_enabled(differentiate):
                 logits = nn.functional.linear(hidden[span].detach(), weight.detach(), bias).detach()
                 logits.requires_grad_(differentiate)
-                loss, sums = chunk_loss(logits, labels[span], teacher, weights)
+                loss, sums = chunk_loss(logits, None if labels is None else labels[span], teacher, weights)
                 if differentiate:
                     (grad,) = torch.autograd.grad(loss, logits)
             total += loss.detach()
@@ -160,45 +155,46 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _):
-        """The gradients are there; scale them."""
         return *(None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors), None, None, None, None
 
 
 def distillation_loss(
     hidden: torch.Tensor,
     head: nn.Module,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None,
     teacher_of: Callable[[slice], torch.Tensor | TopK] | None,
     weights: LossWeights,
 ) -> DistillationOutput:
     """Sums over tokens of the loss and its parts, differentiable in `hidden` and the head.
 
     Args:
-        hidden: (T, D) after the final norm, where a label is to be predicted. head: to the vocabulary.
-        labels: (T,) next tokens. teacher_of: a span of the T tokens to the teacher's logits or top K there.
+        hidden: (T, D) states after the final norm at the tokens whose successor is predicted.
+        head: linear layer from states to the vocabulary.
+        labels: (T,) next tokens; None where the cross entropy is of no interest.
+        teacher_of: function from a span of the T tokens to the teacher's logits or top K there; None without teacher.
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-    with maybe_gather_lm_head_ctx(weight, bias):  # DeepSpeed ZeRO-3
+    with gathered(weight, bias):
         differentiate = torch.is_grad_enabled()
         loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, differentiate)
-    return DistillationOutput(loss, statistics, torch.tensor(len(labels), device=hidden.device))
+    return DistillationOutput(loss, statistics, torch.tensor(len(hidden), device=hidden.device))
 
 
-def naive_loss(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor, weights: LossWeights
-) -> torch.Tensor:
-    """The same mean loss with all logits (B, L, V) at once and labels (B, L), for comparison."""
-    keep = labels[:, 1:] != IGNORED
-    s, t, y = student_logits[:, :-1][keep], teacher_logits[:, :-1][keep], labels[:, 1:][keep]
-    return chunk_loss(s, y, t, weights)[0] / keep.sum()
+def gathered(*parameters: torch.Tensor | None) -> contextlib.AbstractContextManager:
+    """Gather parameters that DeepSpeed's ZeRO-3 has spread over the processes, while the context lasts."""
+    if not is_deepspeed_zero3_enabled():
+        return contextlib.nullcontext()
+    from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+    return maybe_gather_lm_head_ctx(*parameters)
 
 
 def add_hidden_output(teacher: nn.Module) -> None:
     """Let `teacher(..., hidden_only=True)` return the states after the final norm (B, L, D).
 
-    Through the model's own forward, which is where FSDP gathers the weights that lie in no block.
+    It goes through the model's own forward, because that is where FSDP gathers the weights that lie in no block.
     """
     original = teacher.forward
 
@@ -212,7 +208,7 @@ def add_hidden_output(teacher: nn.Module) -> None:
 
 
 def head_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From hidden states to logits, the weights gathered once where FSDP2 has spread them."""
+    """The function from hidden states to logits; its weights are gathered once where FSDP2 has spread them."""
     head = model.get_output_embeddings()
     if not isinstance(head.weight, torch.distributed.tensor.DTensor):
         return head

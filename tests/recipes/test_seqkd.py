@@ -7,7 +7,7 @@ import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes import seqkd as module
+from recipes import seqkd
 from tests.recipes.tiny_chat import chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
 
 
@@ -33,7 +33,7 @@ def arguments(teacher, prompts, output, *more):
 
 
 def test_greedy_answers_are_the_teachers_own(teacher, prompts, tmp_path):
-    report = module.main(arguments(teacher, prompts, tmp_path / "out", "--test_share", "0.25"))
+    report = seqkd.main(arguments(teacher, prompts, tmp_path / "out", "--test_share", "0.25"))
     assert report["rows"] == {"train": 9, "test": 3}
     assert {k: report["left out"][k] for k in ("duplicates", "too long", "empty")} == {
         "duplicates": 1, "too long": 1, "empty": 1,
@@ -53,8 +53,8 @@ def test_greedy_answers_are_the_teachers_own(teacher, prompts, tmp_path):
 @pytest.mark.parametrize("sampling", ([], ["--do_sample", "true", "--temperature", "0.7", "--seed", "3"]))
 def test_interrupted_it_goes_on_to_the_same_answers(sampling, teacher, prompts, tmp_path, monkeypatch):
     whole = arguments(teacher, prompts, tmp_path / "whole", *sampling)
-    module.main(whole)
-    generate, calls = module.TransformersEngine.__call__, []
+    seqkd.main(whole)
+    generate, calls = seqkd.Answerer.__call__, []
 
     def interrupted(self, batch):
         calls.append(batch)
@@ -62,20 +62,18 @@ def test_interrupted_it_goes_on_to_the_same_answers(sampling, teacher, prompts, 
             raise KeyboardInterrupt
         return generate(self, batch)
 
-    monkeypatch.setattr(module.TransformersEngine, "__call__", interrupted)
+    monkeypatch.setattr(seqkd.Answerer, "__call__", interrupted)
     broken = arguments(teacher, prompts, tmp_path / "broken", *sampling)
     with pytest.raises(KeyboardInterrupt):
-        module.main(broken)
+        seqkd.main(broken)
     assert not (tmp_path / "broken").exists()
     with open(tmp_path / "broken.work" / "answers.jsonl", "a") as file:
         file.write('{"index": 3, "te')  # what a crash in the middle of a line leaves
     with pytest.raises(ValueError, match="answers of another run"):
-        module.main([*broken, "--max_new_tokens", "9"])
+        seqkd.main([*broken, "--max_new_tokens", "9"])
     calls.clear()
-    monkeypatch.setattr(
-        module.TransformersEngine, "__call__", lambda self, batch: calls.append(batch) or generate(self, batch)
-    )
-    module.main(broken)
+    monkeypatch.setattr(seqkd.Answerer, "__call__", lambda self, batch: calls.append(batch) or generate(self, batch))
+    seqkd.main(broken)
     assert len(calls) == 1  # the two batches before were not asked again
     for name in ("train.jsonl", "README.md"):
         assert (tmp_path / "broken" / name).read_text() == (tmp_path / "whole" / name).read_text()
@@ -83,20 +81,20 @@ def test_interrupted_it_goes_on_to_the_same_answers(sampling, teacher, prompts, 
 
 def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
-    assert module.finished_answer([9, 10, 2, 11], tokenizer, {2}) == {"text": "w9 w10", "finished": True}
-    assert module.finished_answer([9, 10], tokenizer, {2}) == {"text": "w9 w10", "finished": False}
-    generate = module.TransformersEngine.__call__
+    assert seqkd.finished_answer([9, 10, 2, 11], tokenizer, {2}) == {"text": "w9 w10", "finished": True}
+    assert seqkd.finished_answer([9, 10], tokenizer, {2}) == {"text": "w9 w10", "finished": False}
+    generate = seqkd.Answerer.__call__
 
     def ending_some(self, batch):  # the first answer of each of the three batches ends after three tokens
         first, *others = generate(self, batch)
         return [[*first[:3], 2], *([token for token in ids if token != 2] for ids in others)]
 
-    monkeypatch.setattr(module.TransformersEngine, "__call__", ending_some)
-    report = module.main(arguments(teacher, prompts, tmp_path / "out", "--truncated", "drop", "--test_share", "0"))
+    monkeypatch.setattr(seqkd.Answerer, "__call__", ending_some)
+    report = seqkd.main(arguments(teacher, prompts, tmp_path / "out", "--truncated", "drop", "--test_share", "0"))
     assert report["rows"]["train"] == 3 and report["left out"]["cut off"] == 9
-    monkeypatch.setattr(module.TransformersEngine, "__call__", lambda self, batch: [[9] * 8 for _ in batch])
+    monkeypatch.setattr(seqkd.Answerer, "__call__", lambda self, batch: [[9] * 8 for _ in batch])
     with pytest.raises(ValueError, match="12 of 12 were cut off"):
-        module.main(arguments(teacher, prompts, tmp_path / "none", "--truncated", "drop"))
+        seqkd.main(arguments(teacher, prompts, tmp_path / "none", "--truncated", "drop"))
 
 
 def test_greedy_has_no_penalties(teacher, prompts, tmp_path):
@@ -106,14 +104,14 @@ def test_greedy_has_no_penalties(teacher, prompts, tmp_path):
     model.save_pretrained(tmp_path / "teacher")
     chat_tokenizer().save_pretrained(tmp_path / "teacher")
     for name, source in (("plain", teacher), ("penalised", tmp_path / "teacher")):
-        module.main(arguments(source, prompts, tmp_path / name))
+        seqkd.main(arguments(source, prompts, tmp_path / name))
     assert (tmp_path / "plain" / "train.jsonl").read_text() == (tmp_path / "penalised" / "train.jsonl").read_text()
 
 
 def test_messages_and_plain_prompts(teacher, tmp_path):
     question = {"messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w10"}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(question) + "\n")
-    module.main(arguments(teacher, tmp_path / "chat.jsonl", tmp_path / "a", "--format", "messages"))
+    seqkd.main(arguments(teacher, tmp_path / "chat.jsonl", tmp_path / "a", "--format", "messages"))
     (row,) = load_dataset(str(tmp_path / "a"))["train"]
     assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"] and row["messages"][0][
         "content"
@@ -122,17 +120,17 @@ def test_messages_and_plain_prompts(teacher, tmp_path):
     AutoModelForCausalLM.from_pretrained(teacher).save_pretrained(plain)
     chat_tokenizer(template=None).save_pretrained(plain)
     (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "w9 w10"}) + "\n")
-    module.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "b"))
+    seqkd.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "b"))
     (row,) = load_dataset(str(tmp_path / "b"))["train"]
     assert row["prompt"] == "w9 w10" and isinstance(row["completion"], str)
     with pytest.raises(ValueError, match="no chat template"):
-        module.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "c", "--format", "messages"))
+        seqkd.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "c", "--format", "messages"))
 
 
 def test_the_answers_train_a_student(teacher, prompts, tmp_path):
     from recipes import sft
 
-    module.main(arguments(teacher, prompts, tmp_path / "data", "--test_share", "0.3"))
+    seqkd.main(arguments(teacher, prompts, tmp_path / "data", "--test_share", "0.3"))
     hybrid = save_hybrid(teacher, tmp_path / "hybrid")
     report = sft.main(common_arguments(hybrid, teacher, tmp_path / "data", tmp_path / "out", "--ce_weight", "1"))
     assert report["after"]["eval_loss"] < report["before"]["eval_loss"]
@@ -142,7 +140,6 @@ def test_the_answers_train_a_student(teacher, prompts, tmp_path):
     "more, expected",
     [
         (("--teacher_model_name_or_path", "/nowhere"), "does not load"),
-        (("--engine", "vllm"), "needs vLLM"),
         (("--temperature", "0.5"), "do_sample"),
         (("--max_prompt_length", "1"), "No prompt is left"),
         (("--test_share", "1"), r"\[0, 1\)"),
@@ -157,7 +154,7 @@ def test_bad_input(more, expected, teacher, prompts, tmp_path, monkeypatch):
     (tmp_path / "picture.jsonl").write_text(json.dumps(picture) + "\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")
     with pytest.raises(ValueError, match=expected):
-        module.main([*arguments(teacher, prompts, tmp_path / "out"), *more])
+        seqkd.main([*arguments(teacher, prompts, tmp_path / "out"), *more])
     assert not (tmp_path / "out").exists()
 
 
@@ -165,11 +162,11 @@ def test_an_existing_folder_is_not_replaced_unasked(teacher, prompts, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").write_text("")
     with pytest.raises(ValueError, match="--overwrite"):
-        module.main(arguments(teacher, prompts, tmp_path / "out"))
+        seqkd.main(arguments(teacher, prompts, tmp_path / "out"))
     with pytest.raises(ValueError, match="no data of this recipe"):
-        module.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
+        seqkd.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
     assert (tmp_path / "out" / "kept").exists()
     (tmp_path / "out" / "README.md").write_text("---\ntags:\n- seqkd\n---\n")
     torch.manual_seed(0)
-    module.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
+    seqkd.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
     assert not (tmp_path / "out" / "kept").exists()

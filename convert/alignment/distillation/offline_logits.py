@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm.auto import tqdm
 
-from .load import device_of
 from .loss import IGNORED, TopK
 
 ROWS_PER_PART = 256
@@ -25,13 +24,13 @@ PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 
 
 def teacher_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """What of a student's batch any Transformer takes: no sequence index, which only recurrent layers know."""
+    """The inputs of a student's batch that any Transformer takes; a sequence index is for recurrent layers alone."""
     return {key: batch[key] for key in ("input_ids", "attention_mask", *PACKED) if key in batch}
 
 
 @torch.no_grad()
 def final_hidden(teacher: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """(B, L, D) after the teacher's final norm."""
+    """The teacher's states (B, L, D) after its final norm."""
     return teacher.base_model(**teacher_inputs(batch), use_cache=False).last_hidden_state
 
 
@@ -39,7 +38,8 @@ class OfflineLogits:
     """Top-K log-probabilities of every counting position of every row.
 
     Args:
-        folder: where the parts lie; a subfolder per data, teacher and K.
+        folder: holds the parts, in a subfolder for each combination of data, teacher and K.
+        k: number of tokens to keep per position.
     """
 
     def __init__(self, folder: Path, k: int):
@@ -47,7 +47,7 @@ class OfflineLogits:
         self.rows: list[TopK] = []
 
     def add(self, dataset: Any, teacher: nn.Module, collate: Callable[[list], dict], what: str) -> Any:
-        """The data set with a column that finds each row's figures again; computes what is not on disk yet."""
+        """The data set with a column that finds each row's figures again, computed where they are not on disk yet."""
         first = len(self.rows)
         folder = self.folder / key_of(dataset, teacher, self.k)[:16]
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ class OfflineLogits:
 
     @torch.no_grad()
     def _row(self, row: dict, teacher: nn.Module, collate: Callable[[list], dict]) -> TopK:
-        batch = {k: v.to(device_of(teacher)) if torch.is_tensor(v) else v for k, v in collate([row]).items()}
+        batch = {k: v.to(teacher.device) if torch.is_tensor(v) else v for k, v in collate([row]).items()}
         counts = batch["labels"][:, 1:] != IGNORED
         hidden = final_hidden(teacher, batch)[:, :-1][counts]
         log_probs = teacher.get_output_embeddings()(hidden).float().log_softmax(-1)
@@ -101,7 +101,7 @@ def id_type(vocabulary: int) -> torch.dtype:
 
 
 def key_of(dataset: Any, teacher: nn.Module, k: int) -> str:
-    """Names the figures: another row, teacher or K is another key."""
+    """A hash of everything the figures depend on: the rows, the teacher and K."""
     digest = hashlib.sha256(f"{k} {type(teacher).__name__}".encode())
     for name, parameter in teacher.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.detach().flatten()[:16].tolist()}".encode())
@@ -111,13 +111,12 @@ def key_of(dataset: Any, teacher: nn.Module, k: int) -> str:
 
 
 class WithTeacherRows:
-    """A collator that hands on which rows a batch holds."""
+    """A collator that also says which rows a batch holds."""
 
     def __init__(self, collate: Callable[[list], dict]):
         self.collate = collate
 
     def __call__(self, rows: list[dict]) -> dict:
-        """See `DataCollatorForLanguageModeling`."""
         batch = self.collate([{k: v for k, v in row.items() if k != ROW} for row in rows])
         if ROW in rows[0]:
             batch[ROW] = torch.tensor([row[ROW] for row in rows])

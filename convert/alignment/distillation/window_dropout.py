@@ -22,7 +22,7 @@ def hybrid_mixers(model: nn.Module) -> list[nn.Module]:
 
 
 class WindowDropout(TrainerCallback):
-    """From `start` linearly to 0 over the first `share` of the steps.
+    """Lowers the chance to drop a sequence's window linearly from `start` to 0 over the first `share` of the steps.
 
     Raises:
         ValueError: the model has no layer with a window.
@@ -34,22 +34,22 @@ class WindowDropout(TrainerCallback):
             raise ValueError("window_dropout: the model has no window beside a mixer; leave it at 0.")
 
     def at(self, step: int, steps: int) -> float:
-        """The chance in a step of so many."""
+        """The chance in step `step` of `steps`."""
         return self.start * max(1 - step / max(self.share * steps, 1), 0.0)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Set it; a function of the step alone, so that a resumed run goes on as it would have."""
+        """Set the chance, a function of the step alone, so that a resumed run goes on as it would have."""
         for layer in self.layers:
             layer.window_dropout = self.at(state.global_step, state.max_steps)
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Leave the model as it is used."""
+        """Leave no dropout in the trained model."""
         for layer in self.layers:
             layer.window_dropout = 0.0
 
 
 def dropped_features(layer: nn.Module, branch: str) -> torch.Tensor:
-    """Which inputs of out_proj are the branch's."""
+    """Mask of out_proj's inputs that belong to the branch."""
     of_window = layer.window_features()
     of_mixer = torch.ones(layer.sizes[1], dtype=torch.bool)
     if branch == "window":
@@ -59,7 +59,7 @@ def dropped_features(layer: nn.Module, branch: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without(model: nn.Module, branch: str) -> Iterator[None]:
-    """Every hybrid layer without its "window" or its "mixer": their features do not reach out_proj.
+    """Run every hybrid layer without its "window" or its "mixer", whose features then do not reach out_proj.
 
     Heads with full attention stay, and so do the first tokens of a sequence, which the window serves alone.
     """

@@ -1,0 +1,280 @@
+"""TRL's SFTTrainer with a teacher: cross entropy to the answers and divergence from the teacher, per token, masked.
+
+Needs the `train` extra; import it only where training begins.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, Trainer
+from trl import SFTConfig, SFTTrainer
+from trl.models import prepare_deepspeed, prepare_fsdp
+
+from .loss import STATISTICS, LossWeights, TopK, add_distillation_head, add_hidden_output, head_of
+from .offline_logits import ROW, OfflineLogits, WithTeacherRows, teacher_inputs
+from .window_dropout import BRANCHES, hybrid_mixers, without
+
+Trainable = Literal["all", "all-but-mlp", "mixers"]
+
+TeacherOf = Callable[[slice], torch.Tensor | TopK]
+
+MIXER_VECTORS = ("A_log", "A_log_bias", "dt_bias", "D", "z_bias")
+"""Parameters of a mixer that belong to no layer: decays, step biases, skip and gate."""
+
+
+class DistilledSFTTrainer(SFTTrainer):
+    """Fine-tunes a student on the teacher's distribution and on answers.
+
+    Args:
+        model, args: the student and the settings, as for `SFTTrainer`.
+        teacher: model over the same vocabulary, which is not changed; None for cross entropy alone.
+        weights: weights of the loss's terms.
+        other_learning_rate: peak learning rate of everything but the mixers; `args.learning_rate` if None.
+        offline_top_k: number of the teacher's likeliest tokens to keep on disk in `offline_folder` instead of the
+            teacher; 0 keeps the teacher in memory.
+        sft_options: the other arguments of `SFTTrainer`, such as its data sets and callbacks.
+
+    Raises:
+        ValueError: the loss asks for a teacher and there is none, or the vocabularies differ.
+    """
+
+    _tag_names = ["trl", "sft", "distillation"]
+    _name = "SFT with a teacher"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: SFTConfig,
+        *,
+        teacher: nn.Module | None,
+        weights: LossWeights,
+        other_learning_rate: float | None = None,
+        offline_top_k: int = 0,
+        offline_folder: Path | None = None,
+        **sft_options: Any,
+    ):
+        if teacher is None and weights.kl_weight:
+            raise ValueError("kl_weight needs a teacher; set kl_weight to 0 to train on the answers alone.")
+        if teacher is not None:
+            check_vocabulary_sizes(model, teacher)
+        self._sums: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
+        self.weights, self.other_learning_rate, self.offline = weights, other_learning_rate, None
+        super().__init__(model, args, **sft_options)
+        has_adapters = hasattr(self.model, "get_base_model")
+        add_distillation_head(self.model.get_base_model() if has_adapters else self.model)
+        if offline_top_k and teacher is not None:
+            self._to_disk(teacher, offline_folder, offline_top_k)
+            teacher = None
+        self.teacher = None if teacher is None else self._prepare_teacher(teacher)
+
+    def _to_disk(self, teacher: nn.Module, folder: Path, k: int) -> None:
+        self.offline = OfflineLogits(folder, k)
+        teacher = self._placed(teacher)
+        self.train_dataset = self.offline.add(self.train_dataset, teacher, self.data_collator, "training")
+        if self.eval_dataset is not None:
+            self.eval_dataset = self.offline.add(self.eval_dataset, teacher, self.data_collator, "evaluation")
+        self.data_collator = WithTeacherRows(self.data_collator)
+
+    def _prepare_teacher(self, teacher: nn.Module) -> nn.Module:
+        teacher = teacher.eval().requires_grad_(False)
+        add_hidden_output(teacher)
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(teacher, self.accelerator)
+        if self.is_fsdp_enabled:
+            return prepare_fsdp(teacher, self.accelerator)
+        return self._placed(teacher)
+
+    def _placed(self, teacher: nn.Module) -> nn.Module:
+        if getattr(teacher, "is_loaded_in_8bit", False) or getattr(teacher, "is_loaded_in_4bit", False):
+            return teacher  # placed when it was loaded
+        return teacher.to(self.args.device)
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        if ROW not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, ROW]
+
+    def _signal(self, inputs: dict[str, Any]) -> Callable[[torch.Tensor], TeacherOf] | None:
+        """Function from the mask of counting positions (B, L - 1) to the `teacher_of` of `distillation_loss`."""
+        rows = inputs.pop(ROW, None)
+        if self.offline is not None:
+            kept = self.offline[rows.tolist()]
+
+            def from_disk(counts: torch.Tensor):
+                if len(kept.ids) != counts.sum():
+                    raise ValueError("The teacher's figures on disk do not belong to this data; delete them.")
+                ids, log_probs = kept.ids.to(counts.device), kept.log_probs.to(counts.device)
+                return lambda span: TopK(ids[span], log_probs[span])
+
+            return from_disk
+        if self.teacher is None:
+            return None
+        with torch.no_grad():
+            hidden = self.teacher(**teacher_inputs(inputs), hidden_only=True)[:, :-1]
+            head = head_of(self.accelerator.unwrap_model(self.teacher))
+
+        def from_teacher(counts: torch.Tensor):
+            chosen = hidden[counts]
+            return lambda span: head(chosen[span])
+
+        return from_teacher
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Loss of a batch per token; `num_items_in_batch` counts the tokens of all processes in the step."""
+        if return_outputs:
+            raise ValueError("The logits are not kept; set prediction_loss_only.")
+        with self.compute_loss_context_manager():
+            signal = self._signal(inputs)
+        outputs = model(**inputs, distillation=(signal, self.weights))
+        count = outputs.tokens if num_items_in_batch is None else num_items_in_batch
+        loss = outputs.loss / torch.as_tensor(count).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # DDP will divide by it
+        self._record(inputs, outputs)
+        return loss
+
+    def _record(self, inputs: dict[str, Any], outputs: Any) -> None:
+        mode = "train" if self.model.training else "eval"
+        seen = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["labels"].numel()
+        own = torch.cat([outputs.statistics, torch.stack([outputs.tokens, torch.tensor(seen)]).to(outputs.statistics)])
+        totals = self.accelerator.gather(own[None]).sum(0).tolist()
+        for name, value in zip((*STATISTICS, "tokens"), totals, strict=False):
+            self._sums[mode][name] += value
+        if mode == "train":
+            if not all(map(math.isfinite, totals)):
+                step = self.state.global_step + 1
+                raise ValueError(f"The loss is not finite at step {step}; lower the learning rate.")
+            self._total_train_tokens += int(totals[-1])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log CE, KL and agreement per token since the last time, over all processes, beside the trainer's figures."""
+        mode = "train" if self.model.training else "eval"
+        sums = self._sums[mode]
+        prefix = "" if mode == "train" else next((k.removesuffix("loss") for k in logs if k.endswith("_loss")), None)
+        if sums["tokens"] and prefix is not None:
+            names = STATISTICS if self.teacher is not None or self.offline is not None else STATISTICS[:1]
+            logs |= {prefix + name: sums[name] / sums["tokens"] for name in names}
+            if mode == "train":
+                logs["num_tokens"] = self._total_train_tokens
+        sums.clear()
+        super().log(logs, start_time)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters with weight decay: the trainer's, without the mixers' own vectors."""
+        return [n for n in super().get_decay_parameter_names(model) if n.rsplit(".", 1)[-1] not in MIXER_VECTORS]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer, with a learning rate for everything but the mixers where one is given."""
+        if self.other_learning_rate is None or self.optimizer is not None:
+            return super().create_optimizer(*([] if model is None else [model]))
+        decays = set(self.get_decay_parameter_names(self.model))
+        groups: dict[tuple[bool, bool], list] = defaultdict(list)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                groups[is_mixer(name), name in decays].append(parameter)
+        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self.optimizer = optimizer_class(
+            [
+                {
+                    "params": parameters,
+                    "lr": self.args.learning_rate if of_mixer else self.other_learning_rate,
+                    "weight_decay": self.args.weight_decay if decay else 0.0,
+                }
+                for (of_mixer, decay), parameters in groups.items()
+            ],
+            **options,
+        )
+        return self.optimizer
+
+
+def is_mixer(name: str) -> bool:
+    """Whether a parameter of this name belongs to a mixer."""
+    return ".mixer." in name
+
+
+def set_trainable(model: nn.Module, what: Trainable) -> None:
+    """Freeze what is not to be trained: nothing, the MLPs, or everything but the mixers."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_mixer(name) or what == "all" or (what == "all-but-mlp" and ".mlp." not in name))
+
+
+def check_vocabulary_sizes(student: nn.Module, teacher: nn.Module) -> None:
+    """Refuse a teacher that predicts over another number of tokens.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    ours, theirs = (model.get_output_embeddings().weight.shape[0] for model in (student, teacher))
+    if ours != theirs:
+        raise ValueError(f"The teacher has {theirs} tokens and the student {ours}; distillation needs one vocabulary.")
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end: the trainer's state is written last."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
+
+
+@dataclass
+class Outcome:
+    """The evaluation data's figures before and after training, and the trainer's log; empty without such data."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+    log: list[dict[str, Any]]
+
+
+def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outcome:
+    """Train from the beginning or from a checkpoint; measure before and after.
+
+    Where the model has windows beside mixers, the loss without either is measured at the end as well.
+    """
+    trainer.remove_callback(PrinterCallback)
+    if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
+        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+        trainer._total_train_tokens = max((entry.get("num_tokens", 0) for entry in state["log_history"]), default=0)
+    # inside `train`, because a model that was evaluated before it does not become distributed any more
+    trainer.args.eval_on_start = checkpoint is None and trainer.eval_dataset is not None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.eval_dataset is None:
+        return Outcome({}, {}, list(trainer.state.log_history))
+    after = _figures(trainer.evaluate())
+    log = list(trainer.state.log_history)
+    for branch in BRANCHES if hybrid_mixers(trainer.model) else ():
+        with without(trainer.model, branch):
+            metrics = trainer.evaluate(metric_key_prefix=f"eval_without_{branch}")
+        for name in ("loss", "kl"):
+            if f"eval_without_{branch}_{name}" in metrics:
+                after[f"eval_{name}_without_{branch}"] = metrics[f"eval_without_{branch}_{name}"]
+    return Outcome(_figures(next((entry for entry in log if entry["step"] == 0), {})), after, log)
+
+
+def _figures(metrics: dict[str, Any]) -> dict[str, float]:
+    skip = ("runtime", "per_second", "epoch", "num_tokens", "preparation_time", "step")
+    return {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and not any(s in k for s in skip)}
+
+
+def whole_model(trainer: Trainer) -> nn.Module:
+    """The trained model in one piece, adapters merged and shards gathered; every process must call this.
+
+    Where weights are spread over processes, only the main process gets the whole model.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "merge_and_unload"):
+        return model.merge_and_unload()
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        if not trainer.accelerator.is_main_process:
+            return model
+        whole = type(model)(model.config)
+        whole.generation_config = model.generation_config
+        whole.load_state_dict(state)
+        return whole
+    return model
