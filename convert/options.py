@@ -13,6 +13,7 @@ import inspect
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -678,7 +679,7 @@ class OptionParser:
         """
         with self._one_line_errors():
             base = None if config is None else self.parser.parse_path(config)
-            return self._made(self.parser.parse_object(dict(values), cfg_base=base))
+            return self._made(self.parser.parse_object(dict(values), namespace=base))
 
     def _made(self, found: Any) -> Any:
         found = self.parser.instantiate(found)
@@ -769,23 +770,21 @@ def make_options(model: str, output: str, config: str | Path | None = None, **va
     """The options of a conversion from Python.
 
     Args:
-        values: a section with its options (`alignment={"tokens": 8192}`), or one of the command line's flags by its
-            name (`window=32`, `align="none"`).
+        config: a YAML file, over which `values` win.
+        values: a flag of the command line by its name (`align="none"`, `window=32`), any other option by its own name
+            where no two sections have it (`sinks=2`), or a section as a dictionary (`alignment={"fit": {...}}`).
 
     Raises:
         ValueError: an unknown option, a value of the wrong kind, or a contradiction.
     """
-    short = {flag[2:].replace("-", "_"): name for flag, name in CONVERSION_FLAGS.items()}
+    parser = conversion_parser()
+    leaves = Counter(name.rpartition(".")[2] for name in parser.options)
+    place = {name.rpartition(".")[2]: name for name in parser.options if leaves[name.rpartition(".")[2]] == 1}
+    place |= {flag[2:].replace("-", "_"): name for flag, name in CONVERSION_FLAGS.items()}
     nested: dict[str, Any] = {}
-    for name, value in {"model": model, "output.folder": output, **values}.items():
-        if not isinstance(value, Mapping) or name == "attention_heads":
-            name = short.get(name, name)
-        *sections, leaf = name.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        if isinstance(value, Mapping) and leaf != "attention_heads":
-            place.setdefault(leaf, {}).update(value)
-        else:
-            place[leaf] = value
-    return conversion_parser().from_values(nested, config)
+    for name, value in {"model": model, "folder": output, **values}.items():
+        is_section = isinstance(value, Mapping) and name != "attention_heads"
+        *sections, leaf = (name if is_section else place.get(name, name)).split(".")
+        inner = functools.reduce(lambda found, section: found.setdefault(section, {}), sections, nested)
+        inner[leaf] = {**inner.get(leaf, {}), **value} if is_section else value
+    return parser.from_values(nested, config)

@@ -52,7 +52,7 @@ def smollm2_gguf():
 def smollm2_attention(tmp_path_factory, smollm2_gguf):
     """The real teacher as a hybrid with every layer kept."""
     folder = tmp_path_factory.mktemp("smollm2") / "attention"
-    convert(str(smollm2_gguf), folder, attention_ratio=1.0, align="none")
+    convert(str(smollm2_gguf), folder, attention_layers=1.0, align="none")
     return folder
 
 

@@ -131,7 +131,7 @@ def test_closed_form_makes_it_a_language_model(teacher, tokenizer, smollm2_gguf,
     align = tmp_path / "align.yaml"
     align.write_text(yaml.safe_dump({"sequence_length": 256, "fit": {"refine_steps": 8}}))
     convert(
-        str(smollm2_gguf), tmp_path / "hybrid", attention_layers=kept, calibration_tokens=5120, low_memory=True,
+        str(smollm2_gguf), tmp_path / "hybrid", attention_layers=kept, tokens=5120, low_memory=True,
         align_config=str(align),
     )  # fmt: skip
     student = LlambaForCausalLM.from_pretrained(tmp_path / "hybrid")

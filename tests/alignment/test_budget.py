@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import convert.placement.search as budget_search
 from convert import convert
-from convert.alignment.settings import BudgetSettings
+from convert.options import BudgetSettings
 from convert.alignment.teacher_model import replaced
-from convert.config import make_config
+from convert.options import make_options
 from convert.pipeline import plan_conversion
 from convert.placement.budget import (
     HeadCosts,
@@ -36,9 +36,9 @@ WINDOW = {"window": 5, "sinks": 1, "mixer": "none"}
 
 def budget(folder, **options):
     found = find_teacher(str(folder))
-    settings = dict(model=str(folder), output="o", context=CONTEXT, cache_ratio=0.5) | options
+    settings = dict(model=str(folder), output="o", context=CONTEXT, cache=0.5) | options
     if "cache_bytes" in options:
-        settings.pop("cache_ratio")
+        settings.pop("cache")
     return budget_of(make_config(**settings), found, found.open_weights())
 
 
@@ -145,17 +145,17 @@ def test_what_is_said_stays(options, window, kept, saved_teacher):
 
 def test_a_window_beside_a_state_leaves_something_to_fit_on(saved_teacher):
     """Half of a sequence at least, where the window is chosen; something, where it is said."""
-    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.9, shared_state=True)
+    spent = budget(saved_teacher("llama-gqa"), cache=0.9, shared_state=True)
     assert (
         {choice.window for choice in spent.what_fits(64) if choice.has_state} == {longest_beside_state(64, 4)} == {28}
     )
-    alone = budget(saved_teacher("llama-gqa"), cache_ratio=0.9, mixer="none")
+    alone = budget(saved_teacher("llama-gqa"), cache=0.9, mixer="none")
     assert max(choice.window for choice in alone.what_fits(64)) > 200
-    said = budget(saved_teacher("llama-gqa"), cache_ratio=0.9, shared_state=True, window=60)
+    said = budget(saved_teacher("llama-gqa"), cache=0.9, shared_state=True, window=60)
     with pytest.raises(ValueError, match="60 and 4 sinks leaves nothing of sequences of 64 tokens"):
         said.what_fits(64)
     assert {choice.window for choice in said.what_fits(65)} == {60}
-    assert budget(saved_teacher("llama-gqa"), cache_ratio=0.9, mixer="none", window=60).what_fits(64)
+    assert budget(saved_teacher("llama-gqa"), cache=0.9, mixer="none", window=60).what_fits(64)
 
 
 def test_answers_have_to_fit_between_needle_and_question():
@@ -172,9 +172,9 @@ def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
     assert not [choice for choice in wide.what_fits(32 - 8) if choice.has_state], "too little of a sequence is left"
     assert budget(folder, window=12, shared_state=True).states_beside(11) == (True,), "said is said"
     assert budget(folder, mixer="none").states() == (False,)
-    for said in (dict(mixer="mamba2"), dict(shared_state=True), dict(mixer_sees="all"), dict(gate_bias=False)):
+    for said in (dict(mixer="mamba2"), dict(shared_state=True), dict(scope="all"), dict(gate_bias=False)):
         assert budget(folder, **said).states() == (True,)
-    assert budget(folder, align="none") is budget(folder, layer_selection="kl") is None
+    assert budget(folder, align="none") is budget(folder, selection="kl") is None
     assert budget(saved_teacher("mistral-window")) is None, "its heads may not see more than they do"
     for said in (dict(attention_layers="1"), dict(attention_heads="2"), dict(mixer="none")):
         with pytest.raises(ValueError, match="own layers see a window"):
@@ -195,8 +195,8 @@ def align_file(tmp_path):
 
 def converted(folder, output, align_file, **options):
     options = dict(
-        calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), context=CONTEXT,
-        cache_ratio=0.4,
+        text="sampled", tokens=320, align_config=str(align_file), context=CONTEXT,
+        cache=0.4,
     ) | options  # fmt: skip
     return convert(str(folder), output, **options)
 
@@ -230,15 +230,15 @@ def test_the_command_chooses_measures_and_keeps_what_it_found(saved_teacher, tmp
 
 def test_a_budget_reads_longer_sequences(saved_teacher):
     """What lies beyond a window that the budget chooses has to be long, unless the file says otherwise."""
-    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.4, calibration_dataset="sampled", calibration_tokens=5120)
+    spent = budget(saved_teacher("llama-gqa"), cache=0.4, text="sampled", tokens=5120)
     search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
     assert search.aligner.ids.shape == (5, 1024)
 
 
 def test_heads_are_scored_again_among_those_left(saved_teacher, align_file, monkeypatch):
     """Costs that depend on which heads are left: two that stand in for each other are cheap while both are there."""
-    options = dict(calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), mixer="none")
-    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.4, **options)
+    options = dict(text="sampled", tokens=320, align_config=str(align_file), mixer="none")
+    spent = budget(saved_teacher("llama-gqa"), cache=0.4, **options)
     search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
     alone = torch.tensor([[5.0, 4.0], [3.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
     costs = HeadCosts({4: alone.tolist()}, torch.zeros(SHAPE).tolist(), None, CONTEXT, 0.3)
@@ -265,8 +265,8 @@ def test_heads_are_scored_again_among_those_left(saved_teacher, align_file, monk
 
 def test_what_a_head_costs_when_others_see_a_window(saved_teacher, align_file):
     """Of two heads left, the costs add up to what it costs to take both away."""
-    options = dict(calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), mixer="none")
-    spent = budget(saved_teacher("llama-gqa"), cache_ratio=0.4, **options)
+    options = dict(text="sampled", tokens=320, align_config=str(align_file), mixer="none")
+    spent = budget(saved_teacher("llama-gqa"), cache=0.4, **options)
     search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
     search.settings = dataclasses.replace(search.settings, points=12)
     kept, window = {(1, 0), (2, 1)}, 5
@@ -294,8 +294,8 @@ def test_the_measure_is_the_models_own(saved_teacher, tmp_path, align_file):
     converted(folder, tmp_path / "out", align_file, mixer="none", work_dir=str(tmp_path / "work"))
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())["budget"]
     (taken,) = [row for row in report["choices"] if row["taken"]]
-    options = dict(calibration_dataset="sampled", calibration_tokens=320, align_config=str(align_file), mixer="none")
-    spent = budget(folder, cache_ratio=0.4, **options)
+    options = dict(text="sampled", tokens=320, align_config=str(align_file), mixer="none")
+    spent = budget(folder, cache=0.4, **options)
     search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
     teacher = search.model.whole()
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -307,7 +307,7 @@ def test_the_measure_is_the_models_own(saved_teacher, tmp_path, align_file):
 
 def test_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)
-    flags = ("--align", "closed-form", "--cache-ratio", 0.5, "--context", CONTEXT, "--dry-run")
+    flags = ("--align", "closed-form", "--cache", 0.5, "--context", CONTEXT, "--dry-run")
     done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags)
     assert done.returncode == 0, done.stderr
     assert "window" in done.stderr and "heads with full attention" in done.stderr and "a state beside" in done.stderr
@@ -321,14 +321,14 @@ def test_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, tmp_path, mon
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        (("--cache-ratio", "0.5", "--cache-bytes", "1MB"), "contradict"),
-        (("--cache-ratio", "0.5", "--attention-ratio", "0.5"), "contradict"),
-        (("--cache-ratio", "1.5"), "in (0, 1]"),
-        (("--cache-ratio", "0.5", "--measure", "-1"), "cannot be negative"),
-        (("--cache-ratio", "0.5", "--attention-layers", "1", "--align", "none"), "contradict"),
-        (("--cache-ratio", "0.0001"), "too little"),
-        (("--cache-ratio", "0.5", "--window", "5000"), "too little"),
-        (("--cache-ratio", "0.5", "--attention-heads", "9:0"), "layers are 0 to 3"),
+        (("--cache", "0.5", "--cache", "1MB"), "contradict"),
+        (("--cache", "0.5", "--attention-layers", "0.5"), "contradict"),
+        (("--cache", "1.5"), "in (0, 1]"),
+        (("--cache", "0.5", "--measure", "-1"), "cannot be negative"),
+        (("--cache", "0.5", "--attention-layers", "1", "--align", "none"), "contradict"),
+        (("--cache", "0.0001"), "too little"),
+        (("--cache", "0.5", "--window", "5000"), "too little"),
+        (("--cache", "0.5", "--attention-heads", "9:0"), "layers are 0 to 3"),
     ],
 )
 def test_contradictions(flags, expected, saved_teacher, tmp_path):
@@ -339,16 +339,16 @@ def test_contradictions(flags, expected, saved_teacher, tmp_path):
 
 def test_measure_without_a_budget_warns():
     with pytest.warns(UserWarning, match="measure has no effect"):
-        make_config(model="m", output="o", measure=2, attention_ratio=0.5)
+        make_options(model="m", output="o", measure=2, attention_layers=0.5)
 
 
 SAID = (
-    {"window": 32}, {"mixer": "mamba2"}, {"align": "none"}, {"align": "mohawk"}, {"attention_ratio": 0.5},
-    {"low_memory": True}, {"layer_selection": "uniform"}, {"shared_state": True}, {"export_ready": True},
+    {"window": 32}, {"mixer": "mamba2"}, {"align": "none"}, {"align": "mohawk"}, {"attention_layers": 0.5},
+    {"low_memory": True}, {"selection": "uniform"}, {"shared_state": True}, {"export_ready": True},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: next(iter(said)))
 def test_a_quarter_of_the_cache_where_nothing_is_said_of_the_layers(said):
-    assert make_config(model="m", output="o", calibration_tokens=9999, dtype="float32").cache_ratio == 0.25
-    assert make_config(model="m", output="o", **said).cache_ratio is None
+    assert make_options(model="m", output="o", tokens=9999, dtype="float32").cache == 0.25
+    assert make_options(model="m", output="o", **said).cache is None

@@ -10,7 +10,7 @@ import yaml
 from convert import convert
 from convert.alignment.activations import ActivationStream
 from convert.alignment.closed_form import (
-    FitSettings,
+    FitOptions,
     LayerData,
     features,
     fit_layer,
@@ -23,8 +23,8 @@ from convert.weights.mapping import set_decay
 from tests.alignment.tiny import layer_data, rows, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
-EXACT = FitSettings(decays=(0.5, 0.8, 0.95), ridges=(1e-12,), refine_steps=0)
-QUICK = FitSettings(refine_steps=20)
+EXACT = FitOptions(decays=(0.5, 0.8, 0.95), ridges=(1e-12,), refine_steps=0)
+QUICK = FitOptions(refine_steps=20)
 
 
 @pytest.mark.parametrize("mixer_name", ["discrete_mamba2", "mamba2", "mamba1"])
@@ -76,7 +76,7 @@ def test_a_fit_that_does_not_help_is_taken_back(saved_teacher):
     truth = model.mixer(0)
     set_decay(truth, 0.8)
     data = layer_data(model, truth)
-    fitted, report = fit_layer(truth, data, FitSettings(decays=(0.8,), ridges=(10.0,), refine_steps=5))
+    fitted, report = fit_layer(truth, data, FitOptions(decays=(0.8,), ridges=(10.0,), refine_steps=5))
     assert report.ridge is None and report.refined == report.solved < 1e-12
     torch.testing.assert_close(fitted.out_proj.weight, truth.out_proj.weight)
 
@@ -84,7 +84,7 @@ def test_a_fit_that_does_not_help_is_taken_back(saved_teacher):
 def test_refinement_lowers_the_error(saved_teacher):
     model = teacher_model(saved_teacher("llama-gqa"))
     stream = ActivationStream(model, rows(24), 4, 10**9)
-    _, report = fit_layer(model.mixer(0), stream.attention_data(0), FitSettings(refine_steps=60))
+    _, report = fit_layer(model.mixer(0), stream.attention_data(0), FitOptions(refine_steps=60))
     assert report.refined < 0.98 * report.solved < 0.1 * report.mapped
 
 
@@ -92,7 +92,7 @@ def test_refinement_lowers_the_error(saved_teacher):
 def test_fits_where_the_caller_turned_gradients_off(saved_teacher):
     model = teacher_model(saved_teacher("llama-gqa"))
     data = ActivationStream(model, rows(24), 4, 10**9).attention_data(0)
-    fitted, report = fit_layer(model.mixer(0), data, FitSettings(refine_steps=60))
+    fitted, report = fit_layer(model.mixer(0), data, FitOptions(refine_steps=60))
     assert report.refined < report.solved and not any(p.requires_grad for p in fitted.parameters())
 
 
@@ -213,7 +213,7 @@ def test_conversion_is_aligned(saved_teacher, tmp_path, name, options):
 
     config = tmp_path / "align.yaml"
     config.write_text(yaml.safe_dump({"sequence_length": 32, "fit": {"refine_steps": 20}}))
-    align = dict(calibration_dataset="sampled", calibration_tokens=1024, align_config=str(config))
+    align = dict(text="sampled", tokens=1024, align_config=str(config))
     if options.get("low_memory"):
         from tests.modeling.test_training import tokenizer
 
@@ -224,7 +224,7 @@ def test_conversion_is_aligned(saved_teacher, tmp_path, name, options):
         (tmp_path / "text.txt").write_text(
             "\n".join(" ".join(f"w{(i * j) % 90}" for i in range(40)) for j in range(60))
         )
-        align["calibration_dataset"] = str(tmp_path / "text.txt")
+        align["text"] = str(tmp_path / "text.txt")
     else:
         folder = saved_teacher(name)
     ids = random_ids(4, 32, seed=5)
@@ -232,7 +232,7 @@ def test_conversion_is_aligned(saved_teacher, tmp_path, name, options):
     kl = {}
     for kind, extra in (("none", {}), ("closed-form", align)):
         kept = {k: v for k, v in options.items() if kind != "none" or k != "low_memory"}
-        placed = {"layer_selection": "uniform"} if kind == "closed-form" else {}
+        placed = {"selection": "uniform"} if kind == "closed-form" else {}
         plan = convert(str(folder), tmp_path / kind, align=kind, **extra, **kept, **placed)
         model_class = {"llamba": LlambaForCausalLM, "phimamba": PhiMambaForCausalLM}[plan.config.model_type]
         student = model_class.from_pretrained(tmp_path / kind)(ids).logits.log_softmax(-1)

@@ -15,20 +15,20 @@ from convert.alignment.divergence import mean_kl
 from convert.alignment.mohawk.distillation import distil
 from convert.alignment.mohawk.stages import Stages
 from convert.alignment.mohawk.train import load_hybrid
-from convert.alignment.settings import (
-    AlignmentSettings,
-    DistillationSettings,
-    HiddenStateSettings,
-    OrientationSettings,
+from convert.options import (
+    AlignmentOptions,
+    DistillationOptions,
+    HiddenStateOptions,
+    OrientationOptions,
 )
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
     """In the fourth of eight steps; what was saved before stays, and nothing is saved after."""
-    convert(str(saved_teacher("llama-gqa")), tmp_path / "hybrid", align="none", attention_ratio=0.5)
+    convert(str(saved_teacher("llama-gqa")), tmp_path / "hybrid", align="none", attention_layers=0.5)
     student, teacher = load_hybrid(tmp_path / "hybrid"), teacher_model(saved_teacher("llama-gqa")).whole()
-    settings = DistillationSettings(tokens=8 * LENGTH, sequences=1, save_every=2)
+    settings = DistillationOptions(tokens=8 * LENGTH, sequences=1, save_every=2)
     passes = []
 
     def poison(module, args, output):
@@ -49,13 +49,13 @@ def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
 def test_a_share_of_the_sequences_asks_for_a_needle(share, saved_teacher, tmp_path):
     """All rows are trained on once, in the student and in the teacher alike; the held-out text stays as it is."""
     folder = saved_teacher("llama-gqa")
-    convert(str(folder), tmp_path / "hybrid", align="none", attention_ratio=0.5)
+    convert(str(folder), tmp_path / "hybrid", align="none", attention_layers=0.5)
     train, held_out = rows(8), rows(2, seed=1)
-    settings = AlignmentSettings(
+    settings = AlignmentOptions(
         sequence_length=LENGTH,
-        matrix_orientation=OrientationSettings(),
-        hidden_state_alignment=HiddenStateSettings(),
-        distillation=DistillationSettings(tokens=8 * LENGTH, sequences=1, recall_share=share),
+        matrix_orientation=OrientationOptions(),
+        hidden_state_alignment=HiddenStateOptions(),
+        distillation=DistillationOptions(tokens=8 * LENGTH, sequences=1, recall_share=share),
     )
     teacher, seen = teacher_model(folder), {True: [], False: []}
     student = load_hybrid(tmp_path / "hybrid")
@@ -76,19 +76,19 @@ def test_a_share_of_the_sequences_asks_for_a_needle(share, saved_teacher, tmp_pa
 
 def test_a_share_is_between_none_and_all():
     with pytest.raises(ValueError, match=r"recall_share must lie between 0 and 1, not 1\.5"):
-        DistillationSettings(recall_share=1.5)
+        DistillationOptions(recall_share=1.5)
     with pytest.raises(ValueError, match="decay"):
-        DistillationSettings(warmup=0.8, decay=0.5)
+        DistillationOptions(warmup=0.8, decay=0.5)
 
 
 def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, tmp_path, monkeypatch):
     folder = saved_teacher("llama-gqa")
-    options = {"window": 8, "sinks": 2, "attention_ratio": 0.5, "align": "closed-form", "calibration_tokens": 512}
+    options = {"window": 8, "sinks": 2, "attention_layers": 0.5, "align": "closed-form", "tokens": 512}
     settings = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}, "selection": {"probe_length": 8}}
     (tmp_path / "align.yaml").write_text(json.dumps(settings))
     convert(
-        str(folder), tmp_path / "hybrid", layer_selection="uniform", align_config=str(tmp_path / "align.yaml"),
-        calibration_dataset="sampled", **options,
+        str(folder), tmp_path / "hybrid", selection="uniform", align_config=str(tmp_path / "align.yaml"),
+        text="sampled", **options,
     )  # fmt: skip
     student, teacher, chances = load_hybrid(tmp_path / "hybrid"), teacher_model(folder), []
     layers, step = hybrid_mixers(student), DistilledSFTTrainer.training_step
@@ -98,9 +98,9 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(DistilledSFTTrainer, "training_step", watched)
-    stage = DistillationSettings(tokens=8 * LENGTH, sequences=2, window_dropout=0.6)
-    settings = AlignmentSettings(
-        sequence_length=LENGTH, hidden_state_alignment=HiddenStateSettings(), distillation=stage
+    stage = DistillationOptions(tokens=8 * LENGTH, sequences=2, window_dropout=0.6)
+    settings = AlignmentOptions(
+        sequence_length=LENGTH, hidden_state_alignment=HiddenStateOptions(), distillation=stage
     )
     stages = Stages(teacher, student, rows(8), rows(2, seed=1), settings, tmp_path / "work")
     report = stages.run()["distillation"]
@@ -112,7 +112,7 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
     with without(student, "window"):
         assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(without_window)
     assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(kl)
-    convert(str(folder), tmp_path / "mixers", align="none", attention_ratio=0.5)
+    convert(str(folder), tmp_path / "mixers", align="none", attention_layers=0.5)
     with pytest.raises(ValueError, match="no window beside a mixer"):
         Stages(teacher, load_hybrid(tmp_path / "mixers"), rows(8), rows(2), settings, tmp_path / "other").run()
 
@@ -128,9 +128,9 @@ def test_a_core_install_has_all_but_the_trainer(saved_teacher, tmp_path, monkeyp
     done = subprocess.run([sys.executable, "-c", CORE_ONLY], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr[-2000:]
     folder, find = saved_teacher("llama-gqa"), importlib.util.find_spec
-    convert(str(folder), tmp_path / "hybrid", align="none", attention_ratio=0.5)
+    convert(str(folder), tmp_path / "hybrid", align="none", attention_layers=0.5)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else find(name, *more))
-    settings = AlignmentSettings(sequence_length=LENGTH)
+    settings = AlignmentOptions(sequence_length=LENGTH)
     stages = Stages(
         teacher_model(folder), load_hybrid(tmp_path / "hybrid"), rows(4), rows(2), settings, tmp_path / "work"
     )

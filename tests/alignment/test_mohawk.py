@@ -24,11 +24,11 @@ from convert.alignment.mohawk.layerwise import (
 )
 from convert.alignment.mohawk.stages import Stages, only_stages
 from convert.alignment.mohawk.train import load_hybrid
-from convert.alignment.settings import (
-    AlignmentSettings,
-    DistillationSettings,
-    HiddenStateSettings,
-    OrientationSettings,
+from convert.options import (
+    AlignmentOptions,
+    DistillationOptions,
+    HiddenStateOptions,
+    OrientationOptions,
 )
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.alignment.tiny import LENGTH, rows, teacher_model
@@ -36,11 +36,11 @@ from tests.convert.test_bad_input import check_one_line_error, run
 from tests.teachers import TINY
 
 TOKENS = 20 * 2 * LENGTH
-SETTINGS = AlignmentSettings(
+SETTINGS = AlignmentOptions(
     sequence_length=LENGTH,
-    matrix_orientation=OrientationSettings(tokens=TOKENS, tile=8),
-    hidden_state_alignment=HiddenStateSettings(tokens=TOKENS),
-    distillation=DistillationSettings(tokens=TOKENS, other_learning_rate=1e-4),
+    matrix_orientation=OrientationOptions(tokens=TOKENS, tile=8),
+    hidden_state_alignment=HiddenStateOptions(tokens=TOKENS),
+    distillation=DistillationOptions(tokens=TOKENS, other_learning_rate=1e-4),
 )
 
 
@@ -122,7 +122,7 @@ def test_block_target_is_the_blocks_output(saved_teacher):
             return self.attention[0](u, rotary, teacher.block_inputs(u)["masks"]["full_attention"])[0]
 
     for target in ("mixer", "block"):
-        loss = hidden_state_loss(teacher, HiddenStateSettings(target=target))
+        loss = hidden_state_loss(teacher, HiddenStateOptions(target=target))
         for layer in (0, 3):
             with torch.no_grad():
                 assert loss(layer, Exact(layer), seen(layer)) < 1e-12
@@ -136,7 +136,7 @@ def test_layers_do_not_depend_on_each_other(hybrids, tmp_path):
     for layers in ([0, 1, 2, 3], split_layers([0, 1, 2, 3], 0, 2), split_layers([0, 1, 2, 3], 1, 2)):
         teacher = teacher_model(hybrids / "llama-gqa-teacher")
         mixers = {layer: teacher.mixer(layer) for layer in layers}
-        settings = OrientationSettings(tokens=TOKENS)
+        settings = OrientationOptions(tokens=TOKENS)
         LayerwiseStage(teacher, mixers, orientation_loss(teacher, settings), settings).run(rows(16), rows(4))
         results.append({layer: mixer.state_dict() for layer, mixer in mixers.items()})
     whole, *parts = results
@@ -148,7 +148,7 @@ def test_layers_do_not_depend_on_each_other(hybrids, tmp_path):
 
 @pytest.mark.parametrize("interrupted_at", [5, 9])
 def test_layerwise_stage_resumes_to_the_same_bits(hybrids, tmp_path, interrupted_at):
-    settings = HiddenStateSettings(tokens=TOKENS // 2, save_every=4)
+    settings = HiddenStateOptions(tokens=TOKENS // 2, save_every=4)
 
     def run(folder, log=lambda record: None):
         teacher = teacher_model(hybrids / "llama-gqa-teacher")
@@ -182,7 +182,7 @@ def test_layerwise_stage_resumes_to_the_same_bits(hybrids, tmp_path, interrupted
 def test_distillation_resumes_to_the_same_bits(hybrids, tmp_path):
     from transformers import TrainerCallback
 
-    settings = DistillationSettings(tokens=12 * 2 * LENGTH, other_learning_rate=1e-4, save_every=5)
+    settings = DistillationOptions(tokens=12 * 2 * LENGTH, other_learning_rate=1e-4, save_every=5)
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -216,7 +216,7 @@ def test_distillation_resumes_to_the_same_bits(hybrids, tmp_path):
 def test_what_distillation_freezes(hybrids, tmp_path, train_mlp, other):
     student = load_hybrid(hybrids / "llama-gqa")
     start = copied(student)
-    settings = DistillationSettings(tokens=4 * LENGTH, train_mlp=train_mlp, other_learning_rate=other)
+    settings = DistillationOptions(tokens=4 * LENGTH, train_mlp=train_mlp, other_learning_rate=other)
     distil(student, teacher_model(hybrids / "llama-gqa-teacher").whole(), rows(4), settings, tmp_path)
     touched = changed(start, student)
     assert any(".mixer." in name for name in touched)
@@ -228,7 +228,7 @@ def test_what_distillation_freezes(hybrids, tmp_path, train_mlp, other):
 def test_tied_embeddings_stay_tied(tmp_path, saved_teacher):
     convert(str(saved_teacher("llama-mha-tied")), tmp_path / "hybrid", align="none")
     student = load_hybrid(tmp_path / "hybrid")
-    settings = DistillationSettings(tokens=4 * LENGTH, other_learning_rate=1e-3)
+    settings = DistillationOptions(tokens=4 * LENGTH, other_learning_rate=1e-3)
     before = student.lm_head.weight.detach().clone()
     distil(student, teacher_model(saved_teacher("llama-mha-tied")).whole(), rows(4), settings, tmp_path / "work")
     assert student.lm_head.weight is student.model.embed_tokens.weight
@@ -249,7 +249,7 @@ def test_loss_that_is_not_finite_stops_the_stage(hybrids):
     mixer = teacher.mixer(0)
     with torch.no_grad():
         mixer.out_proj.weight[0, 0] = float("nan")
-    settings = HiddenStateSettings(tokens=LENGTH)
+    settings = HiddenStateOptions(tokens=LENGTH)
     with pytest.raises(ValueError, match="Layer 0: the loss is not finite"):
         LayerwiseStage(teacher, {0: mixer}, hidden_state_loss(teacher, settings), settings).run(rows(4), rows(4))
 
@@ -298,7 +298,7 @@ def test_command_says_what_is_wrong(hybrids, tmp_path, saved_teacher):
     )
     check_one_line_error(mohawk(hybrids / "llama-gqa", tmp_path / "out", *teacher, "--stage", 4), "no stage 4")
     check_one_line_error(mohawk(hybrids / "llama-gqa", hybrids / "llama-gqa", *teacher), "exists and is not empty")
-    convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_ratio=1.0, align="none")
+    convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_layers=1.0, align="none")
     check_one_line_error(
         mohawk(tmp_path / "all", tmp_path / "out", *teacher, "--stage", 2, "--tokens", 600), "no mixer to align"
     )
@@ -318,7 +318,7 @@ def test_starts_of_the_papers(saved_teacher, tmp_path, start):
     settings = dataclasses.replace(SETTINGS, start=start)
     done = run(
         saved_teacher("llama-gqa"), tmp_path / "out", "--align", "mohawk", "--mixer", "mamba2",
-        "--calibration-dataset", "sampled", "--calibration-tokens", 16 * LENGTH, "--layer-selection", "uniform",
+        "--text", "sampled", "--tokens", 16 * LENGTH, "--layer-selection", "uniform",
         "--align-config", config_file(tmp_path, settings),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -368,7 +368,7 @@ def test_gradient_checkpointing_changes_nothing(hybrids, tmp_path):
         calls = []
         student.model.layers[0].mixer.in_proj.register_forward_hook(lambda *args, calls=calls: calls.append(1))
         recomputed.append(calls)
-        settings = DistillationSettings(tokens=8 * LENGTH, gradient_checkpointing=checkpointing)
+        settings = DistillationOptions(tokens=8 * LENGTH, gradient_checkpointing=checkpointing)
         teacher = teacher_model(hybrids / "llama-gqa-teacher").whole()
         distil(student, teacher, rows(8), settings, tmp_path / str(checkpointing))
         results.append(student.state_dict())
@@ -380,9 +380,9 @@ def test_gradient_checkpointing_changes_nothing(hybrids, tmp_path):
 def test_bf16_trains_and_leaves_an_ordinary_model(hybrids, tmp_path):
     settings = dataclasses.replace(
         SETTINGS,
-        matrix_orientation=OrientationSettings(),
-        hidden_state_alignment=HiddenStateSettings(tokens=TOKENS, bf16=True),
-        distillation=DistillationSettings(tokens=TOKENS, bf16=True),
+        matrix_orientation=OrientationOptions(),
+        hidden_state_alignment=HiddenStateOptions(tokens=TOKENS, bf16=True),
+        distillation=DistillationOptions(tokens=TOKENS, bf16=True),
     )
     work = stages(hybrids, "llama-gqa", tmp_path, settings)
     report = work.run()

@@ -9,7 +9,7 @@ import yaml
 from convert.alignment import aligner as alignment
 from convert.alignment.fit import FitCache, LayerScore, select_layers
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
-from convert.alignment.settings import SelectionSettings
+from convert.options import SelectionSettings
 from convert.alignment.teacher_model import replaced
 from convert.placement.layer_scores import Examination, Marks
 from tests.alignment.tiny import LENGTH, rows, teacher_model
@@ -17,7 +17,7 @@ from tests.convert.test_bad_input import check_one_line_error, run
 from tests.teachers import make_teacher
 
 VOCABULARY = range(20, 100)
-HALF = ("--attention-ratio", "0.5")
+HALF = ("--attention-layers", "0.5")
 
 
 def test_probes_ask_for_what_was_said():
@@ -153,8 +153,8 @@ def align_file(tmp_path):
 
 def aligned(folder, out, align_file, *flags):
     return run(
-        folder, out, "--align", "closed-form", "--align-config", align_file, "--calibration-dataset", "sampled",
-        "--calibration-tokens", 16 * LENGTH, *flags,
+        folder, out, "--align", "closed-form", "--align-config", align_file, "--text", "sampled",
+        "--tokens", 16 * LENGTH, *flags,
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_layers_are_chosen_by_score(saved_teacher, tmp_path, align_file, method)
 
 
 def test_nothing_is_scored_where_nothing_is_to_choose(saved_teacher, tmp_path, align_file):
-    done = aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--attention-ratio", 0)
+    done = aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--attention-layers", 0)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     assert "layer_scores" not in report and len(report["held_out_error"]) == 4
@@ -181,7 +181,7 @@ def test_nothing_is_scored_where_nothing_is_to_choose(saved_teacher, tmp_path, a
 def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
     """As many attention layers as fit: at 1,000 tokens a layer keeps 128 kB, a mixer 1.6 kB."""
     from convert import plan_conversion
-    from convert.config import make_config
+    from convert.options import make_options
 
     for budget, context, attention in (("300KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("300KB", 100, 4)):
         plan = plan_conversion(
@@ -191,13 +191,13 @@ def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
         )
         assert plan.config.layer_types.count("full_attention") == attention, (budget, context)
     done = aligned(
-        saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--cache-bytes", "300KB", "--context", 1000,
+        saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--cache", "300KB", "--context", 1000,
         "--layer-selection", "kl+recall",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"].count("full_attention") == 2
     check_one_line_error(
-        run(saved_teacher("llama-gqa"), tmp_path / "no", "--cache-bytes", "1KB"),
+        run(saved_teacher("llama-gqa"), tmp_path / "no", "--cache", "1KB"),
         "too little",
         "states alone take",
     )
@@ -263,8 +263,8 @@ def test_work_dir_resumes(said, saved_teacher, tmp_path, align_file, monkeypatch
         (("--layer-selection", "kl", "--align", "none"), "needs an alignment"),
         (("--layer-selection", "kl", "--low-memory"), "whole teacher in memory"),
         (("--layer-selection", "kl", "--attention-layers", "1"), "chooses the layers"),
-        (("--layer-selection", "best"), "layer_selection must be one of uniform, kl, kl+recall"),
-        (("--cache-bytes", "1MB", "--attention-ratio", "0.5"), "contradict"),
+        (("--layer-selection", "best"), "selection must be one of uniform, kl, kl+recall"),
+        (("--cache", "1MB", "--attention-layers", "0.5"), "contradict"),
         (("--low-memory", "--layer-selection", "uniform"), "needs all of it in memory"),
         (("--device", "tpu9"), "device tpu9 cannot be used here"),
     ],
@@ -288,7 +288,7 @@ def test_what_alignment_cannot_do_is_said_before_any_work(saved_teacher, tmp_pat
     ):
         align.write_text(text)
         done = run(saved_teacher(name), tmp_path / "out", *flags, "--align-config", align,
-                   "--calibration-dataset", "sampled")  # fmt: skip
+                   "--text", "sampled")  # fmt: skip
         check_one_line_error(done, expected)
     assert not (tmp_path / "out").exists()
 
@@ -307,8 +307,8 @@ def test_published_text_name_is_not_a_local_path(saved_teacher, tmp_path):
     align = tmp_path / "align.yaml"
     align.write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 0}}")
     done = run(
-        folder, tmp_path / "out", "--align", "closed-form", "--align-config", align, "--calibration-dataset", text,
-        "--calibration-tokens", 320, "--layer-selection", "uniform",
+        folder, tmp_path / "out", "--align", "closed-form", "--align-config", align, "--text", text,
+        "--tokens", 320, "--layer-selection", "uniform",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for name in ("config.json", "README.md", "alignment.json"):
@@ -317,6 +317,6 @@ def test_published_text_name_is_not_a_local_path(saved_teacher, tmp_path):
 
 
 def test_options_without_effect_warn(saved_teacher, tmp_path):
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--calibration-tokens", 5, "--low-memory")
+    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--tokens", 5, "--low-memory")
     assert done.returncode == 0
-    assert "calibration_tokens has no effect" in done.stderr and "low_memory has no effect" in done.stderr
+    assert "tokens has no effect" in done.stderr and "low_memory has no effect" in done.stderr

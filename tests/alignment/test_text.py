@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from convert.alignment.aligner import calibration_rows
-from convert.alignment.settings import AlignmentSettings, read_alignment_file
+from convert.options import AlignmentOptions, read_alignment_file
 from convert.alignment.text import DEFAULT_TEXT, documents, sample_rows, token_rows
-from convert.config import make_config
+from convert.options import make_options
 from convert.teachers.teacher import find_teacher
 from tests.alignment.tiny import teacher_model
 from tests.convert.test_bad_input import check_one_line_error, nothing_left, run
@@ -62,7 +62,7 @@ def test_default_text_ships_and_is_enough_for_the_default(smollm2_gguf):
     texts = list(documents("default"))
     assert len(texts) > 100 and all(isinstance(text, str) and text for text in texts)
     # a token of English is four to five characters
-    assert sum(map(len, texts)) > 6 * make_config(model="m", output="o").calibration_tokens
+    assert sum(map(len, texts)) > 6 * make_options(model="m", output="o").tokens
     import tomllib
 
     project = tomllib.loads((DEFAULT_TEXT.parents[2] / "pyproject.toml").read_text())
@@ -100,20 +100,20 @@ def test_bad_text(teacher, tmp_path, name, content, expected):
     align.write_text("held_out_sequences: 1\n")
     done = run(
         teacher, tmp_path / "out", "--align", "closed-form", "--layer-selection", "uniform", "--align-config", align,
-        "--calibration-dataset", path, "--calibration-tokens", 1024,
+        "--text", path, "--tokens", 1024,
     )  # fmt: skip
     check_one_line_error(done, expected)
     nothing_left(tmp_path, *filter(None, ["teacher", "align.yaml", name]))
 
 
 def test_too_few_tokens_to_hold_any_out(teacher, tmp_path):
-    done = run(teacher, tmp_path / "out", "--align", "closed-form", "--calibration-tokens", 512)
+    done = run(teacher, tmp_path / "out", "--align", "closed-form", "--tokens", 512)
     check_one_line_error(done, "leaves nothing to fit on", "at least 5120")
 
 
 def test_teacher_without_a_tokenizer(saved_teacher, tmp_path):
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--align", "closed-form")
-    check_one_line_error(done, "no tokenizer", "--calibration-dataset sampled", "--align none")
+    check_one_line_error(done, "no tokenizer", "--text sampled", "--align none")
 
 
 def test_tokenizer_of_another_model(tmp_path):
@@ -125,7 +125,7 @@ def test_tokenizer_of_another_model(tmp_path):
     LlamaForCausalLM(type(config)(**config.to_dict() | {"vocab_size": 8})).save_pretrained(tmp_path / "teacher")
     tokenizer().save_pretrained(tmp_path / "teacher")
     text = written(tmp_path, "jsonl")
-    options = make_config(model=str(tmp_path / "teacher"), output="o", calibration_dataset=str(text))
+    options = make_options(model=str(tmp_path / "teacher"), output="o", text=str(text))
     model = teacher_model(tmp_path / "teacher")
     with pytest.raises(ValueError, match="token 43, the model's vocabulary only 8"):
         calibration_rows(find_teacher(str(tmp_path / "teacher")), model, options, 4, 3)
@@ -136,7 +136,7 @@ def test_weights_with_nan_are_named(tmp_path):
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[3, 4] = float("nan")
     model.save_pretrained(tmp_path / "teacher")
-    done = run(tmp_path / "teacher", tmp_path / "out", "--align", "closed-form", "--calibration-dataset", "sampled")
+    done = run(tmp_path / "teacher", tmp_path / "out", "--align", "closed-form", "--text", "sampled")
     check_one_line_error(done, "model.layers.1.self_attn.k_proj.weight", "NaN")
     nothing_left(tmp_path, "teacher")
 
@@ -169,8 +169,8 @@ def test_alignment_file_is_read(tmp_path):
     path.write_text("fit:\n  decays: [0.5, 0.9]\n  refine_learning_rate: 1e-3\ndistillation: {tokens: 7}\n")
     settings = read_alignment_file(path)
     assert settings.fit.decays == (0.5, 0.9) and settings.fit.refine_learning_rate == 1e-3
-    assert settings.distillation.tokens == 7 and settings.selection == AlignmentSettings().selection
-    assert read_alignment_file(None) == AlignmentSettings()
+    assert settings.distillation.tokens == 7 and settings.selection == AlignmentOptions().selection
+    assert read_alignment_file(None) == AlignmentOptions()
     assert read_alignment_file(path, 64) == dataclasses.replace(settings, sequence_length=64)
     path.write_text("sequence_length: 32\n")
     assert read_alignment_file(path, 64).sequence_length == 32, "what the file says counts"

@@ -4,18 +4,23 @@ import torch
 
 from convert.alignment.closed_form import LayerData
 from convert.alignment.teacher_model import TeacherModel
-from convert.config import make_config
+from convert.options import make_options
+from convert.placement.decide import replaced_layer
+from convert.placement.placement import everywhere
+from convert.plan import TeacherWeights, hybrid_config
 from convert.teachers.teacher import find_teacher
 from tests.teachers import random_ids
 
 LENGTH = 32
 
 
-def teacher_model(folder, low_memory: bool = False, **options) -> TeacherModel:
-    """The teacher in `folder`."""
-    found = find_teacher(str(folder))
-    settings = make_config(model=str(folder), output="unused", **options)
-    return TeacherModel(found, settings, found.open_weights(), low_memory=low_memory)
+def teacher_model(folder, **options) -> TeacherModel:
+    """The teacher in `folder`, which makes mixers for every layer."""
+    settings = make_options(str(folder), "unused", **options)
+    weights = TeacherWeights.of(find_teacher(str(folder)))
+    model = TeacherModel(weights, settings)
+    model.follow(hybrid_config(weights, everywhere(replaced_layer(settings), model.num_layers), settings))
+    return model
 
 
 def layer_data(model: TeacherModel, mixer, sequences: int = 12, held_out: int = 4) -> LayerData:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, MixtralConfig
 
-from convert.cli import app
+from convert.cli import main
 from tests.teachers import TEACHERS, TINY
 
 
@@ -35,7 +35,8 @@ def run_as_is(*args):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            app([str(arg) for arg in args])
+            main([str(arg) for arg in args])
+            code = 0
         except SystemExit as stop:
             code = stop.code
         finally:
@@ -335,10 +336,10 @@ def test_interrupted_half_way(kind, teacher, tmp_path):
         (["--attention-layers", "1,1"], ["listed twice"]),
         (["--attention-layers", "some"], ["'some'", "hybrid-phi-mamba"]),
         (["--attention-layers", "hybrid-phi-mamba"], ["24 layers", "has 4"]),
-        (["--attention-ratio", "1.5"], ["between 0 and 1"]),
+        (["--attention-layers", "1.5"], ["between 0 and 1"]),
         (["--layer-pattern", "MX"], ["M (mixer) and A (attention)"]),
         (["--layer-pattern", "MMMMA"], ["5 letters", "4 layers"]),
-        (["--attention-layers", "1", "--attention-ratio", "0.5"], ["contradict"]),
+        (["--attention-layers", "1", "--attention-layers", "0.5"], ["contradict"]),
         (["--mixer", "mamba3"], ["mixer must be one of"]),
         (["--align", "magic"], ["align must be one of"]),
         (["--dtype", "int4"], ["dtype must be one of"]),

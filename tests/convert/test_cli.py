@@ -11,7 +11,7 @@ from rich.progress import Progress
 from transformers import AutoConfig, AutoTokenizer
 
 from convert import ConversionConfig, cli, plan_conversion
-from convert.config import make_config, parse_size, read_config_file
+from convert.options import make_options, parse_size, read_config_file
 from tests.convert.test_bad_input import run
 from tests.modeling.test_training import tokenizer
 from tests.teachers import make_teacher
@@ -24,7 +24,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     assert "scores decide" not in done.stderr, "nothing is fitted, so they are evenly placed"
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--align", "closed-form")
     assert "window of 1021" in done.stderr and "scores decide when this is run" in done.stderr, "25 % of the cache"
-    half = ("--align", "closed-form", "--attention-ratio", "0.5")
+    half = ("--align", "closed-form", "--attention-layers", "0.5")
     (tmp_path / "align.yaml").write_text("fitt: {}\n")
     done = run(
         saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *half, "--align-config", tmp_path / "align.yaml"
@@ -32,7 +32,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     assert done.returncode != 0 and "Unknown key 'fitt'" in done.stderr
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *half)
     assert "scores decide which layers" in done.stderr and "which heads" not in done.stderr
-    window = ("--window", "8", "--attention-heads", "1", "--attention-ratio", "0")
+    window = ("--window", "8", "--attention-heads", "1", "--attention-layers", "0")
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--align", "closed-form", *window)
     assert "scores decide which heads" in done.stderr and "which layers" not in done.stderr
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *window[:2], "--mixer", "none")
@@ -52,7 +52,7 @@ def test_plan_figures_are_right(saved_teacher):
     from modeling_llamba import LlambaForCausalLM
     from tests.teachers import random_ids
 
-    plan = plan_conversion(make_config(model=str(saved_teacher("llama-gqa")), output="unused", align="none"))
+    plan = plan_conversion(make_options(model=str(saved_teacher("llama-gqa")), output="unused", align="none"))
     model = LlambaForCausalLM(plan.config)
     assert plan.parameters_after == sum(p.numel() for p in model.parameters())
     assert plan.parameters_before == sum(p.numel() for p in make_teacher("llama-gqa").parameters())
@@ -94,7 +94,7 @@ def test_yaml_and_flags(saved_teacher, tmp_path):
     written = AutoConfig.from_pretrained(tmp_path / "out")
     assert written.mixer == "mamba2" and written.dtype == torch.bfloat16
     assert [i for i, kind in enumerate(written.layer_types) if kind == "full_attention"] == [0, 2]
-    done = run("--config", config, "--mixer", "mamba1", "--attention-ratio", "0.25", "--overwrite")
+    done = run("--config", config, "--mixer", "mamba1", "--attention-layers", "0.25", "--overwrite")
     assert done.returncode == 0, done.stderr
     written = AutoConfig.from_pretrained(tmp_path / "out")
     assert written.mixer == "mamba1" and written.layer_types.count("full_attention") == 1
@@ -106,7 +106,7 @@ def test_yaml_and_flags(saved_teacher, tmp_path):
         ("mixxer: mamba2", "Unknown key 'mixxer'"),
         ("- a", "option: value"),
         ("a: [", "not valid YAML"),
-        ("attention_ratio: half", "attention_ratio must be"),
+        ("attention_layers: half", "attention_layers must be"),
         ("seed: true", "seed must be"),
         ("overwrite: 'yes'", "overwrite must be"),
     ],

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteMoeHybridForCausalLM
 
 from convert import convert
-from convert.config import make_config
+from convert.options import make_options
 from convert.formats.export import NATIVE_CLASSES, ExportOptions, export_checkpoint, plan_export
 from convert.formats.import_ import ImportOptions, import_checkpoint
 from tests import published
@@ -160,9 +160,9 @@ def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
     for name, what in (("phi", "parallel block"), ("qwen3", "norms on queries"), ("mistral-window", "sliding window")):
         check_one_line_error(run(saved_teacher(name), tmp_path / "out", "--export-ready", "--dry-run"), what)
     with pytest.raises(ValueError, match="export_ready needs norm head, not whole"):
-        make_config(model="a", output="b", export_ready=True, norm="whole")
+        make_options(model="a", output="b", export_ready=True, norm="whole")
     with pytest.raises(ValueError, match="export_ready needs mixer mamba2"):
-        make_config(model="a", output="b", export_ready=True, mixer="mamba1")
+        make_options(model="a", output="b", export_ready=True, mixer="mamba1")
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--export-ready", "--window", "4", "--dry-run")
     check_one_line_error(done, "window beside the mixer")
 

@@ -23,7 +23,7 @@ def converted(folder, output, **options):
 @every_teacher
 @torch.no_grad()
 def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
-    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", attention_ratio=1.0)
+    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", attention_layers=1.0)
     teacher = make_teacher(name)
     ids = random_ids(2, 40)
     assert type(hybrid).__name__ == (
@@ -51,7 +51,7 @@ def test_every_other_tensor_is_the_teachers_bit_for_bit(name, mixer, saved_teach
             assert torch.equal(rows, student[rule.target]), rule.target
     assert {rule.target for rule in plan.rules} == set(student)
     assert all(".mixer." in rule.target for rule in plan.rules if rule.kind != "moved")
-    assert {s for rule in plan.rules for s in rule.sources} | set(plan.dropped) == set(teacher)
+    assert {s for rule in plan.rules for s in rule.sources} | set(plan.weights.dropped) == set(teacher)
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def check_exact_mapping(name, folder, output, **options):
     if mixer == "mamba2":
         options["norm"] = "none"
     hybrid, _ = converted(
-        folder, output, attention_ratio=0.0, initial_decay=1.0, d_state=options.pop("d_state", head_dim), **options
+        folder, output, attention_layers=0.0, initial_decay=1.0, d_state=options.pop("d_state", head_dim), **options
     )
     hybrid = hybrid.double()
     teacher = make_teacher(name).double()
@@ -144,7 +144,7 @@ def test_a_larger_state_keeps_the_mapping_exact(name, rotary, saved_teacher, tmp
 def test_a_smaller_state_is_the_best_low_rank_fit(name, saved_teacher, tmp_path):
     """Of all matrices of that rank, the products C^T B of one key head's queries are the closest to q^T k."""
     folder = saved_teacher(name)
-    convert(str(folder), tmp_path / "out", attention_ratio=0.0, d_state=5, rotary=False, align="none")
+    convert(str(folder), tmp_path / "out", attention_layers=0.0, d_state=5, rotary=False, align="none")
     teacher = load_file(folder / "model.safetensors")
     in_proj = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mixer.in_proj.weight"]
     q, k = (teacher[f"model.layers.1.self_attn.{p}_proj.weight"].view(-1, 8, 32) for p in "qk")

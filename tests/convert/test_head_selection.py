@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.probes import copy_probe
-from convert.config import make_config
+from convert.options import make_options
 from convert.pipeline import plan_conversion
 from convert.placement.cache import cache_bytes
 from convert.placement.heads import as_text, count_heads, is_number, named_heads, query_heads
@@ -68,7 +68,7 @@ def test_the_best_key_value_heads_of_the_replaced_layers():
 
 @torch.no_grad()
 def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, tmp_path):
-    options = dict(attention_ratio=0.0, align="none", window=5, sinks=1)
+    options = dict(attention_layers=0.0, align="none", window=5, sinks=1)
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "some", attention_heads="1:0,1:1,3:2", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "some").eval()
     ids = random_ids(2, 40)
@@ -85,8 +85,8 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
 def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
     (tmp_path / "align.yaml").write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 2}}")
     options = dict(
-        attention_ratio=0.5, layer_selection="uniform", window=4, attention_heads="3", calibration_dataset="sampled",
-        calibration_tokens=320, align_config=str(tmp_path / "align.yaml"),
+        attention_layers=0.5, selection="uniform", window=4, attention_heads="3", text="sampled",
+        tokens=320, align_config=str(tmp_path / "align.yaml"),
     )  # fmt: skip
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
     scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"])
@@ -96,7 +96,7 @@ def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
     ids = random_ids(1, 30)
     grown = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert model(grown[:, :-1]).logits[0, -1].argmax() == grown[0, -1]
-    planned = plan_conversion(make_config(model=str(saved_teacher("llama-gqa")), output="o", **options))
+    planned = plan_conversion(make_options(model=str(saved_teacher("llama-gqa")), output="o", **options))
     assert planned.summary()["cache_bytes"] == plan.summary()["cache_bytes"]
 
 
@@ -109,7 +109,7 @@ def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
 )
 def test_heads_without_a_window_or_a_choice_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        make_config(model="m", output="o", **options)
+        make_options(model="m", output="o", **options)
 
 
 def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, tmp_path):
@@ -130,7 +130,7 @@ def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, t
     ],
 )
 def test_heads_that_cannot_be_are_refused_before_any_work(name, heads, message, saved_teacher):
-    options = make_config(model=str(saved_teacher(name)), output="o", window=4, sinks=0, attention_heads=heads)
+    options = make_options(model=str(saved_teacher(name)), output="o", window=4, sinks=0, attention_heads=heads)
     with pytest.raises(ValueError, match=message):
         plan_conversion(options)
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from convert import convert
-from convert.cli import app
+from convert.cli import main
 from convert.tools.env import environment
 from convert.tools.generate import recorded_teacher
 from convert.tools.inspect import inspect_model
@@ -30,7 +30,7 @@ def checkpoints(tmp_path_factory):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder / "teacher")
     tokenizer().save_pretrained(folder / "teacher")
-    convert(str(folder / "teacher"), folder / "hybrid", align="none", window=8, attention_ratio=0.25)
+    convert(str(folder / "teacher"), folder / "hybrid", align="none", window=8, attention_layers=0.25)
     make_student(pattern="hybrid", dtype=torch.float32).save_pretrained(folder / "found")
     return folder
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.alignment.closed_form import FitSettings, balance_features, features, fit_layer, held_out_error, refine
-from convert.config import make_config
+from convert.alignment.closed_form import FitOptions, balance_features, features, fit_layer, held_out_error, refine
+from convert.options import make_options
 from convert.mohawk import train_existing
 from convert.placement.cache import cache_bytes
 from tests.alignment.tiny import layer_data, teacher_model
@@ -21,7 +21,7 @@ every_teacher = pytest.mark.parametrize("name", TEACHERS)
 
 
 def converted(folder, output, **options):
-    options = {"attention_ratio": 0.0, "align": "none"} | options
+    options = {"attention_layers": 0.0, "align": "none"} | options
     plan = convert(str(folder), output, **options)
     return AutoModelForCausalLM.from_pretrained(output).eval(), plan
 
@@ -73,10 +73,10 @@ def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
     wide = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1)
     data = layer_data(model, wide.mixer(1), sequences=24)
     window_alone = held_out_error(model.mixer(1), data)
-    solved, fit = fit_layer(model.mixer(1), data, FitSettings(refine_steps=0))
+    solved, fit = fit_layer(model.mixer(1), data, FitOptions(refine_steps=0))
     assert fit.mapped == pytest.approx(window_alone)
     assert fit.solved < 0.8 * window_alone
-    assert fit.decay in FitSettings().decays + FitSettings().decays_beside_window
+    assert fit.decay in FitOptions().decays + FitOptions().decays_beside_window
     assert solved.out_proj.weight[:, solved.attention_size :].abs().max() > 0
     assert fit.without_mixer > 1.2 * fit.solved and fit.without_window > 1.2 * fit.solved
 
@@ -86,7 +86,7 @@ def test_the_mixers_features_are_as_large_as_the_windows_and_the_layer_the_same(
     """Or one step of Adam on weights of 1e-5 would undo the fit; norms on queries fix the size, so they are left."""
     model = teacher_model(saved_teacher(name), window=3, sinks=1)
     data = layer_data(model, model.mixer(1))
-    mixer, _ = fit_layer(model.mixer(1), data, FitSettings(refine_steps=0, decays_beside_window=(0.99,)))
+    mixer, _ = fit_layer(model.mixer(1), data, FitOptions(refine_steps=0, decays_beside_window=(0.99,)))
     with torch.no_grad():
         mixer.out_proj.weight[:, mixer.attention_size :] /= 100
         mixer.ssd.conv1d.weight[-mixer.ssd.C_size :] *= 100
@@ -107,8 +107,8 @@ def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_pa
     settings = tmp_path / "align.yaml"
     settings.write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 4}}")
     hybrid, plan = converted(
-        saved_teacher("llama-gqa"), tmp_path / "out", window=4, sinks=1, align="closed-form", attention_ratio=0.5,
-        layer_selection="uniform", calibration_dataset="sampled", calibration_tokens=320, align_config=str(settings),
+        saved_teacher("llama-gqa"), tmp_path / "out", window=4, sinks=1, align="closed-form", attention_layers=0.5,
+        selection="uniform", text="sampled", tokens=320, align_config=str(settings),
     )  # fmt: skip
     assert plan.config.layer_types == ["hybrid", "full_attention"] * 2
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
@@ -131,8 +131,8 @@ def test_the_stages_train_window_and_mixer_alike(saved_teacher, tmp_path):
         f"hidden_state_alignment: {stage}, distillation: {stage}}}"
     )
     converted(
-        saved_teacher("phi"), tmp_path / "out", window=4, sinks=1, align="mohawk", layer_selection="uniform",
-        calibration_dataset="sampled", calibration_tokens=320, align_config=str(settings),
+        saved_teacher("phi"), tmp_path / "out", window=4, sinks=1, align="mohawk", selection="uniform",
+        text="sampled", tokens=320, align_config=str(settings),
     )  # fmt: skip
     (report,) = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"]
     hidden = report["hidden_state_alignment"]
@@ -145,16 +145,16 @@ def test_the_stages_train_window_and_mixer_alike(saved_teacher, tmp_path):
     [
         (dict(window=0), "window must be at least 1"),
         (dict(window=8, sinks=-1), "sinks cannot be negative"),
-        (dict(window=8, mixer="mamba1", mixer_sees="beyond"), "mamba1 beside a window"),
-        (dict(window=8, mixer_sees="most"), "mixer_sees must be one of"),
+        (dict(window=8, mixer="mamba1", scope="beyond"), "mamba1 beside a window"),
+        (dict(window=8, scope="most"), "mixer_sees must be one of"),
         (dict(mixer="none"), "say how wide"),
-        (dict(mixer="none", window=8, mixer_sees="all"), "sees nothing"),
+        (dict(mixer="none", window=8, scope="all"), "sees nothing"),
         (dict(mixer="none", window=8, shared_state=True), "no state"),
     ],
 )
 def test_windows_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        make_config(model="m", output="o", **options)
+        make_options(model="m", output="o", **options)
 
 
 def test_a_window_wider_than_the_teachers_own_is_refused(saved_teacher, tmp_path):
@@ -163,10 +163,10 @@ def test_a_window_wider_than_the_teachers_own_is_refused(saved_teacher, tmp_path
 
 
 def test_a_window_alone_is_the_teacher_behind_it_and_says_so(saved_teacher, tmp_path):
-    options = dict(window=4, sinks=1, mixer="none", calibration_dataset="sampled", calibration_tokens=320)
+    options = dict(window=4, sinks=1, mixer="none", text="sampled", tokens=320)
     (tmp_path / "align.yaml").write_text("{sequence_length: 32, held_out_sequences: 2}")
     aligned, plan = converted(
-        saved_teacher("phi"), tmp_path / "out", align="closed-form", attention_ratio=0.5,
+        saved_teacher("phi"), tmp_path / "out", align="closed-form", attention_layers=0.5,
         align_config=str(tmp_path / "align.yaml"), **options,
     )  # fmt: skip
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
@@ -175,7 +175,7 @@ def test_a_window_alone_is_the_teacher_behind_it_and_says_so(saved_teacher, tmp_
     assert plan.summary()["state_bytes"] == 0
     layers = ",".join(map(str, plan.summary()["attention_layers"]))
     mapped, _ = converted(
-        saved_teacher("phi"), tmp_path / "mapped", align="none", attention_ratio=None, attention_layers=layers,
+        saved_teacher("phi"), tmp_path / "mapped", align="none", attention_layers=None, attention_layers=layers,
         window=4, sinks=1, mixer="none",
     )  # fmt: skip
     ids = random_ids(2, LENGTH)
@@ -190,7 +190,7 @@ def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
         f"{{sequence_length: 32, held_out_sequences: 2, hidden_state_alignment: {stage}, distillation: {stage}}}"
     )
     options = make_config(
-        model=str(folder), output=str(tmp_path / "out"), calibration_dataset="sampled",
+        model=str(folder), output=str(tmp_path / "out"), text="sampled",
         align_config=str(tmp_path / "align.yaml"),
     )  # fmt: skip
     report = train_existing(tmp_path / "window", options, (2, 3), None, None, lambda *args: None)
@@ -204,16 +204,16 @@ def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
 
 def test_options_of_a_mixer_without_one_warn():
     with pytest.warns(UserWarning, match="gate_bias has no effect without a mixer"):
-        make_config(model="m", output="o", window=4, mixer="none", gate_bias=False)
+        make_options(model="m", output="o", window=4, mixer="none", gate_bias=False)
 
 
-@pytest.mark.parametrize("options", [dict(sinks=2), dict(mixer_sees="all")])
+@pytest.mark.parametrize("options", [dict(sinks=2), dict(scope="all")])
 def test_options_of_a_window_without_one_warn(options):
     with pytest.warns(UserWarning, match="no effect without window"):
-        make_config(model="m", output="o", **options)
+        make_options(model="m", output="o", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_config(model="m", output="o", window=4, **options)
+        make_options(model="m", output="o", window=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_what_a_window_excludes_is_refused_before_any_work(settings, align, mess
     (tmp_path / "align.yaml").write_text(settings)
     with pytest.raises(ValueError, match=message):
         converted(
-            saved_teacher("llama-gqa"), tmp_path / "out", window=4, align=align, calibration_dataset="sampled",
+            saved_teacher("llama-gqa"), tmp_path / "out", window=4, align=align, text="sampled",
             align_config=str(tmp_path / "align.yaml"),
         )  # fmt: skip
 
@@ -236,7 +236,7 @@ def test_sequences_all_within_the_window_are_nothing_to_fit(saved_teacher):
     model = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1)
     mixer = model.mixer(1)
     with pytest.raises(ValueError, match="set sequence_length higher"):
-        fit_layer(mixer, layer_data(model, model.mixer(0)), FitSettings())
+        fit_layer(mixer, layer_data(model, model.mixer(0)), FitOptions())
 
 
 @pytest.mark.parametrize("refine_attention", [False, True])
@@ -245,7 +245,7 @@ def test_refinement_keeps_the_first_tokens_unless_told_otherwise(refine_attentio
     other = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1).mixer(2)
     before = model.mixer(1)
     data = layer_data(model, model.mixer(1))
-    settings = FitSettings(refine_steps=3, refine_attention=refine_attention)
+    settings = FitOptions(refine_steps=3, refine_attention=refine_attention)
     mixer = model.mixer(1).requires_grad_(True)
     refine(mixer, layer_data(model, other), settings, seed=0)
     kept = [torch.equal(mixer.state_dict()[name], value) for name, value in before.state_dict().items()

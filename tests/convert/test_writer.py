@@ -54,7 +54,7 @@ def test_a_tied_head_in_the_checkpoint_is_dropped_and_said(name, tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "teacher" / "model.safetensors", metadata={"format": "pt"})
-    plan = convert(str(tmp_path / "teacher"), tmp_path / "out", attention_ratio=1.0, align="none")
+    plan = convert(str(tmp_path / "teacher"), tmp_path / "out", attention_layers=1.0, align="none")
     assert set(plan.dropped) == {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     ids = random_ids(1, 6)

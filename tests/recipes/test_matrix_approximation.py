@@ -383,7 +383,7 @@ def test_bad_input_is_one_line(folder, arguments, message):
 def test_students_that_do_not_go_with_the_teacher(folder):
     teacher = str(folder / "teacher")
     make_teacher("llama-mqa-wide-heads").save_pretrained(folder / "kept")
-    convert(teacher, folder / "kept-all", attention_ratio=1.0, align="none")
+    convert(teacher, folder / "kept-all", attention_layers=1.0, align="none")
     convert(teacher, folder / "windowed", attention_layers="1", align="none", window=4)
     convert(teacher, folder / "mamba1", attention_layers="1", align="none", mixer="mamba1")
     for name, message in (("kept-all", "nothing to compare"), ("windowed", "window beside"), ("mamba1", "mamba1"),

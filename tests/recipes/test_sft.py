@@ -229,7 +229,7 @@ def test_step_by_step_replacement(world, tmp_path, monkeypatch):
 def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
     from convert import convert
 
-    convert(str(world["teacher"]), tmp_path / "attention", attention_ratio=1.0, align="none")
+    convert(str(world["teacher"]), tmp_path / "attention", attention_layers=1.0, align="none")
     lender, attention = (AutoModelForCausalLM.from_pretrained(p) for p in (world["llamba"], tmp_path / "attention"))
     replaced = [i for i, kind in enumerate(lender.config.layer_types) if kind == "linear_attention"]
     whole = progressive_sft.compose(lender, attention, None, set(replaced))

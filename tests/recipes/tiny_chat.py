@@ -37,7 +37,7 @@ def save_chat_teacher(folder: Path, name: str = "llama-gqa", template: str | Non
 
 def save_hybrid(teacher: Path, folder: Path, **options) -> Path:
     """A 50 % hybrid of it, mapped only."""
-    convert(str(teacher), folder, **{"align": "none", "attention_ratio": 0.5} | options)
+    convert(str(teacher), folder, **{"align": "none", "attention_layers": 0.5} | options)
     return folder
 
 

@@ -145,7 +145,7 @@ def test_readme_commands_exist():
     """Every `make` target and every long flag that the README mentions is real."""
     import inspect
 
-    from convert.cli import app
+    from convert.cli import main
 
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
