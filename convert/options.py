@@ -338,7 +338,8 @@ class ConversionOptions:
             raise ValueError(f"selection {placement.selection} scores fitted mixers; it needs {way_out}.")
         if placement.selection is not None and self.names_layers:
             raise ValueError("selection places a share of layers, and attention_layers names them; give one.")
-        if placement.cache is not None and placement.attention_layers is not None and not self.searches_budget:
+        named = self.searches_budget and self.names_layers
+        if placement.cache is not None and placement.attention_layers is not None and not named:
             raise ValueError(
                 "cache chooses how many layers keep attention, and attention_layers says which; give one."
             )

@@ -73,11 +73,14 @@ TEACHERS = {
 }
 
 
-def make_teacher(name: str, seed: int = 0) -> torch.nn.Module:
-    """A teacher in float32, every parameter random, norms and biases too."""
+def make_teacher(name: str, seed: int = 0, **changes) -> torch.nn.Module:
+    """A teacher in float32, every parameter random, norms and biases too; `changes` of its configuration."""
     model_class, config = TEACHERS[name]
+    fields = config.to_dict() | changes
+    if "num_hidden_layers" in changes:
+        fields.pop("layer_types", None)
     torch.manual_seed(seed)
-    model = model_class(type(config)(**config.to_dict())).eval()
+    model = model_class(type(config)(**fields)).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name and parameter_name.endswith("weight"):

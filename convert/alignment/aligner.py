@@ -143,7 +143,7 @@ class Aligner:
         self.follow(plan.placement.layers[layers[0]], plan.placement)
         alignment = self.options.alignment
         if alignment.init != "teacher":
-            self.report["init"] = alignment.init
+            self.report |= {"init": alignment.init, "tokens": self.ids.numel()}
             mixers = {i: initial_mixer(self.model, i, alignment.init, self.options.seed) for i in layers}
             return Alignment(_tensors(mixers), self.report)
         fits = self.fit(layers, alignment.fit)

@@ -1,45 +1,57 @@
-"""A budget of cache spent on layers, heads, window and state together: costs, choices, the command."""
+"""A cache budget spent on layers, heads, window and state together: costs, candidates, the search."""
 
-import dataclasses
-import itertools
 import json
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 import convert.placement.search as budget_search
 from convert import convert
-from convert.options import BudgetSettings
+from convert.alignment import aligner as alignment
+from convert.alignment.aligner import Aligner
 from convert.alignment.teacher_model import replaced
-from convert.options import make_options
+from convert.options import SearchOptions, make_options
 from convert.pipeline import plan_conversion
 from convert.placement.budget import (
+    Budget,
     HeadCosts,
-    best_choices,
+    best_candidates,
     best_of_count,
-    budget_of,
     interpolated,
     longest_beside_state,
 )
 from convert.placement.cache import cache_bytes
+from convert.placement.decide import decide_placement
 from convert.placement.head_scores import final_hidden, gated_heads, gated_layers, integrated_costs
+from convert.placement.placement import Decision, Placement
+from convert.placement.search import BudgetSearch
+from convert.plan import TeacherWeights, describe, make_plan
 from convert.teachers.teacher import find_teacher
+from modeling_llamba import LlambaConfig
 from tests.alignment.tiny import teacher_model
-from tests.convert.test_bad_input import check_one_line_error, run_as_is
 from tests.teachers import random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)
 WINDOW = {"window": 5, "sinks": 1, "mixer": "none"}
+SEARCH = {
+    "text": "sampled", "tokens": 320, "context": CONTEXT, "cache": 0.4,
+    "alignment": {"sequence_length": 32, "held_out_sequences": 2, "fit": {"refine_steps": 0}},
+    "placement": {"search": {"prose_tokens": 64, "answers": 4}},
+}  # fmt: skip
+
+
+def options_of(folder, **options):
+    return make_options(str(folder), "o", **{"context": CONTEXT, "cache": 0.5} | options)
 
 
 def budget(folder, **options):
-    found = find_teacher(str(folder))
-    settings = dict(model=str(folder), output="o", context=CONTEXT, cache=0.5) | options
-    if "cache_bytes" in options:
-        settings.pop("cache")
-    return budget_of(make_config(**settings), found, found.open_weights())
+    return Budget(TeacherWeights.of(find_teacher(str(folder))), options_of(folder, **options))
+
+
+def search(folder, **options):
+    found = budget(folder, **SEARCH | options)
+    return BudgetSearch(found, Aligner(found.weights, found.options))
 
 
 def made_up_costs(kl, recall=0.0, left=None):
@@ -104,23 +116,36 @@ def test_recall_counts_for_what_lies_beyond_the_window():
     assert costs.at(4, True)[0][0] == pytest.approx(near[0][0] / 2) and costs.at(4, True)[1] == near[1]
 
 
-def test_choices_keep_within_the_budget_and_use_it(saved_teacher):
+def test_candidates_keep_within_the_budget_and_use_it(saved_teacher):
     spent = budget(saved_teacher("llama-gqa"))
     kl = torch.ones(SHAPE)
     kl[1, 0] = kl[3] = 100.0
-    assert not any(choice.has_state for choice in best_choices(spent, made_up_costs(kl), 16)), "none was scored"
-    choices = best_choices(spent, made_up_costs(kl, left=[1.0] * 4), 16)
-    assert [c.predicted for c in choices] == sorted(c.predicted for c in choices)
-    assert choices[0].kept == ((1, 0), (3, 0), (3, 1)) and not choices[0].has_state
-    assert choices[0].layers(SHAPE) == (3,) and choices[0].heads(SHAPE) == [(1, 0)]
-    for choice in choices:
-        plan = plan_conversion(spent.applied(choice))
-        assert cache_bytes(plan.config, CONTEXT, torch.float32)[1] == choice.nbytes <= spent.nbytes
-        if not choice.has_state:  # one token more and it would be too much
-            assert spent.sizes(False)(choice.kept, choice.window + 1) > spent.nbytes
-    assert {c.has_state for c in choices} == {False, True}
-    with_state = best_choices(spent, made_up_costs(kl, left=[0.0] * 4), 16)[0]
+    assert not any(found.has_state for found in best_candidates(spent, made_up_costs(kl), 16)), "none was scored"
+    candidates = best_candidates(spent, made_up_costs(kl, left=[1.0] * 4), 16)
+    assert [c.predicted for c in candidates] == sorted(c.predicted for c in candidates)
+    assert candidates[0].kept == ((1, 0), (3, 0), (3, 1)) and not candidates[0].has_state
+    assert candidates[0].layers(SHAPE) == (3,) and candidates[0].heads(SHAPE) == [(1, 0)]
+    for candidate in candidates:
+        plan = make_plan(spent.weights, Decision(spent.placement(candidate)), spent.options)
+        assert cache_bytes(plan.config, CONTEXT, torch.float32)[1] == candidate.nbytes <= spent.nbytes
+        if not candidate.has_state:  # one token more and it would be too much
+            assert spent.sizes(False)(candidate.kept, candidate.window + 1) > spent.nbytes
+    assert {c.has_state for c in candidates} == {False, True}
+    with_state = best_candidates(spent, made_up_costs(kl, left=[0.0] * 4), 16)[0]
     assert with_state.has_state and with_state.predicted == 0.0
+
+
+def test_heads_are_chosen_by_what_each_costs(saved_teacher):
+    spent = budget(saved_teacher("llama-gqa"), cache=0.4, mixer="none")
+    alone = torch.tensor([[5.0, 4.0], [3.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
+    costs = HeadCosts({4: alone.tolist()}, torch.zeros(SHAPE).tolist(), None, CONTEXT, 0.3)
+    assert best_of_count(spent, costs, "heads", 2, False, 16, spent.sizes(False)).kept == ((0, 0), (0, 1))
+    alone[1] = 4.4  # together more than layer 0, and each less than its dearest head
+    costs = HeadCosts({4: alone.tolist()}, torch.zeros(SHAPE).tolist(), None, CONTEXT, 0.3)
+    assert best_of_count(spent, costs, "heads", 1, False, 16, spent.sizes(False)).kept == ((0, 0),)
+    alone[1] = 4.6
+    costs = HeadCosts({4: alone.tolist()}, torch.zeros(SHAPE).tolist(), None, CONTEXT, 0.3)
+    assert best_of_count(spent, costs, "layers", 2, False, 16, spent.sizes(False)).kept == ((1, 0), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -128,87 +153,94 @@ def test_choices_keep_within_the_budget_and_use_it(saved_teacher):
     [
         (dict(window=9), {9}, None),
         (dict(attention_heads="1:0,1:1,2:3"), None, ((1, 0), (2, 1))),
-        (dict(attention_heads="2"), None, 2),
-        (dict(attention_layers="2", window=6), {6}, None),
-        (dict(attention_layers="2", attention_heads="0:1"), None, ((0, 0), (2, 0), (2, 1))),
+        (dict(attention_heads=2), None, 2),
+        (dict(attention_layers=[2], window=6), {6}, None),
+        (dict(attention_layers=[2], attention_heads="0:1"), None, ((0, 0), (2, 0), (2, 1))),
     ],
 )
 def test_what_is_said_stays(options, window, kept, saved_teacher):
     spent = budget(saved_teacher("llama-gqa"), **options)
-    choices = best_choices(spent, made_up_costs(torch.rand(SHAPE)), 16)
-    for choice in (*choices, *spent.what_fits(32)):
-        assert window is None or choice.window in window
-        assert kept is None or (len(choice.kept) if isinstance(kept, int) else choice.kept) == kept
-        assert "attention_layers" not in options or 2 in choice.layers(SHAPE)
-        assert choice.nbytes <= spent.nbytes
+    candidates = best_candidates(spent, made_up_costs(torch.rand(SHAPE)), 16)
+    for candidate in (*candidates, *spent.unscored_candidates(32)):
+        assert window is None or candidate.window in window
+        assert kept is None or (len(candidate.kept) if isinstance(kept, int) else candidate.kept) == kept
+        assert "attention_layers" not in options or 2 in candidate.layers(SHAPE)
+        assert candidate.nbytes <= spent.nbytes
 
 
 def test_a_window_beside_a_state_leaves_something_to_fit_on(saved_teacher):
     """Half of a sequence at least, where the window is chosen; something, where it is said."""
-    spent = budget(saved_teacher("llama-gqa"), cache=0.9, shared_state=True)
-    assert (
-        {choice.window for choice in spent.what_fits(64) if choice.has_state} == {longest_beside_state(64, 4)} == {28}
-    )
-    alone = budget(saved_teacher("llama-gqa"), cache=0.9, mixer="none")
-    assert max(choice.window for choice in alone.what_fits(64)) > 200
-    said = budget(saved_teacher("llama-gqa"), cache=0.9, shared_state=True, window=60)
+    folder = saved_teacher("llama-gqa")
+    found = budget(folder, cache=0.9, shared_state=True).unscored_candidates(64)
+    assert {candidate.window for candidate in found if candidate.has_state} == {longest_beside_state(64, 4)} == {28}
+    alone = budget(folder, cache=0.9, mixer="none")
+    assert max(candidate.window for candidate in alone.unscored_candidates(64)) > 200
+    said = budget(folder, cache=0.9, shared_state=True, window=60)
     with pytest.raises(ValueError, match="60 and 4 sinks leaves nothing of sequences of 64 tokens"):
-        said.what_fits(64)
-    assert {choice.window for choice in said.what_fits(65)} == {60}
-    assert budget(saved_teacher("llama-gqa"), cache=0.9, mixer="none", window=60).what_fits(64)
+        said.unscored_candidates(64)
+    assert {candidate.window for candidate in said.unscored_candidates(65)} == {60}
+    assert budget(folder, cache=0.9, mixer="none", window=60).unscored_candidates(64)
 
 
 def test_answers_have_to_fit_between_needle_and_question():
-    assert BudgetSettings(prose_tokens=64, answers=14).answers == 14
-    with pytest.raises(ValueError, match="64 has no room for two times 15 answers"):
-        BudgetSettings(prose_tokens=64, answers=15)
+    assert SearchOptions(prose_tokens=64, answers=14).answers == 14
+    with pytest.raises(ValueError, match="prose_tokens 64 has no room for a needle of 30 tokens"):
+        SearchOptions(prose_tokens=64, answers=15)
 
 
 def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
     folder = saved_teacher("llama-gqa")
-    assert budget(folder).states() == (False, True)
+    assert budget(folder).states == (False, True)
     wide = budget(folder, window=12)
     assert wide.states_beside(11) == (False,) and wide.states_beside(12) == (False, True)
-    assert not [choice for choice in wide.what_fits(32 - 8) if choice.has_state], "too little of a sequence is left"
+    assert not any(found.has_state for found in wide.unscored_candidates(24)), "too little of a sequence is left"
     assert budget(folder, window=12, shared_state=True).states_beside(11) == (True,), "said is said"
-    assert budget(folder, mixer="none").states() == (False,)
+    assert budget(folder, mixer="none").states == (False,)
     for said in (dict(mixer="mamba2"), dict(shared_state=True), dict(scope="all"), dict(gate_bias=False)):
-        assert budget(folder, **said).states() == (True,)
-    assert budget(folder, align="none") is budget(folder, selection="kl") is None
-    assert budget(saved_teacher("mistral-window")) is None, "its heads may not see more than they do"
-    for said in (dict(attention_layers="1"), dict(attention_heads="2"), dict(mixer="none")):
-        with pytest.raises(ValueError, match="own layers see a window"):
-            budget(saved_teacher("mistral-window"), **said)
+        assert budget(folder, **said).states == (True,)
+    assert budget(folder, state=False).states == (False,)
+    assert budget(folder, state=False, mixer="mamba2").states == (True,)
+    assert not any(options_of(folder, **said).searches_budget for said in (dict(align="none"), dict(selection="kl")))
     with pytest.raises(ValueError, match="too little"):
-        best_choices(budget(folder, cache_bytes="100"), made_up_costs(torch.ones(SHAPE)), 16)
+        best_candidates(budget(folder, cache="1KB"), made_up_costs(torch.ones(SHAPE)), 16)
 
 
-@pytest.fixture
-def align_file(tmp_path):
-    settings = {
-        "sequence_length": 32, "held_out_sequences": 2, "fit": {"refine_steps": 0},
-        "budget": {"windows": [4, 12], "prose_tokens": 64, "answers": 4, "points": 2, "rounds": 2, "state": True},
-    }  # fmt: skip
-    (tmp_path / "align.yaml").write_text(yaml.safe_dump(settings))
-    return tmp_path / "align.yaml"
+def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(saved_teacher):
+    """Its heads may not see more than they do."""
+    weights = TeacherWeights.of(find_teacher(str(saved_teacher("mistral-window"))))
+    decision = decide_placement(weights, options_of("m", cache=0.75, d_state=1))
+    assert decision.search is None and len(decision.placement.attention_layers) == 2
+    assert decision.placement.hybrid is None and not decision.placement.full_heads
+    for said in (dict(attention_layers=[1]), dict(attention_heads=2), dict(mixer="none")):
+        with pytest.raises(ValueError, match="own layers see a window"):
+            decide_placement(weights, options_of("m", **said))
 
 
-def converted(folder, output, align_file, **options):
-    options = dict(
-        text="sampled", tokens=320, align_config=str(align_file), context=CONTEXT,
-        cache=0.4,
-    ) | options  # fmt: skip
-    return convert(str(folder), output, **options)
+def test_the_search_measures_and_keeps_what_it_found(saved_teacher, tmp_path, monkeypatch):
+    """In one default conversion: the plan is made once, and its placement is what the configuration stores."""
+    monkeypatch.setattr(budget_search, "WINDOWS", (4, 12))
+    folder, plans = saved_teacher("llama-gqa"), []
 
+    def converted(name, **search):
+        search = SEARCH["placement"]["search"] | {"candidates": 9} | search
+        options = SEARCH | {"placement": {"search": search}, "work_dir": str(tmp_path / "work")}
+        return convert(str(folder), tmp_path / name, **options)
 
-def test_the_command_chooses_measures_and_keeps_what_it_found(saved_teacher, tmp_path, align_file, monkeypatch):
-    folder, work = saved_teacher("llama-gqa"), tmp_path / "work"
-    plan = converted(folder, tmp_path / "out", align_file, work_dir=str(work), measure=9)
+    def counted(*args):
+        plans.append(make_plan(*args))
+        return plans[-1]
+
+    monkeypatch.setattr("convert.pipeline.make_plan", counted)
+    plan = converted("out")
+    assert len(plans) == 1 and plans[0] is plan
+    stored = LlambaConfig.from_pretrained(tmp_path / "out")
+    assert Placement.of(stored) == plan.placement and plan.placement.replaced_layers
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())["budget"]
-    (taken,) = [row for row in report["choices"] if row["taken"]]
-    assert taken["measured"]["total"] == min(row["measured"]["total"] for row in report["choices"])
+    assert report == plan.search
+    (taken,) = [row for row in report["candidates"] if row["taken"]]
+    assert taken["measured"]["total"] == min(row["measured"]["total"] for row in report["candidates"])
     assert taken["bytes"] == cache_bytes(plan.config, CONTEXT, torch.float32)[1] <= report["bytes"]
-    assert {"a state" in row["choice"] for row in report["choices"]} == {True, False}
+    assert {"a state" in row["candidate"] for row in report["candidates"]} == {True, False}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = random_ids(1, 40)
     cache = model(ids[:, :30], use_cache=True).past_key_values
@@ -219,127 +251,76 @@ def test_the_command_chooses_measures_and_keeps_what_it_found(saved_teacher, tmp
         raise AssertionError("this was found before")
 
     monkeypatch.setattr(budget_search, "integrated_costs", fail)
-    monkeypatch.setattr(budget_search.BudgetSearch, "_measure", fail)
-    again = converted(folder, tmp_path / "again", align_file, work_dir=str(work), measure=9)
-    assert again.budget["choices"] == report["choices"]
-    settings = yaml.safe_load(align_file.read_text())
-    align_file.write_text(yaml.safe_dump(settings | {"selection": {"recall_weight": 2.0}}))
+    monkeypatch.setattr(BudgetSearch, "_measure", fail)
+    assert converted("again").search["candidates"] == report["candidates"]
     with pytest.raises(AssertionError, match="found before"):  # totals of another weight are not these
-        converted(folder, tmp_path / "weighted", align_file, work_dir=str(work), measure=9)
+        converted("weighted", recall_weight=2.0)
 
 
-def test_a_budget_reads_longer_sequences(saved_teacher):
-    """What lies beyond a window that the budget chooses has to be long, unless the file says otherwise."""
-    spent = budget(saved_teacher("llama-gqa"), cache=0.4, text="sampled", tokens=5120)
-    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
-    assert search.aligner.ids.shape == (5, 1024)
+def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
+    """What lies beyond a window that the budget chooses has to be long, unless the length is said."""
+    monkeypatch.setattr(alignment, "sample_rows", lambda model, length, count, seed: random_ids(count, length))
+    for said, shape in ((dict(), (5, 1024)), (dict(sequence_length=640), (8, 640)), (dict(selection="kl"), (10, 512))):
+        spent = budget(saved_teacher("llama-gqa"), text="sampled", tokens=5120, **said)
+        assert Aligner(spent.weights, spent.options).ids.shape == shape
 
 
-def test_heads_are_scored_again_among_those_left(saved_teacher, align_file, monkeypatch):
-    """Costs that depend on which heads are left: two that stand in for each other are cheap while both are there."""
-    options = dict(text="sampled", tokens=320, align_config=str(align_file), mixer="none")
-    spent = budget(saved_teacher("llama-gqa"), cache=0.4, **options)
-    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
-    alone = torch.tensor([[5.0, 4.0], [3.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
-    costs = HeadCosts({4: alone.tolist()}, torch.zeros(SHAPE).tolist(), None, CONTEXT, 0.3)
-    chosen = best_of_count(spent, costs, "heads", 2, False, 16, spent.sizes(False))
-    assert chosen.kept == ((0, 0), (0, 1)), "each by what it costs alone"
-    asked = []
-
-    def again(kept, window):
-        asked.append(len(kept))
-        table = torch.zeros(SHAPE)
-        for layer, kv in kept:
-            table[layer, kv] = 1.0 if (layer, kv) in ((1, 0), (1, 1)) else 0.5
-        return table.tolist()
-
-    monkeypatch.setattr(search, "_again", again)
-    found = search.in_rounds(spent, chosen, costs, rounds=2)
-    assert (
-        found.kept == ((1, 0), (1, 1))
-        and found.in_rounds
-        and "2 heads with full attention, chosen in rounds" in found.text((4, 3))
-    )
-    assert asked == [4, 3] and found.nbytes <= spent.nbytes
+def test_what_all_heads_cost_is_what_their_windows_cost(saved_teacher, monkeypatch):
+    """The sum of the costs of all heads, in KL and in recall, against the teacher with a window in every layer."""
+    monkeypatch.setattr(budget_search, "POINTS", 20)
+    monkeypatch.setattr(budget_search, "MIN_TEACHER_ACCURACY", 0.0)  # a random teacher recalls nothing
+    monkeypatch.setattr(budget_search, "WINDOWS", (5,))
+    found = search(saved_teacher("llama-gqa"), mixer="none")
+    recall, ids = found.asked, found.scoring
+    with torch.no_grad():
+        teacher = found.model.whole()(ids).logits.log_softmax(-1)
+        with gated_heads(found.model, 5, 4, torch.ones(4, 4)):
+            windows = found.model.whole()(ids).logits.log_softmax(-1)
+            lost = recall.loss(final_hidden(found.model, recall.probe.ids)).item() - recall.of_teacher
+    kl = (teacher.exp() * (teacher - windows)).sum(-1).mean().item()
+    assert torch.tensor(found._kl_costs(5)).sum().item() == pytest.approx(kl, rel=0.05)
+    assert torch.tensor(found._recall_costs()).sum().item() == pytest.approx(lost, rel=0.05, abs=1e-3)
 
 
-def test_what_a_head_costs_when_others_see_a_window(saved_teacher, align_file):
-    """Of two heads left, the costs add up to what it costs to take both away."""
-    options = dict(text="sampled", tokens=320, align_config=str(align_file), mixer="none")
-    spent = budget(saved_teacher("llama-gqa"), cache=0.4, **options)
-    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
-    search.settings = dataclasses.replace(search.settings, points=12)
-    kept, window = {(1, 0), (2, 1)}, 5
-    table = torch.tensor(search._again(kept, window))
-    assert all((table[pair] != 0) == (pair in kept) for pair in itertools.product(range(4), range(2)))
-
-    gates = torch.ones(4, 4)
-    gates[1, :2] = gates[2, 2:] = 0
-    kl = search.kl_loss()
-    recall = search.asked
-    ends = []
-    for end in (gates, torch.ones(4, 4)):
-        with torch.no_grad(), gated_heads(search.model, window, spent.options.sinks, end):
-            total = kl(final_hidden(search.model, search.scoring)).item()
-            if recall.counts:
-                beyond = search.weight * (1 - window / CONTEXT)
-                total += beyond * recall.loss(final_hidden(search.model, recall.probe.ids)).item()
-        ends.append(total)
-    assert table.sum().item() == pytest.approx(ends[1] - ends[0], rel=0.05, abs=1e-5)
-
-
-def test_the_measure_is_the_models_own(saved_teacher, tmp_path, align_file):
-    """What is reported of the choice taken, computed again from the checkpoint that was written."""
+def test_the_measure_is_the_models_own(saved_teacher, tmp_path):
+    """What is reported of the candidate taken, computed again from the checkpoint that was written."""
     folder = saved_teacher("llama-gqa")
-    converted(folder, tmp_path / "out", align_file, mixer="none", work_dir=str(tmp_path / "work"))
-    report = json.loads((tmp_path / "out" / "alignment.json").read_text())["budget"]
-    (taken,) = [row for row in report["choices"] if row["taken"]]
-    options = dict(text="sampled", tokens=320, align_config=str(align_file), mixer="none")
-    spent = budget(folder, cache=0.4, **options)
-    search = budget_search.BudgetSearch(spent, spent.teacher.open_weights(), lambda *args: None)
-    teacher = search.model.whole()
+    plan = convert(str(folder), tmp_path / "out", **SEARCH | {"mixer": "none"})
+    (taken,) = [row for row in plan.search["candidates"] if row["taken"]]
+    found = search(folder, mixer="none")
+    teacher = found.model.whole()
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        of_teacher, of_student = (m(search.judging).logits.log_softmax(-1) for m in (teacher, student))
+        of_teacher, of_student = (m(found.judging).logits.log_softmax(-1) for m in (teacher, student))
     kl = (of_teacher.exp() * (of_teacher - of_student)).sum(-1).mean().item()
     assert taken["measured"]["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-6)
 
 
-def test_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, tmp_path, monkeypatch):
+def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch):
     monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)
-    flags = ("--align", "closed-form", "--cache", 0.5, "--context", CONTEXT, "--dry-run")
-    done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "window" in done.stderr and "heads with full attention" in done.stderr and "a state beside" in done.stderr
-    assert "->" not in done.stderr.split("budget")[1] and "scores decide when this is run" in done.stderr
-    shown = json.loads(run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *flags, "--json").stdout)
-    assert all(row["bytes"] <= shown["budget"]["bytes"] for row in shown["budget"]["choices"])
-    assert not any(row["taken"] for row in shown["budget"]["choices"])
-    assert shown["window"] > 1 and not (tmp_path / "out").exists()
+    plan = plan_conversion(options_of(saved_teacher("llama-gqa")))
+    text, shown = describe(plan), plan.summary()
+    assert "window" in text and "heads with full attention" in text and "a state beside" in text
+    assert "->" not in text.split("budget")[1] and "scores decide when this is run" in text
+    assert all(row["bytes"] <= shown["budget"]["bytes"] for row in shown["budget"]["candidates"])
+    assert not any(row["taken"] for row in shown["budget"]["candidates"]) and shown["window"] > 1
 
 
 @pytest.mark.parametrize(
-    "flags, expected",
+    "said, expected",
     [
-        (("--cache", "0.5", "--cache", "1MB"), "contradict"),
-        (("--cache", "0.5", "--attention-layers", "0.5"), "contradict"),
-        (("--cache", "1.5"), "in (0, 1]"),
-        (("--cache", "0.5", "--measure", "-1"), "cannot be negative"),
-        (("--cache", "0.5", "--attention-layers", "1", "--align", "none"), "contradict"),
-        (("--cache", "0.0001"), "too little"),
-        (("--cache", "0.5", "--window", "5000"), "too little"),
-        (("--cache", "0.5", "--attention-heads", "9:0"), "layers are 0 to 3"),
+        (dict(attention_layers=0.5), "cache chooses how many layers keep attention"),
+        (dict(cache=1.5), "cache 1.5 is no share"),
+        (dict(candidates=-1), "of at least 0"),
+        (dict(attention_layers=[1], align="none"), "cache chooses how many layers keep attention"),
+        (dict(cache=0.0001), "too little"),
+        (dict(window=5000), "too little"),
+        (dict(attention_heads="9:0"), "layers are 0 to 3"),
     ],
 )
-def test_contradictions(flags, expected, saved_teacher, tmp_path):
-    align = () if "--align" in flags else ("--align", "closed-form")
-    done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", *align, *flags, "--dry-run")
-    check_one_line_error(done, expected)
-
-
-def test_measure_without_a_budget_warns():
-    with pytest.warns(UserWarning, match="measure has no effect"):
-        make_options(model="m", output="o", measure=2, attention_layers=0.5)
+def test_contradictions(said, expected, saved_teacher):
+    with pytest.raises(ValueError, match=expected):
+        plan_conversion(options_of(saved_teacher("llama-gqa"), **said))
 
 
 SAID = (
@@ -350,5 +331,5 @@ SAID = (
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: next(iter(said)))
 def test_a_quarter_of_the_cache_where_nothing_is_said_of_the_layers(said):
-    assert make_options(model="m", output="o", tokens=9999, dtype="float32").cache == 0.25
-    assert make_options(model="m", output="o", **said).cache is None
+    assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.25
+    assert make_options("m", "o", **said).cache is None

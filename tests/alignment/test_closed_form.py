@@ -5,12 +5,10 @@ import json
 
 import pytest
 import torch
-import yaml
 
 from convert import convert
 from convert.alignment.activations import ActivationStream
 from convert.alignment.closed_form import (
-    FitOptions,
     LayerData,
     features,
     fit_layer,
@@ -19,6 +17,10 @@ from convert.alignment.closed_form import (
     solve_out_proj,
 )
 from convert.alignment.fit import FitCache, fit_mixers
+from convert.alignment.mohawk.train import load_hybrid
+from convert.options import FitOptions
+from convert.placement.placement import Hybrid, everywhere
+from convert.plan import hybrid_config
 from convert.weights.mapping import set_decay
 from tests.alignment.tiny import layer_data, rows, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
@@ -206,40 +208,48 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
         ("llama-gqa", {"out_bias": False}),
     ],
 )
-def test_conversion_is_aligned(saved_teacher, tmp_path, name, options):
+def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
     """Closer to the teacher than the mapping alone, on text that was not used, for every family and mixer."""
-    from modeling_llamba import LlambaForCausalLM
-    from modeling_phimamba import PhiMambaForCausalLM
-
-    config = tmp_path / "align.yaml"
-    config.write_text(yaml.safe_dump({"sequence_length": 32, "fit": {"refine_steps": 20}}))
-    align = dict(text="sampled", tokens=1024, align_config=str(config))
-    if options.get("low_memory"):
-        from tests.modeling.test_training import tokenizer
-
-        tokenizer().save_pretrained(tmp_path / "tokenizer")
-        folder = tmp_path / "teacher"
-        make_teacher(name).save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
+    aligned = {"text": "sampled", "tokens": 768, "selection": "uniform"}
+    aligned["alignment"] = {"sequence_length": 32, "fit": {"refine_steps": 10}}
+    if "low_memory" in options:
+        aligned["text"] = str(tmp_path / "text.txt")
         (tmp_path / "text.txt").write_text(
             "\n".join(" ".join(f"w{(i * j) % 90}" for i in range(40)) for j in range(60))
         )
-        align["text"] = str(tmp_path / "text.txt")
-    else:
-        folder = saved_teacher(name)
     ids = random_ids(4, 32, seed=5)
-    teacher = make_teacher(name)(ids).logits.log_softmax(-1)
+    teacher = make_teacher(name, num_hidden_layers=2)(ids).logits.log_softmax(-1)
     kl = {}
-    for kind, extra in (("none", {}), ("closed-form", align)):
-        kept = {k: v for k, v in options.items() if kind != "none" or k != "low_memory"}
-        placed = {"selection": "uniform"} if kind == "closed-form" else {}
-        plan = convert(str(folder), tmp_path / kind, align=kind, **extra, **kept, **placed)
-        model_class = {"llamba": LlambaForCausalLM, "phimamba": PhiMambaForCausalLM}[plan.config.model_type]
-        student = model_class.from_pretrained(tmp_path / kind)(ids).logits.log_softmax(-1)
+    for kind, extra in (("none", {}), ("closed-form", aligned)):
+        plan = convert(str(two_layer_teacher(name)), tmp_path / kind, align=kind, **extra, **options)
+        student = load_hybrid(tmp_path / kind)(ids).logits.log_softmax(-1)
         kl[kind] = (teacher.exp() * (teacher - student)).sum(-1).mean().item()
     assert kl["closed-form"] < kl["none"], kl
     report = json.loads((tmp_path / "closed-form" / "alignment.json").read_text())
-    assert report["held_out_error"].keys() == {"0", "2"}
-    for fit in report["held_out_error"].values():
-        assert fit["refined"] <= fit["solved"] < fit["mapped"]
+    (fit,) = report["held_out_error"].values()
+    assert report["held_out_error"].keys() == {"0"} and fit["refined"] <= fit["solved"] < fit["mapped"]
     assert plan.config.conversion["align"] == "closed-form"
+
+
+def test_each_half_of_a_hybrid_layer_is_weighed(saved_teacher):
+    """The errors without the window and without the mixer, against an out_proj that has the other half alone."""
+    model = teacher_model(saved_teacher("llama-gqa"), window=4, sinks=1)
+    data = ActivationStream(model, rows(12), 4, 10**9).attention_data(0)
+    mixer, report = fit_layer(model.mixer(0), data, EXACT)
+    size, whole = mixer.attention_size, mixer.out_proj.weight.detach().clone()
+    assert held_out_error(mixer, data) == pytest.approx(report.refined)
+    for half, error in ((slice(0, size), report.without_window), (slice(size, None), report.without_mixer)):
+        with torch.no_grad():
+            mixer.out_proj.weight.copy_(whole)[:, half] = 0
+        assert held_out_error(mixer, data) == pytest.approx(error) and error > 1.01 * report.refined
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_heads_that_see_everything_are_the_teachers(saved_teacher, state):
+    """A layer all of whose heads do is its attention, also where the mixer stands in no model."""
+    model = teacher_model(saved_teacher("llama-gqa"))
+    heads = everywhere(Hybrid(4, 1, state=state), 4).with_full_heads({1: (0, 1, 2, 3)})
+    model.follow(hybrid_config(model.weights, heads, model.options))
+    stream = ActivationStream(model, rows(6), 2, 10**9)
+    some, all_of_them = (held_out_error(model.mixer(i), stream.attention_data(i)) for i in range(2))
+    assert all_of_them < 1e-4 < 0.01 < some

@@ -1,0 +1,21 @@
+"""A teacher of two layers, where a test needs no more."""
+
+import pytest
+
+from tests.modeling.test_training import tokenizer
+from tests.teachers import make_teacher
+
+
+@pytest.fixture(scope="session")
+def two_layer_teacher(tmp_path_factory):
+    """name -> folder of a teacher of two layers, with a tokenizer."""
+    folders = {}
+
+    def get(name: str):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp("two-layers") / name
+            make_teacher(name, num_hidden_layers=2).save_pretrained(folders[name])
+            tokenizer().save_pretrained(folders[name])
+        return folders[name]
+
+    return get
