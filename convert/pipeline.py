@@ -20,7 +20,7 @@ from .checkpoint.provenance import versions
 from .checkpoint.tokenizer import add_generation_config, add_tokenizer
 from .formats.export import check_holdable
 from .options import ConversionOptions, OutputOptions, differences, make_options, parse_size
-from .placement.decide import decide_placement
+from .placement.decide import decide_placement, options_for_teacher
 from .plan import Plan, TeacherWeights, make_plan
 from .teachers.teacher import find_teacher
 from .weights.writer import Progress, plan_shards, write_and_hash
@@ -50,6 +50,7 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     What only scores decide stands evenly placed; the numbers of layers, heads and bytes are right.
     """
     weights = open_teacher(options, with_weights=False)
+    options = options_for_teacher(options, weights)
     decision = decide_placement(weights, options)
     return checked(make_plan(weights, decision, options), options)
 
@@ -72,6 +73,7 @@ def run(
     output = Path(options.output.folder).expanduser().resolve()
     check_output(output, options.output.overwrite)
     weights = open_teacher(options)
+    options = options_for_teacher(options, weights)
     check_apart(output, weights.teacher.folder)
     push_to = options.output.push_to_hub
     repository = None if push_to is None else prepare_repository(push_to, options.output.private)

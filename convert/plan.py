@@ -162,7 +162,7 @@ def attention_config(teacher: Teacher) -> PreTrainedConfig:
 def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> MixerOptions:
     """The mixer's options; within a cache budget, heads that share a key/value head share a state where they can."""
     mixer = options.mixer
-    if mixer.shared_state is not None or not options.searches_budget or "sliding_attention" in teacher.layer_types:
+    if mixer.shared_state is not None or not options.searches_budget:
         return mixer
     grouped = teacher.num_attention_heads > teacher.num_key_value_heads and not mixer.expand_kv_heads
     return dataclasses.replace(mixer, shared_state=grouped and mixer.kind not in ("mamba1", "none"))

@@ -1,5 +1,7 @@
 """Decide what every layer holds: what the user says, a published preset, or a search."""
 
+import dataclasses
+
 from ..alignment.aligner import Aligner
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
@@ -9,6 +11,27 @@ from .placement import Decision, Hybrid, Layer, Mixer, Placement, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
 from .retrieval import choose_heads
 from .search import BudgetSearch
+
+
+def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
+    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay.
+
+    Raises:
+        ValueError: the options say more about layers or heads than such a budget leaves open.
+    """
+    if not options.searches_budget or "sliding_attention" not in weights.config.layer_types:
+        return options
+    placement = options.placement
+    if (
+        options.names_layers
+        or placement.attention_heads is not None
+        or (options.mixer.kind == "none" and placement.window is None)
+    ):
+        raise ValueError(
+            "This teacher's own layers see a window, so a cache budget chooses only how many of them stay; leave out "
+            "attention_layers and attention_heads, and give mixer none a window."
+        )
+    return dataclasses.replace(options, placement=dataclasses.replace(placement, selection="kl+recall"))
 
 
 def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligner: Aligner | None = None) -> Decision:
@@ -22,7 +45,7 @@ def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligne
         ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
     """
     layers, heads = weights.config.num_hidden_layers, weights.config.num_key_value_heads
-    if options.searches_budget and not _sees_a_window(weights, options):
+    if options.searches_budget:
         return _within_budget(Budget(weights, options), aligner)
     replacement, notes = replaced_layer(options), []
     if options.names_layers:
@@ -69,23 +92,6 @@ def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Lay
         return num_layers_within(weights, options, replacement) / weights.config.num_hidden_layers
     asked = options.placement.attention_layers
     return 0.5 if asked is None else asked
-
-
-def _sees_a_window(weights: TeacherWeights, options: ConversionOptions) -> bool:
-    """Whether the teacher's own layers see a window, so that a budget chooses only how many of them stay."""
-    if "sliding_attention" not in weights.config.layer_types:
-        return False
-    placement = options.placement
-    if (
-        options.names_layers
-        or placement.attention_heads is not None
-        or (options.mixer.kind == "none" and placement.window is None)
-    ):
-        raise ValueError(
-            "This teacher's own layers see a window, so a cache budget chooses only how many of them stay; leave out "
-            "attention_layers and attention_heads, and give mixer none a window."
-        )
-    return True
 
 
 def _within_budget(budget: Budget, aligner: Aligner | None) -> Decision:

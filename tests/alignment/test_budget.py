@@ -22,7 +22,7 @@ from convert.placement.budget import (
     longest_beside_state,
 )
 from convert.placement.cache import cache_bytes
-from convert.placement.decide import decide_placement
+from convert.placement.decide import decide_placement, options_for_teacher
 from convert.placement.head_scores import final_hidden, gated_heads, gated_layers, integrated_costs
 from convert.placement.placement import Decision, Placement
 from convert.placement.search import BudgetSearch
@@ -205,15 +205,20 @@ def test_what_is_said_of_the_mixer_decides_whether_there_is_one(saved_teacher):
         best_candidates(budget(folder, cache="1KB"), made_up_costs(torch.ones(SHAPE)), 16)
 
 
-def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(saved_teacher):
-    """Its heads may not see more than they do."""
+def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(saved_teacher, monkeypatch):
+    """Its heads may not see more than they do; so its layers are chosen as without a budget, on text as short."""
     weights = TeacherWeights.of(find_teacher(str(saved_teacher("mistral-window"))))
-    decision = decide_placement(weights, options_of("m", cache=0.75, d_state=1))
+    asked = options_of("m", cache=0.75, d_state=1, text="sampled", tokens=5120)
+    options = options_for_teacher(asked, weights)
+    decision = decide_placement(weights, options)
     assert decision.search is None and len(decision.placement.attention_layers) == 2
     assert decision.placement.hybrid is None and not decision.placement.full_heads
+    monkeypatch.setattr(alignment, "sample_rows", lambda model, length, count, seed: random_ids(count, length))
+    aligner = Aligner(weights, options)
+    assert aligner.ids.shape == (10, 512) and aligner.prose.shape == (2, 512)
     for said in (dict(attention_layers=[1]), dict(attention_heads=2), dict(mixer="none")):
         with pytest.raises(ValueError, match="own layers see a window"):
-            decide_placement(weights, options_of("m", **said))
+            options_for_teacher(options_of("m", **said), weights)
 
 
 def test_the_search_measures_and_keeps_what_it_found(saved_teacher, tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Stage 3 where it goes wrong."""
 
 import importlib.util
-import json
 import subprocess
 import sys
 
@@ -19,15 +18,15 @@ from convert.options import (
     AlignmentOptions,
     DistillationOptions,
     HiddenStateOptions,
-    OrientationOptions,
+    make_options,
 )
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 
 
-def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_training(two_layer_teacher, tmp_path):
     """In the fourth of eight steps; what was saved before stays, and nothing is saved after."""
-    convert(str(saved_teacher("llama-gqa")), tmp_path / "hybrid", align="none", attention_layers=0.5)
-    student, teacher = load_hybrid(tmp_path / "hybrid"), teacher_model(saved_teacher("llama-gqa")).whole()
+    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "hybrid", align="none", attention_layers=0.5)
+    student, teacher = load_hybrid(tmp_path / "hybrid"), teacher_model(two_layer_teacher("llama-gqa")).whole()
     settings = DistillationOptions(tokens=8 * LENGTH, sequences=1, save_every=2)
     passes = []
 
@@ -46,15 +45,14 @@ def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_share_of_the_sequences_asks_for_a_needle(share, saved_teacher, tmp_path):
+def test_a_share_of_the_sequences_asks_for_a_needle(share, two_layer_teacher, tmp_path):
     """All rows are trained on once, in the student and in the teacher alike; the held-out text stays as it is."""
-    folder = saved_teacher("llama-gqa")
+    folder = two_layer_teacher("llama-gqa")
     convert(str(folder), tmp_path / "hybrid", align="none", attention_layers=0.5)
     train, held_out = rows(8), rows(2, seed=1)
     settings = AlignmentOptions(
         sequence_length=LENGTH,
-        matrix_orientation=OrientationOptions(),
-        hidden_state_alignment=HiddenStateOptions(),
+        hidden_state_alignment=HiddenStateOptions(tokens=0),
         distillation=DistillationOptions(tokens=8 * LENGTH, sequences=1, recall_share=share),
     )
     teacher, seen = teacher_model(folder), {True: [], False: []}
@@ -75,20 +73,18 @@ def test_a_share_of_the_sequences_asks_for_a_needle(share, saved_teacher, tmp_pa
 
 
 def test_a_share_is_between_none_and_all():
-    with pytest.raises(ValueError, match=r"recall_share must lie between 0 and 1, not 1\.5"):
-        DistillationOptions(recall_share=1.5)
+    for name, value in (("recall_share", 1.5), ("window_dropout", -0.1)):
+        with pytest.raises(ValueError, match=rf"distillation\.{name} must be .* 0 .* 1, not {value}"):
+            make_options("m", "o", align="mohawk", alignment={"distillation": {name: value}})
     with pytest.raises(ValueError, match="decay"):
         DistillationOptions(warmup=0.8, decay=0.5)
 
 
-def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, tmp_path, monkeypatch):
-    folder = saved_teacher("llama-gqa")
-    options = {"window": 8, "sinks": 2, "attention_layers": 0.5, "align": "closed-form", "tokens": 512}
-    settings = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}, "selection": {"probe_length": 8}}
-    (tmp_path / "align.yaml").write_text(json.dumps(settings))
+def test_windows_are_dropped_at_first_and_each_branch_is_weighed(two_layer_teacher, tmp_path, monkeypatch):
+    folder = two_layer_teacher("llama-gqa")
     convert(
-        str(folder), tmp_path / "hybrid", selection="uniform", align_config=str(tmp_path / "align.yaml"),
-        text="sampled", **options,
+        str(folder), tmp_path / "hybrid", window=8, sinks=2, attention_layers=0.5, selection="uniform", text="sampled",
+        tokens=512, alignment={"sequence_length": LENGTH, "fit": {"refine_steps": 0}},
     )  # fmt: skip
     student, teacher, chances = load_hybrid(tmp_path / "hybrid"), teacher_model(folder), []
     layers, step = hybrid_mixers(student), DistilledSFTTrainer.training_step
@@ -100,16 +96,16 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
     monkeypatch.setattr(DistilledSFTTrainer, "training_step", watched)
     stage = DistillationOptions(tokens=8 * LENGTH, sequences=2, window_dropout=0.6)
     settings = AlignmentOptions(
-        sequence_length=LENGTH, hidden_state_alignment=HiddenStateOptions(), distillation=stage
+        sequence_length=LENGTH, hidden_state_alignment=HiddenStateOptions(tokens=0), distillation=stage
     )
     stages = Stages(teacher, student, rows(8), rows(2, seed=1), settings, tmp_path / "work")
     report = stages.run()["distillation"]
-    assert len(layers) == 2 and chances == [{0.6}, {0.3}, {0.0}, {0.0}]
+    assert len(layers) == 1 and chances == [{0.6}, {0.3}, {0.0}, {0.0}]
     kl, without_window, without_mixer = (
         report[f"held_out_kl_{n}"] for n in ("after", "without_window", "without_mixer")
     )
     assert without_window > kl and abs(without_mixer - kl) > 1e-6
-    with without(student, "window"):
+    with without(hybrid_mixers(student), "window"):
         assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(without_window)
     assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(kl)
     convert(str(folder), tmp_path / "mixers", align="none", attention_layers=0.5)
@@ -119,15 +115,15 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
 
 CORE_ONLY = """
 import sys
-import convert.cli, convert.mohawk, convert.pipeline, convert.placement.search, convert.alignment.mohawk.stages
+import convert.cli, convert.pipeline, convert.placement.search, convert.alignment.mohawk.existing
 print(sorted({"trl", "datasets", "matplotlib"} & set(sys.modules)))
 """
 
 
-def test_a_core_install_has_all_but_the_trainer(saved_teacher, tmp_path, monkeypatch):
+def test_a_core_install_has_all_but_the_trainer(two_layer_teacher, tmp_path, monkeypatch):
     done = subprocess.run([sys.executable, "-c", CORE_ONLY], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr[-2000:]
-    folder, find = saved_teacher("llama-gqa"), importlib.util.find_spec
+    folder, find = two_layer_teacher("llama-gqa"), importlib.util.find_spec
     convert(str(folder), tmp_path / "hybrid", align="none", attention_layers=0.5)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else find(name, *more))
     settings = AlignmentOptions(sequence_length=LENGTH)

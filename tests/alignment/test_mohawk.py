@@ -15,6 +15,7 @@ from transformers.integrations import integration_utils
 from convert import convert
 from convert.alignment.divergence import mean_kl
 from convert.alignment.mohawk.distillation import distil
+from convert.alignment.mohawk.existing import train_existing
 from convert.alignment.mohawk.layerwise import (
     Activations,
     LayerwiseStage,
@@ -28,12 +29,14 @@ from convert.options import (
     AlignmentOptions,
     DistillationOptions,
     HiddenStateOptions,
+    MohawkOptions,
     OrientationOptions,
+    OutputOptions,
 )
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.alignment.tiny import LENGTH, rows, teacher_model
-from tests.convert.test_bad_input import check_one_line_error, run
-from tests.teachers import TINY
+from tests.convert.test_bad_input import run_as_is
+from tests.teachers import TINY, make_teacher
 
 TOKENS = 20 * 2 * LENGTH
 SETTINGS = AlignmentOptions(
@@ -46,13 +49,11 @@ SETTINGS = AlignmentOptions(
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory):
-    """name -> folder of a mapped hybrid."""
-    from tests.teachers import make_teacher
-
+    """name -> folder of a mapped hybrid of three layers, attention in the middle; NAME-teacher its teacher."""
     folder = tmp_path_factory.mktemp("hybrids")
     for name in ("llama-gqa", "phi"):
-        make_teacher(name).save_pretrained(folder / f"{name}-teacher")
-        convert(str(folder / f"{name}-teacher"), folder / name, align="none")
+        make_teacher(name, num_hidden_layers=3).save_pretrained(folder / f"{name}-teacher")
+        convert(str(folder / f"{name}-teacher"), folder / name, align="none", attention_layers="MAM")
     return folder
 
 
@@ -133,14 +134,14 @@ def test_block_target_is_the_blocks_output(saved_teacher):
 def test_layers_do_not_depend_on_each_other(hybrids, tmp_path):
     """What makes ranks able to share layers: training some of them gives the same bits as training all."""
     results = []
-    for layers in ([0, 1, 2, 3], split_layers([0, 1, 2, 3], 0, 2), split_layers([0, 1, 2, 3], 1, 2)):
+    for layers in ([0, 1, 2], split_layers([0, 1, 2], 0, 2), split_layers([0, 1, 2], 1, 2)):
         teacher = teacher_model(hybrids / "llama-gqa-teacher")
         mixers = {layer: teacher.mixer(layer) for layer in layers}
-        settings = OrientationOptions(tokens=TOKENS)
+        settings = OrientationOptions(tokens=8 * 2 * LENGTH)
         LayerwiseStage(teacher, mixers, orientation_loss(teacher, settings), settings).run(rows(16), rows(4))
         results.append({layer: mixer.state_dict() for layer, mixer in mixers.items()})
     whole, *parts = results
-    assert {layer for part in parts for layer in part} == {0, 1, 2, 3}
+    assert {layer for part in parts for layer in part} == {0, 1, 2}
     for part in parts:
         for layer, state in part.items():
             assert all(torch.equal(state[name], whole[layer][name]) for name in state)
@@ -148,7 +149,7 @@ def test_layers_do_not_depend_on_each_other(hybrids, tmp_path):
 
 @pytest.mark.parametrize("interrupted_at", [5, 9])
 def test_layerwise_stage_resumes_to_the_same_bits(hybrids, tmp_path, interrupted_at):
-    settings = HiddenStateOptions(tokens=TOKENS // 2, save_every=4)
+    settings = HiddenStateOptions(tokens=10 * 2 * LENGTH, save_every=4)
 
     def run(folder, log=lambda record: None):
         teacher = teacher_model(hybrids / "llama-gqa-teacher")
@@ -180,8 +181,6 @@ def test_layerwise_stage_resumes_to_the_same_bits(hybrids, tmp_path, interrupted
 
 
 def test_distillation_resumes_to_the_same_bits(hybrids, tmp_path):
-    from transformers import TrainerCallback
-
     settings = DistillationOptions(tokens=12 * 2 * LENGTH, other_learning_rate=1e-4, save_every=5)
 
     class Stop(TrainerCallback):
@@ -236,7 +235,9 @@ def test_tied_embeddings_stay_tied(tmp_path, saved_teacher):
 
 
 def test_vocabularies_must_agree(hybrids, tmp_path):
-    other = LlambaForCausalLM(LlambaConfig(**TINY | {"vocab_size": 64}, layer_types=["linear_attention"] * 4))
+    other = LlambaForCausalLM(
+        LlambaConfig(**TINY | {"vocab_size": 64, "num_hidden_layers": 3}, layer_types=["linear_attention"] * 3)
+    )
     teacher = teacher_model(hybrids / "llama-gqa-teacher")
     with pytest.raises(ValueError, match="vocab_size 64 and the teacher 128"):
         Stages(teacher, other, rows(4), rows(4), SETTINGS, tmp_path).run()
@@ -254,29 +255,18 @@ def test_loss_that_is_not_finite_stops_the_stage(hybrids):
         LayerwiseStage(teacher, {0: mixer}, hidden_state_loss(teacher, settings), settings).run(rows(4), rows(4))
 
 
-def mohawk(*args):
-    """python -m convert.mohawk in this process."""
-    import convert.mohawk as module
-
-    from tests.convert import test_bad_input
-
-    kept, test_bad_input.app = test_bad_input.app, module.app
-    try:
-        return test_bad_input.run_as_is(*args)
-    finally:
-        test_bad_input.app = kept
-
-
-def config_file(tmp_path, settings=SETTINGS):
-    path = tmp_path / "align.yaml"
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(settings)))))
+def yaml_file(path, settings=SETTINGS):
+    """The stages as a user would write them."""
+    names = ("matrix_orientation", "hidden_state_alignment", "distillation")
+    stages = {name: dataclasses.asdict(getattr(settings, name)) for name in names}
+    path.write_text(yaml.safe_dump({"alignment": {"sequence_length": LENGTH, **stages}}))
     return path
 
 
 def test_command_trains_an_existing_hybrid(hybrids, tmp_path):
-    done = mohawk(
-        hybrids / "llama-gqa", tmp_path / "out", "--teacher", hybrids / "llama-gqa-teacher", "--stage", 2,
-        "--stage", 3, "--tokens", 8 * LENGTH, "--dataset", "sampled", "--align-config", config_file(tmp_path),
+    done = run_as_is(
+        "mohawk", hybrids / "llama-gqa", tmp_path / "out", "--teacher", hybrids / "llama-gqa-teacher", "--stages",
+        "2,3", "--stage-tokens", 8 * LENGTH, "--text", "sampled", "--config", yaml_file(tmp_path / "stages.yaml"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "hidden_state_alignment" in done.stderr and "held_out_kl_after" in done.stderr
@@ -288,72 +278,79 @@ def test_command_trains_an_existing_hybrid(hybrids, tmp_path):
     assert mean_kl(after, teacher, rows(4, 9)) < mean_kl(before, teacher, rows(4, 9))
     assert after.config.conversion["align"] == "mohawk" and not (tmp_path / "out.work").exists()
     assert "Aligned with MOHAWK" in (tmp_path / "out" / "README.md").read_text()
-    assert sorted(os.listdir(tmp_path)) == ["align.yaml", "out"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "stages.yaml"]
 
 
-def test_command_says_what_is_wrong(hybrids, tmp_path, saved_teacher):
-    teacher = ("--teacher", hybrids / "llama-gqa-teacher", "--dataset", "sampled")
-    check_one_line_error(mohawk(tmp_path / "no", tmp_path / "out", *teacher), "no hybrid")
-    check_one_line_error(
-        mohawk(hybrids / "llama-gqa-teacher", tmp_path / "out", *teacher), "llama model, not a hybrid"
-    )
-    check_one_line_error(mohawk(hybrids / "llama-gqa", tmp_path / "out", *teacher, "--stage", 4), "no stage 4")
-    check_one_line_error(mohawk(hybrids / "llama-gqa", hybrids / "llama-gqa", *teacher), "exists and is not empty")
-    convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_layers=1.0, align="none")
-    check_one_line_error(
-        mohawk(tmp_path / "all", tmp_path / "out", *teacher, "--stage", 2, "--tokens", 600), "no mixer to align"
-    )
-    check_one_line_error(
-        mohawk(hybrids / "llama-gqa", tmp_path / "out", *teacher, "--stage", 1), "Stage 1 has no tokens"
-    )
-    check_one_line_error(mohawk(hybrids / "llama-gqa", tmp_path / "out", *teacher, "--device", "tpu9"), "device tpu9")
-    check_one_line_error(
-        mohawk(hybrids / "llama-gqa", hybrids / "llama-gqa-teacher", *teacher, "--overwrite"), "is or contains"
-    )
+def test_what_cannot_be_trained_is_said_and_nothing_is_left(hybrids, tmp_path, saved_teacher):
+    hybrid, teacher = hybrids / "llama-gqa", hybrids / "llama-gqa-teacher"
+    convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_layers="all", align="none")
+
+    def refused(expected, hybrid=hybrid, out=tmp_path / "out", overwrite=False, device="cpu", **options):
+        alignment = dataclasses.replace(SETTINGS, text="sampled", sequence_length=None, device=device)
+        alignment = dataclasses.replace(alignment, matrix_orientation=OrientationOptions())
+        output = OutputOptions(folder=str(out), overwrite=overwrite)
+        given = dict(hybrid=str(hybrid), teacher=str(teacher), alignment=alignment, output=output) | options
+        with pytest.raises(ValueError, match=expected):
+            train_existing(MohawkOptions(**given))
+
+    refused("no hybrid", hybrid=tmp_path / "no")
+    refused("llama model, not a hybrid", hybrid=teacher)
+    refused("no stage 4", stages=[4])
+    refused("exists and is not empty", out=hybrid)
+    refused("no mixer to align", hybrid=tmp_path / "all", teacher=str(saved_teacher("llama-gqa")), stage_tokens=600)
+    refused("Stage 1 has no tokens", stages=1)
+    refused("device tpu9", device="tpu9")
+    refused("is or contains", out=teacher, overwrite=True)
     assert os.listdir(tmp_path) == ["all"]
 
 
-@pytest.mark.parametrize("start", ["mohawk", "mamba-in-llama"])
-def test_starts_of_the_papers(saved_teacher, tmp_path, start):
+@pytest.mark.parametrize("init", ["mohawk", "mamba-in-llama"])
+def test_inits_of_the_papers(two_layer_teacher, tmp_path, init):
     """One command from teacher to trained hybrid, from another method's initial mixer."""
-    settings = dataclasses.replace(SETTINGS, start=start)
-    done = run(
-        saved_teacher("llama-gqa"), tmp_path / "out", "--align", "mohawk", "--mixer", "mamba2",
-        "--text", "sampled", "--tokens", 16 * LENGTH, "--layer-selection", "uniform",
-        "--align-config", config_file(tmp_path, settings),
+    stages = yaml.safe_load(yaml_file(tmp_path / "stages.yaml").read_text())["alignment"]
+    convert(
+        str(two_layer_teacher("llama-gqa")), tmp_path / "out", align="mohawk", mixer="mamba2", text="sampled",
+        tokens=16 * LENGTH, attention_layers=0.5, selection="uniform", alignment=stages | {"init": init},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
-    assert report["start"] == start and "held_out_error" not in report
+    assert report["init"] == init and "held_out_error" not in report and report["tokens"] == 16 * LENGTH
     (trained,) = report["stages"]
     assert trained["matrix_orientation"]["held_out_loss_after"] < trained["matrix_orientation"]["held_out_loss_before"]
     assert trained["distillation"]["held_out_kl_after"] < trained["distillation"]["held_out_kl_before"]
 
 
-def two_ranks(*args):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [*command, "-m", "convert.mohawk", *map(str, args)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+BOTH_RUNS = """
+import json, sys
+from convert.cli import main
+for argv in json.loads(sys.argv[1]):
+    main(argv)
+"""
 
 
 def test_two_ranks_equal_one(hybrids, tmp_path):
     """Stages 1 and 2 share the layers, bit for bit; stage 3 shares the batch, to rounding."""
-    common = ("--teacher", hybrids / "llama-gqa-teacher", "--dataset", "sampled", "--tokens", 8 * LENGTH, "-q")
     halved = dataclasses.replace(SETTINGS.distillation, sequences=1)
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir(), two.mkdir()
-    for stage, exact in (((1, 2), True), ((3,), False)):
-        flags = [word for number in stage for word in ("--stage", number)]
-        first, second = tmp_path / f"first-{stage[0]}", tmp_path / f"second-{stage[0]}"
-        done = mohawk(hybrids / "llama-gqa", first, *common, *flags, "--align-config", config_file(one))
+    one = yaml_file(tmp_path / "one.yaml")
+    two = yaml_file(tmp_path / "two.yaml", dataclasses.replace(SETTINGS, distillation=halved))
+
+    def arguments(stages, ranks, settings):
+        return [str(argument) for argument in (
+            "mohawk", hybrids / "llama-gqa", tmp_path / f"{stages}-{ranks}", "--teacher",
+            hybrids / "llama-gqa-teacher", "--text", "sampled", "--stages", stages, "--stage-tokens", 8 * LENGTH,
+            "-q", "--config", settings,
+        )]  # fmt: skip
+
+    (tmp_path / "both.py").write_text(BOTH_RUNS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": os.getcwd()}
+    runs = json.dumps([arguments(stages, 2, two) for stages in ("1,2", "3")])
+    done = subprocess.run([*command, str(tmp_path / "both.py"), runs], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    start = load_hybrid(hybrids / "llama-gqa").state_dict()
+    for stages, exact in (("1,2", True), ("3", False)):
+        done = run_as_is(*arguments(stages, 1, one))
         assert done.returncode == 0, done.stderr
-        settings = config_file(two, dataclasses.replace(SETTINGS, distillation=halved))
-        two_ranks(hybrids / "llama-gqa", second, *common, *flags, "--align-config", settings)
-        alone, shared = load_hybrid(first).state_dict(), load_hybrid(second).state_dict()
-        start = load_hybrid(hybrids / "llama-gqa").state_dict()
+        alone, shared = (load_hybrid(tmp_path / f"{stages}-{ranks}").state_dict() for ranks in (1, 2))
         assert any(not torch.equal(alone[name], start[name]) for name in alone)
         for name in alone:
             if exact:

@@ -1,4 +1,4 @@
-"""Examination, scores and the choice of layers."""
+"""Probes, scores and the choice of layers."""
 
 import json
 
@@ -6,18 +6,22 @@ import pytest
 import torch
 import yaml
 
+import convert.alignment.fit as fitting
+import convert.weights.writer as writer
+from convert import convert, plan_conversion
 from convert.alignment import aligner as alignment
-from convert.alignment.fit import FitCache, LayerScore, select_layers
+from convert.alignment.fit import FitCache
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
 from convert.alignment.teacher_model import replaced
-from convert.options import SelectionSettings
-from convert.placement.layer_scores import Examination, Marks
+from convert.options import make_options
+from convert.placement.layer_scores import LayerEvaluator, LayerScore, Scores, select_layers
 from tests.alignment.tiny import LENGTH, rows, teacher_model
-from tests.convert.test_bad_input import check_one_line_error, run
+from tests.convert.test_bad_input import check_one_line_error, run_as_is
 from tests.teachers import make_teacher
 
 VOCABULARY = range(20, 100)
-HALF = ("--attention-layers", "0.5")
+ALIGNMENT = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}}
+ALIGNED = {"text": "sampled", "tokens": 16 * LENGTH, "alignment": ALIGNMENT}
 
 
 def test_probes_ask_for_what_was_said():
@@ -61,47 +65,47 @@ def test_needles_are_hidden_in_a_share_of_the_rows():
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi"])
-def test_marks_are_those_of_the_whole_model(saved_teacher, name):
+def test_scores_are_those_of_the_whole_model(saved_teacher, name):
     """A layer scored from the remembered block inputs equals the model run from its start."""
     model = teacher_model(saved_teacher(name))
     prose = rows(2)
-    examination = Examination(model, prose, probe_length=12)
-    nothing = examination.base({})
-    assert nothing.kl < 1e-6 and nothing == examination.teacher_marks
-    examination.base({1: model.mixer(1)})
-    marks = examination.with_layer(2, model.mixer(2))
+    evaluator = LayerEvaluator(model, prose, probe_length=12)
+    nothing = evaluator.base({})
+    assert nothing.kl < 1e-6 and nothing == evaluator.teacher_scores
+    evaluator.base({1: model.mixer(1)})
+    scores = evaluator.with_layer(2, model.mixer(2))
     with replaced(model.whole(), {1: model.mixer(1), 2: model.mixer(2)}) as student, torch.no_grad():
         logits = student(prose, use_cache=False).logits.log_softmax(-1)
-        probe = examination.probes["copy"]
+        probe = evaluator.probes["copy"]
         answered = student(probe.ids, use_cache=False).logits[:, :-1][probe.answers[:, 1:]]
     teacher = make_teacher(name)(prose).logits.log_softmax(-1)
     expected = (teacher.exp() * (teacher - logits)).sum(-1).mean().item()
-    assert marks.kl == pytest.approx(expected, rel=1e-3) and marks.kl > 0.01
+    assert scores.kl == pytest.approx(expected, rel=1e-3) and scores.kl > 0.01
     truth = probe.ids[probe.answers]
-    assert marks.loss["copy"] == pytest.approx(torch.nn.functional.cross_entropy(answered, truth).item(), rel=1e-4)
-    assert marks.accuracy["copy"] == (answered.argmax(-1) == truth).float().mean().item()
+    assert scores.loss["copy"] == pytest.approx(torch.nn.functional.cross_entropy(answered, truth).item(), rel=1e-4)
+    assert scores.accuracy["copy"] == (answered.argmax(-1) == truth).float().mean().item()
     assert all(block.layer_type != "linear_attention" for block in model.model.model.layers)
 
 
-class Graded(Examination):
-    """Marks from a table: what a layer costs, and that 0 and 1 together cost much more than apart."""
+class Graded(LayerEvaluator):
+    """Scores from a table: what a layer costs, and that 0 and 1 together cost much more than apart."""
 
     def __init__(self, kl, recall):
         self.kl, self.recall = kl, recall
-        self.sat, self._mixers = 0, {}
+        self.asked, self._mixers = 0, {}
         self.probes = {"copy": copy_probe(VOCABULARY, 1, 8, seed=0)}
-        self.teacher_marks, self.counted = Marks(0.0, {"copy": 0.0}, {"copy": 1.0}), ["copy"]
+        self.teacher_scores, self.counted = Scores(0.0, {"copy": 0.0}, {"copy": 1.0}), ["copy"]
 
     def _of(self, layers):
         kl = sum(self.kl[layer] for layer in layers) + (1.0 if {0, 1} <= set(layers) else 0.0)
-        return Marks(kl, {"copy": sum(self.recall[layer] for layer in layers)}, {"copy": 1.0})
+        return Scores(kl, {"copy": sum(self.recall[layer] for layer in layers)}, {"copy": 1.0})
 
     def base(self, mixers):
         self._mixers = mixers
         return self._of(mixers)
 
     def with_layer(self, layer, mixer):
-        self.sat += 1
+        self.asked += 1
         return self._of([*self._mixers, layer])
 
 
@@ -120,8 +124,8 @@ KL, RECALL = [0.01, 0.02, 0.03, 0.9], [0.0, 0.0, 5.0, 0.0]
     ],
 )
 def test_cheapest_layers_are_replaced(weight, rounds, count, expected):
-    mixers, settings = dict.fromkeys(range(4)), SelectionSettings(rounds=rounds)
-    chosen, scores = select_layers(mixers, Graded(KL, RECALL), count, weight, settings, FitCache(None, {}))
+    mixers, cache = dict.fromkeys(range(4)), FitCache(None, {})
+    chosen, scores = select_layers(mixers, Graded(KL, RECALL), count, weight, rounds, cache)
     assert chosen == expected
     assert [round(scores[i].kl, 6) for i in range(4)] == KL and [scores[i].recall for i in range(4)] == RECALL
 
@@ -131,191 +135,136 @@ def test_recall_better_than_the_teachers_is_no_merit():
 
 
 def test_scores_are_kept_and_resumed(tmp_path):
-    mixers, settings = dict.fromkeys(range(4)), SelectionSettings(rounds=2)
-    first = Graded(KL, RECALL)
-    chosen, _ = select_layers(mixers, first, 3, 0.0, settings, FitCache(tmp_path, {}))
+    mixers, first, again = dict.fromkeys(range(4)), Graded(KL, RECALL), Graded(KL, RECALL)
+    chosen, _ = select_layers(mixers, first, 3, 0.0, 2, FitCache(tmp_path, {}))
     path = next(tmp_path.rglob("scores.json"))
     known = json.loads(path.read_text())
-    assert len(known) == first.sat
+    assert len(known) == first.asked
     path.write_text(json.dumps(dict(list(known.items())[:3])))
-    again = Graded(KL, RECALL)
-    assert select_layers(mixers, again, 3, 0.0, settings, FitCache(tmp_path, {}))[0] == chosen
-    assert again.sat == first.sat - 3
-
-
-@pytest.fixture
-def align_file(tmp_path):
-    path = tmp_path / "align.yaml"
-    settings = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}, "selection": {"probe_length": 12}}
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-def aligned(folder, out, align_file, *flags):
-    return run(
-        folder, out, "--align", "closed-form", "--align-config", align_file, "--text", "sampled",
-        "--tokens", 16 * LENGTH, *flags,
-    )  # fmt: skip
+    assert select_layers(mixers, again, 3, 0.0, 2, FitCache(tmp_path, {}))[0] == chosen
+    assert again.asked == first.asked - 3
 
 
 @pytest.mark.parametrize("method", ["kl", "kl+recall"])
-def test_layers_are_chosen_by_score(saved_teacher, tmp_path, align_file, method):
-    done = aligned(saved_teacher("qwen3"), tmp_path / "out", align_file, "--layer-selection", method)
-    assert done.returncode == 0, done.stderr
+def test_layers_are_chosen_by_score(saved_teacher, tmp_path, method):
+    plan = convert(str(saved_teacher("qwen3")), tmp_path / "out", selection=method, **ALIGNED)
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     scores = {int(layer): score["kl"] for layer, score in report["layer_scores"].items()}
     cheapest = sorted(sorted(scores, key=scores.get)[:2])
     layer_types = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
     assert [i for i, kind in enumerate(layer_types) if kind == "linear_attention"] == cheapest
+    assert list(plan.placement.replaced_layers) == cheapest
     # a random teacher recalls nothing, so no probe counts
     assert report["probes_counted"] == [] and report["held_out_error"].keys() == {str(i) for i in cheapest}
 
 
-def test_nothing_is_scored_where_nothing_is_to_choose(saved_teacher, tmp_path, align_file):
-    done = aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--attention-layers", 0)
-    assert done.returncode == 0, done.stderr
+def test_nothing_is_scored_where_nothing_is_to_choose(two_layer_teacher, tmp_path):
+    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", attention_layers=0.0, **ALIGNED)
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
-    assert "layer_scores" not in report and len(report["held_out_error"]) == 4
+    assert "layer_scores" not in report and len(report["held_out_error"]) == 2
 
 
-def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
+def test_budget_in_bytes(saved_teacher, tmp_path):
     """As many attention layers as fit: at 1,000 tokens a layer keeps 128 kB, a mixer 1.6 kB."""
-    from convert import plan_conversion
-
-    for budget, context, attention in (("300KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("300KB", 100, 4)):
-        plan = plan_conversion(
-            make_config(
-                model=str(saved_teacher("llama-gqa")), output="o", align="none", cache_bytes=budget, context=context
-            )
-        )
-        assert plan.config.layer_types.count("full_attention") == attention, (budget, context)
-    done = aligned(
-        saved_teacher("llama-gqa"), tmp_path / "out", align_file, "--cache", "300KB", "--context", 1000,
-        "--layer-selection", "kl+recall",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    folder = str(saved_teacher("llama-gqa"))
+    for cache, context, attention in (("300KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("300KB", 100, 4)):
+        plan = plan_conversion(make_options(folder, "o", align="none", cache=cache, context=context))
+        assert plan.config.layer_types.count("full_attention") == attention, (cache, context)
+    convert(folder, tmp_path / "out", cache="300KB", context=1000, selection="kl+recall", **ALIGNED)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"].count("full_attention") == 2
-    check_one_line_error(
-        run(saved_teacher("llama-gqa"), tmp_path / "no", "--cache", "1KB"),
-        "too little",
-        "states alone take",
-    )
+    with pytest.raises(ValueError, match="too little.* states alone take"):
+        plan_conversion(make_options(folder, "o", align="none", cache="1KB"))
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_the_fit_that_scored_a_layer_is_not_done_again(saved_teacher, tmp_path, align_file, monkeypatch, steps):
+def test_the_fit_that_scored_a_layer_is_not_done_again(two_layer_teacher, tmp_path, monkeypatch, steps):
     """And is refined to the same bits as one that begins anew."""
-    import convert.alignment.fit as align
-
-    align_file.write_text(align_file.read_text().replace("refine_steps: 0", f"refine_steps: {steps}"))
-    begun, fit_layer, fit_mixers = [], align.fit_layer, align.fit_mixers
+    begun, fit_layer, fit_mixers = [], fitting.fit_layer, fitting.fit_mixers
+    options = ALIGNED | {"attention_layers": 0.5, "alignment": ALIGNMENT | {"fit": {"refine_steps": steps}}}
 
     def count(mixer, data, settings, seed, before):
         begun.append((before is None, settings.refine_steps))
         return fit_layer(mixer, data, settings, seed, before)
 
-    monkeypatch.setattr(align, "fit_layer", count)
-    assert aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, *HALF).returncode == 0
-    assert begun == [(True, 0)] * 4 + ([(False, 3)] * 2 if steps else [])
+    monkeypatch.setattr(fitting, "fit_layer", count)
+    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
+    assert begun == [(True, 0)] * 2 + ([(False, 3)] if steps else [])
 
     def forget(*args, solved, **options):
         return fit_mixers(*args, **options)
 
     monkeypatch.setattr(alignment, "fit_mixers", forget)
     begun.clear()
-    assert aligned(saved_teacher("llama-gqa"), tmp_path / "anew", align_file, *HALF).returncode == 0
-    assert begun == [(True, 0)] * 4 + ([(True, steps)] * 2 if steps else [])  # else the same fit is on disk
+    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "anew", **options)
+    assert begun == [(True, 0)] * 2 + ([(True, steps)] if steps else [])  # else the same fit is on disk
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "anew" / name).read_bytes()
 
 
 @pytest.mark.parametrize("said", [True, False])
-def test_work_dir_resumes(said, saved_teacher, tmp_path, align_file, monkeypatch):
+def test_work_dir_resumes(said, two_layer_teacher, tmp_path, monkeypatch):
     """Interrupted while writing, the second run fits and scores nothing again; what it keeps afterwards is small."""
-    import convert.alignment.fit as align
-    import convert.weights.writer as writer
-
-    work, folder = tmp_path / ("work" if said else "out.work"), saved_teacher("llama-gqa")
-    flags = (*HALF, "--work-dir", work) if said else HALF
-    whole = aligned(folder, tmp_path / "whole", align_file, *HALF)
-    assert whole.returncode == 0
+    work, folder = tmp_path / ("work" if said else "out.work"), str(two_layer_teacher("llama-gqa"))
+    options = ALIGNED | {"attention_layers": 0.5}
+    convert(folder, tmp_path / "whole", **options)
+    options |= {"work_dir": str(work)} if said else {}
 
     def fail(*args):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_shards", fail)
-        check_one_line_error(aligned(folder, tmp_path / "out", align_file, *flags), "disk is full")
+        with pytest.raises(OSError, match="No space left"):
+            convert(folder, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists() and list(work.rglob("layer-*.safetensors"))
-    monkeypatch.setattr(align, "fit_layer", fail)
-    monkeypatch.setattr(Examination, "with_layer", fail)
-    done = aligned(folder, tmp_path / "out", align_file, *flags)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(fitting, "fit_layer", fail)
+    monkeypatch.setattr(LayerEvaluator, "with_layer", fail)
+    convert(folder, tmp_path / "out", **options)
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not list(work.rglob("layer-*")) and bool(list(work.rglob("scores.json"))) == said == work.exists()
 
 
 @pytest.mark.parametrize(
-    "flags, expected",
+    "said, expected",
     [
-        (("--layer-selection", "kl", "--align", "none"), "needs an alignment"),
-        (("--layer-selection", "kl", "--low-memory"), "whole teacher in memory"),
-        (("--layer-selection", "kl", "--attention-layers", "1"), "chooses the layers"),
-        (("--layer-selection", "best"), "selection must be one of uniform, kl, kl+recall"),
-        (("--cache", "1MB", "--attention-layers", "0.5"), "contradict"),
-        (("--low-memory", "--layer-selection", "uniform"), "needs all of it in memory"),
-        (("--device", "tpu9"), "device tpu9 cannot be used here"),
+        (dict(selection="kl", align="none"), "needs an alignment"),
+        (dict(selection="kl", low_memory=True), "whole teacher in memory"),
+        (dict(selection="kl", attention_layers=[1]), "attention_layers names them"),
+        (dict(selection="best"), "selection must be uniform or kl or kl.recall"),
+        (dict(cache="1MB", attention_layers=0.5), "give one"),
+        (dict(low_memory=True, selection="uniform"), "needs all of it in memory"),
+        (dict(device="tpu9"), "device tpu9 cannot be used here"),
+        (dict(align="closed-form", alignment=ALIGNMENT | {"init": "mohawk"}), "say --align mohawk"),
+        (dict(align="mohawk", alignment={"init": "mohawk"}, window=8), "knows no window"),
+        (dict(align="mohawk", mixer="mamba1", alignment={"matrix_orientation": {"tokens": 9}}), "leave stage 1"),
+        (dict(align="mohawk", low_memory=True), "needs the whole teacher"),
     ],
 )
-def test_contradictions(saved_teacher, tmp_path, align_file, flags, expected):
-    if "none" in flags:
-        done = run(saved_teacher("llama-gqa"), tmp_path / "out", *flags)
-    else:
-        done = aligned(saved_teacher("llama-gqa"), tmp_path / "out", align_file, *flags)
-    check_one_line_error(done, expected)
+def test_contradictions(two_layer_teacher, tmp_path, said, expected):
+    with pytest.raises(ValueError, match=expected):
+        convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **ALIGNED | said)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_alignment_cannot_do_is_said_before_any_work(saved_teacher, tmp_path):
-    align = tmp_path / "align.yaml"
-    for text, name, flags, expected in (
-        ("start: mohawk", "llama-gqa", ("--align", "closed-form"), "say --align mohawk"),
-        ("matrix_orientation: {tokens: 9}", "llama-gqa", ("--align", "mohawk", "--mixer", "mamba1"), "leave stage 1"),
-        ("sequence_length: 32", "llama-gqa", ("--align", "mohawk", "--low-memory"), "needs the whole teacher"),
-        ("sequence_length: 32", "phi", ("--align", "closed-form", "--no-out-bias"), "map only (--align none)"),
-    ):
-        align.write_text(text)
-        done = run(saved_teacher(name), tmp_path / "out", *flags, "--align-config", align,
-                   "--text", "sampled")  # fmt: skip
-        check_one_line_error(done, expected)
+def test_a_bias_that_a_mixer_cannot_hold_is_said_before_any_work(two_layer_teacher, tmp_path):
+    """On the command line, in one line."""
+    (tmp_path / "options.yaml").write_text(yaml.safe_dump({"alignment": ALIGNMENT, "mixer": {"out_bias": False}}))
+    done = run_as_is(
+        two_layer_teacher("phi"), tmp_path / "out", "--config", tmp_path / "options.yaml", "--text", "sampled"
+    )
+    check_one_line_error(done, "map only (--align none)")
     assert not (tmp_path / "out").exists()
 
 
-def test_published_text_name_is_not_a_local_path(saved_teacher, tmp_path):
-    from tests.modeling.test_training import tokenizer
-
-    folder = tmp_path / "teacher"
-    make_teacher("llama-gqa").save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+def test_published_text_name_is_not_a_local_path(two_layer_teacher, tmp_path):
     (tmp_path / "secret").mkdir()
     text = tmp_path / "secret" / "my.jsonl"
     text.write_text(
         "\n".join(json.dumps({"text": " ".join(f"w{40 + (i * j) % 50}" for i in range(99))}) for j in range(9))
     )
-    align = tmp_path / "align.yaml"
-    align.write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 0}}")
-    done = run(
-        folder, tmp_path / "out", "--align", "closed-form", "--align-config", align, "--text", text,
-        "--tokens", 320, "--layer-selection", "uniform",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    options = ALIGNED | {"text": str(text), "selection": "uniform", "alignment": ALIGNMENT | {"held_out_sequences": 2}}
+    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
     for name in ("config.json", "README.md", "alignment.json"):
         content = (tmp_path / "out" / name).read_text()
         assert "secret" not in content and ("my.jsonl" in content or name == "README.md"), name
-
-
-def test_options_without_effect_warn(saved_teacher, tmp_path):
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--tokens", 5, "--low-memory")
-    assert done.returncode == 0
-    assert "tokens has no effect" in done.stderr and "low_memory has no effect" in done.stderr

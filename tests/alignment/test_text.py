@@ -1,29 +1,22 @@
 """Where calibration text comes from, and what is wrong with it."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
 
-from convert.alignment.aligner import calibration_rows
+from convert import convert
+from convert.alignment.aligner import Aligner, calibration_rows
 from convert.alignment.text import DEFAULT_TEXT, documents, sample_rows, token_rows
-from convert.options import AlignmentOptions, make_options, read_alignment_file
+from convert.options import PlacementOptions, make_options
+from convert.plan import TeacherWeights
 from convert.teachers.teacher import find_teacher
 from tests.alignment.tiny import teacher_model
-from tests.convert.test_bad_input import check_one_line_error, nothing_left, run
+from tests.convert.test_bad_input import check_one_line_error, nothing_left, run_as_is
 from tests.modeling.test_training import tokenizer
 from tests.teachers import make_teacher, random_ids
 
 TEXTS = ["w5 w6 w7", "w8 w9", "w40 w41 w42 w43"]
-
-
-@pytest.fixture
-def teacher(tmp_path):
-    """A teacher with a tokenizer."""
-    make_teacher("llama-gqa").save_pretrained(tmp_path / "teacher")
-    tokenizer().save_pretrained(tmp_path / "teacher")
-    return tmp_path / "teacher"
 
 
 def written(folder, kind):
@@ -61,7 +54,7 @@ def test_default_text_ships_and_is_enough_for_the_default(smollm2_gguf):
     texts = list(documents("default"))
     assert len(texts) > 100 and all(isinstance(text, str) and text for text in texts)
     # a token of English is four to five characters
-    assert sum(map(len, texts)) > 6 * make_options(model="m", output="o").tokens
+    assert sum(map(len, texts)) > 6 * make_options("m", "o").alignment.tokens
     import tomllib
 
     project = tomllib.loads((DEFAULT_TEXT.parents[2] / "pyproject.toml").read_text())
@@ -91,88 +84,82 @@ def test_sampled_text_is_the_models_own(saved_teacher):
         (None, "", "cannot be read as text"),
     ],
 )
-def test_bad_text(teacher, tmp_path, name, content, expected):
+def test_bad_text(two_layer_teacher, tmp_path, name, content, expected):
     path = tmp_path / (name or "nowhere.jsonl")
     if name:
         path.write_text(content)
-    align = tmp_path / "align.yaml"
-    align.write_text("held_out_sequences: 1\n")
-    done = run(
-        teacher, tmp_path / "out", "--align", "closed-form", "--layer-selection", "uniform", "--align-config", align,
-        "--text", path, "--tokens", 1024,
-    )  # fmt: skip
-    check_one_line_error(done, expected)
-    nothing_left(tmp_path, *filter(None, ["teacher", "align.yaml", name]))
+    options = dict(text=str(path), tokens=1024, selection="uniform", held_out_sequences=1)
+    with pytest.raises(ValueError, match=expected):
+        convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
+    nothing_left(tmp_path, *filter(None, [name]))
 
 
-def test_too_few_tokens_to_hold_any_out(teacher, tmp_path):
-    done = run(teacher, tmp_path / "out", "--align", "closed-form", "--tokens", 512)
-    check_one_line_error(done, "leaves nothing to fit on", "at least 5120")
+def test_too_few_tokens_to_hold_any_out(two_layer_teacher):
+    options = make_options(str(two_layer_teacher("llama-gqa")), "o", tokens=512)
+    aligner = Aligner(TeacherWeights.of(find_teacher(options.model)), options)
+    with pytest.raises(ValueError, match="512 tokens leave nothing to fit on.* at least 5120"):
+        aligner.ids  # noqa: B018
 
 
 def test_teacher_without_a_tokenizer(saved_teacher, tmp_path):
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--align", "closed-form")
+    done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out")
     check_one_line_error(done, "no tokenizer", "--text sampled", "--align none")
+    nothing_left(tmp_path)
 
 
 def test_tokenizer_of_another_model(tmp_path):
-    from transformers import LlamaForCausalLM
-
-    from tests.teachers import TEACHERS
-
-    config = TEACHERS["llama-gqa"][1]
-    LlamaForCausalLM(type(config)(**config.to_dict() | {"vocab_size": 8})).save_pretrained(tmp_path / "teacher")
+    make_teacher("llama-gqa", vocab_size=8, num_hidden_layers=2).save_pretrained(tmp_path / "teacher")
     tokenizer().save_pretrained(tmp_path / "teacher")
-    text = written(tmp_path, "jsonl")
-    options = make_options(model=str(tmp_path / "teacher"), output="o", text=str(text))
+    (tmp_path / "text.txt").write_text("w43 " * 80)
+    options = make_options(str(tmp_path / "teacher"), "o", text=str(tmp_path / "text.txt"), sequence_length=16)
     model = teacher_model(tmp_path / "teacher")
     with pytest.raises(ValueError, match="token 43, the model's vocabulary only 8"):
-        calibration_rows(find_teacher(str(tmp_path / "teacher")), model, options, 4, 3)
+        calibration_rows(model.weights.teacher, model, options, 4, 1)
 
 
 def test_weights_with_nan_are_named(tmp_path):
-    model = make_teacher("llama-gqa")
+    model = make_teacher("llama-gqa", num_hidden_layers=2)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[3, 4] = float("nan")
     model.save_pretrained(tmp_path / "teacher")
-    done = run(tmp_path / "teacher", tmp_path / "out", "--align", "closed-form", "--text", "sampled")
-    check_one_line_error(done, "model.layers.1.self_attn.k_proj.weight", "NaN")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight.* NaN"):
+        convert(str(tmp_path / "teacher"), tmp_path / "out", text="sampled")
     nothing_left(tmp_path, "teacher")
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("sequence_lenght: 5", "Unknown key 'sequence_lenght'"),
-        ("fit: {steps: 5}", "Unknown key 'steps' in .*: fit; known keys: decays"),
-        ("fit: {refine_steps: many}", "fit: refine_steps must be int, not 'many'"),
-        ("fit: 5", "must hold `key: value`"),
-        ("fit: {refine_sequences: 0}", "must be positive"),
-        ("selection: {rounds: 0}", "rounds must be at least 1"),
-        ("distillation: {warmup: 0.9}", "together at most 1"),
-        ("start: random", "start must be one of teacher, mohawk, mamba-in-llama"),
-        ("distillation: {bf16: 1}", "bf16 must be bool"),
-        ("sequence_length: 4", "at least 16"),
+        ("alignment: {sequence_lenght: 5}", "Unknown option 'alignment.sequence_lenght'.*alignment.sequence_length"),
+        ("alignment: {fit: {steps: 5}}", "Unknown option 'alignment.fit.steps'"),
+        ("alignment: {fit: {refine_steps: many}}", "alignment.fit.refine_steps must be a .*number of at least 0"),
+        ("alignment: {fit: 5}", "alignment.fit is a section"),
+        ("alignment: {fit: {decays: []}}", "decays is empty"),
+        ("alignment: {held_out_sequences: 0}", "alignment.held_out_sequences must be a .*number above 0, not 0"),
+        ("placement: {search: {rounds: 0}}", "placement.search.rounds must be a .*number above 0, not 0"),
+        ("alignment: {distillation: {warmup: 0.9}}", "sum to more than 1"),
+        ("alignment: {init: random}", "init must be teacher or mohawk or mamba-in-llama, not random"),
+        ("alignment: {distillation: {bf16: 1}}", "bf16 must be true or false, not 1"),
+        ("alignment: {sequence_length: 4}", "of at least 16, not 4"),
         ("a: [", "not valid YAML"),
     ],
 )
-def test_alignment_file_with_a_mistake(tmp_path, text, expected):
-    path = tmp_path / "align.yaml"
-    path.write_text(text)
+def test_options_file_with_a_mistake(tmp_path, text, expected):
+    (tmp_path / "options.yaml").write_text(text)
     with pytest.raises(ValueError, match=expected):
-        read_alignment_file(path)
+        make_options("m", "o", config=tmp_path / "options.yaml")
 
 
-def test_alignment_file_is_read(tmp_path):
-    path = tmp_path / "align.yaml"
-    path.write_text("fit:\n  decays: [0.5, 0.9]\n  refine_learning_rate: 1e-3\ndistillation: {tokens: 7}\n")
-    settings = read_alignment_file(path)
-    assert settings.fit.decays == (0.5, 0.9) and settings.fit.refine_learning_rate == 1e-3
-    assert settings.distillation.tokens == 7 and settings.selection == AlignmentOptions().selection
-    assert read_alignment_file(None) == AlignmentOptions()
-    assert read_alignment_file(path, 64) == dataclasses.replace(settings, sequence_length=64)
-    path.write_text("sequence_length: 32\n")
-    assert read_alignment_file(path, 64).sequence_length == 32, "what the file says counts"
-    assert read_alignment_file(None, 64).sequence_length == 64
-    with pytest.raises(ValueError, match="does not exist"):
-        read_alignment_file(tmp_path / "nowhere.yaml")
+def test_options_file_is_read(tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text(
+        "alignment:\n  fit:\n    decays: [0.5, 0.9]\n    refine_learning_rate: 1e-3\n  distillation: {tokens: 7}\n"
+    )
+    options = make_options("m", "o", config=path)
+    assert options.alignment.fit.decays == (0.5, 0.9) and options.alignment.fit.refine_learning_rate == 1e-3
+    assert options.alignment.distillation.tokens == 7 and options.placement == PlacementOptions()
+    assert options.sequence_length == 1024 and make_options("m", "o", attention_layers=0.5).sequence_length == 512
+    path.write_text("alignment: {sequence_length: 32}\n")
+    assert make_options("m", "o", config=path).sequence_length == 32, "what the file says counts"
+    with pytest.raises(ValueError, match="nowhere.yaml"):
+        make_options("m", "o", config=tmp_path / "nowhere.yaml")

@@ -16,7 +16,7 @@ LENGTH = 32
 
 def teacher_model(folder, **options) -> TeacherModel:
     """The teacher in `folder`, which makes mixers for every layer."""
-    settings = make_options(str(folder), "unused", **options)
+    settings = make_options(str(folder), "unused", **{"attention_layers": "none"} | options)
     weights = TeacherWeights.of(find_teacher(str(folder)))
     model = TeacherModel(weights, settings)
     model.follow(hybrid_config(weights, everywhere(replaced_layer(settings), model.num_layers), settings))
