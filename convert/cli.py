@@ -336,7 +336,7 @@ def _message(error: Exception) -> str:
 
 def _fail(message: str, code: int) -> None:
     console.print(f"[red]error:[/] {escape(message)}")
-    raise typer.Exit(code)
+    raise SystemExit(code)
 
 
 def set_verbosity(verbose: bool, quiet: bool) -> None:

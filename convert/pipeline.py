@@ -29,7 +29,7 @@ import modeling_phimamba
 from .alignment.aligner import Alignment, ClosedFormAligner, selection_of
 from .alignment.fit import Progress
 from .alignment.settings import BUDGET_LENGTH, read_alignment_file
-from .checkpoint.card import make_card
+from .checkpoint.card import write_card
 from .checkpoint.folder import check_apart, check_output, staged
 from .config import LAYER_CHOICES, ConversionConfig, make_config, parse_size
 from .formats.native import check_holdable
@@ -173,7 +173,7 @@ def run(
         add_generation_config(teacher, folder)
         record_provenance(plan, options, alignment, hashes.result())
         add_code(plan.config, folder, plan.dtype)
-        make_card(plan, options.push_to_hub or output.name).save(folder / "README.md")
+        write_card(plan, options.push_to_hub or output.name, folder)
         if alignment is not None:
             (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
         if options.align == "mohawk" and aligner is not None:

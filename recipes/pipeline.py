@@ -29,7 +29,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from convert.alignment.divergence import kl_of_hidden
 from convert.checkpoint.load import load_tokenizer
 from convert.config import make_config
 from convert.pipeline import run
@@ -38,8 +37,8 @@ from tests.doubles.hub import TOKEN, HubServer
 
 from . import dpo, sft, validation_text
 from . import seqkd as generate_seqkd_data
-from .demo import perplexity
-from .evaluation.fidelity import text_rows
+from .evaluation.metrics import figures, per_token, reader
+from .evaluation.texts import TextSource
 from .training import chat_data
 
 PROMPTS = 224
@@ -65,7 +64,7 @@ class Judge:
         self.teacher = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         ).eval()
-        self.text = text_rows(folder / "text" / "owt_5.jsonl", self.tokenizer, 512, 4)
+        self.text = TextSource(str(folder / "text" / "owt_5.jsonl")).rows(self.tokenizer, 512, 4)
         answers = load_dataset(str(folder / "seqkd"))["test"]
         self.answers = [self._ids(row["prompt"], row["completion"]) for row in answers]
         pairs = load_dataset(str(folder / "pairs"))["test"]
@@ -83,8 +82,9 @@ class Judge:
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
         """KL and perplexity on text; KL on answers; reward accuracy and margin (nats, beta left out) on pairs."""
-        kl, nats = zip(*(self._on_text(model, row[None]) for row in self.text), strict=True)
-        chat = torch.cat([self._kl(model, ids)[start - 1 : -1] for ids, start in self.answers])
+        ours, teacher = reader(model), reader(self.teacher)
+        on_text = figures(per_token(ours, teacher, self.text, 1))
+        chat = torch.cat([per_token(ours, teacher, ids, 1).kl[0, start - 1 : -1] for ids, start in self.answers])
         margins = torch.tensor(
             [
                 (self._log_prob(model, *pair[0]) - known[0]) - (self._log_prob(model, *pair[1]) - known[1])
@@ -92,19 +92,12 @@ class Judge:
             ]
         )
         return {
-            "kl": torch.cat(kl).mean().item(),
-            "perplexity": torch.tensor(nats).log().mean().exp().item(),
+            "kl": on_text["kl"],
+            "perplexity": on_text["perplexity"],
             "kl_on_answers": chat.mean().item(),
             "reward_accuracy": (margins > 0).float().mean().item(),
             "margin": margins.mean().item(),
         }
-
-    def _on_text(self, model: nn.Module, row: torch.Tensor) -> tuple[torch.Tensor, float]:
-        return self._kl(model, row), perplexity(model(row).logits[0], row[0])
-
-    def _kl(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        of_teacher, of_model = (m.model(ids, use_cache=False).last_hidden_state[0] for m in (self.teacher, model))
-        return kl_of_hidden(of_teacher, of_model, model.lm_head, self.teacher.lm_head)
 
     @torch.no_grad()
     def _log_prob(self, model: nn.Module, ids: torch.Tensor, start: int) -> float:

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from convert.checkpoint.card import NOTES
+from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
 from convert.checkpoint.folder import staged
+from convert.checkpoint.pictures import CACHE, LAYERS
 from convert.pipeline import add_code
 
 RECORD = "training.json"
@@ -102,8 +103,9 @@ def write_checkpoint(
         model.generation_config.save_pretrained(folder)
         stages = [*read_record(source), record.__dict__]
         (folder / RECORD).write_text(json.dumps(stages, indent=2, default=str) + "\n")
-        if (source / "alignment.json").is_file():
-            (folder / "alignment.json").write_bytes((source / "alignment.json").read_bytes())
+        for name in ("alignment.json", LAYERS, CACHE):
+            if (source / name).is_file():
+                (folder / name).write_bytes((source / name).read_bytes())
         loss_curves(stages).savefig(folder / "training.png", dpi=120)
         card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(output.name)
         with_training(card, stages, output.name).save(folder / "README.md")
@@ -127,7 +129,7 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
     """The card with its section on training made anew, and the last stage's figures as evaluation results."""
     for note in NOTES:
         card.text = card.text.replace(note, TRAINED_NOTE)
-    text = card.text.split(SECTION)[0].split(EVALUATION)[0].rstrip()
+    text = with_figures(card.text, NO_FIGURES).split(SECTION)[0].split(EVALUATION)[0].rstrip()
     rows = [
         f"| {i}. {stage['stage']} | {stage['teacher'] or 'none'} | {stage['data']} | {_settings(stage['settings'])} |"
         for i, stage in enumerate(stages, 1)
