@@ -31,8 +31,8 @@ from convert.weights.writer import human_bytes
 from modeling_llamba.recording import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
-from ..evaluation.timing import fill_cache
-from ..evaluation.timing import speed as side_by_side
+from ..evaluation.speed import fill_cache
+from ..evaluation.speed import speed as side_by_side
 from .measure import Target, Timing, interleaved, save_report
 
 CONTEXTS = (512, 4096, 32768)

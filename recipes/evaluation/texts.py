@@ -12,7 +12,6 @@ from convert.alignment.text import documents, token_rows
 
 SHIPPED = "shipped"
 PYTHON_DOCS = "python-docs"
-NAMED = (SHIPPED, PYTHON_DOCS)
 
 
 class TextSource(NamedTuple):
@@ -23,17 +22,25 @@ class TextSource(NamedTuple):
     config: str | None = None
     split: str = "train"
 
+    @classmethod
+    def parse(cls, text: str, column: str = "text") -> "TextSource":
+        """A file's or folder's path, `shipped`, `python-docs`, or name:config:split of a Hub data set."""
+        if Path(text).expanduser().exists():
+            return cls(text, column)
+        name, config, split = (*text.split(":", 2), "", "")[:3]
+        return cls(name, column, config or None, split or "train")
+
     @property
     def label(self) -> str:
-        """What to call it where a path does not belong."""
+        """The name to show: of a path, only its last part."""
         path = Path(self.name).expanduser()
         return path.stem if path.exists() else self.name
 
     def documents(self) -> Iterator[str]:
-        """In order.
+        """The documents in order.
 
         `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
-        has not read; `python-docs` is the documentation inside Python, of which only long documents count.
+        has not read; `python-docs` is the documentation inside Python, the longest documents first.
 
         Raises:
             ValueError: there is no such text.
@@ -50,7 +57,7 @@ class TextSource(NamedTuple):
         return documents(self.name, self.column, self.split, self.config)
 
     def fingerprint(self) -> str | None:
-        """Of a local file or folder, to tell when it has changed."""
+        """A hash of a local file or folder, which tells when it has changed."""
         path = Path(self.name).expanduser()
         if not path.exists():
             return None

@@ -12,7 +12,7 @@ import io
 import json
 from pathlib import Path
 
-from convert.alignment.fit import write_beside
+from convert.checkpoint.folder import write_beside
 
 DOTS_PER_INCH = 72
 

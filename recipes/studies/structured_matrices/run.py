@@ -227,7 +227,7 @@ def study(
         ValueError: a teacher, text or student that cannot be used.
     """
     # here, since the processes that fit matrices import this module and need none of it
-    from convert.alignment.fit import write_beside
+    from convert.checkpoint.folder import write_beside
 
     from .attention_matrices import Sampler, choose_places, open_teacher
 
