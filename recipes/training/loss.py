@@ -186,15 +186,6 @@ def distillation_loss(
     return DistillationOutput(loss, statistics, torch.tensor(len(labels), device=hidden.device))
 
 
-def naive_loss(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor, weights: LossWeights
-) -> torch.Tensor:
-    """The same mean loss with all logits (B, L, V) at once and labels (B, L), for comparison."""
-    keep = labels[:, 1:] != IGNORED
-    s, t, y = student_logits[:, :-1][keep], teacher_logits[:, :-1][keep], labels[:, 1:][keep]
-    return chunk_loss(s, y, t, weights)[0] / keep.sum()
-
-
 def add_hidden_output(teacher: nn.Module) -> None:
     """Let `teacher(..., hidden_only=True)` return the states after the final norm (B, L, D).
 

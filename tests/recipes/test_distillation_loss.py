@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.benchmarks.loss import naive_loss
 from recipes.training import loss as module
 from recipes.training.loss import (
     IGNORED,
@@ -13,7 +14,6 @@ from recipes.training.loss import (
     chunk_loss,
     distillation_loss,
     divergence,
-    naive_loss,
 )
 from tests.students import make_student
 from tests.teachers import make_teacher, random_ids

@@ -3,8 +3,8 @@
     M[l, s] = C_l . B_s  a_l a_{l-1} ... a_{s+1}        for s <= l
 
 a = 1 is causal linear attention (LR), one decay a per token is Mamba-2 (SSD). Given the decays, the best C for given B
-is a least-squares problem per row, and the best B for given C one per column; `alternate` solves them exactly, in turn,
-with a Gauss-Newton step on the decays in between.
+is a least-squares problem per row, and the best B for given C one per column. `alternate` solves them in turn, each
+exactly, with a Gauss-Newton step on the decays in between.
 
 Shapes: M matrices, L length, N state.
 """
