@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import convert.placement.search as budget_search
 from convert import convert
-from convert.options import BudgetSettings
 from convert.alignment.teacher_model import replaced
-from convert.options import make_options
+from convert.options import BudgetSettings, make_options
 from convert.pipeline import plan_conversion
 from convert.placement.budget import (
     HeadCosts,

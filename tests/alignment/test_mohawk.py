@@ -257,6 +257,7 @@ def test_loss_that_is_not_finite_stops_the_stage(hybrids):
 def mohawk(*args):
     """python -m convert.mohawk in this process."""
     import convert.mohawk as module
+
     from tests.convert import test_bad_input
 
     kept, test_bad_input.app = test_bad_input.app, module.app

@@ -9,8 +9,8 @@ import yaml
 from convert.alignment import aligner as alignment
 from convert.alignment.fit import FitCache, LayerScore, select_layers
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
-from convert.options import SelectionSettings
 from convert.alignment.teacher_model import replaced
+from convert.options import SelectionSettings
 from convert.placement.layer_scores import Examination, Marks
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.convert.test_bad_input import check_one_line_error, run
@@ -181,7 +181,6 @@ def test_nothing_is_scored_where_nothing_is_to_choose(saved_teacher, tmp_path, a
 def test_budget_in_bytes(saved_teacher, tmp_path, align_file):
     """As many attention layers as fit: at 1,000 tokens a layer keeps 128 kB, a mixer 1.6 kB."""
     from convert import plan_conversion
-    from convert.options import make_options
 
     for budget, context, attention in (("300KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("300KB", 100, 4)):
         plan = plan_conversion(

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from convert.alignment.aligner import calibration_rows
-from convert.options import AlignmentOptions, read_alignment_file
 from convert.alignment.text import DEFAULT_TEXT, documents, sample_rows, token_rows
-from convert.options import make_options
+from convert.options import AlignmentOptions, make_options, read_alignment_file
 from convert.teachers.teacher import find_teacher
 from tests.alignment.tiny import teacher_model
 from tests.convert.test_bad_input import check_one_line_error, nothing_left, run

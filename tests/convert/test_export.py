@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteMoeHybridForCausalLM
 
 from convert import convert
-from convert.options import make_options
 from convert.formats.export import NATIVE_CLASSES, ExportOptions, export_checkpoint, plan_export
 from convert.formats.import_ import ImportOptions, import_checkpoint
+from convert.options import make_options
 from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.students import make_student

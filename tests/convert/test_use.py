@@ -9,7 +9,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from convert import convert
-from convert.cli import main
 from convert.tools.env import environment
 from convert.tools.generate import recorded_teacher
 from convert.tools.inspect import inspect_model
