@@ -42,31 +42,6 @@ Context = restricted_number_type("Context", int, [(">=", 16)], docstring="a whol
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """How layers and heads are scored where the placement is searched for."""
-
-    recall_weight: NonNegativeFloat = 0.3
-    """How many nats of KL one nat of recall loss counts for."""
-    rounds: PositiveInt = 3
-    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
-    prose_tokens: PositiveInt = 2048
-    """Length of the text on which heads are scored, and of the other text on which the best candidates are judged."""
-    answers: PositiveInt = 256
-    """Number of random tokens that each recall probe hides in that text and asks for at its end."""
-    candidates: NonNegativeInt = 3
-    """Number of top candidates that are measured before one is taken; 0 trusts the scores."""
-    state: bool = True
-    """Consider a recurrent state beside the window; to score it, a mixer is fitted in every layer."""
-
-    def __post_init__(self):
-        if self.prose_tokens - self.prose_tokens // 8 < 4 * self.answers:  # the needle begins an eighth of the way in
-            raise ValueError(
-                f"prose_tokens {self.prose_tokens} has no room for a needle of {2 * self.answers} tokens and a "
-                "question as long; give more prose_tokens or fewer answers."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
     """Which layers keep attention, and what the others hold."""
 
@@ -89,7 +64,10 @@ class PlacementOptions:
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
-    search: SearchOptions = field(default_factory=SearchOptions)
+    recall_weight: NonNegativeFloat = 0.3
+    """How many nats of KL one nat of recall loss counts for when layers are scored."""
+    rounds: PositiveInt = 3
+    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,12 +339,12 @@ class ConversionOptions:
         """The cache budget: the one given, or the default where nothing is said about what layers hold."""
         given = self.placement.cache
         told_nothing = dataclasses.replace(
-            self.placement, context=PlacementOptions.context, search=SearchOptions()
+            self.placement, context=PlacementOptions.context
         ) == PlacementOptions() and self.mixer in (
             MixerOptions(),
             MixerOptions(initial_decay=self.mixer.initial_decay),
         )
-        if given is None and told_nothing and self.alignment.method == "closed-form" and not self.alignment.low_memory:
+        if given is None and told_nothing and self.alignment.method == "closed-form":
             return DEFAULT_CACHE
         return given
 
@@ -383,14 +361,14 @@ class ConversionOptions:
 
     @property
     def scores_placement(self) -> bool:
-        """Whether layers or heads are chosen by scores on text."""
-        return self.searches_budget or (not self.names_layers and self.selection != "uniform")
+        """Whether layers are chosen by scores on text."""
+        return not (self.names_layers or self.searches_budget or self.selection == "uniform")
 
     @property
     def searches_budget(self) -> bool:
         """Whether layers, heads, window and state are chosen together, by their scores, within a cache budget."""
-        scored = self.alignment.method != "none" and not self.alignment.low_memory
-        return scored and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
+        aligned = self.alignment.method != "none"
+        return aligned and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
 
     @property
     def sequence_length(self) -> int:

@@ -101,8 +101,6 @@ class Aligner:
                 f"fit. Give at least {(held_out + 1) * length}."
             )
         prose = PROSE_SEQUENCES if self.options.scores_placement else 0
-        if self.options.searches_budget:
-            prose = -(-2 * self.options.placement.search.prose_tokens // length)
         fitting = num_fitting + held_out
         rows = calibration_rows(self.weights.teacher, self.model, self.options, fitting + prose)
         self.report |= {

@@ -100,14 +100,6 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
     return text
 
 
-def searched_kl(plan: Plan) -> str | None:
-    """The KL that a search for the placement measured of what it took."""
-    taken = next((row for row in (plan.search or {}).get("candidates", ()) if row["taken"]), None)
-    if taken is None or not taken["measured"]:
-        return None
-    return f"{taken['measured']['kl']:.3f} on held-out calibration text, by the search"
-
-
 def write_card(plan: Plan, name: str, folder: Path) -> None:
     """Write README.md and its pictures into the folder of a model that will be called `name`.
 
@@ -151,7 +143,7 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         cache_rows="\n".join(cache_rows),
         cache_share=", ".join(f"{size['hybrid'] / size['teacher']:.0%}" for size in sizes),
         kl_row=KL_ROW,
-        kl=searched_kl(plan) or NOT_MEASURED,
+        kl=NOT_MEASURED,
         recall_row=RECALL_ROW,
         not_measured=NOT_MEASURED,
         layers_picture=LAYERS,

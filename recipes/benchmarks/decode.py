@@ -25,7 +25,7 @@ from convert.weights.writer import human_bytes
 from modeling_llamba.recording import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
-from ..evaluation.timing import fill_cache
+from ..evaluation.speed import fill_cache
 from .measure import Report, Table, Timing, interleaved
 
 CONTEXTS = (512, 4096, 32768)
