@@ -9,6 +9,7 @@ TeacherArguments, LossArguments and RunArguments in recipes/training/arguments.p
 command goes on after an interruption.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, config, model_config, mixture, teaching, loss, run_arguments = parse(
         SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=argv
     )
-    evaluates = config.eval_strategy != "no"
     with Run("sft", config, model_config, run_arguments, data, mixture, teaching, loss) as run:
-        train, held_out = load_splits(data, mixture, evaluates, COLUMNS)
+        train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
         train = run_arguments.chunk_of(train)
         check_completions(train, ("completion", "messages"))
         check_options(config, model_config)
@@ -60,9 +60,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         run.note_teacher(teacher)
         teacher = None  # the trainer has it, unless its figures are on disk
         run.check_rows(len(train), trainer)
-        settings = {"ce_weight": loss.ce_weight, "kl_weight": loss.kl_weight, "divergence": loss.divergence}
-        settings |= {"temperature": loss.temperature}
-        return run.train(trainer, tokenizer, data.dataset_name or "a mixture", settings)
+        return run.train(trainer, tokenizer, data.dataset_name or "a mixture", dataclasses.asdict(loss.weights()))
 
 
 def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
