@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..plan import Plan, human_bytes, layer_letters
-from .pictures import CACHE, LAYERS, save_pictures
+from .pictures import save_pictures
 
 KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
 NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
@@ -34,13 +34,11 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 | | |
 |---|---|
-| cache at 4k and 32k tokens, of the teacher's | {{ cache_share }} |
-| {{ kl_row }} | {{ kl }} |
-| {{ recall_row }} | {{ not_measured }} |
+{{ figure_rows }}
 
 ## Layers
 
-![what each layer and head is]({{ layers_picture }})
+![what each layer and head is](layers.png)
 
 `{{ layers }}` (A keeps attention, M is a mixer{{ window }})
 
@@ -48,7 +46,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 |---|---|---|
 {{ cache_rows }}
 
-![cache against context length]({{ cache_picture }})
+![cache against context length](cache.png)
 
 ## Provenance
 
@@ -98,14 +96,6 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
     return text
 
 
-def searched_kl(plan: Plan) -> str | None:
-    """The KL that a search for the placement measured of what it took."""
-    taken = next((row for row in (plan.budget or {}).get("choices", ()) if row["taken"]), None)
-    if taken is None or not taken["measured"]:
-        return None
-    return f"{taken['measured']['kl']:.3f} on held-out calibration text, by the search"
-
-
 def write_card(plan: Plan, name: str, folder: Path) -> None:
     """Write README.md and its pictures into the folder of a model that will be called `name`.
 
@@ -124,7 +114,11 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()
     ]
-    sizes = [summary["cache_bytes"][context] for context in ("4k", "32k")]
+    shares = [size["hybrid"] / size["teacher"] for size in summary["cache_bytes"].values()]
+    figures = {"cache at 4k and 32k tokens, of the teacher's": f"{shares[0]:.0%}, {shares[1]:.0%}"} | NO_FIGURES
+    for choice in (plan.budget or {}).get("choices", ()):
+        if choice["taken"] and choice["measured"]:
+            figures[KL_ROW] = f"{choice['measured']['kl']:.3f} on held-out calibration text, by the search"
     provenance = {k: v for k, v in conversion.items() if k != "teacher_layer_types" and v not in (None, {})}
     is_hub_id = plan.teacher.revision is not None
     return ModelCard.from_template(
@@ -147,13 +141,7 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         num_layers=len(summary["layer_types"]),
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
-        cache_share=", ".join(f"{size['hybrid'] / size['teacher']:.0%}" for size in sizes),
-        kl_row=KL_ROW,
-        kl=searched_kl(plan) or NOT_MEASURED,
-        recall_row=RECALL_ROW,
-        not_measured=NOT_MEASURED,
-        layers_picture=LAYERS,
-        cache_picture=CACHE,
+        figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
         alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"])
         if replaced
         else "Every layer is the teacher's own.",

@@ -434,7 +434,7 @@ def test_greedy_agreement_and_repetition():
     assert found["greedy_agreement"] == pytest.approx((0.5 + 1) / 2)
     assert found["repetition"] == pytest.approx((0 + 4 / 5) / 2)
     assert found["instructions"] == {"model": 1.0, "teacher": 1.0, "count": 1}
-    assert found["answers"][0]["followed"] is None and found["answers"][1]["model"] == " ".join(["w9"] * 8)
+    assert found["answers"][0]["model_followed"] is None and found["answers"][1]["model"] == " ".join(["w9"] * 8)
 
 
 FOLLOWED = (
