@@ -10,6 +10,7 @@ on where it was interrupted. docs/evaluation.md says what each figure is.
 import dataclasses
 import hashlib
 import json
+import re
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
@@ -101,9 +102,7 @@ class Options:
         if self.tasks and "tasks" not in self.parts:
             raise ValueError("--tasks names tasks, and --parts leaves them out.")
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ValueError(
-                f"{self.include_path} is not a folder; --include-path takes one with YAML files."
-            )
+            raise ValueError(f"{self.include_path} is not a folder; --include-path takes one with YAML files.")
         if "text" in self.parts and min(self.lengths) < SHORTEST:
             raise ValueError(f"--lengths must be {SHORTEST} or more.")
         if "recall" in self.parts and min(self.recall_lengths) < SHORTEST_RECALL:
@@ -118,7 +117,9 @@ class Options:
             raise ValueError("Two --text have the same name; rename one, since results are told apart by it.")
         if self.update_card and not Path(self.model).expanduser().is_dir():
             raise ValueError(f"--update-card writes into a model's folder, and {self.model} is none.")
-        _ = self.chances
+        for text in self.chance:
+            if re.fullmatch(r".+=0?\.?\d+", text) is None or not 0 <= float(text.rpartition("=")[2]) < 1:
+                raise ValueError(f"--chance takes TASK=NUMBER with a number from 0 to below 1; got {text!r}.")
 
     @property
     def sources(self) -> list[TextSource]:
@@ -127,21 +128,8 @@ class Options:
 
     @property
     def chances(self) -> dict[str, float]:
-        """What guessing scores, by task.
-
-        Raises:
-            ValueError: not of the form TASK=NUMBER.
-        """
-        chances = {}
-        for text in self.chance:
-            task, _, number = text.rpartition("=")
-            try:
-                chances[task] = float(number)
-            except ValueError:
-                chances[task] = -1.0
-            if not task or not 0 <= chances[task] < 1:
-                raise ValueError(f"--chance takes TASK=NUMBER with a number from 0 to below 1; got {text!r}.")
-        return chances
+        """What guessing scores, by task."""
+        return {task: float(number) for task, _, number in (text.rpartition("=") for text in self.chance)}
 
     def capped(self, count: int) -> int:
         """`count`, or the limit where that is smaller."""
@@ -208,11 +196,7 @@ class Evaluation:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, for both.
-
-        Raises:
-            ValueError: the teacher's has another vocabulary.
-        """
+        """The model's tokenizer, which has to be the teacher's as well."""
         trust, names = self.options.trust_remote_code, list(self.names.values())
         found, *others = (load_tokenizer(name, trust_remote_code=trust) for name in names)
         if others and others[0].get_vocab() != found.get_vocab():
@@ -221,11 +205,7 @@ class Evaluation:
 
     @cached_property
     def models(self) -> dict[str, PreTrainedModel]:
-        """`model` and, where there is one, `teacher`.
-
-        Raises:
-            ValueError: one does not load, or they predict different tokens.
-        """
+        """`model` and, where there is one, `teacher`, which have to predict the same tokens."""
         options, _ = self.options, self.tokenizer
         found = {
             which: load_model(name, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
@@ -250,12 +230,11 @@ class Evaluation:
 
     def text(self) -> list[dict[str, Any]]:
         """A row per text and length."""
-        rows = []
-        for source in self.options.sources:
-            name = f"{source.label} {source.fingerprint() or ''}"
-            for length in self.options.lengths:
-                rows.append(self.folder.cell("text", f"{name} {length}", self._text, source, length))
-        return rows
+        return [
+            self.folder.cell("text", f"{source.label} {source.fingerprint()} {length}", self._text, source, length)
+            for source in self.options.sources
+            for length in self.options.lengths
+        ]
 
     def _text(self, source: TextSource, length: int) -> dict[str, Any]:
         o, what = self.options, f"{source.label}, {length} tokens"

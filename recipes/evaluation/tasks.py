@@ -160,11 +160,11 @@ def side_by_side(
                 "chance": chance,
                 "chance_from": source,
                 "relative": None,
-                "standard_error": None,
+                "relative_error": None,
                 "documents": ours["documents"],
             }
             if other is not None and mine["better"] and mine["values"] is not None and other["values"] is not None:
                 found = relative_score(mine["values"], other["values"], chances)
-                row["relative"], row["standard_error"] = found or (None, None)
+                row["relative"], row["relative_error"] = found or (None, None)
             rows.append(row)
     return rows
