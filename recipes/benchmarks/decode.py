@@ -28,7 +28,7 @@ from convert.placement.cache import cache_bytes
 from convert.placement.heads import as_text, query_heads
 from convert.plan import human_bytes
 from convert.teachers.teacher import embedded_teacher
-from modeling_llamba.recording import cache_nbytes
+from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
 from ..evaluation.timing import fill_cache

@@ -20,8 +20,7 @@ from transformers.utils import logging
 
 from convert.checkpoint.load import encode, load_model, load_tokenizer
 from convert.cli import console, one_line_errors, set_verbosity
-from modeling_llamba.draft_length import CostModel
-from modeling_llamba.speculative_decoding import speculative_decoding
+from modeling_llamba.speculative_decoding import CostModel, speculative_decoding
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 NAMED_DRAFTS = ("prompt-lookup", "self")

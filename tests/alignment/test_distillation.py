@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from convert import convert
 from convert.alignment.mohawk.distillation import DistillationTrainer, distil, last_whole_checkpoint, mean_kl
@@ -16,7 +17,10 @@ from convert.alignment.settings import (
     HiddenStateSettings,
     OrientationSettings,
 )
+from modeling_llamba.hybrid_mixer import HybridMixer
 from tests.alignment.tiny import LENGTH, rows, teacher_model
+from tests.students import make_student
+from tests.teachers import random_ids
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(saved_teacher, tmp_path):
@@ -110,3 +114,19 @@ def test_windows_are_dropped_at_first_and_each_branch_is_weighed(saved_teacher, 
     convert(str(folder), tmp_path / "mixers", align="none", attention_ratio=0.5)
     with pytest.raises(ValueError, match="no window beside a mixer"):
         Stages(teacher, load_hybrid(tmp_path / "mixers"), rows(8), rows(2), settings, tmp_path / "other").run()
+
+
+def test_hybrid_layers_are_found_in_models_of_a_folders_own_code(tmp_path):
+    """Whose classes are not the installed ones; dropping the window changes what they compute, and only inside."""
+    make_student("phimamba", pattern="beside", dtype=torch.float32).save_pretrained(tmp_path)
+    own = get_class_from_dynamic_module("modeling_phimamba.PhiMambaForCausalLM", tmp_path)
+    model, ids = own.from_pretrained(tmp_path).eval(), random_ids(1, 20)
+    layers = hybrid_mixers(model)
+    assert [layer.layer_idx for layer in layers] == [0, 2] and not isinstance(layers[0], HybridMixer)
+    with torch.no_grad():
+        whole = model(ids).logits
+        with without(model, "window"):
+            assert not torch.allclose(model(ids).logits, whole)
+        torch.testing.assert_close(model(ids).logits, whole)
+    installed = make_student("phimamba", pattern="beside")
+    assert all(isinstance(layer, HybridMixer) for layer in hybrid_mixers(installed))
