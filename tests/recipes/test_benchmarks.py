@@ -10,7 +10,7 @@ import recipes.benchmarks.alignment as bench_alignment
 import recipes.benchmarks.peers as bench_peers
 import recipes.benchmarks.run as bench
 import recipes.benchmarks.scan as bench_scan
-from modeling_llamba.recording import cache_nbytes
+from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_recurrence
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache
 from recipes.benchmarks.loss import steps
