@@ -60,10 +60,29 @@ def generate_command(
 ) -> None:
     """Answer a prompt, printing as it is generated; beside the teacher on request."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the bar of dequantising
-    from .generate import answer
+    import torch
+    from transformers.utils import logging
 
-    rates = answer(model, prompt, teacher, max_new_tokens, temperature, seed, not raw, dtype, device, revision,
-                   trust_remote_code)  # fmt: skip
+    from ..checkpoint.load import encode, load_model, load_tokenizer
+    from .generate import generate, generate_side_by_side, print_piece, recorded_teacher
+
+    logging.disable_progress_bar()
+    tokenizer = load_tokenizer(model, revision, trust_remote_code)
+    inputs = encode(tokenizer, [prompt], chat=not raw)
+    hybrid = load_model(model, dtype, device, revision, trust_remote_code)
+    if teacher is None:
+        torch.manual_seed(seed)
+        rates = {model: generate(hybrid, tokenizer, inputs, max_new_tokens, temperature, print_piece)}
+        print_piece("\n")
+    else:
+        teacher = recorded_teacher(hybrid.config) if teacher == "recorded" else teacher
+        theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code)
+        other = load_model(teacher, dtype, device, trust_remote_code=trust_remote_code)
+        models = {
+            f"teacher ({other.config.model_type})": (other, theirs, encode(theirs, [prompt], chat=not raw)),
+            f"hybrid ({hybrid.config.model_type})": (hybrid, tokenizer, inputs),
+        }
+        rates = generate_side_by_side(models, max_new_tokens, temperature, seed)
     for name, rate in rates.items():
         sys.stderr.write(f"{name}: {rate:.1f} tokens per second\n")
 

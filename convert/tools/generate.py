@@ -10,9 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
-from transformers.utils import logging
 
-from ..checkpoint.load import encode, load_model, load_tokenizer
 from ..teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
 
 
@@ -68,43 +66,17 @@ def print_piece(text: str) -> None:
     sys.stdout.flush()
 
 
-def answer(
-    model: str,
-    prompt: str,
-    teacher: str | None,
+def generate_side_by_side(
+    models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, torch.Tensor]]],
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    chat: bool,
-    dtype: str,
-    device: str,
-    revision: str | None,
-    trust_remote_code: bool,
 ) -> dict[str, float]:
-    """Print a model's answer, or its teacher's and its own in two columns that fill one after the other.
+    """Print the models' answers in columns that fill one after the other; where stdout is no terminal, at the end.
 
     Returns:
         The tokens per second of each model, by its title.
-
-    Raises:
-        ValueError: the prompt is empty, or a model cannot be found or loaded.
     """
-    logging.disable_progress_bar()
-    tokenizer = load_tokenizer(model, revision, trust_remote_code)
-    inputs = encode(tokenizer, [prompt], chat)
-    hybrid = load_model(model, dtype, device, revision, trust_remote_code)
-    if teacher is None:
-        torch.manual_seed(seed)
-        rate = generate(hybrid, tokenizer, inputs, max_new_tokens, temperature, print_piece)
-        print_piece("\n")
-        return {model: rate}
-    teacher = recorded_teacher(hybrid.config) if teacher == "recorded" else teacher
-    theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code)
-    other = load_model(teacher, dtype, device, trust_remote_code=trust_remote_code)
-    models = {
-        f"teacher ({other.config.model_type})": (other, theirs, encode(theirs, [prompt], chat)),
-        f"hybrid ({hybrid.config.model_type})": (hybrid, tokenizer, inputs),
-    }
     console, texts, rates = Console(), dict.fromkeys(models, ""), {}
 
     def panels() -> Columns:
