@@ -83,7 +83,19 @@ def test_small_figures():
     assert repetition([1, 2, 3, 4, 5, 6]) == 0 and repetition([1] * 10) == pytest.approx(6 / 7)
 
 
+
+
+
+
+
+
+
+
+
+
 def test_text_rows_skip(folder):
     words = tokenizer()
     whole = text_rows(folder / "text.jsonl", words, 16, 5)
     assert torch.equal(text_rows(folder / "text.jsonl", words, 16, 3, skip=2), whole[2:])
+
+
