@@ -174,8 +174,6 @@ class StageOptions:
     """Weight decay of matrices."""
     save_every: NonNegativeInt = 200
     """Number of steps between checkpoints; 0 writes none."""
-    report_to: str = "none"
-    """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
 
     def __post_init__(self):
         if self.warmup + self.decay > 1:
@@ -222,10 +220,10 @@ class DistillationOptions(StageOptions):
     """Recompute blocks in the backward pass to save memory."""
     bf16: bool = False
     """Run matrix products in bfloat16."""
+    report_to: str = "none"
+    """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
     recall_share: ClosedUnitInterval = 0.0
     """Share of the training sequences in which random tokens are hidden and asked for."""
-    window_dropout: ClosedUnitInterval = 0.0
-    """Probability at first that a sequence is trained without the windows beside its mixers; it falls to 0 half way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +243,6 @@ class AlignmentOptions:
     """Tokens per sequence; 512 by default, 1,024 where a cache budget is spent."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
-    init: Literal["teacher", "mohawk", "mamba-in-llama"] = "teacher"
-    """Initial mixers: mapped from the teacher and fitted, or as MOHAWK or Mamba in the Llama initialise them."""
     device: str = "cpu"
     """Device on which alignment runs: cpu, cuda."""
     low_memory: bool = False
@@ -262,8 +258,6 @@ class AlignmentOptions:
 
     def __post_init__(self):
         parse_size(self.activation_memory)
-        if self.init != "teacher" and self.method != "mohawk":
-            raise ValueError(f"init {self.init} begins with mixers that only training fits; say --align mohawk.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,8 +328,6 @@ class ConversionOptions:
                 raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
         if placement.window is not None and mixer.kind == "mamba1" and mixer.scope == "beyond":
             raise ValueError("mamba1 beside a window sees everything; say scope all, or choose another mixer.")
-        if placement.window is not None and alignment.init != "teacher":
-            raise ValueError(f"init {alignment.init} knows no window; leave window out, or say init: teacher.")
         if alignment.method == "none" and isinstance(placement.attention_heads, int | float):
             raise ValueError(
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."

@@ -10,7 +10,6 @@ command goes on after an interruption.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
@@ -43,15 +42,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
-        run.announce(student, teacher, tokenizer, train)
         trainer = DistilledSFTTrainer(
             student,
             config,
             teacher=teacher,
             weights=loss.weights(),
             other_learning_rate=loss.other_learning_rate,
-            offline_top_k=loss.offline_top_k,
-            offline_folder=Path(loss.offline_folder or run.work / "teacher").expanduser(),
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
