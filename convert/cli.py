@@ -4,6 +4,7 @@ convert-to-hybrid MODEL OUT converts; the other commands have names.
 """
 
 import contextlib
+import difflib
 import errno
 import functools
 import json
@@ -127,9 +128,11 @@ def env_command(options: EnvOptions, switches: Switches) -> None:
 
 def generate_command(options: GenerateOptions, switches: Switches) -> None:
     """Answer a prompt."""
-    from .tools.generate import generate
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the bar of dequantising
+    from .tools.generate import answer
 
-    generate(options)
+    for name, rate in answer(options).items():
+        sys.stderr.write(f"{name}: {rate:.1f} tokens per second\n")
 
 
 COMMANDS = {
@@ -195,10 +198,14 @@ OTHERS = ", ".join(name for name in COMMANDS if name != "convert")
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; ends the process with 0, 1 for an error, or 130 for an interruption."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    name = argv.pop(0) if argv and argv[0] in COMMANDS else "convert"
+    word = argv[0] if argv else ""
+    name = argv.pop(0) if word in COMMANDS else "convert"
     command, verbose = COMMANDS[name], bool({"-v", "--verbose"} & set(argv))
     set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
     with one_line_errors(verbose):
+        nearest = difflib.get_close_matches(word, COMMANDS, 1)
+        if name != word and nearest and not os.path.exists(word):
+            raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
         parser = command.parser(name)
         if {"-h", "--help"} & set(argv) or (not argv and command.positionals):
             others = f"\nOther commands, each with its own --help: {OTHERS}.\n" if name == "convert" else ""

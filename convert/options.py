@@ -1,7 +1,8 @@
 """Every option of a conversion: its name, type, default and help stand here and nowhere else.
 
 The command line, the YAML file, the Python function `convert` and docs/guide/options.md are all made from these
-dataclasses. A YAML file has the same sections and names; `CONVERSION_FLAGS` lists the few that the command line offers, too.
+dataclasses. A YAML file has the same sections and names; `CONVERSION_FLAGS` lists the few that the command line
+offers, too.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import docstring_parser
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_parsing_settings
 from jsonargparse.typing import (
     ClosedUnitInterval,
     NonNegativeFloat,
@@ -39,31 +41,6 @@ MAPPING = "names with values"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
 Context = restricted_number_type("Context", int, [(">=", 16)], docstring="a whole number of at least 16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """How layers and heads are scored where the placement is searched for."""
-
-    recall_weight: NonNegativeFloat = 0.3
-    """How many nats of KL one nat of recall loss counts for."""
-    rounds: PositiveInt = 3
-    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
-    prose_tokens: PositiveInt = 2048
-    """Length of the text on which heads are scored, and of the other text on which the best candidates are judged."""
-    answers: PositiveInt = 256
-    """Number of random tokens that each recall probe hides in that text and asks for at its end."""
-    candidates: NonNegativeInt = 3
-    """Number of top candidates that are measured before one is taken; 0 trusts the scores."""
-    state: bool = True
-    """Consider a recurrent state beside the window; to score it, a mixer is fitted in every layer."""
-
-    def __post_init__(self):
-        if self.prose_tokens - self.prose_tokens // 8 < 4 * self.answers:  # the needle begins an eighth of the way in
-            raise ValueError(
-                f"prose_tokens {self.prose_tokens} has no room for a needle of {2 * self.answers} tokens and a "
-                "question as long; give more prose_tokens or fewer answers."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +66,15 @@ class PlacementOptions:
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
-    search: SearchOptions = field(default_factory=SearchOptions)
+    recall_weight: NonNegativeFloat = 0.3
+    """How many nats of KL one nat of recall loss counts for when layers are scored."""
+    rounds: PositiveInt = 3
+    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
+
+    def __post_init__(self):
+        heads = self.attention_heads  # a text on the command line, where YAML would read 16:3 as one number
+        if isinstance(heads, str) and re.fullmatch(r"\d+|\d*\.\d+", heads.strip()):
+            object.__setattr__(self, "attention_heads", float(heads) if "." in heads else int(heads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +174,6 @@ class StageOptions:
     """Weight decay of matrices."""
     save_every: NonNegativeInt = 200
     """Number of steps between checkpoints; 0 writes none."""
-    report_to: str = "none"
-    """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
 
     def __post_init__(self):
         if self.warmup + self.decay > 1:
@@ -237,10 +220,10 @@ class DistillationOptions(StageOptions):
     """Recompute blocks in the backward pass to save memory."""
     bf16: bool = False
     """Run matrix products in bfloat16."""
+    report_to: str = "none"
+    """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
     recall_share: ClosedUnitInterval = 0.0
     """Share of the training sequences in which random tokens are hidden and asked for."""
-    window_dropout: ClosedUnitInterval = 0.0
-    """Probability at which a sequence starts training without the windows beside its mixers; it falls to 0 half way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +243,6 @@ class AlignmentOptions:
     """Tokens per sequence; 512 by default, 1,024 where a cache budget is spent."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
-    init: Literal["teacher", "mohawk", "mamba-in-llama"] = "teacher"
-    """Initial mixers: mapped from the teacher and fitted, or as MOHAWK or Mamba in the Llama initialise them."""
     device: str = "cpu"
     """Device on which alignment runs: cpu, cuda."""
     low_memory: bool = False
@@ -269,7 +250,7 @@ class AlignmentOptions:
     activation_memory: str = "4GB"
     """Memory for activations; what exceeds it goes to disk."""
     work_dir: str | None = None
-    """Folder that keeps fits and scores so that an interrupted run resumes; by default OUT.work, removed at the end."""
+    """Folder of fits and scores, with which an interrupted run resumes; by default OUT.work, removed at the end."""
     fit: FitOptions = field(default_factory=FitOptions)
     matrix_orientation: OrientationOptions = field(default_factory=OrientationOptions)
     hidden_state_alignment: HiddenStateOptions = field(default_factory=HiddenStateOptions)
@@ -277,8 +258,6 @@ class AlignmentOptions:
 
     def __post_init__(self):
         parse_size(self.activation_memory)
-        if self.init != "teacher" and self.method != "mohawk":
-            raise ValueError(f"init {self.init} begins with mixers that only training fits; say --align mohawk.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,8 +329,6 @@ class ConversionOptions:
                 raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
         if placement.window is not None and mixer.kind == "mamba1" and mixer.scope == "beyond":
             raise ValueError("mamba1 beside a window sees everything; say scope all, or choose another mixer.")
-        if placement.window is not None and alignment.init != "teacher":
-            raise ValueError(f"init {alignment.init} knows no window; leave window out, or say init: teacher.")
         if alignment.method == "none" and isinstance(placement.attention_heads, int | float):
             raise ValueError(
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
@@ -362,12 +339,12 @@ class ConversionOptions:
         """The cache budget: the one given, or the default where nothing is said about what layers hold."""
         given = self.placement.cache
         told_nothing = dataclasses.replace(
-            self.placement, context=PlacementOptions.context, search=SearchOptions()
+            self.placement, context=PlacementOptions.context
         ) == PlacementOptions() and self.mixer in (
             MixerOptions(),
             MixerOptions(initial_decay=self.mixer.initial_decay),
         )
-        if given is None and told_nothing and self.alignment.method == "closed-form" and not self.alignment.low_memory:
+        if given is None and told_nothing and self.alignment.method == "closed-form":
             return DEFAULT_CACHE
         return given
 
@@ -384,14 +361,14 @@ class ConversionOptions:
 
     @property
     def scores_placement(self) -> bool:
-        """Whether layers or heads are chosen by scores on text."""
-        return self.searches_budget or (not self.names_layers and self.selection != "uniform")
+        """Whether layers are chosen by scores on text."""
+        return not (self.names_layers or self.searches_budget or self.selection == "uniform")
 
     @property
     def searches_budget(self) -> bool:
         """Whether layers, heads, window and state are chosen together, by their scores, within a cache budget."""
-        scored = self.alignment.method != "none" and not self.alignment.low_memory
-        return scored and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
+        aligned = self.alignment.method != "none"
+        return aligned and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
 
     @property
     def sequence_length(self) -> int:
@@ -617,12 +594,7 @@ class OptionParser:
         self.prog = prog
         self.options = {option.name: option for option in documented(options_class)}
         self.parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
-        for metavar in positionals:
-            self.parser.add_argument(metavar, nargs="?")
-        self.parser.add_argument("--config", action="config")
         self.parser.add_class_arguments(options_class, as_group=False)
-        for switch in switches:
-            self.parser.add_argument(*switch.split(), action="store_true")
 
     def help(self) -> str:
         """What `--help` prints: the flags alone, in the order of `flags`."""
@@ -631,8 +603,9 @@ class OptionParser:
             shown.add_argument(metavar, help=self.options[name].help, nargs="?")
         for flag, name in self.flags.items():
             option = self.options[name]
-            default = "" if option.default in (None, False) else f" (default: {option.default})"
-            kind = {"action": "store_true"} if option.default is False else {"metavar": flag[2:].upper()}
+            default = f" (default: {option.default})" if option.default else ""
+            metavar = "NAME=VALUE" if option.kind == MAPPING else flag[2:].upper()
+            kind = {"action": "store_true"} if option.default is False else {"metavar": metavar}
             shown.add_argument(flag, help=(option.help + default).replace("%", "%%"), **kind)
         shown.add_argument("--config", metavar="FILE", help="YAML file with any option: see docs/guide/options.md.")
         for switch, text in self.switches.items():
@@ -645,32 +618,42 @@ class OptionParser:
         Raises:
             ValueError: an unknown option, a value of the wrong kind, an unreadable YAML file, or a contradiction.
         """
-        argv = self._with_dotted_names(argv)
-        with self._one_line_errors():
-            found = self.parser.parse_args(argv)
-            on = {switch.split()[-1][2:].replace("-", "_") for switch in self.switches}
-            switches = {name: found.pop(name) for name in on}
-            for metavar, name in self.positionals.items():
-                if (value := found.pop(metavar)) is not None:
-                    found[name] = value
-            return self._made(found), switches
-
-    def _with_dotted_names(self, argv: Sequence[str]) -> list[str]:
-        """`--window 8` -> `--placement.window 8`, `--overwrite` -> `--output.overwrite=true`."""
-        found, parts = [], iter(argv)
+        given, config, places = [], None, list(self.positionals.values())
+        names = {spelling: switch.split()[-1] for switch in self.switches for spelling in switch.split()}
+        on, parts = dict.fromkeys(names.values(), False), iter(argv)
         for part in parts:
             flag, equals, value = part.partition("=")
-            if flag not in self.flags:
-                found.append(part)
-                continue
-            name = self.flags[flag]
-            if self.options[name].default is False and not equals:
-                found.append(f"--{name}=true")
-            elif self.options[name].kind == MAPPING:
-                found.append(f"--{name}.{value or next(parts, '')}")
+            name = self.flags.get(flag, flag[2:])
+            if not part.startswith("-"):
+                if not places:
+                    raise ValueError(f"There is one argument too many: {part!r}.")
+                given.append(f"--{places.pop(0)}={part}")
+            elif part in names:
+                on[names[part]] = True
+            elif flag != "--config" and name not in self.options:
+                known = [*self.flags, *on, "--config", *(f"--{option}" for option in self.options)]
+                raise ValueError(f"Unknown option {flag}{_nearest(flag, known)}")
+            elif flag in self.flags and self.options[name].default is False and not equals:
+                given.append(f"--{name}=true")
             else:
-                found.append(f"--{name}{equals}{value}")
-        return found
+                value = value if equals else next(parts, "--")
+                if value.startswith("--"):
+                    raise ValueError(f"{flag} needs a value.")
+                if flag == "--config":
+                    config = value
+                elif self.options[name].kind != MAPPING:
+                    given.append(f"--{name}={value}")
+                elif "=" in value:
+                    given.append(f"--{name}.{value}")
+                else:
+                    raise ValueError(f"{flag} needs NAME=VALUE, not {value!r}.")
+        with self._one_line_errors():
+            base = None if config is None else self._from_file(config)
+            made = self._made(self.parser.parse_args(given, namespace=base))
+        for metavar, name in self.positionals.items():
+            if not functools.reduce(getattr, name.split("."), made):
+                raise ValueError(f"No {metavar} given: {self.prog} {' '.join(self.positionals)}.")
+        return made, {flag[2:].replace("-", "_"): switch for flag, switch in on.items()}
 
     def from_values(self, values: Mapping[str, Any], config: str | Path | None = None) -> Any:
         """The options from nested Python values, over those of a YAML file.
@@ -678,9 +661,43 @@ class OptionParser:
         Raises:
             ValueError: as from a command line.
         """
+        self._check_names(values)
         with self._one_line_errors():
-            base = None if config is None else self.parser.parse_path(config)
+            base = None if config is None else self._from_file(config)
             return self._made(self.parser.parse_object(dict(values), namespace=base))
+
+    def _from_file(self, path: str | Path) -> Any:
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist or is no file.")
+        text = path.read_text()
+        try:
+            found = get_loader("yaml")(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not valid YAML: {error}") from error
+        if found is not None and not isinstance(found, dict):
+            raise ValueError(f"{path} must hold options as `name: value`, and sections of them.")
+        if pair := re.search(r"(?m)\battention_heads: *(\d+:[0-5]?\d) *(,\s|[#}]|$)", text):
+            raise ValueError(f"attention_heads: {pair[1]} needs quotes, because YAML reads it as one number.")
+        self._check_names(found or {})
+        return self.parser.parse_object(found or {})
+
+    def _check_names(self, values: Mapping[str, Any], section: str = "") -> None:
+        """Refuse what is no option, or a section that holds none."""
+        sections = {name[:end] for name in self.options for end, letter in enumerate(name) if letter == "."}
+        for key, value in values.items():
+            name = f"{section}{key}"
+            option = self.options.get(name)
+            if option is not None:
+                if value is None and option.default is not None:
+                    raise ValueError(f"{name} must be {option.kind}; leave it out for its default.")
+            elif name not in sections:
+                raise ValueError(f"Unknown option {name!r}{_nearest(name, [*self.options, *sorted(sections)])}")
+            elif isinstance(value, Mapping):
+                self._check_names(value, f"{name}.")
+            else:
+                inside = next(known for known in self.options if known.startswith(f"{name}."))
+                raise ValueError(f"{name} is a section of options, such as {inside}; it cannot be {value!r}.")
 
     def _made(self, found: Any) -> Any:
         found = self.parser.instantiate(found)
@@ -688,35 +705,26 @@ class OptionParser:
 
     @contextlib.contextmanager
     def _one_line_errors(self) -> Iterator[None]:
-        """jsonargparse's errors in one line, an unknown name with the nearest right one."""
+        """jsonargparse's errors about a value in one line."""
         try:
             yield
         except ArgumentError as error:
-            raise ValueError(self._explained(str(error))) from error
-
-    def _explained(self, message: str) -> str:
-        names, flags = list(self.options), [*self.flags, *(switch.split()[-1] for switch in self.switches)]
-        if match := re.search(r"Group '(.+?)' does not accept option '(.+?)'|Option '(.+?)' is not accepted", message):
-            wrong = f"{match[1]}.{match[2]}" if match[1] else match[3]
-            return f"Unknown option {wrong!r}{_nearest(wrong, names)}"
-        if match := re.match(r"unrecognized arguments: (\S+)", message):
-            return f"Unknown option {match[1]}{_nearest(match[1], flags)}"
-        if match := re.match(r'Parser key "(.+?)":\s*(.*)', message, re.S):
-            if match[1] not in self.options:
-                return " ".join(f"{match[1]}: {match[2]}".split())
-            given = re.search(r"(?:Given|Got) value: (.*)", match[2]) or re.search(r"(\S+) does not conform", match[2])
-            value = "" if given is None else f", not {given[1]}"
-            return f"{match[1]} must be {self.options[match[1]].kind}{value}."
-        return " ".join(message.split())
+            message = " ".join(str(error).split())
+            if match := re.search(r'Parser key "(.+?)":\s*(.*)', message):
+                name, text = match.groups()
+                given = re.search(r"(?:Given|Got) value: (.*)", text) or re.search(r"(\S+) does not conform", text)
+                if name in self.options:
+                    value = "" if given is None else f", not {given[1]}"
+                    message = f"{name} must be {self.options[name].kind}{value}."
+            raise ValueError(message) from error
 
 
 def _nearest(wrong: str, names: Sequence[str]) -> str:
     """The known name that is nearest to a wrong one, wherever its section is."""
-    leaves = {name.rpartition(".")[2]: name for name in names}
-    same_leaf = leaves.get(wrong.rpartition(".")[2])
-    found = [same_leaf] if same_leaf else difflib.get_close_matches(wrong, names, 1, 0.5)
-    found = found or [leaves[leaf] for leaf in difflib.get_close_matches(wrong, leaves, 1, 0.5)]
-    return f"; did you mean {found[0]}?" if found else "."
+    leaves = {re.split(r"[.]|--", name)[-1].replace("-", "_"): name for name in reversed(names)}
+    leaf = re.split(r"[.]|--", wrong)[-1].replace("-", "_")
+    found = difflib.get_close_matches(leaf, leaves, 1, 0.6)
+    return f"; did you mean {leaves[found[0]]}?" if found else "."
 
 
 class Documented(NamedTuple):
@@ -741,7 +749,8 @@ def documented(options_class: type, prefix: str = "") -> tuple[Documented, ...]:
             found += documented(hints[item.name], f"{prefix}{item.name}.")
         else:
             name = f"{prefix}{item.name}"
-            found.append(Documented(name, _kind(hints[item.name]), item.default, texts.get(item.name, "")))
+            default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+            found.append(Documented(name, _kind(hints[item.name]), default, texts.get(item.name, "")))
     return tuple(found)
 
 
@@ -751,13 +760,16 @@ def _kind(hint: Any) -> str:
         return " or ".join(str(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"a list, each item {_kind(typing.get_args(hint)[0])}"
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_kind(part) for part in typing.get_args(hint) if part is not types.NoneType)
     if expected := getattr(hint, "_expression", None):
-        words = expected.replace(">=", "of at least ").replace(">", "above ").replace("<=", "at most ")
-        return f"a number {words.replace('v', '')}"
+        words = {"v": "", ">=": " of at least ", ">": " above ", "<=": " at most "}
+        number = "a whole number" if issubclass(hint, int) else "a number"
+        return number + re.sub("v|>=|<=|>", lambda sign: words[sign[0]], expected).replace("  ", " ")
     if typing.get_origin(hint) is dict:
         return MAPPING
+    if typing.get_origin(hint) is list:
+        return "a list of whole numbers"
     return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}.get(hint, str(hint))
 
 
@@ -789,3 +801,27 @@ def make_options(model: str, output: str, config: str | Path | None = None, **va
         inner = functools.reduce(lambda found, section: found.setdefault(section, {}), sections, nested)
         inner[leaf] = {**inner.get(leaf, {}), **value} if is_section else value
     return parser.from_values(nested, config)
+
+
+def options_page() -> str:
+    """docs/guide/options.md: every option of a conversion, a table for each section."""
+    flags = {name: flag for flag, name in CONVERSION_FLAGS.items()}
+    lines = [
+        "# Options",
+        "",
+        "Every option of a conversion. A YAML file (`--config FILE`) takes all of them, in the sections below; the",
+        "command line has the flags that are named here, and every other option by its full name",
+        "(`--alignment.fit.refine_steps 0`). Flags win over the file. In Python, `convert(model, output, ...)` takes",
+        "flags and options by their own names, and sections as dictionaries.",
+    ]
+    written = None
+    for name, kind, default, text in documented(ConversionOptions):
+        section, _, leaf = name.rpartition(".")
+        if section != written:
+            title = f"`{section}`" if section else "General"
+            lines += ["", f"## {title}", "", "| option | type | default | |", "|---|---|---|---|"]
+            written = section
+        shown = f"`{leaf}`" + (f" (`{flags[name]}`)" if name in flags else "")
+        value = "" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        lines.append(f"| {shown} | {kind} | {value} | {text} |")
+    return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .alignment.aligner import Aligner, Alignment, public_text_name
-from .checkpoint.card import make_card
+from .checkpoint.card import write_card
 from .checkpoint.code import add_code
 from .checkpoint.folder import check_apart, check_output, staged
 from .checkpoint.hub import prepare_repository, upload
@@ -119,9 +119,9 @@ def write(
     add_tokenizer(plan.teacher, folder, options.trust_remote_code)
     add_generation_config(plan.teacher, folder)
     plan.config.conversion |= provenance(plan, alignment, options) | {"teacher_sha256": hashes}
-    make_card(plan, options.output.push_to_hub or Path(options.output.folder).name).save(folder / "README.md")
     if alignment is not None:
         (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
+    write_card(plan, options.output.push_to_hub or Path(options.output.folder).name, folder)
     add_code(plan.config, folder, plan.dtype)
 
 

@@ -1,94 +1,299 @@
 """Measure a hybrid beside its teacher: text, recall, generation, tasks, speed.
 
-python -m recipes.evaluate MODEL [--teacher T] [--output DIR] [--parts text,recall,generation,tasks,speed]
-python -m recipes.evaluate runs/demo/hybrid --lengths 512,2048 --tasks arc_easy,piqa --update-card
+python -m recipes.evaluate MODEL [--teacher T] [--output DIR] [--parts text recall generation tasks speed]
+python -m recipes.evaluate runs/demo/hybrid --lengths 512 2048 --tasks arc_easy piqa --update-card
 
 Results go to DIR/evaluation.json and DIR/evaluation.md. Every finished cell is kept in DIR, so the same command goes
 on where it was interrupted. docs/evaluation.md says what each figure is.
 """
 
+import dataclasses
+import hashlib
 import json
+import re
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
-import typer
+from rich.markup import escape
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from convert.checkpoint.load import load_config
+from convert.checkpoint.load import load_config, load_model, load_tokenizer, locate
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.tools.generate import recorded_teacher
 
 from .commit import project_commit
-from .evaluation.folder import EvaluationFolder
-from .evaluation.parts import PARTS, Evaluation, Settings
-from .evaluation.results import markdown, update_card
-from .evaluation.texts import SHIPPED, TextSource
+from .evaluation.generation import PROMPTS, continuations, judge
+from .evaluation.metrics import SHORTEST, Reader, by_position, figures, per_token, reader
+from .evaluation.recall import hits, questions, scores
+from .evaluation.results import ResultsFolder, markdown, update_card
+from .evaluation.speed import speed
+from .evaluation.tasks import run_task, side_by_side, task_manager
+from .evaluation.texts import PYTHON_DOCS, SHIPPED, TextSource, hash_files
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-ROW_KEYS = {
-    "text": ("name", "length"),
-    "recall": ("probe", "length", "distance"),
-    "tasks": ("task", "metric"),
-    "speed": ("which", "batch", "context"),
-}
-TEXT, RECALL, GENERATION, TASKS, SPEED, RUN = "Text", "Recall", "Generation", "Tasks", "Speed", "Run"
+PARTS = ("text", "recall", "generation", "tasks", "speed")
+SHORTEST_RECALL = 64
+COUNTS = ("sequences", "max_new_tokens", "contexts", "speed_batches", "speed_tokens", "limit", "batch_size")
 
 
-def _option(panel: str, help: str, *names: str, **more: Any):
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+def option(default: Any, help: str) -> Any:
+    """A field with a default value and what --help says of it."""
+    if default not in (None, False, []):
+        help += f" Default: {' '.join(map(str, default)) if isinstance(default, list) else default}."
+    return field(default_factory=lambda: default, metadata={"help": help})
 
 
-def numbers(flag: str, text: str, kind: type = int) -> tuple:
-    """512,2048 as numbers.
-
-    Raises:
-        ValueError: it is no such list.
-    """
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{flag} takes numbers with commas between them; got {text!r}.") from error
-
-
-def names(text: str | None) -> tuple[str, ...]:
-    """a,b as names."""
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
-def parse_chances(given: list[str]) -> dict[str, float]:
-    """TASK=0.25 of each.
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and how.
 
     Raises:
-        ValueError: one is not of that form.
+        ValueError: nothing to measure, or a number out of range.
     """
-    chances = {}
-    for text in given:
-        task, separator, chance = text.rpartition("=")
-        if not separator or not task:
-            raise ValueError(f"--chance takes TASK=NUMBER; got {text!r}.")
-        chances[task] = numbers("--chance", chance, float)[0]
-    return chances
+
+    model: str = field(metadata={"help": "Folder or Hub id of a hybrid, or of any causal language model."})
+    teacher: str | None = option(None, "Model to compare with, or none. Default: the one that MODEL records.")
+    output: str | None = option(None, "Folder for the results. Default: runs/evaluation/NAME.")
+    parts: list[str] | None = option(None, f"Some of {' '.join(PARTS)}. Default: all; tasks if --tasks names some.")
+    text: list[str] = option([SHIPPED], f"{SHIPPED}, {PYTHON_DOCS}, a file, or a Hub data set's name:config:split.")
+    text_column: str = option("text", "Column of a data set that holds the text.")
+    lengths: list[int] = option([512], "Numbers of tokens per sequence.")
+    sequences: int = option(8, "Number of sequences of each text or recall probe at each length.")
+    recall_lengths: list[int] | None = option(None, "Numbers of tokens per recall probe. Default: --lengths.")
+    depths: list[float] = option([0.1, 0.5, 0.9], "Where needle and passkey are hidden: 0 is first, 1 is last.")
+    max_new_tokens: int = option(64, "Largest number of tokens of an answer.")
+    tasks: list[str] | None = option(None, "Names of lm-eval tasks.")
+    include_path: str | None = option(None, "Folder with lm-eval tasks of your own as YAML files.")
+    num_fewshot: int | None = option(None, "Number of examples before each question of a task.")
+    apply_chat_template: bool = option(False, "Ask the questions of tasks in the model's chat format.")
+    chance: list[str] = option([], "TASK=0.25: the score of guessing, where a task does not tell it.")
+    contexts: list[int] | None = option(None, "Numbers of tokens in the cache for speed. Default: --lengths.")
+    speed_batches: list[int] = option([1], "Numbers of sequences at once for speed.")
+    speed_tokens: int = option(32, "Number of decoding steps that are timed.")
+    limit: int | None = option(None, "Largest number of sequences, prompts and documents of anything.")
+    batch_size: int = option(8, "Number of sequences read at once; changes no figure.")
+    seed: int = option(0, "Seed of the recall probes.")
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
+    device: str = option("cpu", "cpu or cuda.")
+    trust_remote_code: bool = option(False, "Run the code that a repository brings along.")
+    update_card: bool = option(False, "Put the figures into MODEL/README.md.")
+    json: bool = option(False, "Print evaluation.json instead of the tables.")
+    verbose: bool = option(False, "Show tracebacks and the libraries' messages.")
+
+    def __post_init__(self):
+        fill = {"parts": [part for part in PARTS if part != "tasks" or self.tasks], "tasks": [],
+                "recall_lengths": self.lengths, "contexts": self.lengths}  # fmt: skip
+        for name, value in fill.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        unknown = [part for part in self.parts if part not in PARTS]
+        if unknown or not self.parts:
+            raise ValueError(f"--parts takes some of {', '.join(PARTS)}; got {', '.join(unknown) or 'none'}.")
+        if "tasks" in self.parts and not self.tasks:
+            raise ValueError("--parts names tasks, and --tasks names none.")
+        if self.tasks and "tasks" not in self.parts:
+            raise ValueError("--tasks names tasks, and --parts leaves them out.")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ValueError(f"{self.include_path} is not a folder; --include-path takes one with YAML files.")
+        if "text" in self.parts and min(self.lengths) < SHORTEST:
+            raise ValueError(f"--lengths must be {SHORTEST} or more.")
+        if "recall" in self.parts and min(self.recall_lengths) < SHORTEST_RECALL:
+            raise ValueError(f"--recall-lengths must be {SHORTEST_RECALL} or more; without, --lengths count.")
+        if not all(0 <= depth <= 1 for depth in self.depths) or len(set(self.depths)) < len(self.depths):
+            raise ValueError("--depths must be different numbers from 0 to 1.")
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value is not None and min(value if isinstance(value, list) else [value], default=1) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be 1 or more.")
+        if len({source.label for source in self.sources}) < len(self.sources):
+            raise ValueError("Two --text have the same name; rename one, since results are told apart by it.")
+        if self.update_card and not Path(self.model).expanduser().is_dir():
+            raise ValueError(f"--update-card writes into a model's folder, and {self.model} is none.")
+        for text in self.chance:
+            if re.fullmatch(r".+=0?\.?\d+", text) is None or not 0 <= float(text.rpartition("=")[2]) < 1:
+                raise ValueError(f"--chance takes TASK=NUMBER with a number from 0 to below 1; got {text!r}.")
+
+    @property
+    def sources(self) -> list[TextSource]:
+        """The texts."""
+        return [TextSource.parse(text, self.text_column) for text in self.text]
+
+    @property
+    def chances(self) -> dict[str, float]:
+        """What guessing scores, by task."""
+        return {task: float(number) for task, _, number in (text.rpartition("=") for text in self.chance)}
+
+    def capped(self, count: int) -> int:
+        """`count`, or the limit where that is smaller."""
+        return count if self.limit is None else min(count, self.limit)
+
+    def settings(self) -> dict[str, Any]:
+        """What the results of each part depend on, beside what stands in each row of them."""
+        first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
+        examples = {"num_fewshot": self.num_fewshot, "apply_chat_template": self.apply_chat_template}
+        own = {
+            "text": {"sequences": self.sequences, "from": sorted({str(source[1:]) for source in self.sources})},
+            "recall": {"text": [*first, first.fingerprint()], "sequences": self.sequences, "depths": self.depths},
+            "generation": {"max_new_tokens": self.max_new_tokens},
+            "tasks": {"include_path": [self.include_path, own_tasks]} | examples,
+            "speed": {"speed_tokens": self.speed_tokens},
+        }
+        names = {"model": self.model, "teacher": self.teacher}
+        common: dict[str, Any] = {
+            which: name and [name, fingerprint(name, self.trust_remote_code)] for which, name in names.items()
+        }
+        common |= {name: getattr(self, name) for name in ("limit", "seed", "dtype", "device")}
+        return {"common": common} | {part: own[part] for part in self.parts}
 
 
-def find_teacher_of(model: str, teacher: str | None, trust_remote_code: bool) -> str | None:
+def fingerprint(model: str, trust_remote_code: bool) -> str | None:
+    """Changes when a checkpoint does: names, sizes and times of a local one's files; a Hub repository's commit.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    name, where = locate(model)
+    path = Path(name)
+    if not path.is_dir():
+        return getattr(load_config(model, trust_remote_code=trust_remote_code), "_commit_hash", None)
+    files = [path / where["gguf_file"]] if where else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    config = path / "config.json"
+    return hashlib.sha256(repr(states).encode() + (config.read_bytes() if config.is_file() else b"")).hexdigest()[:16]
+
+
+def find_teacher_of(options: Options) -> str | None:
     """The teacher named, none, or the one the checkpoint records.
 
     Raises:
         ValueError: none is named and none recorded.
     """
-    if teacher == "none":
-        return None
-    if teacher is not None:
-        return teacher
+    if options.teacher is not None:
+        return None if options.teacher == "none" else options.teacher
     try:
-        return recorded_teacher(load_config(model, trust_remote_code=trust_remote_code))
+        return recorded_teacher(load_config(options.model, trust_remote_code=options.trust_remote_code))
     except ValueError as error:
         raise ValueError(f"{error} Or measure the model alone: --teacher none.") from error
+
+
+class Evaluation:
+    """Measures model and teacher part by part; loads them when first needed, since a finished one needs neither."""
+
+    def __init__(self, options: Options, folder: ResultsFolder, progress):
+        self.options, self.folder, self.progress = options, folder, progress
+        self.names = {"model": options.model} | ({} if options.teacher is None else {"teacher": options.teacher})
+        self.manager = None
+        if "tasks" in options.parts:  # before anything is computed for nothing
+            self.manager = task_manager(options.tasks, options.include_path)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, which has to be the teacher's as well."""
+        trust, names = self.options.trust_remote_code, list(self.names.values())
+        found, *others = (load_tokenizer(name, trust_remote_code=trust) for name in names)
+        if others and others[0].get_vocab() != found.get_vocab():
+            raise ValueError(f"{names[1]} has another vocabulary than {names[0]}; give its own --teacher.")
+        return found
+
+    @cached_property
+    def models(self) -> dict[str, PreTrainedModel]:
+        """`model` and, where there is one, `teacher`, which have to predict the same tokens."""
+        options, _ = self.options, self.tokenizer
+        found = {
+            which: load_model(name, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
+            for which, name in self.names.items()
+        }
+        sizes = {model.get_output_embeddings().weight.shape[0] for model in found.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"{options.model} and {options.teacher} differ in vocabulary: {sorted(sizes)} tokens.")
+        lengths = {"text": options.lengths, "recall": options.recall_lengths, "speed": options.contexts}
+        longest = max((max(of_part) for part, of_part in lengths.items() if part in options.parts), default=0)
+        for which, model in found.items():
+            known = getattr(model.config, "max_position_embeddings", None)
+            if known is not None and longest > known:
+                text = f"the {which} was made for {known} tokens, and {longest} are asked for."
+                console.print(f"[yellow]warning:[/] {escape(text)}")
+        return found
+
+    @cached_property
+    def readers(self) -> dict[str, Reader]:
+        """Both models in two steps."""
+        return {which: reader(model) for which, model in self.models.items()}
+
+    def text(self) -> list[dict[str, Any]]:
+        """A row per text and length."""
+        return [
+            self.folder.cell("text", f"{source.label} {source.fingerprint()} {length}", self._text, source, length)
+            for source in self.options.sources
+            for length in self.options.lengths
+        ]
+
+    def _text(self, source: TextSource, length: int) -> dict[str, Any]:
+        o, what = self.options, f"{source.label}, {length} tokens"
+        ids = source.rows(self.tokenizer, length, o.capped(o.sequences)).to(self.models["model"].device)
+        advance = partial(self.progress, what, total=len(ids))
+        found = per_token(self.readers["model"], self.readers.get("teacher"), ids, o.batch_size, advance)
+        row = {"name": source.label, "length": length, "sequences": len(ids)}
+        return row | figures(found) | {"by_position": by_position(found)}
+
+    def recall(self) -> list[dict[str, Any]]:
+        """Rows per length, probe and distance."""
+        cells = [self.folder.cell("recall", str(n), self._recall, n) for n in self.options.recall_lengths]
+        return [row for cell in cells for row in cell]
+
+    def _recall(self, length: int) -> list[dict[str, Any]]:
+        o, model = self.options, self.models["model"]
+        prose = o.sources[0].rows(self.tokenizer, length, o.capped(o.sequences))
+        asked = questions(prose, self.tokenizer, model.config.vocab_size, o.depths, o.seed)
+        rows: list[dict[str, Any]] = []
+        for done, question in enumerate(asked, 1):
+            said = {w: hits(own, question.probe, o.batch_size, model.device) for w, own in self.readers.items()}
+            rows += scores(question, **said)
+            self.progress(f"recall, {length} tokens", done, len(asked))
+        return rows
+
+    def generation(self) -> dict[str, Any]:
+        """Figures over all prompts, and the answers."""
+        prompts = list(PROMPTS[: self.options.capped(len(PROMPTS))])
+        said = {w: self.folder.cell("generation", w, self._said, w, prompts) for w in self.names}
+        answers = said["model"], said.get("teacher")
+        return self.folder.cell("generation", "judged", lambda: judge(prompts, *answers, self.tokenizer))
+
+    def _said(self, which: str, prompts: list[str]) -> list[list[int]]:
+        o, advance = self.options, partial(self.progress, f"generation, {which}", total=len(prompts))
+        model = self.models[which]
+        return continuations(model, self.tokenizer, prompts, o.max_new_tokens, o.batch_size, advance)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """A row per task and metric."""
+        rows = []
+        for done, task in enumerate(self.options.tasks, 1):
+            found = {w: self.folder.cell("tasks", f"{task} {w}", self._task, task, w) for w in self.names}
+            rows += side_by_side(found["model"], found.get("teacher"), self.options.chances)
+            self.progress("tasks", done, len(self.options.tasks))
+        return rows
+
+    def _task(self, task: str, which: str) -> dict[str, Any]:
+        o, model = self.options, self.models[which]
+        how = (o.batch_size, o.limit, o.num_fewshot, o.apply_chat_template, o.seed)
+        return run_task(self.manager, task, model, self.tokenizer, *how)
+
+    def speed(self) -> list[dict[str, Any]]:
+        """Rows per context, batch and model."""
+        sizes = [(batch, context) for context in self.options.contexts for batch in self.options.speed_batches]
+        return [row for size in sizes for row in self.folder.cell("speed", f"{size}", self._speed, *size)]
+
+    def _speed(self, batch: int, context: int) -> list[dict[str, Any]]:
+        advance = partial(self.progress, f"speed, {batch} x {context} tokens")
+        return speed(self.models, batch, context, self.options.speed_tokens, advance=advance)
 
 
 @contextmanager
@@ -101,135 +306,49 @@ def narrate() -> Iterator:
         yield lambda what, done, total: console.print(f"{what}: {done}/{total}", markup=False)
 
 
-def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Results of this run beside those of earlier ones in the same folder, row by row."""
-    parts = {part: found.get(part, before.get(part)) for part in PARTS}
-    for part, keys in ROW_KEYS.items():
-        new = {tuple(row[key] for key in keys) for row in found.get(part, [])}
-        kept = [row for row in before.get(part, []) if tuple(row[key] for key in keys) not in new]
-        parts[part] = kept + found.get(part, []) or None
-    return {part: rows for part, rows in parts.items() if rows is not None}
-
-
-def evaluate(settings: Settings, output: Path, overwrite: bool = False) -> dict[str, Any]:
-    """Run what is not done yet, and write all results.
+def evaluate(options: Options) -> dict[str, Any]:
+    """Run what is not done yet, write all results, and return them.
 
     Raises:
         ValueError: something cannot be measured; what was finished before is kept.
     """
-    by_part = settings.by_part()
-    folder = EvaluationFolder(output, by_part, overwrite)
+    options = dataclasses.replace(options, teacher=find_teacher_of(options))
+    folder = ResultsFolder(place_of(options), options.settings())
     with narrate() as progress:
-        found = Evaluation(settings, folder, progress).run()
-    earlier = folder.results()
-    results = {
-        "model": settings.model,
-        "teacher": settings.teacher,
-        "commit": project_commit(),
-        "environment": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "device": settings.device,
-            "threads": torch.get_num_threads(),
-        },
-        "settings": earlier.get("settings", {}) | by_part,
-    } | merged(earlier, found)
-    folder.finish(results, markdown(results))
+        evaluation = Evaluation(options, folder, progress)
+        parts = {part: getattr(evaluation, part)() for part in PARTS if part in options.parts}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    where = versions | {"device": options.device, "threads": torch.get_num_threads()}
+    names = {"model": options.model, "teacher": options.teacher, "commit": project_commit()}
+    results = folder.finish(names | {"environment": where} | parts)
+    if options.update_card:
+        update_card(Path(options.model).expanduser(), results)
     return results
 
 
-@app.command(no_args_is_help=True)
-def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hybrid: folder, Hub id (or any causal model).")],
-    teacher: Annotated[
-        str | None, _option(RUN, "Compare with this model; none for MODEL alone. Default: the one MODEL records.")
-    ] = None,
-    output: Annotated[Path | None, _option(RUN, "Folder for results (default: runs/evaluation/NAME).")] = None,
-    parts: Annotated[str | None, _option(RUN, f"Some of {','.join(PARTS)} (default: all; tasks if --tasks).")] = None,
-    text: Annotated[
-        list[str] | None, _option(TEXT, "shipped, python-docs, a .jsonl or .txt file, a Hub data set; repeatable.")
-    ] = None,
-    text_column: Annotated[str, _option(TEXT, "Column that holds the text.")] = "text",
-    text_config: Annotated[str | None, _option(TEXT, "Configuration of a Hub data set.")] = None,
-    text_split: Annotated[str, _option(TEXT, "Split of a Hub data set.")] = "train",
-    lengths: Annotated[str, _option(TEXT, "Tokens per sequence: 512,2048.")] = "512",
-    sequences: Annotated[int, _option(TEXT, "Sequences of each text and length.", min=1)] = 8,
-    recall_lengths: Annotated[str | None, _option(RECALL, "Tokens per probe (default: --lengths).")] = None,
-    recall_sequences: Annotated[int, _option(RECALL, "Sequences per probe.", min=1)] = 8,
-    depths: Annotated[str, _option(RECALL, "Where needle and passkey hide: 0 first, 1 last.")] = "0.1,0.5,0.9",
-    max_new_tokens: Annotated[int, _option(GENERATION, "Tokens to say at most.", min=1)] = 64,
-    tasks: Annotated[str | None, _option(TASKS, "lm-eval's tasks: a,b.")] = None,
-    include_path: Annotated[str | None, _option(TASKS, "Folder with tasks of your own as YAML files.")] = None,
-    num_fewshot: Annotated[int | None, _option(TASKS, "Examples shown before each question.", min=0)] = None,
-    apply_chat_template: Annotated[
-        bool, _option(TASKS, "Ask in the model's chat format.", "--apply-chat-template")
-    ] = False,
-    chance: Annotated[list[str] | None, _option(TASKS, "TASK=0.25: what guessing scores; repeatable.")] = None,
-    contexts: Annotated[str | None, _option(SPEED, "Tokens in the cache (default: --lengths).")] = None,
-    speed_batches: Annotated[str, _option(SPEED, "Sequences at once: 1,8.")] = "1",
-    speed_tokens: Annotated[int, _option(SPEED, "Steps of decoding that are timed.", min=1)] = 32,
-    speed_repeats: Annotated[int, _option(SPEED, "Runs; the median counts.", min=1)] = 3,
-    limit: Annotated[int | None, _option(RUN, "At most so many sequences, prompts, documents.", min=1)] = None,
-    batch_size: Annotated[int, _option(RUN, "Sequences at once.", min=1)] = 8,
-    seed: Annotated[int, _option(RUN, "Of the probes.")] = 0,
-    dtype: Annotated[str, _option(RUN, "auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, _option(RUN, "cpu or cuda.")] = "cpu",
-    trust_remote_code: Annotated[bool, _option(RUN, "Run a repository's code.", "--trust-remote-code")] = False,
-    overwrite: Annotated[
-        bool, _option(RUN, "Drop what another evaluation left in the folder.", "--overwrite")
-    ] = False,
-    update_model_card: Annotated[bool, _option(RUN, "Put the figures into MODEL/README.md.", "--update-card")] = False,
-    as_json: Annotated[bool, _option(RUN, "Print evaluation.json instead of the tables.", "--json")] = False,
-    verbose: Annotated[bool, _option(RUN, "Tracebacks and library messages.", "--verbose", "-v")] = False,
-) -> None:
-    """Measure MODEL beside its teacher. The same command goes on after an interruption."""
+def place_of(options: Options) -> Path:
+    """Where the results go."""
+    return Path(options.output or Path("runs/evaluation") / Path(options.model).expanduser().resolve().name)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Read the command line, which begins with MODEL, and measure."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    named = ["--model", *arguments] if arguments and not arguments[0].startswith("-") else arguments
+    verbose = "--verbose" in named
     set_verbosity(verbose, quiet=False)
     with one_line_errors(verbose, "the same command goes on from here"):
         logging.disable_progress_bar()
-        if update_model_card and not Path(model).expanduser().is_dir():
-            raise ValueError(f"--update-card writes into a model's folder, and {model} is none.")
-        default_parts = [part for part in PARTS if part != "tasks" or tasks]
-        of_lengths = numbers("--lengths", lengths)
-        sources = tuple(TextSource(name, text_column, text_config, text_split) for name in text or [SHIPPED])
-        if len({source.label for source in sources}) < len(sources):
-            raise ValueError("Two --text have the same name; rename one, since results are told apart by it.")
-        settings = Settings(
-            model=model,
-            teacher=find_teacher_of(model, teacher, trust_remote_code),
-            parts=tuple(default_parts) if parts is None else names(parts),
-            texts=sources,
-            lengths=of_lengths,
-            sequences=sequences,
-            recall_lengths=numbers("--recall-lengths", recall_lengths) if recall_lengths else of_lengths,
-            recall_sequences=recall_sequences,
-            depths=numbers("--depths", depths, float),
-            max_new_tokens=max_new_tokens,
-            tasks=names(tasks),
-            include_path=include_path,
-            num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            chances=parse_chances(chance or []),
-            contexts=numbers("--contexts", contexts) if contexts else of_lengths,
-            speed_batches=numbers("--speed-batches", speed_batches),
-            speed_tokens=speed_tokens,
-            speed_repeats=speed_repeats,
-            limit=limit,
-            batch_size=batch_size,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-        place = output or Path("runs/evaluation") / Path(model).expanduser().resolve().name
-        results = evaluate(settings, place, overwrite)
-        if update_model_card:
-            update_card(Path(model).expanduser(), results)
-        if as_json:
+        parser = HfArgumentParser(Options, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+        (options,) = parser.parse_args_into_dataclasses(named)
+        results = evaluate(options)
+        if options.json:
             sys.stdout.write(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
         else:
             sys.stdout.write(markdown(results))
-            console.print(f"[green]done[/] {place}")
+            console.print(f"[green]done[/] {place_of(options)}")
+        return results
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -11,12 +11,12 @@ import sys
 
 
 class ProjectNotInstalled:
-    """Refuses this project's packages."""
+    """An import finder that refuses this project's packages."""
 
     packages = ("convert", "modeling_llamba", "modeling_phimamba", "recipes")
 
     def find_spec(self, name, path=None, target=None):
-        """Called by the import system first."""
+        """Called by the import system before its own finders."""
         if name.split(".")[0] in self.packages:
             raise ModuleNotFoundError(f"{name} is not installed here")
 
@@ -39,20 +39,18 @@ def answer(model, tokenizer, prompt: str, max_new_tokens: int) -> str:
 
 @torch.no_grad()
 def main(job: dict) -> None:
-    """Carry out the job."""
+    """Carry out a job."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(job["folder"], trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(job["folder"], trust_remote_code=True, dtype=torch.float32).eval()
     ids = tokenizer(job["text"], return_tensors="pt").input_ids[:, : job["max_tokens"]]
-    torch.save(
-        {
-            "class": f"{type(model).__module__}.{type(model).__name__}",
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "answers": [answer(model, tokenizer, prompt, job["max_new_tokens"]) for prompt in job["prompts"]],
-            "logits": model(ids).logits[0],
-        },
-        job["results"],
-    )
+    results = {
+        "class": f"{type(model).__module__}.{type(model).__name__}",
+        "parameters": model.num_parameters(),
+        "answers": [answer(model, tokenizer, prompt, job["max_new_tokens"]) for prompt in job["prompts"]],
+        "logits": model(ids).logits[0],
+    }
+    torch.save(results, job["results"])
 
 
 if __name__ == "__main__":

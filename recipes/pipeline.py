@@ -13,7 +13,6 @@ whole answers.
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convert.config import make_config
 from datasets import load_dataset
 from rich.console import Console
 from rich.table import Table
@@ -33,14 +31,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from convert.alignment.divergence import mean_kl
+from convert import convert
 from convert.alignment.text import documents, token_rows
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.checkpoint.load import load_tokenizer
-from convert.pipeline import run
 from convert.teachers.teacher import embedded_teacher
 
 from . import dpo, seqkd, sft, validation_text
+from .evaluation.metrics import figures, per_token, reader
 from .training.save import LABELS, read_record
 
 CHATS = "llamafactory==0.9.5"
@@ -59,11 +57,10 @@ SFT = ["--learning_rate", "2e-4", "--other_learning_rate", "2e-5", "--max_length
 LOSSES = {"KL": ("1", "0"), "KL + CE": ("1", "1"), "CE": ("0", "1")}
 
 
-@torch.no_grad()
 def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[str, float]:
     """KL to the teacher and perplexity, both per token, on rows of token ids (S, L)."""
-    nats = [nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]).item() for row in rows]
-    return {"kl": mean_kl(model, teacher, rows), "perplexity": math.exp(sum(nats) / len(nats))}
+    found = figures(per_token(reader(model), reader(teacher), rows, batch_size=1))
+    return {"kl": found["kl"], "perplexity": found["perplexity"]}
 
 
 def prepare_data(gguf: Path, folder: Path) -> None:
@@ -150,7 +147,7 @@ def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[st
     prepare_data(gguf, folder)
     hybrid, finetuned, preferred = (folder / name for name in ("hybrid", "sft", "dpo"))
     if not (hybrid / "config.json").is_file():
-        run(make_config(model=str(gguf), output=str(hybrid), attention_ratio=0.5, work_dir=str(folder / "align")))
+        convert(str(gguf), str(hybrid), attention_layers=0.5, work_dir=str(folder / "align"))
     train(sft.main, hybrid, gguf, folder / "seqkd", finetuned, *SFT)
     dpo_options = ["--learning_rate", "5e-6", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")

@@ -126,7 +126,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
         origin, revision = attention_from, None
         if origin is None:
             origin, revision = teaching.teacher_model_name_or_path, teaching.teacher_revision
-        convert(origin, work / "attention", attention_ratio=1.0, align="none", revision=revision)
+        convert(origin, work / "attention", attention_layers="all", align="none", revision=revision)
     attention, _ = load_student(dataclasses.replace(model_config, model_name_or_path=str(work / "attention")))
     reports, before, mixers = [], None, set()
     for number, added in enumerate(plan, 1):

@@ -31,14 +31,14 @@ def private_caches(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def saved_teacher(tmp_path_factory):
-    """name -> folder of a tiny teacher saved by transformers."""
+    """name, layers -> folder of a tiny teacher saved by transformers."""
     folders = {}
 
-    def get(name: str):
-        if name not in folders:
-            folders[name] = tmp_path_factory.mktemp("teacher") / name
-            make_teacher(name).save_pretrained(folders[name])
-        return folders[name]
+    def get(name: str, layers: int = 4):
+        if (name, layers) not in folders:
+            folders[name, layers] = tmp_path_factory.mktemp("teacher") / name
+            make_teacher(name, layers=layers).save_pretrained(folders[name, layers])
+        return folders[name, layers]
 
     return get
 

@@ -73,12 +73,13 @@ TEACHERS = {
 }
 
 
-def make_teacher(name: str, seed: int = 0, **changes) -> torch.nn.Module:
-    """A teacher in float32, every parameter random, norms and biases too; `changes` of its configuration."""
+def make_teacher(name: str, seed: int = 0, layers: int = 4) -> torch.nn.Module:
+    """A teacher in float32, every parameter random, norms and biases too; windows stay in the same share of layers."""
     model_class, config = TEACHERS[name]
-    fields = config.to_dict() | changes
-    if "num_hidden_layers" in changes:
+    fields = config.to_dict() | {"num_hidden_layers": layers}
+    if layers != config.num_hidden_layers:
         fields.pop("layer_types", None)
+        fields |= {"max_window_layers": layers // 2} if "max_window_layers" in fields else {}
     torch.manual_seed(seed)
     model = model_class(type(config)(**fields)).eval()
     with torch.no_grad():

@@ -1,12 +1,20 @@
-"""The README.md of a converted model."""
+"""The README.md of a converted model, with the figures that matter and two pictures."""
 
 import json
+import re
+from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..plan import Plan
 from ..weights.students import layer_letters
 from ..weights.writer import human_bytes
+from .pictures import save_pictures
+
+KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
+NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
+NO_FIGURES = {KL_ROW: NOT_MEASURED, RECALL_ROW: NOT_MEASURED}
+"""What training makes of the figures."""
 
 TEMPLATE = """---
 {{ card_data }}
@@ -26,13 +34,21 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 {{ alignment_note }}
 
+| | |
+|---|---|
+{{ figure_rows }}
+
 ## Layers
+
+![what each layer and head is](layers.png)
 
 `{{ layers }}` (A keeps attention, M is a mixer{{ window }})
 
 | per sequence | teacher | this model |
 |---|---|---|
 {{ cache_rows }}
+
+![cache against context length](cache.png)
 
 ## Provenance
 
@@ -74,18 +90,34 @@ def alignment_note(align: str, mixer: str, window: int | None) -> str:
     return MAPPED_BESIDE_WINDOW_NOTE if window and align == "none" else ALIGNMENT_NOTES[align]
 
 
-def make_card(plan: Plan, name: str) -> ModelCard:
-    """The card of the model in folder or repository `name`.
+def with_figures(text: str, rows: dict[str, str]) -> str:
+    """A card's text with these rows of its first table as given, where it has them."""
+    for row, figure in rows.items():
+        line = f"| {row} | {figure} |"
+        text = re.sub(rf"^\| {re.escape(row)} \|.*$", lambda _, line=line: line, text, flags=re.MULTILINE)
+    return text
+
+
+def write_card(plan: Plan, name: str, folder: Path) -> None:
+    """Write README.md and its pictures into the folder of a model that will be called `name`.
 
     Raises:
         KeyError: the alignment has no note; whoever adds one says what it did.
     """
+    make_card(plan, name).save(folder / "README.md")
+    save_pictures(plan.config, plan.dtype, folder)
+
+
+def make_card(plan: Plan, name: str) -> ModelCard:
+    """The card of the model in folder or repository `name`."""
     summary, conversion = plan.summary(), plan.config.conversion
     replaced, has_mixer = summary["mixer_layers"], summary["mixer"] != "none"
     cache_rows = [
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()
     ]
+    shares = [size["hybrid"] / size["teacher"] for size in summary["cache_bytes"].values()]
+    figures = {"cache at 4k and 32k tokens, of the teacher's": f"{shares[0]:.0%}, {shares[1]:.0%}"} | NO_FIGURES
     provenance = {k: v for k, v in conversion.items() if k != "teacher_layer_types" and v not in (None, {})}
     is_hub_id = plan.teacher.revision is not None
     return ModelCard.from_template(
@@ -108,6 +140,7 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         num_layers=len(summary["layer_types"]),
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
+        figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
         alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"])
         if replaced
         else "Every layer is the teacher's own.",

@@ -1,4 +1,4 @@
-"""Load a checkpoint to use it: a hybrid, or any causal language model of transformers, with its tokenizer."""
+"""Load a hybrid, or any causal language model of transformers, with its tokenizer."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 
 def locate(model: str) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` wants for a folder, a GGUF file or a Hub id.
+    """The name and the arguments that `from_pretrained` takes for a folder, a GGUF file or a Hub id.
 
     Raises:
         ValueError: a path that does not exist or holds no checkpoint.

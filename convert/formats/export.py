@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..options import ExportOptions
 from ..placement.cache import num_states
-from ..teachers import get_family
+from ..teachers import COMMON_FIELDS, get_family
 from ..teachers.teacher import Teacher, config_errors
 from ..weights.reader import open_weights
 from ..weights.students import STUDENTS, meta_shapes
@@ -29,23 +29,7 @@ from .transfer import PROJECT, TransferPlan, find_checkpoint, write_checkpoint
 
 # transformers reads both spellings; llama.cpp and earlier versions of vLLM only these
 LEGACY_LAYER_TYPES = {"linear_attention": "mamba", "full_attention": "attention"}
-COPIED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "tie_word_embeddings",
-    "attention_dropout",
-)
+COPIED_FIELDS = (*COMMON_FIELDS, "rms_norm_eps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +133,8 @@ def total_heads(source: PreTrainedConfig, expand: int | None) -> tuple[int, int]
 def native_config(source: PreTrainedConfig, target: str, expand: int | None = None) -> PreTrainedConfig:
     """Configuration of the exported model."""
     heads, expand = total_heads(source, expand)
-    has_bias = source.attention_bias or source.attention_out_bias
     fields = {name: getattr(source, name) for name in COPIED_FIELDS} | {
-        "attention_bias": has_bias,
+        "attention_bias": source.attention_bias or source.attention_out_bias,
         "mamba_n_heads": heads,
         "mamba_n_groups": heads,
         "mamba_d_head": source.mixer_head_dim,
@@ -172,7 +155,6 @@ def native_config(source: PreTrainedConfig, target: str, expand: int | None = No
 
 def _granite_fields(source: PreTrainedConfig) -> dict[str, Any]:
     return {
-        "rope_parameters": dict(source.rope_parameters),
         "shared_intermediate_size": source.intermediate_size,
         "num_local_experts": 0,
         "num_experts_per_tok": 0,

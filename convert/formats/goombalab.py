@@ -37,28 +37,24 @@ class Layer(NamedTuple):
 
 
 def components(source: ForeignCheckpoint) -> Section:
-    """The part that describes the model; a training configuration wraps it."""
+    """The part of the configuration that describes the model; a training configuration wraps it."""
     whole = source.section
     return whole.need_section("ComponentsConfig") if "ComponentsConfig" in whole.values else whole
 
 
 def head_input(source: ForeignCheckpoint) -> Section:
-    """What is said about vocabulary and head."""
+    """The settings of the vocabulary and the head."""
     parts = components(source)
     return (parts.section("LanguageModel") if "LanguageModel" in parts.values else parts).section("input")
 
 
 def model_input(source: ForeignCheckpoint) -> Section:
-    """What is said about the whole model."""
+    """The settings of the whole model."""
     return components(source).need_section("MixerModel").section("input")
 
 
 def layers(source: ForeignCheckpoint) -> list[Layer]:
-    """Every layer in order.
-
-    Raises:
-        ValueError: a block or mixer that this project does not have, or a wrong number of layers.
-    """
+    """Every layer in order; a block or mixer that this project does not have is a ValueError."""
     parts = components(source)
     runs = parts.need_section("MixerModel").sections("Blocks") or [
         parts.need_section(name) for name in parts.values if name.startswith("Block")
@@ -89,11 +85,7 @@ def _plain(name: str) -> str:
 
 
 def student(source: ForeignCheckpoint) -> str:
-    """Which of our families has its block.
-
-    Raises:
-        ValueError: blocks of both.
-    """
+    """The class of hybrid that has its blocks; a mixture of both classes' blocks is a ValueError."""
     kinds = {BLOCKS[layer.block] for layer in layers(source)}
     if len(kinds) > 1:
         raise ValueError(f"{source.name} mixes Phi's blocks with Llama's; no family of ours holds both.")
@@ -101,11 +93,7 @@ def student(source: ForeignCheckpoint) -> str:
 
 
 def fields(source: ForeignCheckpoint) -> dict[str, Any]:
-    """Fields of our configuration.
-
-    Raises:
-        ValueError: something that ours cannot hold.
-    """
+    """Fields of the hybrid's configuration; what it cannot hold is a ValueError."""
     found, kind = layers(source), student(source)
     rows, hidden = source.shape(EMBEDDING, 2)
     mixers = [layer for layer in found if layer.core == MIXER]
@@ -126,11 +114,7 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
 
 
 def _agreed(inputs: list[Section], names: tuple[str, ...], what: str) -> Section:
-    """The input of every layer, where they say the same.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """The settings that all layers share; a ValueError where one of `names` differs from layer to layer."""
     first = inputs[0]
     for name in names:
         if any(other.values.get(name) != first.values.get(name) for other in inputs):
@@ -139,11 +123,7 @@ def _agreed(inputs: list[Section], names: tuple[str, ...], what: str) -> Section
 
 
 def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohawk: bool) -> dict[str, Any]:
-    """The mixer's part, which Llamba has too.
-
-    Raises:
-        ValueError: a norm or activation that ours does not have.
-    """
+    """The fields of a discrete Mamba-2 mixer, which Llamba has too; a norm before out_proj is a ValueError."""
     if any(".mixer.norm." in name for name in source.tensors):
         raise ValueError("Its mixers have a norm before out_proj (norm_cls); ours of this kind have none.")
     unsaid = "silu" if is_mohawk else "identity"
@@ -168,7 +148,7 @@ def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohaw
 
 
 def rope_parameters(said: Section, default: dict[str, Any]) -> dict[str, Any]:
-    """RoPE as transformers spells it now, from rope_theta and rope_scaling."""
+    """rope_theta and rope_scaling as the `rope_parameters` of transformers 5."""
     rope = dict(default)
     scaling = said.section("rope_scaling")
     if scaling.values:
@@ -227,11 +207,7 @@ def _llama_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any
 
 
 def _norm_eps(source: ForeignCheckpoint, found: list[Layer]) -> float:
-    """Of the blocks' norms and the last one.
-
-    Raises:
-        ValueError: they are not the same.
-    """
+    """The epsilon of all norms; a ValueError where they differ."""
     said = {section.get("norm_epsilon", float) for section in (model_input(source), *(x.block_input for x in found))}
     stated = sorted(said - {None})
     if len(stated) > 1:
@@ -242,12 +218,9 @@ def _norm_eps(source: ForeignCheckpoint, found: list[Layer]) -> float:
 
 
 def _ignored_rotary(attention: list[Section], whole: Section, default: PreTrainedConfig) -> list[str]:
-    """Notes: the angles are computed once, for all layers, from what is said of the whole model."""
-    used = {
-        "rope_theta": default.rope_parameters["rope_theta"],
-        "rope_scaling": None,
-        "max_position_embeddings": default.max_position_embeddings,
-    }
+    """Notes on settings that the original ignores: it computes all angles from the settings of the whole model."""
+    used = {"rope_theta": default.rope_parameters["rope_theta"], "rope_scaling": None}
+    used["max_position_embeddings"] = default.max_position_embeddings
     used |= {name: whole.values[name] for name in used if whole.values.get(name) is not None}
     return [
         f"{name} of the attention layers is left out: the original computes all angles from MixerModel.input"
@@ -257,13 +230,13 @@ def _ignored_rotary(attention: list[Section], whole: Section, default: PreTraine
 
 
 def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
-    """Our tensors from theirs."""
+    """Where the hybrid's tensors come from, and which of the checkpoint's are left out."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
-    with_bias = ("weight", "bias") if config.model_type == "phimamba" else ("weight",)
-    mlp = ("fc1", "fc2") if config.model_type == "phimamba" else ("gate_proj", "up_proj", "down_proj")
-    norms = (
-        ("input_layernorm",) if config.model_type == "phimamba" else ("input_layernorm", "post_attention_layernorm")
-    )
+    if config.model_type == "phimamba":
+        with_bias, mlp, norms = ("weight", "bias"), ("fc1", "fc2"), ("input_layernorm",)
+    else:
+        with_bias, mlp = ("weight",), ("gate_proj", "up_proj", "down_proj")
+        norms = ("input_layernorm", "post_attention_layernorm")
     for kind in with_bias:
         rows[f"model.norm.{kind}"] = moved(f"backbone.final_layernorm.{kind}")
     for i, layer_type in enumerate(config.layer_types):
@@ -288,7 +261,7 @@ def _attention_table(config: PreTrainedConfig, ours: str, theirs: str) -> Table:
 
 
 def mixer_table(source: ForeignCheckpoint, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
-    """A discrete Mamba-2 mixer: the layout is ours, but that B and C may have fewer heads, each shared by several."""
+    """A discrete Mamba-2 mixer: the layout is ours, except that several heads may share one of B and C."""
     heads, state, inner = config.mixer_num_heads, config.mixer_d_state, config.mixer_num_heads * config.mixer_head_dim
     groups = (source.shape(f"{theirs}conv1d.weight", 3)[0] - inner) // (2 * state)
     times = heads // max(groups, 1)

@@ -14,11 +14,7 @@ MLP_WIDTH = 14336  # where mlp_cfg is null; a null ssm_cfg has the defaults of t
 
 
 def fields(source: ForeignCheckpoint) -> dict[str, Any]:
-    """Fields of our configuration.
-
-    Raises:
-        ValueError: something that ours cannot hold.
-    """
+    """Fields of the hybrid's configuration; what it cannot hold is a ValueError."""
     config, rows, hidden = source.section, *source.shape(EMBEDDING, 2)
     ssm, mlp, depth = config.section("ssm_cfg"), config.section("mlp_cfg"), config.need("n_layer", int)
     eps = config.get("norm_epsilon", float, NORM_EPS)

@@ -25,11 +25,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def mamba_layers(source: ForeignCheckpoint) -> list[int]:
-    """Layers with a mixer, by their tensors.
-
-    Raises:
-        ValueError: there are none, one is in an unknown place, or mamba_config.json is missing or names other layers.
-    """
+    """Layers with a mixer, by their tensors; a ValueError where mamba_config.json or a tensor's name contradicts."""
     placed = {name: re.match(r"model\.layers\.(\d+)\.mamba\.", name) for name in source.tensors if ".mamba." in name}
     astray = [name for name, match in placed.items() if match is None]
     if astray or not placed:
@@ -51,11 +47,7 @@ def mamba_layers(source: ForeignCheckpoint) -> list[int]:
 
 
 def fields(source: ForeignCheckpoint) -> dict[str, Any]:
-    """Fields of our configuration: the base model's, and the mixer's.
-
-    Raises:
-        ValueError: no configuration of the base model, or sizes that do not fit together.
-    """
+    """Fields of the hybrid's configuration: the base model's, and the mixer's."""
     replaced = mamba_layers(source)
     base = _base_config(source)
     with config_errors(f"{source.section.file} is not a valid {base.model_type} configuration"):
@@ -137,7 +129,7 @@ def _kv_width(source: ForeignCheckpoint, prefix: str) -> int:
 
 
 def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
-    """Our tensors from theirs."""
+    """Where the hybrid's tensors come from, and which of the checkpoint's are left out."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
     rows["model.norm.weight"] = moved("model.norm.weight")
     for i, kind in enumerate(config.layer_types):
@@ -199,12 +191,12 @@ def _has(source: ForeignCheckpoint, ending: str) -> bool:
 
 
 def is_mamba2(source: ForeignCheckpoint) -> bool:
-    """By its tensors; there is no version in the configuration."""
+    """Whether the mixers are Mamba-2, by their tensors: the configuration says nothing of it."""
     return _has(source, ".mamba.dt_bias")
 
 
 def is_m1(source: ForeignCheckpoint) -> bool:
-    """M1 fuses the attention's projections, and those of Mamba-1."""
+    """Whether the projections of attention, or of Mamba-1, are fused, as in M1."""
     return _has(source, ".mha.in_proj.weight") or (_has(source, ".mamba.in_proj.weight") and not is_mamba2(source))
 
 

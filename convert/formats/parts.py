@@ -1,7 +1,7 @@
-"""Tensors put together from rows of other tensors: what import and export are made of.
+"""Tables that make each tensor of one format out of rows of another format's tensors.
 
-A target is a sequence of parts, one below the other: rows of a source, some repeated or scaled, or a constant. A table
-from targets to their parts accounts for every tensor on both sides, and is carried out block by block.
+A target tensor is a sequence of parts, one below the other: rows of a source, some repeated or scaled, or a constant.
+A table from targets to their parts accounts for every tensor on both sides, and is carried out block by block.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..weights.rules import Rule
 
 @dataclass(frozen=True)
 class Part:
-    """Rows start..stop of a source, each block of `block` rows `times` times in a row."""
+    """Rows start..stop of a source, every block of `block` rows written `times` times."""
 
     source: str
     start: int = 0
@@ -25,15 +25,15 @@ class Part:
     times: int = 1
     scale: float = 1.0
     extra_columns: int = 0
-    """Zero columns on the right."""
+    """Number of zero columns added on the right."""
 
     def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
-        """How many rows it gives."""
+        """Number of rows of the target that it fills."""
         stop = tensors[self.source].shape[0] if self.stop is None else self.stop
         return (stop - self.start) * self.times
 
     def blocks(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        """Its rows."""
+        """The rows, block by block."""
         if self.times == 1:
             for rows in checkpoint.blocks(self.source, self.start, self.stop):
                 yield self._finished(rows)
@@ -51,23 +51,23 @@ class Part:
 
     @property
     def changes(self) -> bool:
-        """Whether the rows are anything but the source's own."""
+        """Whether the rows differ from the source's own."""
         return self.times > 1 or self.scale != 1 or bool(self.extra_columns)
 
 
 @dataclass(frozen=True)
 class Fill:
-    """`count` rows of a constant."""
+    """`count` rows that hold a constant."""
 
     count: int
     value: float = 0.0
 
     def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
-        """How many rows it gives."""
+        """Number of rows of the target that it fills."""
         return self.count
 
     def blocks(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        """Its rows."""
+        """The rows, block by block."""
         step = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
         for first in range(0, self.count, step):
             yield torch.full((min(step, self.count - first), *shape[1:]), self.value)
@@ -80,7 +80,7 @@ Table = dict[str, Parts]
 
 
 def moved(source: str) -> Parts:
-    """A tensor that only changes its name."""
+    """The parts of a tensor that only changes its name."""
     return (Part(source),)
 
 
@@ -91,10 +91,11 @@ def make_rules(
     dropped: Mapping[str, str],
     what: str,
 ) -> list[Rule]:
-    """A rule for every target, every source accounted for.
+    """A rule for every target tensor, with every source tensor accounted for.
 
     Args:
-        shapes: of the targets. tensors: the sources. dropped: sources left out, and why. what: the format, for errors.
+        shapes: shapes of the targets. tensors: the sources. dropped: sources left out, and why.
+        what: name of the source's format, for errors.
 
     Raises:
         ValueError: sources are missing, unexpected, quantised or of the wrong shape.

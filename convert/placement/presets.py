@@ -2,7 +2,6 @@
 
 import json
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,11 +38,9 @@ def pattern_attention_layers(num_layers: int, pattern: str) -> tuple[int, ...]:
     """A pattern of M (mixer) and A (attention), repeated over the layers: "MA", "MMMA", or one letter per layer.
 
     Raises:
-        ValueError: another letter, or a pattern longer than the model.
+        ValueError: a pattern longer than the model.
     """
     pattern = pattern.upper()
-    if not pattern or set(pattern) - set("MA"):
-        raise ValueError(f"A layer pattern consists of M (mixer) and A (attention), not {pattern!r}.")
     if len(pattern) > num_layers:
         raise ValueError(f"The layer pattern has {len(pattern)} letters, but the teacher has {num_layers} layers.")
     return tuple(i for i in range(num_layers) if pattern[i % len(pattern)] == "A")
@@ -57,7 +54,8 @@ def named_attention_layers(num_layers: int, name: str) -> tuple[int, ...]:
     """
     if name not in PUBLISHED_ATTENTION_LAYERS:
         raise ValueError(
-            f"{name!r} is neither a list of layers (such as 1,3,5) nor a published choice: "
+            f"{name!r} is neither a list of layers (1,3,5), nor a pattern of M (mixer) and A (attention), nor a "
+            f"published choice: "
             f"{', '.join(PUBLISHED_ATTENTION_LAYERS)}."
         )
     by_depth = PUBLISHED_ATTENTION_LAYERS[name]
@@ -115,7 +113,7 @@ def kept_heads(
         ValueError: a layer or head that the teacher does not have, or a text that is neither pairs, a number nor a
             JSON file.
     """
-    if isinstance(asked, int | float) or (isinstance(asked, str) and re.fullmatch(r"\d+|\d*\.\d+", asked.strip())):
+    if isinstance(asked, int | float):
         return None
     try:
         if isinstance(asked, str) and (asked.endswith(".json") or set(asked) - set("0123456789:, ")):
@@ -141,21 +139,17 @@ def kept_heads(
     return heads
 
 
-def counted_heads(asked: str | int | float, total: int) -> int:
+def counted_heads(asked: int | float, total: int) -> int:
     """How many key/value heads the option `attention_heads` asks for: 12, or a share (0.05) of the teacher's `total`.
 
     Raises:
         ValueError: more than there are, or a share that is less than one.
     """
-    text = str(asked)
-    count = round(float(text) * total) if "." in text else int(text)
-    if count == 0 and float(text) > 0:
-        raise ValueError(f"attention_heads {text} of {total} key/value heads is less than one; give a larger share.")
-    if count > total:
-        raise ValueError(
-            f"attention_heads {text} is more than the teacher's {total} key/value heads (a pair such as 16:3 needs "
-            "quotes in YAML)."
-        )
+    count = round(asked * total) if isinstance(asked, float) else asked
+    if count == 0 and asked > 0:
+        raise ValueError(f"attention_heads {asked} of {total} key/value heads is less than one; give a larger share.")
+    if not 0 <= count <= total:
+        raise ValueError(f"attention_heads {asked} must lie between 0 and the teacher's {total} key/value heads.")
     return count
 
 

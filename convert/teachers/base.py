@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Student field <- teacher field of the same name, for every family that has it.
+# fields that a hybrid's configuration takes over from every teacher's under the same name
 COMMON_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -26,24 +26,23 @@ COMMON_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherFamily:
-    """One architecture of transformers and where its parts go in the student.
-
-    `tensors` maps a teacher's tensor-name template ("{i}" stands for the layer) to the name in the student with every
-    layer kept as attention, to a tuple of names when the teacher fuses them along the rows, or to None when the
-    tensor is dropped on purpose. Which of them exist is decided by the configuration, not listed here.
-    """
+    """An architecture of transformers, and where its tensors and configuration fields go in the hybrid."""
 
     model_type: str
     student: Literal["llamba", "phimamba"]
+    """The class of hybrid it becomes."""
     tensors: Mapping[str, str | tuple[str, ...] | None]
+    """Template of a teacher's tensor name ("{i}" is the layer) -> its name in a hybrid that keeps all its attention, a
+    tuple of names where the teacher fuses them along the rows, or None for what is dropped on purpose. Which of them
+    a teacher has follows from its configuration."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Student field <- teacher field, beyond COMMON_FIELDS."""
+    """Field of the hybrid -> field of the teacher, beyond COMMON_FIELDS."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Student fields that are the same for every teacher of the family."""
+    """Fields of the hybrid that are the same for every teacher of the family."""
     special: Callable[[Any], dict[str, Any]] | None = None
-    """Student fields that need more than a copy, from the teacher's configuration."""
+    """Computes the fields of the hybrid that are more than copies from the teacher's configuration."""
 
 
 def same_name(*templates: str) -> dict[str, str]:
-    """Templates whose tensors keep their name."""
+    """A table of templates whose tensors keep their names."""
     return {template: template for template in templates}

@@ -36,22 +36,22 @@ EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass
 class Teacher:
-    """A teacher that has been found and whose configuration is read, its weights not yet."""
+    """A model that has been found and whose configuration, but not its weights, has been read."""
 
     name: str
-    """What the user called it."""
+    """The name that the user gave."""
     folder: Path
     config: PreTrainedConfig
     family: TeacherFamily
     revision: str | None = None
-    """Commit, when it came from the Hub."""
+    """The commit, if it came from the Hub."""
     gguf_file: str | None = None
     headers_only: bool = False
-    """The weights were left on the Hub."""
+    """Whether the weights were left on the Hub."""
 
     @property
     def public_name(self) -> str:
-        """What may be published: the Hub id, or the last part of a local path."""
+        """The name that may be published: the Hub id, or the last part of a local path."""
         return self.name if self.revision is not None else Path(self.name).name
 
     def open_weights(self) -> Checkpoint:
@@ -126,7 +126,7 @@ def find_teacher(
 def download_model(
     model: str, revision: str | None, gguf_file: str | None, trust_remote_code: bool, with_weights: bool
 ) -> tuple[Path, str | None, bool]:
-    """Fetch what is needed of a repository: the newest commit's, or the cached one when offline.
+    """Download the files that are needed from a repository: the newest commit's, or the cached ones when offline.
 
     Returns:
         The folder, the commit, and whether the weights were left on the Hub.
@@ -167,7 +167,7 @@ def _cached(model: str, revision: str | None, gguf_file: str | None) -> Path:
 
 @contextlib.contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """The Hub client's errors as one line each."""
+    """Turn the errors of the Hub client into one line each."""
     try:
         yield
     except GatedRepoError as error:
@@ -202,10 +202,10 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
 
 
 def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
-    """A teacher's configuration from what its config.json holds; `place` is that file, for errors.
+    """A teacher's configuration from the content of its config.json; `place` names that file in errors.
 
     Raises:
-        ValueError: of an unsupported kind, quantised, or not valid.
+        ValueError: the architecture is not supported, the weights are quantised, or a field is not valid.
     """
     model_type, quantisation = get_family(str(raw.get("model_type", "?"))).model_type, raw.get("quantization_config")
     if quantisation:
@@ -217,7 +217,7 @@ def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
 
 @contextlib.contextmanager
 def config_errors(what: str) -> Iterator[None]:
-    """What a configuration class raises over its fields, as one line; nothing but its making belongs inside."""
+    """Turn the errors of a configuration class into one line; only the making of a configuration belongs inside."""
     try:
         yield
     except ZeroDivisionError as error:  # by the only size that transformers divides by before it looks at it

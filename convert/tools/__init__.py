@@ -1,1 +1,1 @@
-"""Commands that look at a checkpoint or use it: inspect, env, generate."""
+"""The commands inspect, env and generate."""

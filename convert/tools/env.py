@@ -99,7 +99,6 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     flash = "flash_attention_2 on request" if is_flash_attn_2_available() else "flash_attention_2 cannot be used here"
     return {
         "SSD scan (discrete_mamba2, mamba2)": scan,
-        "one token of it, or a short chunk": {"runs": "torch", "why": "a few products; no kernel is used"},
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
         "short convolution": conv,
         "attention": {"runs": "sdpa", "why": f"torch's own; {flash}"},

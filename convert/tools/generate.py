@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from ..checkpoint.load import encode, load_model, load_tokenizer
+from ..options import GenerateOptions
 from ..teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
 
 
@@ -68,43 +69,17 @@ def print_piece(text: str) -> None:
     sys.stdout.flush()
 
 
-def answer(
-    model: str,
-    prompt: str,
-    teacher: str | None,
+def generate_side_by_side(
+    models: dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, torch.Tensor]]],
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    chat: bool,
-    dtype: str,
-    device: str,
-    revision: str | None,
-    trust_remote_code: bool,
 ) -> dict[str, float]:
-    """Print a model's answer, or its teacher's and its own in two columns that fill one after the other.
+    """Print the models' answers in columns that fill one after the other; where stdout is no terminal, at the end.
 
     Returns:
         The tokens per second of each model, by its title.
-
-    Raises:
-        ValueError: the prompt is empty, or a model cannot be found or loaded.
     """
-    logging.disable_progress_bar()
-    tokenizer = load_tokenizer(model, revision, trust_remote_code)
-    inputs = encode(tokenizer, [prompt], chat)
-    hybrid = load_model(model, dtype, device, revision, trust_remote_code)
-    if teacher is None:
-        torch.manual_seed(seed)
-        rate = generate(hybrid, tokenizer, inputs, max_new_tokens, temperature, print_piece)
-        print_piece("\n")
-        return {model: rate}
-    teacher = recorded_teacher(hybrid.config) if teacher == "recorded" else teacher
-    theirs = load_tokenizer(teacher, trust_remote_code=trust_remote_code)
-    other = load_model(teacher, dtype, device, trust_remote_code=trust_remote_code)
-    models = {
-        f"teacher ({other.config.model_type})": (other, theirs, encode(theirs, [prompt], chat)),
-        f"hybrid ({hybrid.config.model_type})": (hybrid, tokenizer, inputs),
-    }
     console, texts, rates = Console(), dict.fromkeys(models, ""), {}
 
     def panels() -> Columns:
@@ -124,3 +99,32 @@ def answer(
         for title, text in texts.items():
             print_piece(f"{title}:\n{text}\n\n")
     return rates
+
+
+def answer(options: GenerateOptions) -> dict[str, float]:
+    """Print a model's answer to a prompt, or its teacher's and its own in two columns.
+
+    Returns:
+        The tokens per second of each model, by its title.
+
+    Raises:
+        ValueError: the prompt is empty, or a model cannot be found or loaded.
+    """
+    logging.disable_progress_bar()
+    chat, trusted = not options.raw, options.trust_remote_code
+    tokenizer = load_tokenizer(options.model, options.revision, trusted)
+    inputs = encode(tokenizer, [options.prompt], chat)
+    hybrid = load_model(options.model, options.dtype, options.device, options.revision, trusted)
+    if options.teacher is None:
+        torch.manual_seed(options.seed)
+        rate = generate(hybrid, tokenizer, inputs, options.max_new_tokens, options.temperature, print_piece)
+        print_piece("\n")
+        return {options.model: rate}
+    teacher = recorded_teacher(hybrid.config) if options.teacher == "recorded" else options.teacher
+    theirs = load_tokenizer(teacher, trust_remote_code=trusted)
+    other = load_model(teacher, options.dtype, options.device, trust_remote_code=trusted)
+    models = {
+        f"teacher ({other.config.model_type})": (other, theirs, encode(theirs, [options.prompt], chat)),
+        f"hybrid ({hybrid.config.model_type})": (hybrid, tokenizer, inputs),
+    }
+    return generate_side_by_side(models, options.max_new_tokens, options.temperature, options.seed)

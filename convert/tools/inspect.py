@@ -9,7 +9,6 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from rich.console import Group
 from rich.table import Table
-from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
@@ -20,16 +19,8 @@ from ..weights.students import MIXER_LAYERS, layer_letters, tensor_shapes
 from ..weights.writer import human_bytes
 
 MIXER_FIELDS = (
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "d_state",
-    "d_conv",
-    "activation",
-    "norm",
-    "rotary",
-    "backend",
-)
+    "num_heads", "num_kv_heads", "head_dim", "d_state", "d_conv", "activation", "norm", "rotary", "backend",
+)  # fmt: skip
 
 
 def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
@@ -71,17 +62,11 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     if "hybrid" in layers:
         report["window"] = {"tokens": config.hybrid_window, "sinks": config.hybrid_sinks, "mixer": config.mixer_sees}
         report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())
-    report["cache_bytes"] = _cache(config, dtype)
-    return report
-
-
-def _cache(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Bytes of cache per sequence at the usual lengths, and those of a model with attention in every layer."""
-    if "teacher_layer_types" not in (config.conversion or {}):
-        teacher = ["full_attention"] * config.num_hidden_layers
-        config.conversion = (config.conversion or {}) | {"teacher_layer_types": teacher}
+    attention = {"teacher_layer_types": ["full_attention"] * config.num_hidden_layers}
+    config.conversion = attention | (config.conversion or {})  # the cache's size is compared with the teacher's
     sizes = {name: cache_bytes(config, length, dtype) for name, length in CONTEXTS.items()}
-    return {name: {"all_attention": before, "this_model": after} for name, (before, after) in sizes.items()}
+    report["cache_bytes"] = {name: {"all_attention": all_, "this_model": own} for name, (all_, own) in sizes.items()}
+    return report
 
 
 def _alignment(model: str, revision: str | None) -> dict[str, Any] | None:
@@ -108,11 +93,8 @@ def describe_model(report: dict[str, Any]) -> Group:
     if "window" in report:
         window = report["window"]
         mixer = f"the mixer sees {window['mixer']}" if report["mixer"] else "no mixer"
-        facts.add_row(
-            "window",
-            f"{window['tokens']} tokens and {window['sinks']} sinks; {mixer}; "
-            f"{report['full_heads']} query heads see everything",
-        )
+        line = f"{window['tokens']} tokens and {window['sinks']} sinks; {mixer}; "
+        facts.add_row("window", f"{line}{report['full_heads']} query heads see everything")
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")
     for key, value in report["provenance"].items():
         if key != "teacher_layer_types" and value not in (None, {}):

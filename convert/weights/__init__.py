@@ -1,1 +1,1 @@
-"""Weights: read a teacher's checkpoint, map its tensors to the hybrid's, write shards."""
+"""Read a teacher's checkpoint, map its tensors to the hybrid's, and write them as shards."""

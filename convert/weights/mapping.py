@@ -111,7 +111,7 @@ class LayerMapping:
         return (), lambda c: self._initialised(name, shape)
 
     def _shared_out_proj(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> torch.Tensor:
-        """The teacher's o_proj for the window, and nothing for the mixer, which nobody has fitted yet."""
+        """The teacher's o_proj for the window, and zeros for the mixer, which has not been fitted yet."""
         weight = torch.zeros(shape)
         o_proj = self.attention["o_proj.weight"].read(checkpoint).float()
         weight[:, : o_proj.shape[1]] = o_proj
@@ -139,7 +139,7 @@ class LayerMapping:
         return padded.flatten(0, 1)
 
     def _compressed(self, checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """B and C of N < d features per head, biases included, so that C . B is as close as it can be."""
+        """B and C of N < d features per head, biases included, with C . B as close to q . k as possible."""
         q, k = (self.attention[f"{p}_proj.weight"].read(checkpoint).float() for p in "qk")
         if self.has_bias:
             q_bias, k_bias = (self.attention[f"{p}_proj.bias"].read(checkpoint).float() for p in "qk")
@@ -179,7 +179,7 @@ class LayerMapping:
         return torch.cat(list(self._projections(checkpoint, "bias").values()))
 
     def _initialised(self, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        """What the teacher says nothing about: everything open, and the memory as long as asked."""
+        """Values of parameters no teacher has: open gates, an identity convolution, the decay that was asked for."""
         if name == "conv1d.weight":  # the last tap is the current token
             value = torch.zeros(shape)
             value[..., -1] = 1.0

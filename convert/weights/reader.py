@@ -53,7 +53,7 @@ class TensorInfo:
 
 
 class Checkpoint(ABC):
-    """Named tensors on disk. `tensors` says what is there; `blocks` reads rows of one of them."""
+    """Named tensors on disk: `tensors` has their shapes and types, `blocks` reads the rows of one."""
 
     tensors: dict[str, TensorInfo]
     files: list[Path]
@@ -65,7 +65,7 @@ class Checkpoint(ABC):
         """Rows start..stop of a tensor (the whole of a scalar); they may lie in `buffer`, if that is given."""
 
     def buffer_bytes(self) -> int:
-        """Memory that reading the largest tensor takes."""
+        """Bytes of memory that reading the largest tensor takes."""
         return BLOCK_BYTES
 
     def blocks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
@@ -94,14 +94,14 @@ class Checkpoint(ABC):
 
 
 def _own_pages(nbytes: int) -> torch.Tensor:
-    """Bytes that go back to the system when they are let go; of several threads, malloc keeps tens of MB for later."""
+    """Memory that returns to the system when it is freed; with several threads, malloc would keep tens of MB."""
     if nbytes < OWN_PAGES_BYTES:
         return torch.empty(nbytes, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def check_finite(values: torch.Tensor, name: str) -> None:
-    """A NaN or an infinity shows in the sum, which is read faster than the extremes; they tell it from an overflow.
+    """Refuse NaN and infinity. They show in the sum, which is fast; the extremes then tell them from an overflow.
 
     Raises:
         ValueError: there is one.

@@ -1,9 +1,9 @@
-"""Account for every tensor: what moves, what is derived, what is initialised, what is dropped.
+"""Account for every tensor: which ones move, are derived, are initialised or are dropped.
 
-First the teacher's names are translated to those of the student with every layer kept as attention ("canonical"
-names): a pure renaming, apart from fused matrices, which are row slices. Then each replaced layer's canonical
-attention tensors become its mixer's (`mixer_mapping`). Nothing is read here; a `Rule` says how to make its tensor,
-block of rows after block of rows, when it is written.
+First the teacher's names are translated to those of a hybrid that keeps every layer's attention ("canonical" names):
+a pure renaming, apart from fused matrices, which are row slices. Then each replaced layer's canonical attention
+tensors become its mixer's (`mapping`). Nothing is read here; a `Rule` says how its tensor is made, block of rows after
+block of rows, when it is written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from .reader import BLOCK_BYTES, Checkpoint, TensorInfo
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a teacher's tensor."""
+    """A range of rows of one of the teacher's tensors."""
 
     name: str
     start: int
@@ -26,13 +26,13 @@ class Source:
     shape: tuple[int, ...]
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """The rows, all at once."""
+        """Read all of the rows at once."""
         return checkpoint.read(self.name, self.start, self.stop).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one tensor of the student comes about. `blocks` yields its rows in order."""
+    """How one tensor of the hybrid is made; `blocks` yields its rows in order."""
 
     target: str
     shape: tuple[int, ...]
@@ -60,10 +60,10 @@ def canonical_sources(
     teacher: Mapping[str, TensorInfo],
     attention_shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, Source], dict[str, str]]:
-    """Where each tensor of the all-attention student lies in the teacher, and what is dropped.
+    """Where each tensor of a hybrid that keeps all its attention lies in the teacher, and what is dropped.
 
     Args:
-        attention_shapes: names and shapes of the student with every layer kept as attention; a name that is absent
+        attention_shapes: names and shapes of a hybrid that keeps all its attention; a name that is absent
             (a tied head, a bias the configuration does without) is not expected from the teacher.
 
     Raises:
@@ -112,7 +112,7 @@ def _place(name, info, targets, shapes, sources) -> list[str]:
 
 
 def moved(target: str, source: Source) -> Rule:
-    """A tensor that keeps its values."""
+    """The rule of a tensor that keeps its values."""
     return Rule(
         target,
         source.shape,

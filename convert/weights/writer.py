@@ -1,7 +1,7 @@
 """Write safetensors shards as the tensors come, never holding one whole.
 
-The format is a length, a JSON header with every tensor's type, shape and offsets, and the bytes; since a plan knows
-all shapes beforehand, the header can be written first and the bytes streamed behind it.
+A file is a length, a JSON header with every tensor's type, shape and offsets, and the bytes; since a plan knows all
+shapes beforehand, the header can be written first and the bytes streamed after it.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file."""
+    """An output file and the rules of its tensors."""
 
     name: str
     rules: list[Rule]
@@ -77,7 +77,7 @@ def plan_shards(rules: list[Rule], dtype: torch.dtype, max_bytes: int) -> list[S
 
 
 def header_bytes(rules: list[Rule], dtype: torch.dtype) -> bytes:
-    """Length and JSON header of a shard; padded to 8 bytes, as the format asks."""
+    """Length and JSON header of a shard, padded to a multiple of 8 bytes as the format requires."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for rule in rules:
@@ -147,7 +147,7 @@ def _write_shard(
     progress: Callable[[int], None],
     stop: threading.Event,
 ) -> None:
-    """One file; gives up when `stop` is set, and sets it when it fails."""
+    """Write one file; give up when `stop` is set, and set it on failure."""
     if stop.is_set():
         return
     try:

@@ -1,82 +1,41 @@
 """Conversion against a plain copy of the same bytes: seconds and memory.
 
-python -m recipes.benchmarks.conversion [--gigabytes 1] [--output runs/bench]
-
 A synthetic bf16 Llama in 8 shards is copied, converted and copied again, several times over: on disk, with nothing
 of the teacher in the page cache and until all is written, and in memory where there is room, since disks of shared
 machines vary tenfold from one copy to the next. A conversion writes two shards at a time and takes the sha256 of two
 of the teacher's beside that, so its seconds need free cores.
 """
 
-import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from convert.pipeline import convert
 from convert.weights.rules import Rule
-from convert.weights.writer import human_bytes, plan_shards, write_shards
+from convert.weights.writer import plan_shards, write_shards
 
-from .measure import Target, save_report
+from .measure import Report, Table, forget_peak, in_own_process, status_bytes
 
 TIME_LIMIT, SHARD_LIMIT, TENSOR_LIMIT = 1.1, 1.1, 2.0
-
-COMPARE = """
-import json, os, sys, threading, time, torch, transformers
-from convert.pipeline import convert
-from recipes.bench_conversion import plain_copy, start_clean
-
-teacher, scratch, shard, on_disk = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "disk"
-
-def memory(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-
-def watch():
-    while not done.wait(0.005):
-        most[0] = max(most[0], memory("RssAnon"))
-
-copies = [plain_copy(teacher, scratch + "/copy", on_disk)]
-start_clean(teacher, scratch + "/hybrid")
-before, anonymous, most, done = memory("VmRSS"), memory("RssAnon"), [0], threading.Event()
-threading.Thread(target=watch, daemon=True).start()
-open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
-started, used = time.perf_counter(), time.process_time()
-convert(teacher, scratch + "/hybrid", max_shard_size=shard, align="none")
-if on_disk:
-    os.sync()
-seconds, cpu = time.perf_counter() - started, time.process_time() - used
-done.set()
-peak, most = memory("VmHWM") - before, most[0] - anonymous
-copies.append(plain_copy(teacher, scratch + "/copy", on_disk))
-print(json.dumps({"seconds": seconds, "cpu_seconds": cpu, "peak": peak, "anonymous": most, "copies": copies}))
-"""
+SHARDS = 8
+VOCABULARY, WIDTH, INNER = 32000, 2048, 8192
+LARGEST_TENSOR_BYTES = 2 * VOCABULARY * WIDTH
 
 
-# the embedding of `synthetic_llama`
-LARGEST_TENSOR_BYTES = 2 * 32000 * 2048
-
-
-def synthetic_llama(folder: Path, gigabytes: float, num_shards: int = 8) -> int:
+def synthetic_llama(folder: Path, gigabytes: float, num_shards: int = SHARDS) -> int:
     """A Llama of about that size, random bf16 weights, in shards; returns its bytes."""
-    hidden, per_layer = 2048, 2 * (2048 * (2048 * 2 + 2 * 512) + 3 * 2048 * 8192)
-    layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * hidden) / per_layer))
+    per_layer = 2 * (WIDTH * (WIDTH * 2 + 2 * 512) + 3 * WIDTH * INNER)
+    layers = max(1, round((gigabytes * 1e9 - 2 * LARGEST_TENSOR_BYTES) / per_layer))
     config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=hidden,
-        intermediate_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
     config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in LlamaForCausalLM(config).state_dict().items()}
@@ -92,7 +51,7 @@ def synthetic_llama(folder: Path, gigabytes: float, num_shards: int = 8) -> int:
     return total
 
 
-def start_clean(source: str, target: str) -> None:
+def start_clean(source: Path, target: Path) -> None:
     """No old output, nothing left to write back, nothing read before: else one run pays for another or gains.
 
     To be called right before the clock starts: memory that was freed a while ago goes back to the host of a virtual
@@ -100,18 +59,18 @@ def start_clean(source: str, target: str) -> None:
     """
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
-    for path in Path(source).iterdir():
+    for path in source.iterdir():
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def plain_copy(source: str, target: str, on_disk: bool) -> tuple[float, float]:
+def plain_copy(source: Path, target: Path, on_disk: bool) -> tuple[float, float]:
     """Seconds, and seconds of CPU, to copy a folder with ordinary reads and writes."""
     start_clean(source, target)
-    os.mkdir(target)
+    target.mkdir()
     started, cpu = time.perf_counter(), time.thread_time()
-    for path in Path(source).iterdir():
-        with open(path, "rb", buffering=0) as reader, open(Path(target, path.name), "wb", buffering=0) as writer:
+    for path in source.iterdir():
+        with open(path, "rb", buffering=0) as reader, open(target / path.name, "wb", buffering=0) as writer:
             while block := reader.read(4 * 2**20):
                 writer.write(block)
     if on_disk:
@@ -119,82 +78,77 @@ def plain_copy(source: str, target: str, on_disk: bool) -> tuple[float, float]:
     return time.perf_counter() - started, time.thread_time() - cpu
 
 
+def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict[str, float]:
+    """Copy, convert and copy scratch/teacher in this process; seconds, CPU seconds and bytes of memory.
+
+    The conversion is left in scratch/hybrid. Run it in a process of its own, so that the memory is the conversion's.
+    """
+    teacher, hybrid, anonymous, done = scratch / "teacher", scratch / "hybrid", [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            anonymous[0] = max(anonymous[0], status_bytes("RssAnon"))
+
+    first = plain_copy(teacher, scratch / "copy", on_disk)
+    start_clean(teacher, hybrid)
+    held, anonymous_before = status_bytes("VmRSS"), status_bytes("RssAnon")
+    threading.Thread(target=watch, daemon=True).start()
+    forget_peak()
+    started, used = time.perf_counter(), time.process_time()
+    convert(str(teacher), hybrid, max_shard_size=max_shard_size, align="none")
+    if on_disk:
+        os.sync()
+    seconds, cpu = time.perf_counter() - started, time.process_time() - used
+    done.set()
+    peak, most = status_bytes("VmHWM") - held, anonymous[0] - anonymous_before
+    second = plain_copy(teacher, scratch / "copy", on_disk)
+    copied, copied_cpu = ((a + b) / 2 for a, b in zip(first, second, strict=True))
+    return {"seconds": seconds, "cpu_seconds": cpu, "copy_seconds": copied, "copy_cpu_seconds": copied_cpu,
+            "peak": peak, "anonymous": most}  # fmt: skip
+
+
 def memory_folder(fallback: Path, needed: int) -> Path:
-    """A folder in memory where there is room: disks of shared machines vary tenfold from one copy to the next."""
+    """A folder in memory where there is room."""
     memory = Path("/dev/shm")
     has_room = memory.is_dir() and shutil.disk_usage(memory).free > needed
     return memory / f"convert-to-hybrid-bench-{os.getpid()}" if has_room else fallback
 
 
-def bench_conversion(scratch: Path, gigabytes: float, on_disk: bool, rounds: int = 7) -> dict:
-    """Copy, convert, copy, several times over, each time in a process of its own."""
+def rounds_in(scratch: Path, gigabytes: float, on_disk: bool, rounds: int) -> dict[str, float]:
+    """Medians of the times and the largest memory over several rounds, each in a process of its own."""
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         nbytes = synthetic_llama(scratch / "teacher", gigabytes)
-        shard = max(path.stat().st_size for path in (scratch / "teacher").glob("*.safetensors"))
-        command = [sys.executable, "-c", COMPARE, str(scratch / "teacher"), str(scratch), str(shard)]
-        command.append("disk" if on_disk else "memory")
-        conversions = []
-        for _ in range(rounds):
-            conversions.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-        copies = [copy for c in conversions for copy in c["copies"]]
+        shard = str(max(path.stat().st_size for path in (scratch / "teacher").glob("*.safetensors")))
+        runs = [in_own_process(copy_convert_copy, scratch, shard, on_disk) for _ in range(rounds)]
         largest = max(path.stat().st_size for path in (scratch / "hybrid").glob("*.safetensors"))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    over = statistics.median(2 * c["seconds"] / sum(copy[0] for copy in c["copies"]) for c in conversions)
-    seconds, cpu = (statistics.median(c[key] for c in conversions) for key in ("seconds", "cpu_seconds"))
-    copy_seconds, copy_cpu = (statistics.median(c[i] for c in copies) for i in range(2))
-    peak, anonymous = (max(c[key] for c in conversions) for key in ("peak", "anonymous"))
-    return {
+    figures = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return figures | {
         "bytes": nbytes,
-        "shards": 8,
-        "convert_seconds": seconds,
-        "convert_seconds_all": [c["seconds"] for c in conversions],
-        "convert_cpu_seconds": cpu,
-        "copy_seconds": copy_seconds,
-        "copy_seconds_all": [c[0] for c in copies],
-        "copy_cpu_seconds": copy_cpu,
-        "convert_over_copy": over,  # median of rounds, each over its own two copies
-        "convert_over_copy_cpu": cpu / copy_cpu,
-        "peak_memory_bytes": peak,
-        "anonymous_bytes": anonymous,
-        "largest_shard_bytes": largest,
-        "peak_over_largest_shard": peak / largest,
-        "anonymous_over_largest_tensor": anonymous / LARGEST_TENSOR_BYTES,
+        "over_copy": statistics.median(run["seconds"] / run["copy_seconds"] for run in runs),
+        "peak_over_shard": max(run["peak"] for run in runs) / largest,
+        "anonymous_over_tensor": max(run["anonymous"] for run in runs) / LARGEST_TENSOR_BYTES,
     }
 
 
-def main(output: Path, gigabytes: float) -> None:
-    """Measure, print and save conversion.json."""
-    disk = bench_conversion(output / "scratch-conversion", gigabytes, on_disk=True)
-    memory = memory_folder(output / "scratch-conversion", int(4e9 * gigabytes))
-    figures = bench_conversion(memory, gigabytes, on_disk=False, rounds=3)
-    table = Table("conversion", "on disk", "in memory", title=f"{human_bytes(figures['bytes'])} bf16 Llama, 8 shards")
-    rows = {
-        "convert / plain copy, seconds": lambda f: f"{f['convert_over_copy']:.2f}",
-        "seconds": lambda f: f"{f['convert_seconds']:.2f} / {f['copy_seconds']:.2f}",
-        "... CPU time of all threads": lambda f: f"{f['convert_over_copy_cpu']:.2f}",
-        "peak memory above the interpreter's own": lambda f: human_bytes(f["peak_memory_bytes"]),
-        "... over the largest shard": lambda f: f"{f['peak_over_largest_shard']:.2f}",
-        "anonymous memory over the largest tensor": lambda f: f"{f['anonymous_over_largest_tensor']:.2f}",
-    }
-    for name, text in rows.items():
-        table.add_row(name, text(disk), text(figures))
-    Console().print(table)
-    most = {name: max(f[name] for f in (disk, figures)) for name in figures if "_over_largest" in name}
-    targets = [
-        Target("conversion: seconds over a plain copy, disk", disk["convert_over_copy"], TIME_LIMIT),
-        Target("conversion: seconds over a plain copy, memory", figures["convert_over_copy"], TIME_LIMIT),
-        Target("conversion: peak memory over the largest shard", most["peak_over_largest_shard"], SHARD_LIMIT),
-        Target(
-            "conversion: anonymous memory over the largest tensor", most["anonymous_over_largest_tensor"], TENSOR_LIMIT
-        ),
-    ]
-    save_report(output, "conversion", targets, **figures, disk=disk)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the synthetic teacher")
-    main(**vars(parser.parse_args()))
+def measure(output: Path, gigabytes: float = 1.0, rounds: tuple[int, int] = (7, 3)) -> Report:
+    """From and to a disk, and within memory."""
+    scratch = output / "scratch-conversion"
+    disk = rounds_in(scratch, gigabytes, True, rounds[0])
+    memory = rounds_in(memory_folder(scratch, int(4e9 * gigabytes)), gigabytes, False, rounds[1])
+    report = Report()
+    for where, figures in (("disk", disk), ("memory", memory)):
+        report.add(f"conversion: seconds over a plain copy, {where}", figures["over_copy"], TIME_LIMIT)
+    shard, tensor = (max(f[key] for f in (disk, memory)) for key in ("peak_over_shard", "anonymous_over_tensor"))
+    report.add("conversion: peak memory over the largest shard", shard, SHARD_LIMIT)
+    report.add("conversion: anonymous memory over the largest tensor", tensor, TENSOR_LIMIT)
+    rows = [
+        [f"{figures['bytes'] / 1e9:.1f} GB, {where}", *(f"{figures[key]:.2f}" for key in
+         ("seconds", "copy_seconds", "cpu_seconds", "copy_cpu_seconds")), f"{figures['peak'] / 1e6:.0f}"]
+        for where, figures in (("disk", disk), ("memory", memory))
+    ]  # fmt: skip
+    columns = ["conversion", "seconds", "of a copy", "CPU seconds", "of a copy", "peak memory, MB"]
+    report.tables.append(Table(columns, rows))
+    return report

@@ -1,16 +1,13 @@
-"""What the benchmarks share: time that other processes cannot buy, memory above what was there, targets."""
+"""What the benchmarks share: CPU time of calls taken in turns, memory above what was there, targets, tables."""
 
 import gc
-import json
 import multiprocessing
-import queue
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,18 +21,38 @@ class Timing:
     least: float
     most: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.1f} ({self.least:.1f}, {self.most:.1f})"
+
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and what it was to be; smaller is better everywhere."""
+    """A figure and the largest value that is good enough; smaller is better everywhere."""
 
     name: str
     value: float
-    target: float
+    limit: float
 
-    def as_row(self) -> dict:
-        """For results.json."""
-        return asdict(self) | {"met": self.value <= self.target, "smaller_is_better": True}
+
+@dataclass(frozen=True)
+class Table:
+    """Figures to look at; the cells are ready to print."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass
+class Report:
+    """What a topic found; `skipped` says for what could not be measured the reason."""
+
+    targets: list[Target] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, limit: float) -> None:
+        """Add a target."""
+        self.targets.append(Target(name, value, limit))
 
 
 def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
@@ -56,10 +73,10 @@ def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int) -> 
     return {name: Timing(statistics.median(t), min(t), max(t)) for name, t in times.items()}
 
 
-def matmul_gigaflops(size: int = 1024) -> Callable[[], object]:
-    """A square matrix product, the yardstick for the machine's peak; 2 size^3 operations."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    return lambda: a @ b
+def in_own_process(function: Callable, *arguments: Any) -> Any:
+    """The result of `function(*arguments)` in a fresh process, which has none of this one's memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def status_bytes(key: str) -> int:
@@ -75,48 +92,29 @@ def forget_peak() -> None:
         file.write("5")
 
 
-def _peak(prepare, arguments, results) -> None:
+def extra_peak_bytes(prepare: Callable[..., tuple[Callable, Callable]], *arguments: Any) -> int:
+    """Peak memory of a call above what its inputs and the interpreter take, in a process of its own.
+
+    `prepare(*arguments)` returns the call, and a small one of the same kind for what any first call leaves behind.
+    """
+    return in_own_process(peak_bytes, prepare, arguments)
+
+
+def peak_bytes(prepare: Callable[..., tuple[Callable, Callable]], arguments: tuple) -> int:
+    """The same in this process, which should be a fresh one: memory that was freed before hides some of a call's."""
     torch.set_num_threads(1)
     function, small = prepare(*arguments)
     small()  # code, thread-local buffers of the matrix library
     before = status_bytes("VmRSS")
     forget_peak()
     kept = function()
-    results.put(status_bytes("VmHWM") - before)
-    del kept
-
-
-def extra_peak_bytes(prepare: Callable, *arguments) -> int:
-    """Peak memory of a call above what its inputs and the interpreter take, in a process of its own.
-
-    `prepare(*arguments)` gives the call and a small one of the same kind, for what the first call ever leaves behind.
-    """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    child = context.Process(target=_peak, args=(prepare, arguments, results))
-    child.start()
-    return result_of(child, results)
-
-
-def result_of(child: BaseProcess, results: multiprocessing.Queue) -> Any:
-    """What a process has put into the queue, once it is done.
-
-    Raises:
-        RuntimeError: it died first, for want of memory, say.
-    """
-    while True:
-        try:
-            found = results.get(timeout=1)
-        except queue.Empty:
-            if not child.is_alive():
-                raise RuntimeError(f"The measuring process died with exit code {child.exitcode}.") from None
-        else:
-            child.join()
-            return found
+    peak = status_bytes("VmHWM")
+    del kept  # until here, so that results count
+    return peak - before
 
 
 def allocated_peak(function: Callable[[], object]) -> int:
-    """Most bytes of tensors that a call holds at once, its results included, what was there before it not.
+    """Most bytes of tensors that a call holds at once, with its results and without what was there before it.
 
     As PyTorch's allocator counts them, the same every time; `extra_peak_bytes` depends on what was freed before.
     What the matrix library takes for itself is not in it.
@@ -130,10 +128,3 @@ def allocated_peak(function: Callable[[], object]) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
-
-
-def save_report(output: Path, topic: str, targets: list[Target], **figures) -> None:
-    """Write one topic's figures beside those of the others."""
-    output.mkdir(parents=True, exist_ok=True)
-    report = {"targets": [target.as_row() for target in targets]} | figures
-    (output / f"{topic}.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -1,29 +1,26 @@
-"""The SSD scan against other people's, side by side in one process on one thread.
+"""The SSD scan against other people's, side by side in one process on one thread; P = N = 64.
 
-python -m recipes.benchmarks.scan [--output runs/bench]
-
-CPU time of the thread, interleaved, medians. P = N = 64. What is reported: prefill for several heads and lengths, its
-share of the speed of one large matrix product, forward with backward, peak memory, the error against the float64
-recurrence with decays from 1e-8 to 1, and how the time grows with length, heads and batch.
+CPU time forward for several heads and lengths, its share of the speed of one large matrix product, forward with
+backward, peak memory, the error against the float64 recurrence with decays from 1e-8 to 1, and how the time grows with
+length, heads and batch.
 """
 
-import argparse
 import functools
 import itertools
 import math
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from modeling_llamba.ssd import ssd_recurrence, ssd_scan
 from modeling_llamba.ssd_chunked import cached_chunk
 
-from .measure import Target, Timing, allocated_peak, extra_peak_bytes, interleaved, matmul_gigaflops, save_report
+from .measure import Report, Table, Timing, allocated_peak, extra_peak_bytes, interleaved
 from .peers import find_peers
 
+Shape = tuple[int, int]
+"""Heads and tokens."""
 SIZE = 64  # P and N
 CHUNK = 64
 SHAPES = [(heads, length) for heads in (9, 32) for length in (512, 2048, 8192)]
@@ -36,8 +33,13 @@ TRAINING_LIMIT = 0.75
 FAR, FAR_LIMIT = 8192, 1 / 16  # of causal SDPA
 PEAK_SHARE = 0.35
 ERROR_LIMIT = 1e-6
-ALLOCATED = "ours, allocated"
+GROWTH_LIMIT = 1.1
 FORWARD_EXTRA, TRAINING_TENSORS = 2 * 2**20, 7
+GROWN = {  # heads, tokens, batch
+    "length": {n: (9, n, 1) for n in (512, 1024, 2048, 4096, 8192, 16384)},
+    "heads": {n: (n, 2048, 1) for n in (4, 8, 16, 32)},
+    "batch": {n: (4, 2048, n) for n in (1, 2, 4, 8)},
+}
 
 
 def inputs(heads: int, length: int, batch: int = 1) -> tuple[torch.Tensor, ...]:
@@ -47,36 +49,45 @@ def inputs(heads: int, length: int, batch: int = 1) -> tuple[torch.Tensor, ...]:
     return x, -2 * torch.rand(batch, length, heads) - 1e-3, B, C
 
 
-def scan_flops(heads: int, length: int) -> float:
-    """Multiplications and additions in the matrix products of one forward pass."""
-    within, between = 2 * cached_chunk(CHUNK, heads) * (SIZE + SIZE), 2 * 2 * SIZE * SIZE
-    return heads * length * (within + between)
-
-
-def repeats_for(heads: int, length: int) -> int:
-    """Fewer where one round takes seconds, more where it takes milliseconds, which anything disturbs."""
-    return 21 if heads * length < 20_000 else 7 if heads * length < 80_000 else 3
-
-
-def prefill(shape: tuple[int, int], peers: dict, scan=ssd_scan) -> tuple[dict[str, Timing], float]:
-    """Timings of one shape, and our share of the matrix product's speed in the same run."""
-    x, log_a, B, C = inputs(*shape)
-    calls = {"ours": lambda: scan(x, log_a, B, C)}
+def prefill(shape: Shape, peers: dict) -> tuple[dict[str, Timing], float]:
+    """Timings of one shape, and our share of the speed of a matrix product of 1,024 in the same run."""
+    heads, length = shape
+    tensors = inputs(*shape)
+    calls = {"ours": lambda: ssd_scan(*tensors)}
     for name, prepare in peers.items():
         if (name, shape) not in TOO_LARGE:
-            calls[name] = functools.partial(_called, *prepare(x, log_a, B, C))
+            function, arguments = prepare(*tensors)
+            calls[name] = functools.partial(function, *arguments)
+    a, b = (torch.randn(1024, 1024) for _ in range(2))
     with torch.no_grad():
-        timings = interleaved(calls | {"matmul": matmul_gigaflops()}, repeats_for(*shape))
+        timings = interleaved(calls | {"matmul": lambda: a @ b}, repeats(shape, 21, 7))
     peak = 2 * 1024**3 / timings.pop("matmul").median
-    return timings, scan_flops(*shape) / timings["ours"].median / peak
+    within, between = 2 * cached_chunk(CHUNK, heads) * (SIZE + SIZE), 2 * 2 * SIZE * SIZE
+    operations = heads * length * (within + between)  # of the scan's matrix products
+    return timings, operations / timings["ours"].median / peak
 
 
-def _called(function, tensors) -> torch.Tensor:
-    return function(*tensors)
+def training(shape: Shape, peers: dict) -> dict[str, Timing]:
+    """Forward and backward with gradients of all inputs."""
+    tensors = inputs(*shape)
+    weight = torch.randn_like(tensors[0])
+    calls = {"ours": _with_backward(_ours, tensors, weight)}
+    for name, prepare in peers.items():
+        if (name, shape) not in TOO_LARGE_TO_TRAIN:
+            calls[name] = _with_backward(*prepare(*tensors), weight)
+    return interleaved(calls, repeats(shape, 9, 5))
 
 
-def _both(function, tensors, weight: torch.Tensor):
-    """A call of forward and backward, with gradients of all the tensors."""
+def repeats(shape: Shape, most: int, some: int) -> int:
+    """Fewer where one round takes seconds, more where it takes milliseconds, which anything disturbs."""
+    return most if math.prod(shape) < 20_000 else some if math.prod(shape) < 70_000 else 3
+
+
+def _ours(*tensors: torch.Tensor) -> torch.Tensor:
+    return ssd_scan(*tensors)[0]
+
+
+def _with_backward(function: Callable, tensors, weight: torch.Tensor) -> Callable[[], tuple]:
     leaves = [t.detach().requires_grad_() for t in tensors]
 
     def run():
@@ -86,22 +97,7 @@ def _both(function, tensors, weight: torch.Tensor):
     return run
 
 
-def _ours(*tensors: torch.Tensor) -> torch.Tensor:
-    return ssd_scan(*tensors)[0]
-
-
-def training(shape: tuple[int, int], peers: dict) -> dict[str, Timing]:
-    """Forward and backward with gradients of all inputs."""
-    tensors = inputs(*shape)
-    weight = torch.randn_like(tensors[0])
-    calls = {"ours": _both(_ours, tensors, weight)}
-    for name, prepare in peers.items():
-        if (name, shape) not in TOO_LARGE_TO_TRAIN:
-            calls[name] = _both(*prepare(*tensors), weight)
-    return interleaved(calls, 9 if math.prod(shape) < 20_000 else 5 if math.prod(shape) < 70_000 else 3)
-
-
-def accuracy(shapes: tuple[tuple[int, int], ...] = ((4, 1024), (32, 128))) -> dict[str, float]:
+def accuracy(shapes: tuple[Shape, ...] = ((4, 1024), (32, 128))) -> dict[str, float]:
     """Relative error of outputs, state and gradients, of the worst head; mild decays, and a from 1e-8 to 1."""
     errors, decays = {}, {"mild": -2.0, "extreme": math.log(1e-8)}
     for (heads, length), (name, lowest) in itertools.product(shapes, decays.items()):
@@ -122,66 +118,50 @@ def accuracy(shapes: tuple[tuple[int, int], ...] = ((4, 1024), (32, 128))) -> di
     return errors
 
 
-def _memory_call(name: str, shape: tuple[int, int], trained: bool):
+def _memory_call(name: str, shape: Shape, trained: bool) -> tuple[Callable, Callable]:
     """The call, and a small one; for `extra_peak_bytes`."""
 
-    def calls(length):
+    def call(length: int) -> Callable:
         tensors = inputs(shape[0], length)
-        peers, _ = find_peers()
-        function, tensors = (_ours, tensors) if name == "ours" else peers[name](*tensors)
+        function, tensors = (_ours, tensors) if name == "ours" else find_peers()[0][name](*tensors)
         if trained:
-            return _both(function, tensors, torch.randn(1, length, shape[0], SIZE))
+            return _with_backward(function, tensors, torch.randn(1, length, shape[0], SIZE))
         return torch.no_grad()(functools.partial(function, *tensors))
 
-    return calls(shape[1]), calls(128)
+    return call(shape[1]), call(128)
 
 
-def memory(peers: dict) -> dict[str, dict[str, int]]:
+def memory(peers: dict, report: Report) -> None:
     """Peak bytes beyond the inputs: the gradients and the output count, the inputs and dy do not.
 
     Of the process, ours at both numbers of heads and the peers', and ours as the allocator counts it.
     """
-    names, sizes = ["ours", *(n for n in peers if n != "transformers Q256")], {}
+    names, rows = [n for n in peers if n != "transformers Q256"], []
     for kind, length in (("forward", 8192), ("forward and backward", 2048)):
-        for heads, those in ((9, names), (32, ["ours"])):
-            what = ((heads, length), kind != "forward")
-            row = {n: extra_peak_bytes(_memory_call, n, *what) for n in those}
-            row[ALLOCATED] = allocated_peak(_memory_call("ours", *what)[0])
-            sizes[f"{kind}, {heads} heads, {length}"] = row
-    return sizes
+        for heads in (9, 32):
+            call, tensor = ((heads, length), kind != "forward"), heads * length * SIZE * 4
+            resident = extra_peak_bytes(_memory_call, "ours", *call)
+            allocated = allocated_peak(_memory_call("ours", *call)[0])
+            for counted, size in (("resident", resident), ("allocated", allocated)):
+                if kind == "forward":
+                    name = f"forward, {heads} heads: bytes beyond the output, {counted}"
+                    report.add(name, size - tensor, FORWARD_EXTRA)
+                else:
+                    name = f"forward and backward, {heads} heads: tensors of x's size, {counted}"
+                    report.add(name, size / tensor, TRAINING_TENSORS)
+            others = [extra_peak_bytes(_memory_call, name, *call) for name in names] if heads == 9 else []
+            sizes = [f"{size / 1e6:.0f}" for size in (resident, allocated, *others)]
+            rows.append([f"{kind}, {heads} heads, {length} tokens", *sizes, *[""] * (len(names) - len(others))])
+    columns = ["peak memory beyond the inputs, MB", "ours, resident", "ours, allocated", *names]
+    report.tables.append(Table(columns, rows))
 
 
-def memory_targets(sizes: dict[str, dict[str, int]]) -> list[Target]:
-    """The limits, for either way to count."""
-    found = []
-    for what, row in sizes.items():
-        kind, heads, length = what.split(", ")
-        tensor = int(heads.split()[0]) * int(length) * SIZE * 4
-        for counted, name in (("resident", "ours"), ("allocated", ALLOCATED)):
-            if kind == "forward":
-                extra = row[name] - tensor
-                found.append(Target(f"forward, {heads}: bytes beyond the output, {counted}", extra, FORWARD_EXTRA))
-            else:
-                what = f"forward and backward, {heads}: tensors of x's size, {counted}"
-                found.append(Target(what, row[name] / tensor, TRAINING_TENSORS))
-    return found
-
-
-def growth() -> dict[str, dict]:
-    """Time against length, heads and batch, each with the exponent of the best power law; 1 is linear."""
-    rows = {
-        "length": {n: (9, n, 1) for n in (512, 1024, 2048, 4096, 8192, 16384)},
-        "heads": {n: (n, 2048, 1) for n in (4, 8, 16, 32)},
-        "batch": {n: (4, 2048, n) for n in (1, 2, 4, 8)},
-    }
-    figures = {}
-    for what, shapes in rows.items():
-        with torch.no_grad():
-            tensors = {n: inputs(heads, length, batch) for n, (heads, length, batch) in shapes.items()}
-            calls = {str(n): (lambda t=t: ssd_scan(*t)) for n, t in tensors.items()}
-            times = {int(n): t.median for n, t in interleaved(calls, 5).items()}
-        figures[what] = {"ms": times, "exponent": exponent(times)}
-    return figures
+def growth(shapes: dict[int, tuple[int, int, int]]) -> float:
+    """Exponent of the best power law of the time against a size; 1 is linear."""
+    tensors = {n: inputs(heads, length, batch) for n, (heads, length, batch) in shapes.items()}
+    with torch.no_grad():
+        timings = interleaved({str(n): lambda t=t: ssd_scan(*t) for n, t in tensors.items()}, 5)
+    return exponent({int(n): timing.median for n, timing in timings.items()})
 
 
 def exponent(times: dict[int, float]) -> float:
@@ -191,78 +171,51 @@ def exponent(times: dict[int, float]) -> float:
     return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
 
 
-def targets_of(shape: tuple[int, int], timings: dict[str, Timing], share: float) -> list[Target]:
-    """The limits of one prefill shape."""
+def add_prefill_targets(shape: Shape, timings: dict[str, Timing], share: float, report: Report) -> None:
+    """The limits of one shape."""
     heads, length = shape
-    ours, where = timings["ours"].median, f"prefill, {heads} heads, {length} tokens"
-    found = []
+    where = f"prefill, {heads} heads, {length} tokens"
     for peer, limit in LIMITS.items():
         if peer in timings and (length >= 2048 or not peer.startswith("transformers")):
             limit = FAR_LIMIT if peer == "causal SDPA" and length >= FAR else limit
-            found.append(Target(f"{where}: time over {peer}", ours / timings[peer].median, limit))
+            report.add(f"{where}: time over {peer}", timings["ours"].median / timings[peer].median, limit)
     if length >= 2048:
-        found.append(Target(f"{where}: matrix product's speed over ours", 1 / share, 1 / PEAK_SHARE))
-    return found
+        report.add(f"{where}: matrix product's speed over ours", 1 / share, 1 / PEAK_SHARE)
 
 
-def main(output: Path) -> None:
-    """Measure everything, print it and save scan.json."""
+def timing_row(shape: Shape, timings: dict[str, Timing], peers: dict) -> list[str]:
+    """Ours in milliseconds, the peers as multiples of it."""
+    ours = timings["ours"]
+    others = [f"{timings[peer].median / ours.median:.2f} x" if peer in timings else "" for peer in peers]
+    return [f"{shape[0]}, {shape[1]}", str(ours), *others]
+
+
+def measure(output: Path, shapes: list[Shape] = SHAPES, trained: list[Shape] = TRAINED) -> Report:
+    """Everything above."""
     torch.set_num_threads(1)
-    console, (peers, absent) = Console(), find_peers()
-    targets, rows, shares = [], {}, {}
-    for shape in SHAPES:
+    peers, absent = find_peers()
+    report = Report(skipped=absent)
+    rows: list[list[str]] = []
+    for shape in shapes:
         timings, share = prefill(shape, peers)
-        rows[shape], shares[shape] = timings, share
-        targets += targets_of(shape, timings, share)
-    console.print(timing_table("prefill, ms of CPU time (x ours)", rows, [*peers], shares))
-    trained = {}
-    for shape in TRAINED:
-        trained[shape] = training(shape, peers)
-        for peer in peers:
-            if peer in trained[shape]:
-                ratio = trained[shape]["ours"].median / trained[shape][peer].median
-                name = f"forward and backward, {shape[0]} heads, {shape[1]} tokens: time over {peer}"
-                targets.append(Target(name, ratio, TRAINING_LIMIT))
-    console.print(timing_table("forward and backward, ms of CPU time (x ours)", trained, [*peers]))
-    errors = accuracy()
-    targets += [Target(f"error against float64, {name}", error, ERROR_LIMIT) for name, error in errors.items()]
-    sizes = memory(peers)
-    targets += memory_targets(sizes)
-    grows = growth()
-    targets += [Target(f"time grows with {what}: exponent", f["exponent"], 1.1) for what, f in grows.items()]
-    names = ["ours", ALLOCATED, *peers]
-    table = Table("peak memory beyond the inputs, MB", *names)
-    for what, row in sizes.items():
-        table.add_row(what, *(f"{row[name] / 1e6:.0f}" if name in row else "" for name in names))
-    console.print(table)
-    for name, shape in sorted(TOO_LARGE):
-        absent[f"{name}, {shape[0]} heads, {shape[1]} tokens"] = "it takes too much memory"
-    for name, shape in sorted(TOO_LARGE_TO_TRAIN):
-        absent[f"{name} forward and backward, {shape[0]} heads, {shape[1]} tokens"] = "it takes too much memory"
-    for name, reason in absent.items():
-        console.print(f"{name}: skipped, {reason}", highlight=False)
-    as_rows = lambda table: [  # noqa: E731
-        {"heads": s[0], "length": s[1], "ms": {n: asdict(t) for n, t in r.items()}} for s, r in table.items()
-    ]
-    share_rows = [{"heads": s[0], "length": s[1], "share": share} for s, share in shares.items()]
-    save_report(output, "scan", targets, prefill=as_rows(rows), training=as_rows(trained), peak_share=share_rows,
-                errors=errors, memory=sizes, growth=grows, skipped=absent)  # fmt: skip
-
-
-def timing_table(title: str, rows: dict, peers: list[str], shares: dict | None = None) -> Table:
-    """Ours in milliseconds with its spread, the peers as multiples of it."""
-    extra = ["of matmul peak"] if shares else []
-    table = Table("heads", "length", "ours ms", *peers, *extra, title=title)
-    for shape, timings in rows.items():
-        ours = timings["ours"]
-        cells = [f"{timings[p].median / ours.median:.2f}" if p in timings else "-" for p in peers]
-        share = [f"{shares[shape]:.0%}"] if shares else []
-        spread = f"{ours.median:.1f} ({ours.least:.1f}-{ours.most:.1f})"
-        table.add_row(str(shape[0]), str(shape[1]), spread, *cells, *share)
-    return table
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"))
-    main(parser.parse_args().output)
+        add_prefill_targets(shape, timings, share, report)
+        rows.append([*timing_row(shape, timings, peers), f"{share:.0%}"])
+    columns = ["heads, tokens", "ms (least, most)", *peers]
+    report.tables.append(Table([f"forward: {columns[0]}", *columns[1:], "of matmul peak"], rows))
+    rows = []
+    for shape in trained:
+        timings = training(shape, peers)
+        for peer in (peer for peer in peers if peer in timings):
+            name = f"forward and backward, {shape[0]} heads, {shape[1]} tokens: time over {peer}"
+            report.add(name, timings["ours"].median / timings[peer].median, TRAINING_LIMIT)
+        rows.append(timing_row(shape, timings, peers))
+    report.tables.append(Table([f"forward and backward: {columns[0]}", *columns[1:]], rows))
+    for name, error in accuracy().items():
+        report.add(f"error against float64, {name}", error, ERROR_LIMIT)
+    memory(peers, report)
+    for what, grown in GROWN.items():
+        report.add(f"time grows with {what}: exponent", growth(grown), GROWTH_LIMIT)
+    for kind, those in (("forward", TOO_LARGE), ("forward and backward", TOO_LARGE_TO_TRAIN)):
+        for name, (heads, length) in sorted(those):
+            report.skipped[f"{name} {kind}, {heads} heads, {length} tokens"] = "it takes too much memory"
+    return report

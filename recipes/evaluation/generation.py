@@ -1,8 +1,13 @@
 """Greedy decoding of the same prompts: how long it agrees, how much it repeats, what instructions it follows.
 
-Likelihood flatters a student: it is always shown the teacher's own history. Here each reads its own.
+Likelihood flatters a hybrid: it is always shown the teacher's own history. Here each model reads its own. The
+instructions are in the manner of IFEval (Zhou et al. 2023, arXiv 2311.07911), which lm-eval has as well, but needs
+further packages and a download for. A rule judges the form of an answer, never its truth.
 """
 
+import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +15,84 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from convert.checkpoint.load import encode
 
-from .fidelity import PROMPTS, common_prefix, repetition
-from .instructions import INSTRUCTIONS
 from .metrics import Advance
 
-CHECKED = (*PROMPTS, *(instruction.prompt for instruction in INSTRUCTIONS))
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue? Answer in one sentence.",
+    "Write a short letter to a friend about a walk in the woods.",
+    "List three uses of copper.",
+    "My name is Miriam and I live in Oslo. What is my name, and where do I live?",
+    "Explain to a child what a bank does.",
+)
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters and digits."""
+    return re.findall(r"[^\W_]+(?:['’-][^\W_]+)*", text)
+
+
+def sentences(text: str) -> int:
+    """Number of parts that end in a full stop, an exclamation or a question mark."""
+    return sum(bool(words(part)) for part in re.split(r"(?<=[.!?])\s+", text.strip()))
+
+
+def items(text: str, mark: str) -> int:
+    """Number of lines that begin with a mark, a regular expression."""
+    return sum(bool(re.match(mark, line.strip())) for line in text.splitlines())
+
+
+def is_json(text: str, *keys: str) -> bool:
+    """Whether the text is a JSON object with these keys, with nothing around it but a code fence."""
+    try:
+        found = json.loads(re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip()))
+    except json.JSONDecodeError:
+        return False
+    return isinstance(found, dict) and set(keys) <= found.keys()
+
+
+INSTRUCTIONS: dict[str, Callable[[str], bool]] = {
+    "Answer in capital letters only: what is the capital of Italy?": str.isupper,
+    "Tell me in lowercase letters only what a bicycle is. Do not use capital letters.": str.islower,
+    "Answer with a single word: what colour is grass?": lambda text: len(words(text)) == 1,
+    "In at most five words, say what bread is made from.": lambda text: 1 <= len(words(text)) <= 5,
+    "Describe a forest in at least 40 words.": lambda text: len(words(text)) >= 40,
+    "Write exactly two sentences about dogs.": lambda text: sentences(text) == 2,
+    "Explain in exactly one sentence what a clock is for.": lambda text: sentences(text) == 1,
+    "List three fruits as bullet points, each beginning with '- '.": lambda text: items(text, "- ") == 3,
+    "Give a numbered list of exactly three animals (1., 2., 3.).": lambda text: items(text, r"\d+\.") == 3,
+    "Name five cities, separated by commas, and write nothing else.": lambda text: text.count(",") == 4,
+    "Write a sentence that contains the words 'river' and 'stone'.": lambda text: (
+        {"river", "stone"} <= {word.lower() for word in words(text)}
+    ),
+    "Write one sentence about birds without any comma.": lambda text: bool(words(text)) and "," not in text,
+    "Begin your answer with the words 'In short' and explain what a school is.": lambda text: text.strip().startswith(
+        "In short"
+    ),
+    "Tell me a fact about whales and end your answer with the words 'The end.'": lambda text: text.strip().endswith(
+        "The end."
+    ),
+    "Answer with JSON only: an object with the keys 'name' and 'age'.": lambda text: is_json(text, "name", "age"),
+    "Put your whole answer in double quotation marks: greet the reader.": lambda text: (
+        re.fullmatch(r'".+"', text.strip(), re.DOTALL) is not None
+    ),
+    "Write the numbers from 1 to 5, separated by spaces, and nothing else.": lambda text: (
+        text.strip().removesuffix(".") == "1 2 3 4 5"
+    ),
+    "Is water wet? Answer only 'yes' or 'no'.": lambda text: text.strip().removesuffix(".").lower() in ("yes", "no"),
+}
+PROMPTS = (*QUESTIONS, *INSTRUCTIONS)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Number of equal leading tokens."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def repetition(tokens: list[int], n: int = 4) -> float:
+    """Share of n-grams that occurred before."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 @torch.no_grad()
@@ -26,8 +104,10 @@ def continuations(
     batch_size: int,
     advance: Advance = lambda done: None,
 ) -> list[list[int]]:
-    """What each prompt is continued with, the end-of-text token included; in batches padded on the left."""
+    """The greedy answer to each prompt, the end-of-text token included; in batches padded on the left."""
     said: list[list[int]] = []
+    end = model.generation_config.eos_token_id
+    ends = set(end) if isinstance(end, (list, tuple)) else {end}
     for start in range(0, len(prompts), batch_size):
         inputs = encode(tokenizer, list(prompts[start : start + batch_size]), chat=True)
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
@@ -41,57 +121,34 @@ def continuations(
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
         )
-        said += [_up_to_end(row, model) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
+        for row in ids[:, inputs["input_ids"].shape[1] :].tolist():
+            last = next((i for i, token in enumerate(row) if token in ends), len(row))
+            said.append(row[: last + 1])
         advance(len(said))
     return said
 
 
-def _up_to_end(tokens: list[int], model: PreTrainedModel) -> list[int]:
-    end = model.generation_config.eos_token_id
-    ends = set(end) if isinstance(end, (list, tuple)) else {end}
-    last = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: last + 1]
-
-
 def judge(
-    prompts: list[str],
-    model: list[list[int]],
-    teacher: list[list[int]] | None,
-    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str], model: list[list[int]], teacher: list[list[int]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Figures over all prompts, and every answer."""
-    rules = {instruction.prompt: instruction.followed for instruction in INSTRUCTIONS}
-    ours, theirs = (_judged(prompts, tokens, rules, tokenizer) for tokens in (model, teacher))
-    agreement = None
-    if teacher is not None:
-        shares = [common_prefix(a, b) / max(len(a), len(b)) for a, b in zip(model, teacher, strict=True)]
-        agreement = sum(shares) / len(shares)
-    asked = [prompt for prompt in prompts if prompt in rules]
+    answers: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
+    repeated, share = {}, {}
+    for which, said in (("model", model), ("teacher", teacher)):
+        texts = [None] * len(prompts) if said is None else tokenizer.batch_decode(said, skip_special_tokens=True)
+        for answer, text in zip(answers, texts, strict=True):
+            rule = INSTRUCTIONS.get(answer["prompt"])
+            answer |= {which: text, f"{which}_followed": None if rule is None or text is None else rule(text)}
+        judged = [answer[f"{which}_followed"] for answer in answers if answer[f"{which}_followed"] is not None]
+        share[which] = sum(judged) / len(judged) if judged else None
+        repeated[which] = None if said is None else sum(map(repetition, said)) / len(said)
+    pairs = [] if teacher is None else list(zip(model, teacher, strict=True))
+    agreement = [common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs]
     return {
         "prompts": len(prompts),
-        "greedy_agreement": agreement,
-        "repetition": ours["repetition"],
-        "teacher_repetition": theirs["repetition"],
-        "instructions": {"model": ours["followed"], "teacher": theirs["followed"], "count": len(asked)},
-        "answers": [
-            {"prompt": prompt, "model": mine, "teacher": reference, "followed": followed, "teacher_followed": other}
-            for prompt, mine, reference, followed, other in zip(
-                prompts, ours["texts"], theirs["texts"], ours["by_prompt"], theirs["by_prompt"], strict=True
-            )
-        ],
-    }
-
-
-def _judged(prompts: list[str], tokens: list[list[int]] | None, rules: dict, tokenizer) -> dict[str, Any]:
-    nothing = [None] * len(prompts)
-    if tokens is None:
-        return {"texts": nothing, "by_prompt": nothing, "repetition": None, "followed": None}
-    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    by_prompt = [rules[p](text) if p in rules else None for p, text in zip(prompts, texts, strict=True)]
-    judged = [kept for kept in by_prompt if kept is not None]
-    return {
-        "texts": texts,
-        "by_prompt": by_prompt,
-        "repetition": sum(map(repetition, tokens)) / len(tokens),
-        "followed": sum(judged) / len(judged) if judged else None,
+        "greedy_agreement": sum(agreement) / len(agreement) if agreement else None,
+        "repetition": repeated["model"],
+        "teacher_repetition": repeated["teacher"],
+        "instructions": share | {"count": sum(prompt in INSTRUCTIONS for prompt in prompts)},
+        "answers": answers,
     }

@@ -16,6 +16,7 @@ from convert.alignment.divergence import CHUNK_TOKENS, kl_of_logits
 FIRST_EDGE = 16
 SHORTEST = 8
 Advance = Callable[[int], None]
+Figures = dict[str, float | None]
 
 
 class Reader(NamedTuple):
@@ -39,6 +40,10 @@ class PerToken(NamedTuple):
     agrees: torch.Tensor | None = None
     teacher_nats: torch.Tensor | None = None
 
+    def between(self, start: int, stop: int) -> "PerToken":
+        """The predictions at positions [start, stop)."""
+        return PerToken(*(None if column is None else column[:, start:stop] for column in self))
+
 
 @torch.no_grad()
 def reader(model: nn.Module) -> Reader:
@@ -56,21 +61,20 @@ def reader(model: nn.Module) -> Reader:
 def per_token(
     model: Reader, teacher: Reader | None, ids: torch.Tensor, batch_size: int, advance: Advance = lambda done: None
 ) -> PerToken:
-    """Every figure of every token.
+    """Every figure of every token of ids (S, L), of which `batch_size` sequences are read at once.
 
     Args:
-        ids: (S, L), read `batch_size` sequences at once. advance: told how many sequences are done.
+        advance: called with the number of sequences that are done.
 
     Raises:
-        ValueError: logits that are no numbers.
+        ValueError: logits that are not finite.
     """
     parts, done = [], 0
     for batch in ids.split(batch_size):
         parts.append(_of_batch(model, teacher, batch))
         done += len(batch)
         advance(done)
-    columns = zip(*parts, strict=True)
-    found = PerToken(*(None if column[0] is None else torch.cat(column) for column in columns))
+    found = PerToken(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
     if not all(values.isfinite().all() for values in found if values is not None):
         raise ValueError("Logits are not finite on this text; try --dtype float32, or check the weights.")
     return found
@@ -82,11 +86,12 @@ def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerTo
     chunks = []
     for y, s, *t in zip(*(tensor.split(CHUNK_TOKENS) for tensor in (following, *states)), strict=True):
         logits = model.head(s)
-        found = [_nats(logits, y)]
+        found = [nn.functional.cross_entropy(logits.float(), y, reduction="none")]
         if t:
             reference = teacher.head(t[0])
             agrees = (logits.argmax(-1) == reference.argmax(-1)).float()
-            found += [kl_of_logits(reference, logits), agrees, _nats(reference, y)]
+            teacher_nats = nn.functional.cross_entropy(reference.float(), y, reduction="none")
+            found += [kl_of_logits(reference, logits), agrees, teacher_nats]
         chunks.append(found)
     nats, *rest = (torch.cat(column).view(ids.shape).cpu() for column in zip(*chunks, strict=True))
     if not rest:
@@ -95,36 +100,27 @@ def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerTo
     return PerToken(nats[:, :-1], kl, agrees, teacher_nats[:, :-1])
 
 
-def _nats(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.float(), following, reduction="none")
-
-
 def half_width(values: torch.Tensor) -> float | None:
     """1.96 standard errors of the mean of independent values (S,); None of a single one."""
     return 1.96 * values.double().std().item() / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def over_text(found: PerToken) -> dict[str, Any]:
-    """Figures of a whole text."""
-    perplexity, width = _exponential(found.nats)
-    figures = {"sequences": len(found.nats), "perplexity": perplexity, "perplexity_interval": width}
-    if found.kl is None:
-        return figures | dict.fromkeys(("kl", "teacher_perplexity", "perplexity_ratio", "agreement"))
-    ratio, ratio_width = _exponential(found.nats - found.teacher_nats)
-    return figures | {
-        "kl": {"mean": found.kl.double().mean().item(), "interval": half_width(found.kl.mean(1))},
-        "teacher_perplexity": _exponential(found.teacher_nats)[0],
-        "perplexity_ratio": ratio,
-        "perplexity_ratio_interval": ratio_width,
-        "agreement": found.agrees.double().mean().item(),
-        "agreement_interval": half_width(found.agrees.mean(1)),
-    }
-
-
-def _exponential(nats: torch.Tensor) -> tuple[float, float | None]:
-    """exp of the mean of (S, L - 1), and the half width of its interval."""
-    mean, width = math.exp(nats.double().mean().item()), half_width(nats.mean(1))
-    return mean, None if width is None else mean * width
+def figures(found: PerToken) -> Figures:
+    """Means over all tokens, each with the half width of its interval; None for what needs a teacher."""
+    ratio = None if found.kl is None else found.nats - found.teacher_nats
+    columns = {"kl": found.kl, "perplexity": found.nats, "teacher_perplexity": found.teacher_nats,
+               "perplexity_ratio": ratio, "agreement": found.agrees}  # fmt: skip
+    values: Figures = {}
+    for name, column in columns.items():
+        if column is None:
+            mean = width = None
+        else:
+            mean, width = column.double().mean().item(), half_width(column.mean(1))
+            if "perplexity" in name:
+                mean = math.exp(mean)
+                width = None if width is None else mean * width
+        values |= {name: mean, f"{name}_interval": width}
+    return values
 
 
 def edges(length: int) -> list[int]:
@@ -137,21 +133,9 @@ def edges(length: int) -> list[int]:
 
 def by_position(found: PerToken) -> list[dict[str, Any]]:
     """Figures of each range of positions [start, stop)."""
-    length, rows = found.nats.shape[1] + 1, []
-    for start, stop in zip(edges(length), edges(length)[1:], strict=False):
-        if start >= found.nats.shape[1]:  # the last position has nothing to predict
-            break
-        row = {"start": start, "stop": stop, "perplexity": _exponential(found.nats[:, start:stop])[0]}
-        if found.kl is None:
-            rows.append(row | dict.fromkeys(("kl", "teacher_perplexity", "perplexity_ratio", "agreement")))
-            continue
-        rows.append(
-            row
-            | {
-                "kl": found.kl[:, start:stop].double().mean().item(),
-                "teacher_perplexity": _exponential(found.teacher_nats[:, start:stop])[0],
-                "perplexity_ratio": _exponential(found.nats[:, start:stop] - found.teacher_nats[:, start:stop])[0],
-                "agreement": found.agrees[:, start:stop].double().mean().item(),
-            }
-        )
-    return rows
+    bounds = edges(found.nats.shape[1] + 1)
+    return [
+        {"start": start, "stop": stop} | figures(found.between(start, stop))
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+        if start < found.nats.shape[1]  # the last position has nothing to predict
+    ]

@@ -100,28 +100,50 @@ def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device, adv
     return found
 
 
-def scores(question: Question, found: torch.Tensor) -> list[dict[str, Any]]:
-    """Accuracy over all answers and, where their distances differ, by distance in powers of two.
+def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None = None) -> list[dict[str, Any]]:
+    """Accuracy over all answers and, where their distances differ, also by distance in powers of two.
 
     Args:
-        found: (R, L) as `hits` gives it.
+        model, teacher: (R, L) of each as `hits` gives it.
     """
-    answers = question.probe.answers
-    rows = [_score(question.distance, found, answers, question.whole)]
+    answers, groups = question.probe.answers, {question.distance: question.probe.answers}
     if question.distance is None:
         upper = 2 ** torch.ceil(torch.log2(_distances(question.probe).clamp(min=1).double())).long()
-        for distance in sorted(set(upper[answers].tolist())):
-            rows.append(_score(distance, found, answers & (upper == distance), question.whole))
-    return [{"probe": question.name, "length": question.length} | row for row in rows]
+        groups |= {distance: answers & (upper == distance) for distance in sorted(set(upper[answers].tolist()))}
+    rows = []
+    for distance, asked in groups.items():
+        ours, error, samples = _score(model, asked, question.whole)
+        theirs, teacher_error, _ = (None, None, 0) if teacher is None else _score(teacher, asked, question.whole)
+        rows.append(
+            {
+                "probe": question.name,
+                "length": question.length,
+                "distance": distance,
+                "model": ours,
+                "teacher": theirs,
+                "model_error": error,
+                "teacher_error": teacher_error,
+                "samples": samples,
+            }
+        )
+    return rows
 
 
-def _score(distance: int | None, found: torch.Tensor, answers: torch.Tensor, whole: bool) -> dict[str, Any]:
-    """The mean over sequences, which are independent, and its standard error."""
+def relative_recall(rows: list[dict[str, Any]]) -> float | None:
+    """What the model recalls over what the teacher recalls, a mean over all probes; None if the latter is nothing."""
+    # associative recall stands in its rows twice: over all distances, which counts, and by distance
+    counted = [row for row in rows if row["probe"] != "associative" or row["distance"] is None]
+    total = sum(row["teacher"] for row in counted)
+    return sum(row["model"] for row in counted) / total if total else None
+
+
+def _score(found: torch.Tensor, answers: torch.Tensor, whole: bool) -> tuple[float, float | None, int]:
+    """Mean accuracy over sequences, which are independent, its standard error, and the number of sequences."""
     asked = answers.any(1)
     right, total = ((t[asked] & answers[asked]).sum(1).double() for t in (found, answers))
     of_row = (right == total).double() if whole else right / total
     error = of_row.std().item() / math.sqrt(len(of_row)) if len(of_row) > 1 else None
-    return {"distance": distance, "accuracy": of_row.mean().item(), "error": error, "samples": len(of_row)}
+    return of_row.mean().item(), error, len(of_row)
 
 
 def _distances(probe: Probe) -> torch.Tensor:
@@ -135,22 +157,3 @@ def _distances(probe: Probe) -> torch.Tensor:
             if asked:
                 distances[row, place] = place - value_of[ids[place - 1]]
     return distances
-
-
-def side_by_side(question: Question, model: torch.Tensor, teacher: torch.Tensor | None) -> list[dict[str, Any]]:
-    """The scores of both, one row per distance."""
-    ours = scores(question, model)
-    theirs = scores(question, teacher) if teacher is not None else [{"accuracy": None, "error": None}] * len(ours)
-    return [
-        {
-            "probe": mine["probe"],
-            "length": mine["length"],
-            "distance": mine["distance"],
-            "model": mine["accuracy"],
-            "teacher": reference["accuracy"],
-            "standard_error": mine["error"],
-            "teacher_standard_error": reference["error"],
-            "samples": mine["samples"],
-        }
-        for mine, reference in zip(ours, theirs, strict=True)
-    ]

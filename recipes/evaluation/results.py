@@ -1,151 +1,159 @@
-"""An evaluation as Markdown, and as the results and a section of a model card."""
+"""Results of an evaluation: finished cells on disk, all of them as Markdown, and their place in a model card.
 
+DIR/parts/*.json hold the cells (a text at a length, a task of one model, ...), each under a key of all it depends on,
+so that an interrupted evaluation goes on. DIR/evaluation.json holds all results, DIR/evaluation.md their tables.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from convert.alignment.fit import write_beside
+from convert.checkpoint.card import KL_ROW, RECALL_ROW, with_figures
+from convert.checkpoint.folder import write_beside
+from convert.checkpoint.pictures import KL, kl_picture
 from convert.weights.writer import human_bytes
 
 from ..training.save import EVALUATION, new_card
+from .recall import relative_recall
 
+CELLS, RESULTS, REPORT = "parts", "evaluation.json", "evaluation.md"
 Evaluation = dict[str, Any]
+Row = dict[str, Any]
+# what tells the rows of a part from each other
+KEYS = {
+    "text": ("name", "length"),
+    "recall": ("probe", "length", "distance"),
+    "tasks": ("task", "metric"),
+    "speed": ("which", "batch", "context"),
+}
+
+LIKELIHOOD = ("kl", "teacher_perplexity", "perplexity", "perplexity_ratio", "agreement")
+# of each part, what its tables say and their columns
+SECTIONS = {
+    "text": (
+        "Nats per token; ± is a 95 % interval over sequences.", ("name", "sequences", "length", *LIKELIHOOD)
+    ),
+    "recall": (
+        "Share answered correctly ± one standard error over sequences; of distance –, at all distances.",
+        ("probe", "length", "distance", "teacher", "model", "samples"),
+    ),
+    "generation": (
+        "Greedy: tokens in common with the teacher's answer, repeated 4-grams, share of the instructions followed.",
+        ("prompts", "greedy_agreement", "teacher_repetition", "repetition", "instructions", "teacher_following",
+         "model_following"),
+    ),
+    "tasks": (
+        "Relative: (model − chance) / (teacher − chance) ± one standard error; – where the teacher is at chance.",
+        ("task", "metric", "documents", "chance", "chance_from", "teacher", "model", "relative"),
+    ),
+    "speed": (
+        "Medians of runs in turns, side by side in one process.",
+        ("which", "batch", "context", "prefill_tokens_per_second", "decode_tokens_per_second", "seconds_per_token",
+         "cache_bytes", "weight_bytes"),
+    ),
+}  # fmt: skip
+
+
+class ResultsFolder:
+    """The folder of an evaluation.
+
+    Args:
+        settings: what the results of each part depend on, and under `common` what all of them depend on.
+
+    Raises:
+        ValueError: there is something else in that place.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path, self.settings = path, json.loads(json.dumps(settings))
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; --output takes a folder.")
+        if path.exists() and any(path.iterdir()) and not (path / CELLS).is_dir():
+            raise ValueError(f"{path} holds something else than an evaluation; choose another --output.")
+        (path / CELLS).mkdir(parents=True, exist_ok=True)
+
+    def _read(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is damaged; delete it, and it is made again.") from error
+
+    def _write(self, path: Path, content: Any) -> None:
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        write_beside(path, lambda partial: partial.write_text(text))
+
+    def cell(self, part: str, name: str, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """What `compute(*arguments)` returns, or what it returned before under the same settings."""
+        key = json.dumps([name, self.settings["common"], self.settings[part]], sort_keys=True)
+        readable = re.sub(r"[^A-Za-z0-9.=-]+", "_", f"{part} {name}")[:80]
+        path = self.path / CELLS / f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        if not path.is_file():
+            self._write(path, compute(*arguments))
+        return self._read(path)
+
+    def finish(self, found: Evaluation) -> Evaluation:
+        """Write evaluation.json and evaluation.md, with the rows of earlier runs that had the same settings."""
+        path = self.path / RESULTS
+        before = self._read(path) if path.is_file() else {}
+        known = before.get("settings", {})
+        if known.get("common") != self.settings["common"]:
+            before, known = {}, {}
+        results = found | {"settings": known | self.settings}
+        for part in ("text", "recall", "generation", "tasks", "speed"):
+            if part not in found:
+                results |= {part: before[part]} if part in before else {}
+            elif part in KEYS and known.get(part) == self.settings[part]:
+                new = {tuple(row[key] for key in KEYS[part]) for row in found[part]}
+                kept = [row for row in before.get(part, []) if tuple(row[key] for key in KEYS[part]) not in new]
+                results[part] = kept + found[part]
+        self._write(path, results)
+        write_beside(self.path / REPORT, lambda partial: partial.write_text(markdown(results)))
+        return results
 
 
 def markdown(evaluation: Evaluation) -> str:
     """Every part as tables."""
-    teacher = evaluation["teacher"] or "none"
-    parts = [f"# Evaluation of {evaluation['model']}", "", f"Teacher: {teacher}. {_where(evaluation)}"]
-    sections = {
-        "text": _text,
-        "recall": _recall,
-        "generation": _generation,
-        "tasks": _tasks,
-        "speed": _speed,
-    }
-    for name, section in sections.items():
-        if name in evaluation:
-            parts += ["", *section(evaluation[name])]
-    return "\n".join(parts) + "\n"
+    known = [("commit", evaluation.get("commit")), *evaluation.get("environment", {}).items()]
+    where = ", ".join(f"{name} {value}" for name, value in known if value is not None)
+    lines = [f"# Evaluation of {evaluation['model']}", "", f"Teacher: {evaluation['teacher'] or 'none'}. {where}."]
+    for part, (note, columns) in SECTIONS.items():
+        if part in evaluation:
+            rows = evaluation[part]
+            if part == "generation":
+                share = {f"{which}_following": rows["instructions"][which] for which in ("teacher", "model")}
+                rows = [rows | share | {"instructions": rows["instructions"]["count"]}]
+            lines += ["", f"## {part.capitalize()}", "", note, "", *_table(rows, columns)]
+    for text in evaluation.get("text", []):
+        lines += ["", f"### {text['name']}, {text['length']} tokens, by position", ""]
+        lines += _table(text["by_position"], ("start", "stop", *LIKELIHOOD))
+    return "\n".join(lines) + "\n"
 
 
-def _where(evaluation: Evaluation) -> str:
-    known = [("commit", evaluation.get("commit"))] + list(evaluation.get("environment", {}).items())
-    return ", ".join(f"{name} {value}" for name, value in known if value is not None) + "."
-
-
-def _figure(value: float | None, width: float | None = None, digits: int = 3) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.{digits}f}" + ("" if width is None else f" ± {width:.{digits}f}")
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
+def _table(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
+    head = [column.replace("_", " ") for column in columns]
+    lines = [head, ["---"] * len(columns), *([_cell(row, column) for column in columns] for row in rows)]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _text(texts: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        [
-            text["name"],
-            f"{text['sequences']} x {text['length']}",
-            _figure(*((text["kl"]["mean"], text["kl"]["interval"]) if text["kl"] else (None,))),
-            _figure(text["teacher_perplexity"], digits=2),
-            _figure(text["perplexity"], text["perplexity_interval"], digits=2),
-            _figure(text["perplexity_ratio"], text.get("perplexity_ratio_interval")),
-            _figure(text["agreement"], text.get("agreement_interval")),
-        ]
-        for text in texts
-    ]
-    head = ["text", "tokens", "KL(teacher ‖ model)", "perplexity, teacher", "model", "ratio", "top-1 agreement"]
-    lines = ["## Text", "", "Nats per token; ± is a 95 % interval over sequences.", "", *_table(head, rows)]
-    for text in texts:
-        rows = [
-            [
-                f"{row['start']}–{row['stop']}",
-                _figure(row["kl"]),
-                _figure(row["teacher_perplexity"], digits=2),
-                _figure(row["perplexity"], digits=2),
-                _figure(row["perplexity_ratio"]),
-                _figure(row["agreement"]),
-            ]
-            for row in text["by_position"]
-        ]
-        head = ["positions", "KL", "perplexity, teacher", "model", "ratio", "agreement"]
-        lines += ["", f"{text['name']}, {text['length']} tokens, by position:", "", *_table(head, rows)]
-    return lines
-
-
-def _recall(recall: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        [
-            row["probe"],
-            str(row["length"]),
-            "all" if row["distance"] is None else str(row["distance"]),
-            _figure(row["teacher"], row["teacher_standard_error"], 2),
-            _figure(row["model"], row["standard_error"], 2),
-            str(row["samples"]),
-        ]
-        for row in recall
-    ]
-    head = ["probe", "length", "distance", "teacher", "model", "sequences"]
-    return ["## Recall", "", "Share answered rightly ± one standard error over sequences.", "", *_table(head, rows)]
-
-
-def _generation(found: dict[str, Any]) -> list[str]:
-    followed = found["instructions"]
-    rows = [
-        ["greedy tokens in common with the teacher's", "1", _figure(found["greedy_agreement"])],
-        ["4-grams that occurred before", _figure(found["teacher_repetition"]), _figure(found["repetition"])],
-        [
-            f"instructions followed, of {followed['count']}",
-            _figure(followed["teacher"]),
-            _figure(followed["model"]),
-        ],
-    ]
-    lines = ["## Generation", "", f"Greedy, {found['prompts']} prompts.", ""]
-    return lines + _table(["", "teacher", "model"], rows)
-
-
-def _tasks(tasks: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        [
-            row["task"],
-            row["metric"],
-            str(row["documents"]),
-            f"{row['chance']:.3f} ({row['chance_from']})",
-            _figure(row["teacher"]),
-            _figure(row["model"]),
-            _figure(row["relative"], row["standard_error"]),
-        ]
-        for row in tasks
-    ]
-    head = ["task", "metric", "documents", "chance", "teacher", "model", "relative"]
-    note = "Relative: (model − chance) / (teacher − chance) ± one standard error; – where the teacher is at chance."
-    return ["## Tasks", "", note, "", *_table(head, rows)]
-
-
-def _speed(speed: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        [
-            row["which"],
-            f"{row['batch']} x {row['context']}",
-            f"{row['prefill_tokens_per_second']:.0f}",
-            f"{row['decode_tokens_per_second']:.1f}",
-            f"{1e3 * row['seconds_per_token']:.1f}",
-            human_bytes(row["cache_bytes"]),
-            human_bytes(row["weight_bytes"]),
-        ]
-        for row in speed
-    ]
-    head = ["", "batch x context", "prefill tokens/s", "decode tokens/s", "ms per step", "cache", "weights"]
-    return ["## Speed", "", "Medians of runs in turns, side by side in one process.", "", *_table(head, rows)]
+def _cell(row: Row, column: str) -> str:
+    """A figure, with its interval or standard error where the row has one; – where there is none."""
+    value, width = row[column], row.get(f"{column}_interval", row.get(f"{column}_error"))
+    if value is None:
+        return "–"
+    if column.endswith("_bytes"):
+        return human_bytes(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" + ("" if width is None else f" ± {width:.3f}")
 
 
 def update_card(folder: Path, evaluation: Evaluation) -> None:
-    """Put the figures into the card of a model's folder, as its evaluation results and as a section.
+    """Put the figures into the card of a model's folder: its first table, its results, a section, and a picture.
 
     Results of other data sets that the card holds already stay.
     """
@@ -157,12 +165,40 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
     if before or results:
         card.data.eval_results = [*before, *results]
         card.data.model_name = card.data.model_name or folder.resolve().name
+    rows, picture = first_rows(evaluation), []
+    texts, recall = compared(evaluation)
+    if texts or recall:
+        positions = [(row["stop"], row["kl"]) for row in texts[-1]["by_position"]] if texts else []
+        by_probe: dict[str, list[tuple]] = {}
+        for row in sorted(recall, key=lambda row: row["distance"] or 0):
+            if row["distance"] is not None:
+                by_probe.setdefault(row["probe"], []).append((row["distance"], row["teacher"], row["model"]))
+        kl_picture(positions, by_probe).savefig(folder / KL)
+        picture = [f"![KL by position and recall by distance]({KL})", ""]
     teacher = evaluation["teacher"]
     public = evaluation | {"teacher": Path(teacher).name if teacher and Path(teacher).exists() else teacher}
-    section = markdown(public).split("\n", 2)[2].replace("\n## ", "\n### ").strip()
-    text = f"{card.text.split(EVALUATION)[0].rstrip()}\n\n{EVALUATION}\n\n{section}\n"
-    content = f"---\n{card.data.to_yaml()}\n---\n{text}"
+    section = markdown(public).split("\n", 2)[2].replace("\n#", "\n##").strip()
+    text = with_figures(card.text, rows).split(EVALUATION)[0].rstrip()
+    content = "\n".join([f"---\n{card.data.to_yaml()}\n---\n{text}\n", EVALUATION, "", *picture, section, ""])
     write_beside(path, lambda partial: partial.write_text(content))
+
+
+def compared(evaluation: Evaluation) -> tuple[list[Row], list[Row]]:
+    """The rows of text, shortest first, and of recall, if a teacher was measured beside the model."""
+    texts = [row for row in evaluation.get("text", []) if row["kl"] is not None]
+    recall = [row for row in evaluation.get("recall", []) if row["teacher"] is not None]
+    return sorted(texts, key=lambda row: row["length"]), recall
+
+
+def first_rows(evaluation: Evaluation) -> dict[str, str]:
+    """KL on the longest text and relative recall, as the card's first table has them."""
+    rows, (texts, recall) = {}, compared(evaluation)
+    if texts:
+        rows[KL_ROW] = f"{_cell(texts[-1], 'kl')} ({texts[-1]['name']}, {texts[-1]['length']} tokens)"
+    if recall:
+        share = relative_recall(recall)
+        rows[RECALL_ROW] = "the teacher recalls nothing" if share is None else f"{share:.0%}"
+    return rows
 
 
 def card_results(evaluation: Evaluation) -> list[EvalResult]:
@@ -171,7 +207,7 @@ def card_results(evaluation: Evaluation) -> list[EvalResult]:
     for text in evaluation.get("text", []):
         where = (text["name"], f"{text['length']} tokens")
         figures += [
-            (*where, "kl", "KL(teacher ‖ model), nats per token", (text["kl"] or {}).get("mean")),
+            (*where, "kl", "KL(teacher ‖ model), nats per token", text["kl"]),
             (*where, "perplexity", "perplexity", text["perplexity"]),
             (*where, "perplexity_ratio", "perplexity over the teacher's", text["perplexity_ratio"]),
             (*where, "agreement", "top-1 agreement with the teacher", text["agreement"]),

@@ -5,10 +5,8 @@ means over paired values, and its standard error is the ratio estimator's (delta
 that of the mean of (s_i - r_i) - R (t_i - r_i), over t - r.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +17,8 @@ def task_manager(names: Sequence[str], include_path: str | None) -> Any:
     """What loads lm-eval's tasks, and those of a folder of YAML files.
 
     Raises:
-        ValueError: lm-eval is not installed, there is no such folder, or one of the tasks is not there.
+        ValueError: lm-eval is not installed, or one of the tasks is not there.
     """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise ValueError(f"{include_path} is not a folder; --include-path takes one with tasks as YAML files.")
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -32,23 +28,13 @@ def task_manager(names: Sequence[str], include_path: str | None) -> Any:
         if set(names) <= set(own.all_subtasks):
             return own  # lm-eval's own are thousands of files, which take seconds to look through
     manager = TaskManager(include_path=include_path)
-    missing = [name for name in names if name not in set(manager.all_tasks)]
+    missing = sorted(set(names) - set(manager.all_tasks))
     if missing:
         raise ValueError(
             f"There is no task {', '.join(missing)}; `lm-eval ls tasks` lists those there are; --include-path adds "
             "a folder of your own."
         )
     return manager
-
-
-def task_files(include_path: str | None) -> str | None:
-    """Changes when a task's YAML file does."""
-    if include_path is None:
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(Path(include_path).rglob("*.yaml")):
-        digest.update(f"{file.name}\n".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def run_task(
@@ -98,6 +84,7 @@ def run_task(
 
 
 def _results_of(task: Any, name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """One task of what lm-eval returned, in the form that `run_task` returns."""
     samples, better = found["samples"][name], found["higher_is_better"].get(name, {})
     metrics = {}
     for label, value in found["results"][name].items():
@@ -154,16 +141,17 @@ def relative_score(
 def side_by_side(
     model: dict[str, dict[str, Any]], teacher: dict[str, dict[str, Any]] | None, given_chance: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """A row per task and metric.
-
-    Args:
-        given_chance: what guessing would score, by task; it overrides the choices'.
-    """
+    """A row per task and metric; `given_chance` (what guessing would score, by task) overrides the choices'."""
     rows = []
     for task, ours in model.items():
         for metric, mine in ours["metrics"].items():
             other = None if teacher is None else teacher[task]["metrics"][metric]
-            chance, source, chances = _chance(task, metric, ours, given_chance)
+            if task in given_chance:
+                chance, source, chances = given_chance[task], "given", given_chance[task]
+            elif ours["chances"] and metric.split(",")[0].startswith("acc"):
+                chance, source, chances = ours["chance"], "choices", ours["chances"]
+            else:
+                chance, source, chances = 0.0, "assumed", 0.0
             row = {
                 "task": task,
                 "metric": metric,
@@ -172,20 +160,11 @@ def side_by_side(
                 "chance": chance,
                 "chance_from": source,
                 "relative": None,
-                "standard_error": None,
+                "relative_error": None,
                 "documents": ours["documents"],
             }
             if other is not None and mine["better"] and mine["values"] is not None and other["values"] is not None:
                 found = relative_score(mine["values"], other["values"], chances)
-                row["relative"], row["standard_error"] = found or (None, None)
+                row["relative"], row["relative_error"] = found or (None, None)
             rows.append(row)
     return rows
-
-
-def _chance(task: str, metric: str, ours: dict, given: dict[str, float]) -> tuple[float, str, Any]:
-    """The mean, where it is from, and per document or for all."""
-    if task in given:
-        return given[task], "given", given[task]
-    if ours["chances"] and metric.split(",")[0].startswith("acc"):
-        return ours["chance"], "choices", ours["chances"]
-    return 0.0, "assumed", 0.0

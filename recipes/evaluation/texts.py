@@ -12,7 +12,6 @@ from convert.alignment.text import documents, token_rows
 
 SHIPPED = "shipped"
 PYTHON_DOCS = "python-docs"
-NAMED = (SHIPPED, PYTHON_DOCS)
 
 
 class TextSource(NamedTuple):
@@ -23,17 +22,25 @@ class TextSource(NamedTuple):
     config: str | None = None
     split: str = "train"
 
+    @classmethod
+    def parse(cls, text: str, column: str = "text") -> "TextSource":
+        """A file's or folder's path, `shipped`, `python-docs`, or name:config:split of a Hub data set."""
+        if Path(text).expanduser().exists():
+            return cls(text, column)
+        name, config, split = (*text.split(":", 2), "", "")[:3]
+        return cls(name, column, config or None, split or "train")
+
     @property
     def label(self) -> str:
-        """What to call it where a path does not belong."""
+        """The name to show: of a path, only its last part."""
         path = Path(self.name).expanduser()
         return path.stem if path.exists() else self.name
 
     def documents(self) -> Iterator[str]:
-        """In order.
+        """The documents in order.
 
         `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
-        has not read; `python-docs` is the documentation inside Python, of which only long documents count.
+        has not read; `python-docs` is the documentation inside Python, the longest documents first.
 
         Raises:
             ValueError: there is no such text.
@@ -50,15 +57,9 @@ class TextSource(NamedTuple):
         return documents(self.name, self.column, self.split, self.config)
 
     def fingerprint(self) -> str | None:
-        """Of a local file or folder, to tell when it has changed."""
+        """Changes when a local file or folder does; None of other texts."""
         path = Path(self.name).expanduser()
-        if not path.exists():
-            return None
-        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-        digest = hashlib.sha256()
-        for file in files:
-            digest.update(file.read_bytes())
-        return digest.hexdigest()[:16]
+        return hash_files(path) if path.exists() else None
 
     def rows(self, tokenizer: Any, length: int, count: int) -> torch.Tensor:
         """(S, length) token ids, S = `count` or as many as the text has.
@@ -67,3 +68,11 @@ class TextSource(NamedTuple):
             ValueError: it does not fill one row.
         """
         return token_rows(self.documents(), tokenizer, length, count, self.name, at_least=1)
+
+
+def hash_files(path: Path, pattern: str = "*") -> str:
+    """A hash of the contents of a file, or of all files of a folder that match."""
+    digest = hashlib.sha256()
+    for file in sorted(f for f in path.rglob(pattern) if f.is_file()) if path.is_dir() else [path]:
+        digest.update(f"{file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

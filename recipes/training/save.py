@@ -4,7 +4,6 @@ The folder is written beside its place and renamed, as a conversion's is. `train
 model went through; the card's section on training is made from it.
 """
 
-import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from convert.checkpoint.card import NOTES
+from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
 from convert.checkpoint.folder import staged
+from convert.checkpoint.pictures import CACHE, LAYERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,10 +90,10 @@ def write_checkpoint(
         model.generation_config.save_pretrained(folder)
         stages = [*read_record(source), record.__dict__]
         (folder / RECORD).write_text(json.dumps(stages, indent=2, default=str) + "\n")
-        if (source / "alignment.json").is_file():
-            (folder / "alignment.json").write_bytes((source / "alignment.json").read_bytes())
-        if importlib.util.find_spec("matplotlib") is not None:  # the train extra is without it
-            loss_curves(stages).savefig(folder / PLOT, dpi=120)
+        for name in ("alignment.json", LAYERS, CACHE):
+            if (source / name).is_file():
+                (folder / name).write_bytes((source / name).read_bytes())
+        loss_curves(stages).savefig(folder / PLOT, dpi=120)
         card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(output.name)
         with_training(card, stages, output.name).save(folder / "README.md")
         model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -115,7 +115,7 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
     """The card with its section on training made anew, and the last stage's figures as evaluation results."""
     for note in NOTES:
         card.text = card.text.replace(note, TRAINED_NOTE)
-    text = card.text.split(SECTION)[0].split(EVALUATION)[0].rstrip()
+    text = with_figures(card.text, NO_FIGURES).split(SECTION)[0].split(EVALUATION)[0].rstrip()
     rows = [
         f"| {i}. {stage['stage']} | {stage['teacher'] or 'none'} | {stage['data']} | {_settings(stage['settings'])} |"
         for i, stage in enumerate(stages, 1)
@@ -130,8 +130,7 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
     if figures:
         parts += ["", "On the data's held-out split:", "", "| stage | | before | after |", "|---|---|---|---|"]
         parts += figures
-    if importlib.util.find_spec("matplotlib") is not None:
-        parts += ["", f"![loss against steps]({PLOT})", ""]
+    parts += ["", f"![loss against steps]({PLOT})", ""]
     card.text = f"{text}\n\n{SECTION}\n\n" + "\n".join(parts)
     card.data.tags = sorted({*(card.data.tags or []), "trl", *(stage["stage"] for stage in stages)})
     _add_results(card, stages[-1], name)

@@ -14,7 +14,7 @@ def two_layer_teacher(tmp_path_factory):
     def get(name: str):
         if name not in folders:
             folders[name] = tmp_path_factory.mktemp("two-layers") / name
-            make_teacher(name, num_hidden_layers=2).save_pretrained(folders[name])
+            make_teacher(name, layers=2).save_pretrained(folders[name])
             tokenizer().save_pretrained(folders[name])
         return folders[name]
 

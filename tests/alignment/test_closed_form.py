@@ -218,7 +218,7 @@ def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
             "\n".join(" ".join(f"w{(i * j) % 90}" for i in range(40)) for j in range(60))
         )
     ids = random_ids(4, 32, seed=5)
-    teacher = make_teacher(name, num_hidden_layers=2)(ids).logits.log_softmax(-1)
+    teacher = make_teacher(name, layers=2)(ids).logits.log_softmax(-1)
     kl = {}
     for kind, extra in (("none", {}), ("closed-form", aligned)):
         plan = convert(str(two_layer_teacher(name)), tmp_path / kind, align=kind, **extra, **options)
@@ -229,19 +229,6 @@ def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
     (fit,) = report["held_out_error"].values()
     assert report["held_out_error"].keys() == {"0"} and fit["refined"] <= fit["solved"] < fit["mapped"]
     assert plan.config.conversion["align"] == "closed-form"
-
-
-def test_each_half_of_a_hybrid_layer_is_weighed(saved_teacher):
-    """The errors without the window and without the mixer, against an out_proj that has the other half alone."""
-    model = teacher_model(saved_teacher("llama-gqa"), window=4, sinks=1)
-    data = ActivationStream(model, rows(12), 4, 10**9).attention_data(0)
-    mixer, report = fit_layer(model.mixer(0), data, EXACT)
-    size, whole = mixer.attention_size, mixer.out_proj.weight.detach().clone()
-    assert held_out_error(mixer, data) == pytest.approx(report.refined)
-    for half, error in ((slice(0, size), report.without_window), (slice(size, None), report.without_mixer)):
-        with torch.no_grad():
-            mixer.out_proj.weight.copy_(whole)[:, half] = 0
-        assert held_out_error(mixer, data) == pytest.approx(error) and error > 1.01 * report.refined
 
 
 @pytest.mark.parametrize("state", [True, False])

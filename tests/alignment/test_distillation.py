@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from convert import convert
-from convert.alignment.distillation.trainer import DistilledSFTTrainer, last_whole_checkpoint
-from convert.alignment.distillation.window_dropout import hybrid_mixers, without
-from convert.alignment.divergence import mean_kl
+from convert.alignment.distillation.trainer import last_whole_checkpoint
 from convert.alignment.mohawk.distillation import distil
 from convert.alignment.mohawk.stages import Stages
 from convert.alignment.mohawk.train import load_hybrid
@@ -73,49 +71,15 @@ def test_a_share_of_the_sequences_asks_for_a_needle(share, two_layer_teacher, tm
 
 
 def test_a_share_is_between_none_and_all():
-    for name, value in (("recall_share", 1.5), ("window_dropout", -0.1)):
-        with pytest.raises(ValueError, match=rf"distillation\.{name} must be .* 0 .* 1, not {value}"):
-            make_options("m", "o", align="mohawk", alignment={"distillation": {name: value}})
+    with pytest.raises(ValueError, match=r"recall_share must be a number of at least 0 and at most 1, not 1\.5"):
+        make_options("m", "o", align="mohawk", recall_share=1.5)
     with pytest.raises(ValueError, match="decay"):
         DistillationOptions(warmup=0.8, decay=0.5)
 
 
-def test_windows_are_dropped_at_first_and_each_branch_is_weighed(two_layer_teacher, tmp_path, monkeypatch):
-    folder = two_layer_teacher("llama-gqa")
-    convert(
-        str(folder), tmp_path / "hybrid", window=8, sinks=2, attention_layers=0.5, selection="uniform", text="sampled",
-        tokens=512, alignment={"sequence_length": LENGTH, "fit": {"refine_steps": 0}},
-    )  # fmt: skip
-    student, teacher, chances = load_hybrid(tmp_path / "hybrid"), teacher_model(folder), []
-    layers, step = hybrid_mixers(student), DistilledSFTTrainer.training_step
-
-    def watched(self, *args, **kwargs):
-        chances.append({layer.window_dropout for layer in layers})
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistilledSFTTrainer, "training_step", watched)
-    stage = DistillationOptions(tokens=8 * LENGTH, sequences=2, window_dropout=0.6)
-    settings = AlignmentOptions(
-        sequence_length=LENGTH, hidden_state_alignment=HiddenStateOptions(tokens=0), distillation=stage
-    )
-    stages = Stages(teacher, student, rows(8), rows(2, seed=1), settings, tmp_path / "work")
-    report = stages.run()["distillation"]
-    assert len(layers) == 1 and chances == [{0.6}, {0.3}, {0.0}, {0.0}]
-    kl, without_window, without_mixer = (
-        report[f"held_out_kl_{n}"] for n in ("after", "without_window", "without_mixer")
-    )
-    assert without_window > kl and abs(without_mixer - kl) > 1e-6
-    with without(hybrid_mixers(student), "window"):
-        assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(without_window)
-    assert mean_kl(student, teacher.whole(), stages.held_out) == pytest.approx(kl)
-    convert(str(folder), tmp_path / "mixers", align="none", attention_layers=0.5)
-    with pytest.raises(ValueError, match="no window beside a mixer"):
-        Stages(teacher, load_hybrid(tmp_path / "mixers"), rows(8), rows(2), settings, tmp_path / "other").run()
-
-
 CORE_ONLY = """
 import sys
-import convert.cli, convert.pipeline, convert.placement.search, convert.alignment.mohawk.existing
+import convert.cli, convert.pipeline, convert.alignment.mohawk.existing
 print(sorted({"trl", "datasets", "matplotlib"} & set(sys.modules)))
 """
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert import convert
 from convert.alignment.aligner import Aligner, calibration_rows
@@ -14,7 +15,7 @@ from convert.teachers.teacher import find_teacher
 from tests.alignment.tiny import teacher_model
 from tests.convert.test_bad_input import check_one_line_error, nothing_left, run_as_is
 from tests.modeling.test_training import tokenizer
-from tests.teachers import make_teacher, random_ids
+from tests.teachers import TINY, make_teacher, random_ids
 
 TEXTS = ["w5 w6 w7", "w8 w9", "w40 w41 w42 w43"]
 
@@ -108,7 +109,7 @@ def test_teacher_without_a_tokenizer(saved_teacher, tmp_path):
 
 
 def test_tokenizer_of_another_model(tmp_path):
-    make_teacher("llama-gqa", vocab_size=8, num_hidden_layers=2).save_pretrained(tmp_path / "teacher")
+    LlamaForCausalLM(LlamaConfig(**TINY | {"vocab_size": 8})).save_pretrained(tmp_path / "teacher")
     tokenizer().save_pretrained(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("w43 " * 80)
     options = make_options(str(tmp_path / "teacher"), "o", text=str(tmp_path / "text.txt"), sequence_length=16)
@@ -118,7 +119,7 @@ def test_tokenizer_of_another_model(tmp_path):
 
 
 def test_weights_with_nan_are_named(tmp_path):
-    model = make_teacher("llama-gqa", num_hidden_layers=2)
+    model = make_teacher("llama-gqa", layers=2)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[3, 4] = float("nan")
     model.save_pretrained(tmp_path / "teacher")
@@ -136,9 +137,9 @@ def test_weights_with_nan_are_named(tmp_path):
         ("alignment: {fit: 5}", "alignment.fit is a section"),
         ("alignment: {fit: {decays: []}}", "decays is empty"),
         ("alignment: {held_out_sequences: 0}", "alignment.held_out_sequences must be a .*number above 0, not 0"),
-        ("placement: {search: {rounds: 0}}", "placement.search.rounds must be a .*number above 0, not 0"),
+        ("placement: {rounds: 0}", "placement.rounds must be a .*number above 0, not 0"),
         ("alignment: {distillation: {warmup: 0.9}}", "sum to more than 1"),
-        ("alignment: {init: random}", "init must be teacher or mohawk or mamba-in-llama, not random"),
+        ("alignment: {method: random}", "method must be none or closed-form or mohawk, not random"),
         ("alignment: {distillation: {bf16: 1}}", "bf16 must be true or false, not 1"),
         ("alignment: {sequence_length: 4}", "of at least 16, not 4"),
         ("a: [", "not valid YAML"),

@@ -145,12 +145,12 @@ def test_no_weights_no_config_no_folder(teacher, tmp_path):
     check_one_line_error(run("not a model id!", tmp_path / "out"), "neither a local folder nor")
 
 
-def test_unreachable_hub(tmp_path):
-    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
-    check_one_line_error(run_alone("org/model", tmp_path / "out", env=env), "org/model", "cannot be reached")
-    check_one_line_error(
-        run_alone("org/model", tmp_path / "out", env=env | {"HF_HUB_OFFLINE": "1"}), "cannot be reached"
-    )
+def test_unreachable_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        check_one_line_error(run("org/model", tmp_path / "out"), "org/model", "cannot be reached")
 
 
 def test_unsupported_architectures(tmp_path):
@@ -249,7 +249,7 @@ def test_output_not_writable(teacher, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     code = (
-        "import sys; from pathlib import Path; from convert.output_folder import check_output\n"
+        "import sys; from pathlib import Path; from convert.checkpoint.folder import check_output\n"
         "check_output(Path(sys.argv[1]), False)"
     )
     prefix = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
@@ -267,11 +267,15 @@ def test_output_not_writable(teacher, tmp_path):
 def test_disk_full(saved_teacher, tmp_path):
     """A limit on file size stands in for a full disk: the same write fails, with another number."""
 
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-
-    check_one_line_error(run_alone(saved_teacher("llama-gqa"), tmp_path / "out", preexec_fn=limit), "File too large")
+    teacher, limits = saved_teacher("llama-gqa"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        done = run(teacher, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    check_one_line_error(done, "File too large")
     nothing_left(tmp_path)
 
 
@@ -290,13 +294,13 @@ def test_disk_really_full(saved_teacher, tmp_path):
 
 
 SLOW_WRITER = """
-import sys, time, convert.writer, convert.cli
-write_all = convert.writer._write_all
+import sys, time, convert.cli, convert.weights.writer as writer
+write_all = writer._write_all
 def slow(file, data):
     write_all(file, data)
     print("writing", flush=True)
     time.sleep(0.2)
-convert.writer._write_all = slow
+writer._write_all = slow
 sys.argv = ["convert-to-hybrid", *sys.argv[1:]]
 convert.cli.main()
 """

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,35 +11,45 @@ import yaml
 from rich.progress import Progress
 from transformers import AutoConfig, AutoTokenizer
 
-from convert import ConversionConfig, cli, plan_conversion
-from convert.options import make_options, parse_size, read_config_file
-from tests.convert.test_bad_input import run
+from convert import cli, plan_conversion
+from convert.options import (
+    ConversionOptions,
+    conversion_parser,
+    documented,
+    make_options,
+    options_page,
+    parse_size,
+)
+from convert.placement.cache import cache_bytes
+from modeling_llamba import LlambaForCausalLM
+from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.modeling.test_training import tokenizer
-from tests.teachers import make_teacher
+from tests.teachers import make_teacher, random_ids
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "options.md"
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)  # reading a weight would fail
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run")
-    assert done.returncode == 0 and "MAMA" in done.stderr and done.stdout == ""
+
+    def dry(*flags):
+        done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *flags)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    done = dry("--align", "none")
+    assert "MAMA" in done.stderr and done.stdout == ""
     assert "scores decide" not in done.stderr, "nothing is fitted, so they are evenly placed"
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--align", "closed-form")
+    done = dry()
     assert "window of 1021" in done.stderr and "scores decide when this is run" in done.stderr, "25 % of the cache"
-    half = ("--align", "closed-form", "--attention-layers", "0.5")
-    (tmp_path / "align.yaml").write_text("fitt: {}\n")
-    done = run(
-        saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *half, "--align-config", tmp_path / "align.yaml"
-    )
-    assert done.returncode != 0 and "Unknown key 'fitt'" in done.stderr
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *half)
+    done = dry("--attention-layers", "0.5")
     assert "scores decide which layers" in done.stderr and "which heads" not in done.stderr
-    window = ("--window", "8", "--attention-heads", "1", "--attention-layers", "0")
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--align", "closed-form", *window)
+    window = ("--window", "8", "--attention-heads", "1", "--attention-layers", "none")
+    done = dry(*window)
     assert "scores decide which heads" in done.stderr and "which layers" not in done.stderr
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *window[:2], "--mixer", "none")
+    done = dry(*window[:2], "--mixer", "none", "--align", "none")
     assert "2 window)" in done.stderr and "mixers" not in done.stderr
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", "--json", "--attention-layers", "3")
-    plan = json.loads(done.stdout)
+    plan = json.loads(dry("--json", "--attention-layers", "3", "--align", "none").stdout)
     assert plan["notes"] == [] and plan["mixer_layers"] == [0, 1, 2] and plan["attention_layers"] == [3]
     assert set(plan["tensors"]) == {"moved", "derived", "initialised", "dropped"}
     assert plan["derived"]["model.layers.0.mixer.in_proj.weight"] == [
@@ -49,9 +60,6 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
 
 def test_plan_figures_are_right(saved_teacher):
     """Parameters and bytes against the model itself."""
-    from modeling_llamba import LlambaForCausalLM
-    from tests.teachers import random_ids
-
     plan = plan_conversion(make_options(model=str(saved_teacher("llama-gqa")), output="unused", align="none"))
     model = LlambaForCausalLM(plan.config)
     assert plan.parameters_after == sum(p.numel() for p in model.parameters())
@@ -63,8 +71,6 @@ def test_plan_figures_are_right(saved_teacher):
             [layer.keys, layer.values] if hasattr(layer, "keys") else [layer.conv_states[0], layer.recurrent_states[0]]
         )
         held += sum(t.numel() * t.element_size() for t in tensors)
-    from convert.placement.cache import cache_bytes
-
     assert cache_bytes(plan.config, 50, torch.float32)[1] == held
     assert plan.summary()["state_bytes"] == cache_bytes(plan.config, 0, torch.float32)[1] > 0
 
@@ -79,50 +85,106 @@ def test_json_and_quiet(saved_teacher, tmp_path):
 
 def test_yaml_and_flags(saved_teacher, tmp_path):
     config = tmp_path / "hybrid.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {
-                "model": str(saved_teacher("llama-gqa")),
-                "output": str(tmp_path / "out"),
-                "attention-layers": [0, 2],
-                "mixer": "mamba2",
-                "dtype": "bfloat16",
-            }
-        )
-    )
-    assert run("--config", config).returncode == 0
+    sections = {
+        "model": str(saved_teacher("llama-gqa")),
+        "placement": {"attention_layers": [0, 2]},
+        "mixer": {"kind": "mamba2"},
+        "alignment": {"method": "none"},
+        "output": {"folder": str(tmp_path / "out"), "dtype": "bfloat16"},
+    }
+    config.write_text(yaml.safe_dump(sections))
+    assert run_as_is("--config", config).returncode == 0
     written = AutoConfig.from_pretrained(tmp_path / "out")
     assert written.mixer == "mamba2" and written.dtype == torch.bfloat16
     assert [i for i, kind in enumerate(written.layer_types) if kind == "full_attention"] == [0, 2]
-    done = run("--config", config, "--mixer", "mamba1", "--attention-layers", "0.25", "--overwrite")
-    assert done.returncode == 0, done.stderr
-    written = AutoConfig.from_pretrained(tmp_path / "out")
-    assert written.mixer == "mamba1" and written.layer_types.count("full_attention") == 1
+    flags = ("--mixer", "mamba1", "--attention-layers", "0.25", "--overwrite")
+    for number, arguments in enumerate([("--config", config, *flags), (*flags, "--config", config)]):
+        done = run_as_is(sections["model"], *arguments, tmp_path / str(number))
+        assert done.returncode == 0, done.stderr
+        written = AutoConfig.from_pretrained(tmp_path / str(number))
+        assert written.mixer == "mamba1" and written.layer_types.count("full_attention") == 1
+
+
+SAME = {
+    "--attention-layers": ("1,3", "1,3"),
+    "--cache": ("50MB", "50MB"),
+    "--context": ("99", 99),
+    "--window": ("8", 8),
+    "--attention-heads": ("16:3", "16:3"),
+    "--mixer": ("mamba2", "mamba2"),
+    "--align": ("none", "none"),
+    "--tokens": ("1e4", 10000),
+    "--alignment.fit.refine_steps": ("0", 0),
+    "--mixer.initial_decay": ("0.5", 0.5),
+    "--mixer.gate_bias": ("false", False),
+    "--alignment.fit.decays": ("[0.5, 0.7]", [0.5, 0.7]),
+}
+
+
+@pytest.mark.parametrize("flag", SAME)
+def test_a_flag_a_yaml_entry_and_a_value_in_python_are_the_same(flag, tmp_path):
+    text, value = SAME[flag]
+    parser = cli.COMMANDS["convert"].parser("convert")
+    given, _ = parser.from_command_line(
+        ["m", "o", flag, text, *(["--window", "4"] if flag == "--attention-heads" else [])]
+    )
+    name = cli.CONVERSION_FLAGS.get(flag, flag[2:])
+    *sections, leaf = name.split(".")
+    nested = {leaf: value} | ({"window": 4} if flag == "--attention-heads" else {})
+    for section in reversed(sections):
+        nested = {section: nested}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(nested))
+    by_name = {"window": 4} if flag == "--attention-heads" else {}
+    by_name[flag[2:].replace("-", "_") if flag in cli.CONVERSION_FLAGS else leaf] = value
+    assert given == make_options("m", "o", config=tmp_path / "x.yaml") == make_options("m", "o", **by_name)
+    assert given != make_options("m", "o")
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("mixxer: mamba2", "Unknown key 'mixxer'"),
-        ("- a", "option: value"),
+        ("mixxer: mamba2", "Unknown option 'mixxer'; did you mean mixer?"),
+        ("window: 8", "Unknown option 'window'; did you mean placement.window?"),
+        ("alignment: {fitt: {}}", "Unknown option 'alignment.fitt'; did you mean alignment.fit?"),
+        ("alignment: {fit: {refine_step: 1}}", "did you mean alignment.fit.refine_steps?"),
+        ("mixer: mamba2", "mixer is a section of options, such as mixer.kind"),
+        ("- a", "must hold options"),
         ("a: [", "not valid YAML"),
-        ("attention_layers: half", "attention_layers must be"),
-        ("seed: true", "seed must be"),
-        ("overwrite: 'yes'", "overwrite must be"),
+        ("placement: {attention_layers: {a: 1}}", "attention_layers must be"),
+        ("seed: true", "seed must be a whole number"),
+        ("seed: null", "seed must be a whole number"),
+        ("output: {overwrite: 3}", "overwrite must be true or false"),
+        ("alignment: {fit: {decays: [0]}}", "decays must be"),
     ],
 )
 def test_bad_yaml(text, message, tmp_path):
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        make_config(tmp_path / "x.yaml", model="m", output="o")
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")) as error:
+        make_options("m", "o", config=tmp_path / "x.yaml")
+    assert "\n" not in " ".join(str(error.value).split()) and "jsonargparse" not in str(error.value)
     with pytest.raises(ValueError, match="does not exist"):
-        read_config_file(tmp_path / "y.yaml")
+        make_options("m", "o", config=tmp_path / "y.yaml")
 
 
-def test_an_option_without_effect_warns(saved_teacher, tmp_path):
-    done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--device", "cuda")
-    assert done.returncode == 0 and "warning: device has no effect" in done.stderr
-    assert "warning" not in run(saved_teacher("llama-gqa"), tmp_path / "out2").stderr
+@pytest.mark.parametrize("word, command", [("imprt", "import"), ("exports", "export"), ("inspekt", "inspect")])
+def test_a_misspelt_command_is_told_from_a_model(word, command, tmp_path, monkeypatch, saved_teacher):
+    check_one_line_error(run_as_is(word, "a", "b"), f"no command '{word}'", f"did you mean {command}?")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / word).symlink_to(saved_teacher("llama-gqa"))
+    assert run(word, tmp_path / "out", "--dry-run").returncode == 0, "a folder of that name is a model"
+
+
+def test_every_command_says_what_it_lacks(tmp_path):
+    for name, command in cli.COMMANDS.items():
+        if not command.positionals:
+            continue
+        assert run_as_is(name).stdout.startswith("usage: convert-to-hybrid"), "without arguments, the help"
+        check_one_line_error(run_as_is(name, "--verbos"), "Unknown option --verbos; did you mean --verbose?")
+    check_one_line_error(run_as_is("inspect", "--json"), "No MODEL given: convert-to-hybrid inspect MODEL")
+    for name in ("import", "export"):
+        check_one_line_error(run_as_is(name, tmp_path), "No OUT given")
+    check_one_line_error(run_as_is("mohawk", "a", "b"), "No teacher given")
+    check_one_line_error(run_as_is("export", "a", "b", "c"), "one argument too many: 'c'")
 
 
 @pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("2GiB", 2**31), ("100", 100)])
@@ -130,24 +192,35 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-def test_help_groups_options_and_is_quick():
+def test_help_is_short_and_quick():
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "convert.cli", "--help"], capture_output=True, text=True
     )
-    assert done.returncode == 0
-    for panel in ("Teacher", "Layers", "Mixer", "Output", "Run"):
-        assert f"─ {panel} ─" in done.stdout
+    assert done.returncode == 0 and "import, export, inspect, env, generate" in done.stdout
+    shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  -")]
+    assert len(shown) <= 24 and set(cli.CONVERSION_FLAGS) <= set(shown)
     assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
 
 
-def test_every_option_is_a_flag_and_a_key():
-    import dataclasses
-    import inspect
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_flag_is_an_option_and_every_option_has_its_help(name):
+    command = cli.COMMANDS[name]
+    options = {option.name: option for option in documented(command.options)}
+    assert {*command.flags.values(), *command.positionals.values()} <= set(options)
+    assert all(option.help.endswith(".") and "typing" not in option.kind for option in options.values())
+    assert "MISSING" not in command.parser(name).help()
 
-    from convert.cli import SWITCHES, convert_command
 
-    flags = set(inspect.signature(convert_command).parameters) - set(SWITCHES)
-    assert flags == {field.name for field in dataclasses.fields(ConversionConfig)}
+def test_the_page_of_options_is_made_from_them():
+    rewrite = "python -c 'from convert.options import options_page; print(options_page(), end=\"\")' > docs/guide/options.md"
+    assert PAGE.read_text() == options_page(), rewrite
+    assert all(f"| `{option.name.split('.')[-1]}`" in options_page() for option in documented(ConversionOptions))
+
+
+def test_an_unknown_option_in_python_names_the_nearest():
+    with pytest.raises(ValueError, match="'windw'; did you mean placement.window"):
+        make_options("m", "o", windw=8)
+    assert set(conversion_parser().options) == {option.name for option in documented(ConversionOptions)}
 
 
 def test_tokenizer_template_and_generation_settings_travel_along(tmp_path):
@@ -176,8 +249,8 @@ def test_provenance_is_recorded(saved_teacher, tmp_path):
     assert run(folder, tmp_path / "out", "--mixer", "mamba2", "--seed", "7").returncode == 0
     conversion = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]
     assert conversion["teacher"] == folder.name and conversion["options"] == {
-        "align": "none",
-        "mixer": "mamba2",
+        "alignment": {"method": "none"},
+        "mixer": {"kind": "mamba2"},
         "seed": 7,
     }
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -12,6 +12,7 @@ import convert.weights.mapping as mixer_mapping
 from convert import convert
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
+LAYERS = 2
 every_teacher = pytest.mark.parametrize("name", TEACHERS)
 
 
@@ -23,8 +24,8 @@ def converted(folder, output, **options):
 @every_teacher
 @torch.no_grad()
 def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
-    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", attention_layers=1.0)
-    teacher = make_teacher(name)
+    hybrid, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers=1.0)
+    teacher = make_teacher(name, layers=LAYERS)
     ids = random_ids(2, 40)
     assert type(hybrid).__name__ == (
         "PhiMambaForCausalLM" if name.startswith("phi-") or name == "phi" else "LlambaForCausalLM"
@@ -37,8 +38,8 @@ def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
 @every_teacher
 @pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1"])
 def test_every_other_tensor_is_the_teachers_bit_for_bit(name, mixer, saved_teacher, tmp_path):
-    _, plan = converted(saved_teacher(name), tmp_path / "out", mixer=mixer, attention_layers="0,2")
-    teacher = load_file(saved_teacher(name) / "model.safetensors")
+    _, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, attention_layers="0")
+    teacher = load_file(saved_teacher(name, LAYERS) / "model.safetensors")
     student = load_file(tmp_path / "out" / "model.safetensors")
     moved = [rule for rule in plan.rules if rule.kind == "moved"]
     for rule in moved:
@@ -86,7 +87,7 @@ def check_exact_mapping(name, folder, output, **options):
         folder, output, attention_layers=0.0, initial_decay=1.0, d_state=options.pop("d_state", head_dim), **options
     )
     hybrid = hybrid.double()
-    teacher = make_teacher(name).double()
+    teacher = make_teacher(name, layers=LAYERS).double()
     ids = random_ids(2, 12)
     inputs = []
     for layer in hybrid.model.layers:
@@ -108,14 +109,14 @@ def check_exact_mapping(name, folder, output, **options):
 @pytest.mark.parametrize("expand", [True, False])
 def test_mapping_is_exact_head_by_head(name, mixer, rotary, expand, saved_teacher, tmp_path):
     check_exact_mapping(
-        name, saved_teacher(name), tmp_path / "out", mixer=mixer, rotary=rotary, expand_kv_heads=expand
+        name, saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, rotary=rotary, expand_kv_heads=expand
     )
 
 
 @every_teacher
 @pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2"])
 def test_mapping_is_exact_where_heads_share_a_state(name, mixer, saved_teacher, tmp_path):
-    check_exact_mapping(name, saved_teacher(name), tmp_path / "out", mixer=mixer, shared_state=True)
+    check_exact_mapping(name, saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, shared_state=True)
 
 
 def repeat_rows(weight, kv_heads, heads):
@@ -131,19 +132,19 @@ def tile_heads(weight, kv_heads, heads):
 def test_the_check_catches_both_ways_to_expand_heads_wrongly(name, mistake, saved_teacher, tmp_path, monkeypatch):
     monkeypatch.setattr(mixer_mapping, "repeat_heads", mistake)
     with pytest.raises(AssertionError, match="not close"):
-        check_exact_mapping(name, saved_teacher(name), tmp_path / "out", expand_kv_heads=True)
+        check_exact_mapping(name, saved_teacher(name, LAYERS), tmp_path / "out", expand_kv_heads=True)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "phi"])
 @pytest.mark.parametrize("rotary", [True, False])
 def test_a_larger_state_keeps_the_mapping_exact(name, rotary, saved_teacher, tmp_path):
-    check_exact_mapping(name, saved_teacher(name), tmp_path / "out", d_state=12, rotary=rotary)
+    check_exact_mapping(name, saved_teacher(name, LAYERS), tmp_path / "out", d_state=12, rotary=rotary)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2"])
 def test_a_smaller_state_is_the_best_low_rank_fit(name, saved_teacher, tmp_path):
     """Of all matrices of that rank, the products C^T B of one key head's queries are the closest to q^T k."""
-    folder = saved_teacher(name)
+    folder = saved_teacher(name, LAYERS)
     convert(str(folder), tmp_path / "out", attention_layers=0.0, d_state=5, rotary=False, align="none")
     teacher = load_file(folder / "model.safetensors")
     in_proj = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mixer.in_proj.weight"]
@@ -163,7 +164,9 @@ def test_phi_output_bias_folds_into_the_mlp(name, saved_teacher, tmp_path):
     """Without a bias on out_proj, as in the published layout, the parallel MLP carries it: the same function."""
     outputs = []
     for out_bias in (True, False):
-        hybrid, _ = converted(saved_teacher(name), tmp_path / str(out_bias), attention_layers="1", out_bias=out_bias)
+        hybrid, _ = converted(
+            saved_teacher(name, LAYERS), tmp_path / str(out_bias), attention_layers="1", out_bias=out_bias
+        )
         assert (hybrid.model.layers[0].mixer.out_proj.bias is not None) == out_bias
         outputs.append(hybrid(random_ids(2, 9)).logits)
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
@@ -171,12 +174,12 @@ def test_phi_output_bias_folds_into_the_mlp(name, saved_teacher, tmp_path):
 
 def test_an_output_bias_without_a_place_is_an_error(saved_teacher, tmp_path):
     with pytest.raises(ValueError, match="needs a bias on out_proj"):
-        convert(str(saved_teacher("llama-biases")), tmp_path / "out", out_bias=False, align="none")
+        convert(str(saved_teacher("llama-biases", LAYERS)), tmp_path / "out", out_bias=False, align="none")
 
 
 def test_initial_decay_is_what_was_asked(saved_teacher, tmp_path):
     for mixer in ("discrete_mamba2", "mamba2", "mamba1"):
-        hybrid, _ = converted(saved_teacher("llama-gqa"), tmp_path / mixer, mixer=mixer, initial_decay=0.97)
+        hybrid, _ = converted(saved_teacher("llama-gqa", LAYERS), tmp_path / mixer, mixer=mixer, initial_decay=0.97)
         module = hybrid.model.layers[0].mixer
         u = torch.randn(1, 5, 32)
         rotary = hybrid.model.rotary_emb(u, torch.arange(5)[None])
@@ -188,6 +191,6 @@ def test_initial_decay_is_what_was_asked(saved_teacher, tmp_path):
 def test_the_seed_decides_what_the_teacher_does_not(saved_teacher, tmp_path):
     weights = []
     for run, seed in enumerate((0, 0, 1)):
-        convert(str(saved_teacher("llama-gqa")), tmp_path / str(run), mixer="mamba1", seed=seed, align="none")
+        convert(str(saved_teacher("llama-gqa", LAYERS)), tmp_path / str(run), mixer="mamba1", seed=seed, align="none")
         weights.append((tmp_path / str(run) / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]

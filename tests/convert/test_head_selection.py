@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from convert.placement.presets import counted_heads, kept_heads, query_heads
 from transformers import AutoModelForCausalLM
 
 from convert import convert
@@ -11,38 +12,35 @@ from convert.alignment.probes import copy_probe
 from convert.options import make_options
 from convert.pipeline import plan_conversion
 from convert.placement.cache import cache_bytes
-from convert.placement.heads import as_text, count_heads, is_number, named_heads, query_heads
 from convert.placement.retrieval import best_kv_heads, retrieval_scores
 from tests.alignment.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
 
 def test_heads_by_name_by_file_and_back(tmp_path):
-    assert named_heads("2:1, 0:3,2:0", 4, 4) == {0: (3,), 2: (0, 1)}
+    assert kept_heads("2:1, 0:3,2:0", 4, 4) == {0: (3,), 2: (0, 1)}
     (tmp_path / "heads.json").write_text('{"2": [1, 0], "0": [3]}')
-    assert named_heads(str(tmp_path / "heads.json"), 4, 4) == {0: (3,), 2: (0, 1)}
+    assert kept_heads(str(tmp_path / "heads.json"), 4, 4) == {0: (3,), 2: (0, 1)}
     for wrong in ('{"2": "13"}', '{"2": [1.5]}', "[2]"):
         (tmp_path / "heads.json").write_text(wrong)
         with pytest.raises(ValueError, match="is neither"):
-            named_heads(str(tmp_path / "heads.json"), 4, 4)
+            kept_heads(str(tmp_path / "heads.json"), 4, 4)
     with pytest.raises(ValueError, match="is neither"):
-        named_heads("x" * 5000, 4, 4)
-    many = {layer: tuple(range(9)) for layer in range(30)}
-    assert named_heads(as_text(many), 30, 9) == many
-    assert named_heads(as_text({0: (3,), 2: (0, 1)}), 4, 4) == {0: (3,), 2: (0, 1)}
+        kept_heads("x" * 5000, 4, 4)
+    assert kept_heads({0: [3], 2: [1, 0]}, 4, 4) == {0: (3,), 2: (0, 1)}
+    assert kept_heads(3, 4, 4) is kept_heads(0.02, 4, 4) is None, "a number says how many, not which"
 
 
 @pytest.mark.parametrize("text", ["2", "2:x", "nowhere.json", "2:1:0", "4:0", "0:4"])
 def test_heads_that_are_none_are_refused(text):
     with pytest.raises(ValueError, match="attention_heads"):
-        named_heads(text, 4, 4)
+        kept_heads(text, 4, 4)
 
 
 def test_counts():
-    assert [is_number(text) for text in ("3", "0.02", ".5", "3:1", "a.json")] == [True, True, True, False, False]
-    assert count_heads("3", 90) == 3 and count_heads("0.02", 90) == 2 and count_heads("1.0", 90) == 90
-    with pytest.raises(ValueError, match="more than"):
-        count_heads("91", 90)
+    assert counted_heads(3, 90) == 3 and counted_heads(0.02, 90) == 2 and counted_heads(1.0, 90) == 90
+    with pytest.raises(ValueError, match="between 0 and the teacher's 90"):
+        counted_heads(91, 90)
     assert query_heads([(2, 1), (0, 0)], 3) == {0: (0, 1, 2), 2: (3, 4, 5)}
 
 
@@ -67,7 +65,7 @@ def test_the_best_key_value_heads_of_the_replaced_layers():
 
 
 @torch.no_grad()
-def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, tmp_path):
+def test_kept_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, tmp_path):
     options = dict(attention_layers=0.0, align="none", window=5, sinks=1)
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "some", attention_heads="1:0,1:1,3:2", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "some").eval()
@@ -83,10 +81,9 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
 
 
 def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
-    (tmp_path / "align.yaml").write_text("{sequence_length: 32, held_out_sequences: 2, fit: {refine_steps: 2}}")
     options = dict(
-        attention_layers=0.5, selection="uniform", window=4, attention_heads="3", text="sampled",
-        tokens=320, align_config=str(tmp_path / "align.yaml"),
+        attention_layers=0.5, selection="uniform", window=4, attention_heads=3, text="sampled",
+        tokens=320, sequence_length=32, held_out_sequences=2, refine_steps=2,
     )  # fmt: skip
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
     scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"])
@@ -135,10 +132,15 @@ def test_heads_that_cannot_be_are_refused_before_any_work(name, heads, message, 
         plan_conversion(options)
 
 
-@pytest.mark.parametrize("written, read", [("8", "8"), ("0.05", "0.05"), ("'16:3'", "16:3")])
+@pytest.mark.parametrize("written, read", [("8", 8), ("0.05", 0.05), ("'16:3'", "16:3"), ("16:3,18:0", "16:3,18:0")])
 def test_heads_in_yaml(written, read, tmp_path):
-    (tmp_path / "c.yaml").write_text(f"model: m\noutput: o\nwindow: 4\nattention_heads: {written}\n")
-    assert make_config(tmp_path / "c.yaml").attention_heads == read
-    (tmp_path / "c.yaml").write_text("model: m\noutput: o\nwindow: 4\nattention_heads: 16:3\n")
-    with pytest.raises(ValueError, match="in quotes"):
-        make_config(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text(f"placement:\n  window: 4\n  attention_heads: {written}\n")
+    assert make_options("m", "o", config=tmp_path / "c.yaml").placement.attention_heads == read
+    assert make_options("m", "o", window=4, attention_heads=written.strip("'")).placement.attention_heads == read
+
+
+@pytest.mark.parametrize("line", ["  attention_heads: 16:3\n", "  attention_heads: 16:3  # one\n  window: 4\n"])
+def test_a_pair_that_yaml_reads_as_a_number_needs_quotes(line, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"placement:\n{line}")
+    with pytest.raises(ValueError, match="16:3 needs quotes"):
+        make_options("m", "o", config=tmp_path / "c.yaml")

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests.convert.test_bad_input import unaligned
+from tests.convert.test_bad_input import run
 from tests.doubles.hub import COMMIT, HubServer
 from tests.teachers import make_teacher, random_ids
 
@@ -22,14 +22,15 @@ def hub(tmp_path_factory):
         yield server
 
 
-def client(hub, tmp_path, *args, **kwargs):
-    command = [sys.executable, "-m", "convert.cli", *unaligned(args)]
-    environment = os.environ | hub.environment(tmp_path / "cache", **kwargs)
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+@pytest.fixture
+def connected(hub, tmp_path, monkeypatch):
+    hub.connect(monkeypatch, tmp_path / "cache")
+    return hub
 
 
-def test_pull_convert_push_and_pull_again(hub, tmp_path):
-    done = client(hub, tmp_path, "org/teacher", tmp_path / "out", "--push-to-hub", "me/hybrid", "--private",
+def test_pull_convert_push_and_pull_again(connected, tmp_path):
+    hub = connected
+    done = run("org/teacher", tmp_path / "out", "--push-to-hub", "me/hybrid", "--private",
                   "--max-shard-size", "60KB")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert hub.private["me/hybrid"]
@@ -54,22 +55,20 @@ def test_pull_convert_push_and_pull_again(hub, tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(ids).logits)
 
 
-def test_pushing_again_leaves_no_stale_weights_and_never_publishes(hub, tmp_path):
-    for run, size in enumerate(("5GB", "60KB")):
-        done = client(
-            hub, tmp_path, "org/teacher", tmp_path / str(run), "--push-to-hub", "me/again", "--max-shard-size", size
-        )
+def test_pushing_again_leaves_no_stale_weights_and_never_publishes(connected, tmp_path):
+    for number, size in enumerate(("5GB", "60KB")):
+        done = run("org/teacher", tmp_path / str(number), "--push-to-hub", "me/again", "--max-shard-size", size)
         assert done.returncode == 0, done.stderr
-    weights = {p.name for p in (hub.root / "me" / "again").glob("*.safetensors")}
+    weights = {p.name for p in (connected.root / "me" / "again").glob("*.safetensors")}
     assert weights == {p.name for p in (tmp_path / "1").glob("*.safetensors")} and "model.safetensors" not in weights
-    done = client(hub, tmp_path, "org/teacher", tmp_path / "2", "--push-to-hub", "me/again", "--private")
+    done = run("org/teacher", tmp_path / "2", "--push-to-hub", "me/again", "--private")
     assert done.returncode == 1 and "exists and is public" in done.stderr, done.stderr
     assert not (tmp_path / "2").exists()
 
 
-def test_a_plan_leaves_the_weights_on_the_hub(hub, tmp_path):
-    hub.requests.clear()
-    done = client(hub, tmp_path, "org/teacher", tmp_path / "out", "--dry-run", "--json", "-q")
+def test_a_plan_leaves_the_weights_on_the_hub(connected, tmp_path):
+    connected.requests.clear()
+    done = run("org/teacher", tmp_path / "out", "--dry-run", "--json", "-q")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"]["moved"] == 31
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
@@ -85,9 +84,9 @@ def test_a_plan_leaves_the_weights_on_the_hub(hub, tmp_path):
         (["org/teacher", "--push-to-hub", "me/x"], "hf_wrong", "did not take me/x"),
     ],
 )
-def test_errors_come_before_the_work(arguments, token, expected, hub, tmp_path):
-    options = {} if token is True else {"token": token or None}
+def test_errors_come_before_the_work(arguments, token, expected, hub, tmp_path, monkeypatch):
+    hub.connect(monkeypatch, tmp_path / "cache", **({} if token is True else {"token": token or None}))
     model, *flags = arguments
-    done = client(hub, tmp_path, model, tmp_path / "out", *flags, **options)
+    done = run(model, tmp_path / "out", *flags)
     assert done.returncode == 1 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()

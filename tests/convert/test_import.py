@@ -1,10 +1,7 @@
 """Published checkpoints, built here in their own formats, give the logits of their own equations once imported."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -348,16 +345,14 @@ def test_pickles_with_code_are_not_opened(tmp_path):
         plan_import(ImportOptions(model=str(tmp_path / "in"), output="-"))
 
 
-def test_from_the_hub_with_a_base_from_there_too(tmp_path, base):
+def test_from_the_hub_with_a_base_from_there_too(tmp_path, base, monkeypatch):
     config, tensors = p.llamba(True)
     p.write(tmp_path / "hub/org/Llamba", config, tensors, binary=True)
     shutil.copytree(base, tmp_path / "hub/org/base")
     save_file({"a": torch.ones(2)}, tmp_path / "hub/org/base/model.safetensors")
     with HubServer(tmp_path / "hub") as hub:
-        command = [sys.executable, "-m", "convert.cli", "import", "org/Llamba", tmp_path / "out", "--base", "org/base"]
-        environment = os.environ | hub.environment(tmp_path / "cache")
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+        hub.connect(monkeypatch, tmp_path / "cache")
+        import_checkpoint(ImportOptions(model="org/Llamba", output=str(tmp_path / "out"), base="org/base"))
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["conversion"]["imported_from"] == "org/Llamba" and written["conversion"]["revision"] == COMMIT
     assert written["eos_token_id"] == 6 and (tmp_path / "out/tokenizer.json").is_file()

@@ -1,8 +1,10 @@
+"""Layers that stay attention: shares, patterns, lists and published choices."""
+
 import pytest
 
 from convert.placement.presets import (
     PUBLISHED_ATTENTION_LAYERS,
-    parse_attention_layers,
+    attention_layers,
     pattern_attention_layers,
     uniform_attention_layers,
 )
@@ -39,15 +41,17 @@ def test_patterns():
     assert pattern_attention_layers(6, "mmma") == (3,)
     assert pattern_attention_layers(4, "AMMA") == (0, 3)
     assert pattern_attention_layers(3, "M") == ()
+    assert attention_layers(6, "mmma") == (3,) and attention_layers(6, "MA") == (1, 3, 5)
 
 
 def test_lists_and_names():
-    assert parse_attention_layers(8, "5, 1,3") == (1, 3, 5)
-    assert parse_attention_layers(8, "") == ()
-    assert parse_attention_layers(24, "hybrid-phi-mamba") == (4, 10, 16, 22)
-    assert parse_attention_layers(28, "m1-3b") == (3, 8, 13, 18, 23, 27)
-    assert parse_attention_layers(32, "mamba-in-the-llama-75") == tuple(i for i in range(32) if i % 4 != 0)
-    assert parse_attention_layers(28, "mamba-in-the-llama-50") == tuple(range(1, 28, 2))
+    assert attention_layers(8, "5, 1,3") == (1, 3, 5)
+    assert attention_layers(8, [5, 1]) == (1, 5) and attention_layers(8, 3) == (3,)
+    assert attention_layers(3, "all") == (0, 1, 2) and attention_layers(8, "none") == attention_layers(8, "") == ()
+    assert attention_layers(24, "hybrid-phi-mamba") == (4, 10, 16, 22)
+    assert attention_layers(28, "m1-3b") == (3, 8, 13, 18, 23, 27)
+    assert attention_layers(32, "mamba-in-the-llama-75") == tuple(i for i in range(32) if i % 4 != 0)
+    assert attention_layers(28, "mamba-in-the-llama-50") == tuple(range(1, 28, 2))
 
 
 def test_published_sets_are_valid_and_uniform_agrees_where_it_should():

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
+from convert.mohawk import train_existing
 from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.closed_form import FitOptions, balance_features, features, fit_layer, held_out_error, refine
 from convert.options import make_options
-from convert.mohawk import train_existing
 from convert.placement.cache import cache_bytes
 from tests.alignment.tiny import layer_data, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids

@@ -3,8 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -22,7 +20,8 @@ from convert.weights.reader import (
 )
 from convert.weights.rules import Rule
 from convert.weights.writer import plan_shards, write_shards
-from recipes.benchmarks.run import COMPARE, synthetic_llama
+from recipes.benchmarks.conversion import copy_convert_copy, synthetic_llama
+from recipes.benchmarks.measure import in_own_process
 from tests.teachers import make_teacher, random_ids
 
 
@@ -190,8 +189,7 @@ def test_a_gguf_file_is_read_by_one_thread_at_a_time(tmp_path):
 def test_peak_memory_stays_below_a_shard(tmp_path):
     """Above the interpreter's own, at most 1.2 times the largest output shard, whatever the model's size."""
     synthetic_llama(tmp_path / "teacher", gigabytes=0.6, num_shards=4)
-    command = [sys.executable, "-c", COMPARE, str(tmp_path / "teacher"), str(tmp_path), "150MB", "memory"]
-    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    report = in_own_process(copy_convert_copy, tmp_path, "150MB", False)
     largest = max(p.stat().st_size for p in (tmp_path / "hybrid").glob("*.safetensors"))
     assert report["peak"] <= 1.2 * largest, (report["peak"] / largest, report)
     plan = json.loads((tmp_path / "hybrid" / "config.json").read_text())

@@ -2,7 +2,8 @@
 
 python -m tests.doubles.hub FOLDER COMMAND ...    runs a command whose Hub is this one
 
-Files live in a folder per repository. The client reads its environment when it is imported.
+Files live in a folder per repository. A client reads its environment when it is imported: a process of its own gets
+`environment`, and this one is connected by `connect`.
 """
 
 import base64
@@ -62,6 +63,22 @@ class HubServer:
             "no_proxy": "127.0.0.1",
         }
         return variables | ({"HF_TOKEN": token} if token else {})
+
+    def connect(self, monkeypatch, cache: Path, token: str | None = TOKEN) -> None:
+        """Let the client in this process talk to this server and to nothing else, for one test."""
+        settings = {
+            "ENDPOINT": self.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_CACHE": str(cache / "hub"),
+            "HF_TOKEN_PATH": str(cache / "no-token"),
+        }
+        for name, value in settings.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -145,8 +145,6 @@ def test_readme_commands_exist():
     """Every `make` target and every long flag that the README mentions is real."""
     import inspect
 
-    from convert.cli import main
-
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     mentioned = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(re.findall(r"`[^`]+`|```.*?```", readme, re.S))))

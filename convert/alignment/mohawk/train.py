@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ...checkpoint.card import ALIGNMENT_NOTES, NOTES
+from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_figures
 from ...options import AlignmentOptions, parse_size
 from ...weights.rules import Rule
 from ...weights.students import STUDENTS
@@ -102,7 +102,9 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
     config["conversion"] = (config.get("conversion") or {}) | {"align": "mohawk"}
     card = folder / "README.md"
     if card.is_file():
-        text = card.read_text()
+        reached = [figures["held_out_kl_after"] for figures in report.values() if "held_out_kl_after" in figures]
+        measured = {KL_ROW: f"{reached[-1]:.3f} on held-out text"} if reached else {}
+        text = with_figures(card.read_text(), NO_FIGURES | measured)
         for note in NOTES:
             text = text.replace(note, ALIGNMENT_NOTES["mohawk"])
         card.write_text(text)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from modeling_llamba.recording import cache_nbytes
+from modeling_llamba.hybrid_cache import cache_nbytes
 
 
 def now(device: torch.device) -> float:
@@ -57,8 +57,8 @@ def speed(
     batch: int,
     context: int,
     new_tokens: int,
-    repeats: int,
-    advance: Callable[[int], None] = lambda done: None,
+    repeats: int = 3,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """A row per model: medians of `repeats` runs, taken in turns, after one each that does not count."""
     runs: dict[str, list] = {which: [] for which in models}
@@ -73,7 +73,7 @@ def speed(
                 measured += (torch.cuda.max_memory_allocated(model.device),)
             if turn:
                 runs[which].append(measured)
-        advance(turn)
+        advance(turn, repeats)
     return [_row(which, models[which], found, batch, context, new_tokens) for which, found in runs.items()]
 
 

@@ -1,1 +1,0 @@
-"""A notebook: softmax attention computed like a recurrent network."""

@@ -1,0 +1,48 @@
+"""The pictures of a model card."""
+
+import pytest
+import torch
+
+from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
+from convert.placement.cache import cache_bytes
+from tests.students import make_student, student_config
+
+
+@pytest.mark.parametrize("mixer, beside", [("discrete_mamba2", "window beside a mixer"), ("none", "window")])
+def test_layers_show_what_each_head_is(mixer, beside):
+    config = student_config(pattern="beside-only", mixer=mixer, mixer_rotary=False, mixer_decay_bias=False)
+    config.hybrid_full_heads = [[2], [], [1, 3], [0]]  # of two query heads to a key/value head
+    attention = "attention"
+    assert head_kinds(config) == [[beside, attention], [beside, beside], [attention, attention], [attention, beside]]
+
+
+def test_layers_that_are_not_hybrid():
+    config = student_config(pattern="window")
+    assert head_kinds(config) == [["the teacher's sliding window"] * 2, ["mixer"] * 2] * 2
+    assert head_kinds(student_config(pattern="hybrid"))[1] == ["attention"] * 2
+
+
+def test_pictures_are_600_pixels_wide(tmp_path):
+    config = make_student().config
+    config.conversion = {"teacher_layer_types": ["full_attention"] * 4}
+    save_pictures(config, torch.float32, tmp_path)
+    for name in (LAYERS, CACHE):
+        content = (tmp_path / name).read_bytes()
+        assert content[:4] == b"\x89PNG" and int.from_bytes(content[16:20], "big") == 600
+
+
+def test_the_cache_is_the_plans():
+    config = make_student().config
+    config.conversion = {"teacher_layer_types": ["full_attention"] * 4}
+    axes = cache_picture(config, torch.float32).axes[0]
+    teacher, hybrid = (10 ** line.get_ydata()[4] for line in axes.lines[:2])
+    assert (teacher, hybrid) == pytest.approx(cache_bytes(config, 4096, torch.float32))
+    assert axes.texts[0].get_text() == f"{hybrid / teacher:.0%}"
+
+
+def test_kl_and_recall_stand_side_by_side():
+    positions, recall = [(16, 1.0), (32, 0.5)], {"copy": [(8, 1.0, 0.9), (64, 0.8, 0.4)], "needle": [(16, None, 0.5)]}
+    kl, by_distance = kl_picture(positions, recall).axes
+    assert list(kl.lines[0].get_ydata()) == [1.0, 0.5]
+    assert [list(line.get_ydata()) for line in by_distance.lines] == [[0.9, 0.4], [1.0, 0.8], [0.5]]
+    assert len(kl_picture(positions, {}).axes) == len(kl_picture([], recall).axes) == 1
