@@ -60,18 +60,15 @@ def test_a_placement_keeps_within_the_budget_and_uses_it(cache, saved_teacher):
         wider = Placement(
             tuple(Hybrid(hybrid.window + 1, 4, x.full_heads) if isinstance(x, Hybrid) else x for x in placement.layers)
         )
-        assert (
-            cache_bytes(hybrid_config(spent.weights, wider, spent.options), CONTEXT, torch.float32)[1] > spent.nbytes
-        )
+        config = hybrid_config(spent.weights, wider, spent.options)
+        assert cache_bytes(config, CONTEXT, torch.float32)[1] > spent.nbytes
 
 
-def test_more_cache_keeps_more_heads_and_all_of_it_keeps_everything(saved_teacher):
+def test_more_cache_keeps_more_heads(saved_teacher):
     counts = [
         len(kept_kv_heads(placed(budget(saved_teacher("llama-gqa"), cache=cache))[0])) for cache in (0.25, 0.5, 0.75)
     ]
     assert counts == sorted(set(counts))
-    everything = budget(saved_teacher("llama-gqa"), cache=1.0, mixer="none")
-    assert max(everything.placement(RANKED).hybrid.window if everything.placement(RANKED).hybrid else 400, 1) > 60
 
 
 @pytest.mark.parametrize(
@@ -196,10 +193,8 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
     text, shown = describe(plan), plan.summary()
     assert "window" in text and "full heads" in text and "scores decide which heads" in text
     assert shown["window"] > 1 and shown["attention_heads"]
-    assert (
-        cache_bytes(plan.config, CONTEXT, torch.float32)[1]
-        <= 0.5 * cache_bytes(plan.config, CONTEXT, torch.float32)[0]
-    )
+    teacher, hybrid = cache_bytes(plan.config, CONTEXT, torch.float32)
+    assert hybrid <= 0.5 * teacher
 
 
 @pytest.mark.parametrize(

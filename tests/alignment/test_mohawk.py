@@ -42,7 +42,7 @@ SETTINGS = AlignmentOptions(
     sequence_length=LENGTH,
     matrix_orientation=OrientationOptions(tokens=TOKENS, tile=8),
     hidden_state_alignment=HiddenStateOptions(tokens=TOKENS),
-    distillation=DistillationOptions(tokens=TOKENS, other_learning_rate=1e-4),
+    distillation=DistillationOptions(tokens=2 * TOKENS, learning_rate=1e-3, other_learning_rate=1e-4),
 )
 
 
@@ -379,7 +379,7 @@ def test_bf16_trains_and_leaves_an_ordinary_model(hybrids, tmp_path):
         SETTINGS,
         matrix_orientation=OrientationOptions(),
         hidden_state_alignment=HiddenStateOptions(tokens=TOKENS, bf16=True),
-        distillation=DistillationOptions(tokens=TOKENS, bf16=True),
+        distillation=DistillationOptions(tokens=TOKENS, learning_rate=1e-3, bf16=True),
     )
     work = stages(hybrids, "llama-gqa", tmp_path, settings)
     report = work.run()
