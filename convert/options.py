@@ -247,7 +247,7 @@ class DistillationOptions(StageOptions):
     recall_share: ClosedUnitInterval = 0.0
     """Share of the training sequences in which random tokens are hidden and asked for."""
     window_dropout: ClosedUnitInterval = 0.0
-    """Probability at first that a sequence is trained without the windows beside its mixers; it falls to 0 half way."""
+    """Probability that a sequence is trained without the windows beside its mixers; it falls to 0 half way."""
 
 
 @dataclass(frozen=True, kw_only=True)

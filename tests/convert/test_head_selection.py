@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from convert.placement.presets import counted_heads, kept_heads, query_heads
 from transformers import AutoModelForCausalLM
 
 from convert import convert
@@ -12,6 +11,7 @@ from convert.alignment.probes import copy_probe
 from convert.options import make_options
 from convert.pipeline import plan_conversion
 from convert.placement.cache import cache_bytes
+from convert.placement.presets import counted_heads, kept_heads, query_heads
 from convert.placement.retrieval import best_kv_heads, retrieval_scores
 from tests.alignment.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids

@@ -31,7 +31,7 @@ def connected(hub, tmp_path, monkeypatch):
 def test_pull_convert_push_and_pull_again(connected, tmp_path):
     hub = connected
     done = run("org/teacher", tmp_path / "out", "--push-to-hub", "me/hybrid", "--private",
-                  "--max-shard-size", "60KB")  # fmt: skip
+                  "--output.max_shard_size", "60KB")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert hub.private["me/hybrid"]
     pushed = {p.name for p in (hub.root / "me" / "hybrid").iterdir()}
@@ -57,7 +57,7 @@ def test_pull_convert_push_and_pull_again(connected, tmp_path):
 
 def test_pushing_again_leaves_no_stale_weights_and_never_publishes(connected, tmp_path):
     for number, size in enumerate(("5GB", "60KB")):
-        done = run("org/teacher", tmp_path / str(number), "--push-to-hub", "me/again", "--max-shard-size", size)
+        done = run("org/teacher", tmp_path / str(number), "--push-to-hub", "me/again", "--output.max_shard_size", size)
         assert done.returncode == 0, done.stderr
     weights = {p.name for p in (connected.root / "me" / "again").glob("*.safetensors")}
     assert weights == {p.name for p in (tmp_path / "1").glob("*.safetensors")} and "model.safetensors" not in weights
