@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from convert.mohawk import train_existing
 from transformers import AutoModelForCausalLM
 
 from convert import convert
