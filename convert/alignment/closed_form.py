@@ -125,7 +125,7 @@ def branch_ablations(mixer: HybridMixer, data: LayerData) -> tuple[float, float]
     """Held-out error without the window, and without the mixer."""
     errors = []
     for branch in BRANCHES:
-        with without(mixer, branch):
+        with without([mixer], branch):
             errors.append(held_out_error(mixer, data))
     return errors[0], errors[1]
 

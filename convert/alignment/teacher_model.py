@@ -60,6 +60,8 @@ class TeacherModel:
                 "This teacher has a bias on o_proj, and a mixer without one (out_bias: false) leaves it to the MLP, "
                 "where it cannot be fitted: map only (--align none), or leave out_bias out."
             )
+        # a mixer is also run outside of any model, and heads with full attention look here for how to compute it
+        mixer_config._attn_implementation = self.model.config._attn_implementation
         self.mixer_config = mixer_config
 
     @property

@@ -247,8 +247,9 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
         return Outcome({}, {}, list(trainer.state.log_history))
     after = _figures(trainer.evaluate())
     log = list(trainer.state.log_history)
-    for branch in BRANCHES if hybrid_mixers(trainer.model) else ():
-        with without(trainer.model, branch):
+    mixers = hybrid_mixers(trainer.model)
+    for branch in BRANCHES if mixers else ():
+        with without(mixers, branch):
             metrics = trainer.evaluate(metric_key_prefix=f"eval_without_{branch}")
         for name in ("loss", "kl"):
             if f"eval_without_{branch}_{name}" in metrics:

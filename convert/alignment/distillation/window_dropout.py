@@ -58,13 +58,13 @@ def dropped_features(layer: nn.Module, branch: str) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def without(model: nn.Module, branch: str) -> Iterator[None]:
-    """Run every hybrid layer without its "window" or its "mixer", whose features then do not reach out_proj.
+def without(mixers: list[nn.Module], branch: str) -> Iterator[None]:
+    """Run hybrid layers' mixers without their "window" or their "mixer", whose features then do not reach out_proj.
 
     Heads with full attention stay, and so do the first tokens of a sequence, which the window serves alone.
     """
     handles = []
-    for layer in hybrid_mixers(model):
+    for layer in mixers:
         features = dropped_features(layer, branch)
         handles.append(
             layer.out_proj.register_forward_pre_hook(
