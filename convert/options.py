@@ -44,31 +44,6 @@ Context = restricted_number_type("Context", int, [(">=", 16)], docstring="a whol
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """How layers and heads are scored where the placement is searched for."""
-
-    recall_weight: NonNegativeFloat = 0.3
-    """How many nats of KL one nat of recall loss counts for."""
-    rounds: PositiveInt = 3
-    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
-    prose_tokens: PositiveInt = 2048
-    """Length of the text on which heads are scored, and of the other text on which the best candidates are judged."""
-    answers: PositiveInt = 256
-    """Number of random tokens that each recall probe hides in that text and asks for at its end."""
-    candidates: NonNegativeInt = 3
-    """Number of top candidates that are measured before one is taken; 0 trusts the scores."""
-    state: bool = True
-    """Consider a recurrent state beside the window; to score it, a mixer is fitted in every layer."""
-
-    def __post_init__(self):
-        if self.prose_tokens - self.prose_tokens // 8 < 4 * self.answers:  # the needle begins an eighth of the way in
-            raise ValueError(
-                f"prose_tokens {self.prose_tokens} has no room for a needle of {2 * self.answers} tokens and a "
-                "question as long; give more prose_tokens or fewer answers."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
     """Which layers keep attention, and what the others hold."""
 
@@ -91,7 +66,10 @@ class PlacementOptions:
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
-    search: SearchOptions = field(default_factory=SearchOptions)
+    recall_weight: NonNegativeFloat = 0.3
+    """How many nats of KL one nat of recall loss counts for when layers are scored."""
+    rounds: PositiveInt = 3
+    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
 
     def __post_init__(self):
         heads = self.attention_heads  # a text on the command line, where YAML would read 16:3 as one number
@@ -196,8 +174,6 @@ class StageOptions:
     """Weight decay of matrices."""
     save_every: NonNegativeInt = 200
     """Number of steps between checkpoints; 0 writes none."""
-    report_to: str = "none"
-    """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
 
     def __post_init__(self):
         if self.warmup + self.decay > 1:
@@ -244,10 +220,10 @@ class DistillationOptions(StageOptions):
     """Recompute blocks in the backward pass to save memory."""
     bf16: bool = False
     """Run matrix products in bfloat16."""
+    report_to: str = "none"
+    """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
     recall_share: ClosedUnitInterval = 0.0
     """Share of the training sequences in which random tokens are hidden and asked for."""
-    window_dropout: ClosedUnitInterval = 0.0
-    """Probability that a sequence is trained without the windows beside its mixers; it falls to 0 half way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +243,6 @@ class AlignmentOptions:
     """Tokens per sequence; 512 by default, 1,024 where a cache budget is spent."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
-    init: Literal["teacher", "mohawk", "mamba-in-llama"] = "teacher"
-    """Initial mixers: mapped from the teacher and fitted, or as MOHAWK or Mamba in the Llama initialise them."""
     device: str = "cpu"
     """Device on which alignment runs: cpu, cuda."""
     low_memory: bool = False
@@ -284,8 +258,6 @@ class AlignmentOptions:
 
     def __post_init__(self):
         parse_size(self.activation_memory)
-        if self.init != "teacher" and self.method != "mohawk":
-            raise ValueError(f"init {self.init} begins with mixers that only training fits; say --align mohawk.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,8 +328,6 @@ class ConversionOptions:
                 raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
         if placement.window is not None and mixer.kind == "mamba1" and mixer.scope == "beyond":
             raise ValueError("mamba1 beside a window sees everything; say scope all, or choose another mixer.")
-        if placement.window is not None and alignment.init != "teacher":
-            raise ValueError(f"init {alignment.init} knows no window; leave window out, or say init: teacher.")
         if alignment.method == "none" and isinstance(placement.attention_heads, int | float):
             raise ValueError(
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
@@ -368,12 +338,12 @@ class ConversionOptions:
         """The cache budget: the one given, or the default where nothing is said about what layers hold."""
         given = self.placement.cache
         told_nothing = dataclasses.replace(
-            self.placement, context=PlacementOptions.context, search=SearchOptions()
+            self.placement, context=PlacementOptions.context
         ) == PlacementOptions() and self.mixer in (
             MixerOptions(),
             MixerOptions(initial_decay=self.mixer.initial_decay),
         )
-        if given is None and told_nothing and self.alignment.method == "closed-form" and not self.alignment.low_memory:
+        if given is None and told_nothing and self.alignment.method == "closed-form":
             return DEFAULT_CACHE
         return given
 
@@ -390,14 +360,14 @@ class ConversionOptions:
 
     @property
     def scores_placement(self) -> bool:
-        """Whether layers or heads are chosen by scores on text."""
-        return self.searches_budget or (not self.names_layers and self.selection != "uniform")
+        """Whether layers are chosen by scores on text."""
+        return not (self.names_layers or self.searches_budget or self.selection == "uniform")
 
     @property
     def searches_budget(self) -> bool:
         """Whether layers, heads, window and state are chosen together, by their scores, within a cache budget."""
-        scored = self.alignment.method != "none" and not self.alignment.low_memory
-        return scored and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
+        aligned = self.alignment.method != "none"
+        return aligned and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
 
     @property
     def sequence_length(self) -> int:

@@ -88,8 +88,6 @@ class Plan:
     rules: list[Rule]
     """One per tensor of the hybrid, in the order in which they are written."""
     dtype: torch.dtype
-    search: dict[str, Any] | None = None
-    """What a cache budget allowed, and which candidate was taken."""
     notes: tuple[str, ...] = ()
     """What a dry run cannot know."""
 
@@ -145,7 +143,7 @@ class Plan:
                 for name, length in CONTEXTS.items()
             },
             "notes": list(self.notes),
-        } | ({} if self.search is None else {"budget": self.search})
+        }
 
     def expected_peak_memory(self) -> int:
         """Bytes above the interpreter's own: what reading takes, and a mixer's projections in float32."""
@@ -255,7 +253,6 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         placement=placement,
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
-        search=decision.search,
         notes=decision.notes,
     )
 
@@ -297,23 +294,7 @@ def describe(plan: Plan) -> str:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
-    if plan.search is not None:
-        lines.append(describe_budget(plan.search))
     for name, reason in s["dropped"].items():
         lines.append(f"dropped     {name}: {reason}")
     lines += [f"note        {note}" for note in plan.notes]
-    return "\n".join(lines)
-
-
-def describe_budget(report: dict[str, Any]) -> str:
-    """The candidates that keep within a cache budget, and what was predicted and measured of each."""
-    lines = [f"budget      {human_bytes(report['bytes'])} at {report['context']} tokens"]
-    for row in report["candidates"]:
-        figures = [] if row["predicted"] is None else [f"predicted {row['predicted']:.4f}"]
-        figures += [] if row["measured"] is None else [f"measured {row['measured']['total']:.4f}"]
-        mark = "->" if row["taken"] else "  "
-        lines.append(f"  {mark} {row['candidate']} ({human_bytes(row['bytes'])}) {', '.join(figures)}".rstrip())
-    scored = any(row["predicted"] is not None for row in report["candidates"])
-    unscored = "scores decide when this is run; layers, parameters and cache above are those of the first"
-    lines.append(f"  {'nats of KL and weighted recall loss' if scored else unscored}")
     return "\n".join(lines)

@@ -12,7 +12,8 @@ class LlambaConfig(HybridConfig):
     """Fields of `HybridConfig`, plus those of the Llama block.
 
     Args:
-        hidden_act: activation of the gated MLP. rms_norm_eps: of every RMSNorm. mlp_bias: bias on its projections.
+        hidden_act: activation of the gated MLP. rms_norm_eps: epsilon of every RMSNorm. mlp_bias: bias on its
+            projections.
         resid_pdrop, embd_pdrop: dropout on the residual branches (Phi-3 has it) and on the embeddings.
     """
 

@@ -23,7 +23,6 @@ class DiscreteMamba2(SSDMixer):
         self.A_log_bias = nn.Parameter(torch.zeros(self.num_states)) if config.mixer_decay_bias else None
 
     def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
-        """See `SSDMixer.project`."""
         sizes = [self.conv_size, self.inner_size, self.num_states]
         xBC, z, A_log = self.in_proj(hidden_states).split(sizes, dim=-1)
         x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)

@@ -1,12 +1,29 @@
-"""What a hybrid carries from one call to the next: transformers' own cache, plus a length.
+"""What a hybrid carries from one call to the next, and how passes over it are taken back.
 
 `DynamicCache(config=...)` builds a key/value layer for every attention layer and a conv state plus a recurrent
 state for every mixer, from `config.layer_types`. It counts tokens by looking at an attention layer, so a model
 without one has no length at all: `RecurrentCache` keeps the count itself. A hybrid layer keeps its mixer's states, a
 window and sinks: `WindowLayer`, which takes the place of what `DynamicCache` and `StaticCache` put there.
+
+A recurrent state cannot be cropped. So that a draft can be verified without a copy of the state for each token, a
+cache can record: its states stay where they were at the checkpoint, the last token known to be right, and the layers
+note what the passes since then fed them: a mixer its x, B and decay and the inputs of its short convolution, attention
+its keys and values, as ever. `accept` then moves the checkpoint: each row replays as many tokens into its state as
+were right, and the rest is dropped: multi-step verification as in Wang et al. 2024, The Mamba in the Llama. A recorded
+token takes P + N + 1 numbers per head; a state is P N of them.
+
+    record(cache)
+    logits = model(drafted, past_key_values=cache).logits      # one pass, or several
+    accept(cache, [3, 1])                                      # row 0 keeps three tokens, row 1 one
+
+Rows that keep different numbers of tokens are set flush right, so that the cache is always that of a batch padded on
+the left.
+
+Shapes: B batch, R tokens recorded, P head dim, N state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import (
@@ -23,6 +40,8 @@ from transformers.cache_utils import (
 from .window_attention import Tokens
 
 NEVER = torch.iinfo(torch.long).max
+# what can be taken back, besides layers that have an `accept` of their own as `WindowLayer` has
+CROPPED = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 
 
 def has_attention_layer(cache: Cache) -> bool:
@@ -46,7 +65,7 @@ def note_length(cache: Cache | None, length: int) -> None:
 
 
 def ending_at(t: torch.Tensor, ends: Sequence[int], size: int, axis: int) -> torch.Tensor:
-    """Of each row of t the `size` columns before column ends[row]; the first stands in for those there are not."""
+    """Gather the `size` columns before column ends[row] of each row, padding with the first column."""
     if len(set(ends)) == 1 and ends[0] >= size:
         return t.narrow(axis, ends[0] - size, size)
     columns = (torch.tensor(ends)[:, None] - size + torch.arange(size)).clamp(min=0).to(t.device)
@@ -77,17 +96,15 @@ class RecurrentCache(DynamicCache):
         self.seen_tokens = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen so far."""
         return self.seen_tokens
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self.seen_tokens = 0
 
 
 class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
-    """What a hybrid layer carries, of constant size but for the heads with full attention.
+    """The cache of a hybrid layer, of constant size except for heads with full attention.
 
     recent: the last W - 1 columns. first: the S sinks. leaving: what has not left the window for the mixer's state.
     full: all keys and values of the heads with full attention. Besides, the mixer's conv and recurrent states.
@@ -104,12 +121,11 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         LinearAttentionLayer.reset(self)
         self.recent: Tokens | None = None
         self.first: Tokens | None = None
         self.leaving: tuple[torch.Tensor, ...] | None = None
-        self.recorded = None  # see recording.py
+        self.recorded = None  # a `Recorded` while passes can be taken back
         self.full = DynamicLayer()
         self.seen_tokens = 0
 
@@ -127,25 +143,20 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         raise NotImplementedError("The cache of a hybrid layer is written by the layer itself.")
 
     def get_seq_length(self) -> int:
-        """Tokens seen so far, padding included."""
         return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the heads with full attention."""
+        """Number of keys, and of the first, for the masks of heads with full attention."""
         return self.seen_tokens + query_length, 0
 
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(t.numel() * t.element_size() for t in self.tensors() if t is not None)
-
     def tensors(self) -> list[torch.Tensor | None]:
-        """All that is carried from call to call, indices apart."""
+        """All tensors carried from call to call, except token indices."""
         states = [*self.conv_states.values(), *self.recurrent_states.values(), *(self.leaving or ())]
         states += [t for tokens in (self.recent, self.first) if tokens is not None for t in tokens[:2]]
         return [*states, self.full.keys, self.full.values]
 
     def accept(self, tokens: int, counts: Sequence[int], length: int) -> None:
-        """As `crop_rows`, of window and sinks; a sink that was not accepted is no sink. See recording.py."""
+        """Like `crop_rows`, for window and sinks; sinks that were not accepted are forgotten."""
         crop_rows(self.full, tokens, counts, length)
         self.seen_tokens = length
         index = self.recent.index
@@ -160,19 +171,16 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recent = Tokens(keys, values, ending_at(index, last, size, axis=1).masked_fill(absent, -1))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Follow the beams."""
         self._apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         self.full.reorder_cache(beam_idx)
 
     def offload(self) -> None:
-        """Move to the CPU."""
         self._apply(lambda t: t.to("cpu", non_blocking=True))
         LinearAttentionLayer.offload(self)
         self.full.offload()
 
     def prefetch(self) -> None:
-        """Move back."""
         if self.device is not None:
             self._apply(lambda t: t.to(self.device, non_blocking=True))
         LinearAttentionLayer.prefetch(self)
@@ -216,3 +224,125 @@ def new_cache(config) -> DynamicCache:
     cache = DynamicCache(config=config) if holds_keys else RecurrentCache(config)
     fit_cache(cache, config)
     return cache
+
+
+@dataclass
+class Recorded:
+    """What a mixer was fed since the checkpoint.
+
+    conv: (B, channels, kernel + R) inputs of the short convolution. inputs: what `advance` replays, (B, delay + R, .),
+    all zero where nothing shall happen. advance: state and inputs to the state after them, perhaps in place.
+    """
+
+    conv: torch.Tensor | None = None
+    inputs: tuple[torch.Tensor, ...] | None = None
+    advance: Callable[..., torch.Tensor] | None = None
+
+    def add(self, new: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...] | None = None):
+        """Append inputs, after `before` if they are the first; returns all recorded, (B, delay + R, ...) each."""
+        old = self.inputs if self.inputs is not None else before
+        self.inputs = new if old is None else tuple(torch.cat(pair, dim=1) for pair in zip(old, new, strict=True))
+        return self.inputs
+
+
+def recorded_by(cache: Cache | None, layer_idx: int) -> Recorded | None:
+    """The record of a layer's mixer, or None if no cache is recording."""
+    return None if cache is None else getattr(cache.layers[layer_idx], "recorded", None)
+
+
+def record(cache: Cache) -> None:
+    """Make the passes from here on reversible, until `stop_recording`.
+
+    Raises:
+        ValueError: the cache is empty, or some layer of it is of a kind that cannot be taken back.
+    """
+    for layer in cache.layers:
+        if type(layer) not in CROPPED and not hasattr(layer, "accept"):
+            raise ValueError(f"A cache with a {type(layer).__name__} cannot take passes back; use a dynamic cache.")
+    if not cache_length(cache):
+        raise ValueError("The cache is empty; run the model over the prompt before recording.")
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer.recorded = Recorded()
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            layer.record_past = True
+    cache.checkpoint = cache_length(cache)
+
+
+@torch.no_grad()
+def accept(cache: Cache, counts: Sequence[int], drop: int = 0) -> None:
+    """Keep the first counts[row] of the tokens recorded, forget the others, and go on recording from there.
+
+    Args:
+        counts: one per row, each at most the number of tokens recorded. The cache grows by the largest; rows with
+            fewer have that much more padding on their left.
+        drop: this many columns on the left, which hold padding only, are dropped.
+    """
+    tokens = cache_length(cache) - cache.checkpoint
+    assert 0 <= min(counts) and max(counts) <= tokens, f"{list(counts)} of {tokens} recorded tokens"
+    length = cache.checkpoint + max(counts) - drop
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            _replay(layer, counts)
+        if hasattr(layer, "accept"):
+            layer.accept(tokens, counts, length)
+        elif isinstance(layer, DynamicLayer):
+            crop_rows(layer, tokens, counts, length)
+    note_length(cache, length)
+    cache.checkpoint = length
+
+
+def stop_recording(cache: Cache) -> None:
+    """Passes are final again; what was recorded and not accepted is forgotten."""
+    rows = next(len(t) for layer in cache.layers for t in tensors_of(layer))
+    accept(cache, [0] * rows)
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer.recorded = None
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            layer.record_past = False
+
+
+def recorded_bytes(cache: Cache) -> int:
+    """Bytes the mixers hold, beyond their states, so that passes can be taken back."""
+    records = [r for layer in cache.layers if (r := getattr(layer, "recorded", None)) is not None]
+    tensors = [t for r in records for t in (r.conv, *(r.inputs or ())) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def cache_nbytes(cache: Cache) -> int:
+    """Bytes held by a cache, not counting what it records."""
+    return sum(t.numel() * t.element_size() for layer in cache.layers for t in tensors_of(layer))
+
+
+def tensors_of(layer) -> list[torch.Tensor]:
+    """The tensors a cache layer carries from call to call."""
+    if hasattr(layer, "accept"):
+        found = layer.tensors()
+    elif isinstance(layer, LinearAttentionLayer):
+        found = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    else:
+        found = [layer.keys, layer.values]
+    return [t for t in found if t is not None]
+
+
+def _replay(layer: LinearAttentionLayer, counts: Sequence[int]) -> None:
+    """Advance the recurrent state by the accepted inputs, and the conv state and what waits for the state with it."""
+    noted, layer.recorded = layer.recorded, Recorded()
+    if noted.conv is None:
+        return
+    kernel = layer.conv_states[0].shape[-1]
+    layer.conv_states[0].copy_(ending_at(noted.conv, [kernel + count for count in counts], kernel, axis=2))
+    if max(counts):
+        inputs = [t[:, : max(counts)] for t in noted.inputs]
+        if min(counts) < max(counts):
+            kept = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+            inputs = [t * kept.to(t).view(*kept.shape, *[1] * (t.ndim - 2)) for t in inputs]
+        state = layer.recurrent_states[0]
+        advanced = noted.advance(state, *inputs)
+        if advanced is not state:
+            state.copy_(advanced)
+    leaving = getattr(layer, "leaving", None)
+    if leaving is not None:
+        delay = leaving[0].shape[1]
+        layer.leaving = tuple(ending_at(t, [delay + n for n in counts], delay, axis=1).clone() for t in noted.inputs)

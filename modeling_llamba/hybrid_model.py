@@ -292,7 +292,7 @@ def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tenso
 
 
 def _may_ask(t: torch.Tensor) -> bool:
-    """Whether the values of a tensor are there to decide by."""
+    """Whether code may branch on a tensor's values: not while compiling, nor on the meta device."""
     return not is_torchdynamo_compiling() and t.device.type != "meta"
 
 
@@ -311,7 +311,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     speculative_decoding = staticmethod(speculative_decoding)
 
     def new_cache(self) -> Cache:
-        """An empty cache for this model, of a kind that can record (recording.py)."""
+        """An empty cache for this model, of a kind that can record (`record` in hybrid_cache.py)."""
         return new_cache(self.config)
 
     @can_return_tuple

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from .hybrid_cache import recorded_by
 from .matrix_mixer import OPEN_GATE, convolve_with_cache
 from .norms import head_norm
-from .recording import recorded_by
 from .rotary import apply_rotary
 from .selective_scan import selective_advance, selective_matrix, selective_read, selective_scan, selective_step
 from .short_conv import ShortConv

@@ -23,7 +23,6 @@ class Mamba2(SSDMixer):
         self.dt_bias = nn.Parameter(torch.zeros(self.num_states))
 
     def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
-        """See `SSDMixer.project`."""
         sizes = [self.inner_size, self.conv_size, self.num_states]
         z, xBC, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
         x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from .hybrid_cache import Recorded, recorded_by
 from .norms import RMSNorm, head_norm
-from .recording import Recorded, recorded_by
 from .rotary import apply_rotary
 from .short_conv import ShortConv
 from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_read, ssd_scan, ssd_step

@@ -21,7 +21,6 @@ class LlambaMLP(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden)."""
         return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
@@ -51,8 +50,6 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
 
 
 class LlambaModel(LlambaPreTrainedModel, HybridModel):
-    """The decoder without its head."""
-
     def __init__(self, config: LlambaConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -65,8 +62,6 @@ class LlambaModel(LlambaPreTrainedModel, HybridModel):
 
 
 class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM):
-    """The language model."""
-
     def __init__(self, config: LlambaConfig):
         super().__init__(config)
         self.model = LlambaModel(config)

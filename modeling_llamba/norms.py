@@ -15,7 +15,6 @@ class RMSNorm(nn.Module):
         self.group_size = group_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., size) -> (..., size)."""
         dtype = x.dtype
         if self.group_size is None and dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -90,7 +90,7 @@ def selective_step(
 def selective_read(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor
 ) -> torch.Tensor:
-    """What the last tokens of a short chunk read, from a state (B, D, N) that stays as it is.
+    """Outputs of the last tokens of a short chunk, from a state (B, D, N) that is left unchanged.
 
     Args:
         x, dt: (B, R, D). A: (D, N). B: (B, R, G, N). C: (B, L, G, N) of the last L <= R tokens.

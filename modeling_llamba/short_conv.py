@@ -24,7 +24,7 @@ class ShortConv(nn.Module):
     """
 
     def __init__(self, channels: int, kernel_size: int, activation: str, config=None):
-        """config: whose `mixer_backend`, where it is "torch", keeps compiled kernels out."""
+        """config: compiled kernels are not used where its `mixer_backend` is "torch"."""
         super().__init__()
         self.config = config
         self.kernel_size = kernel_size
@@ -90,7 +90,7 @@ class ShortConv(nn.Module):
 
     @staticmethod
     def _kernel_reads(x: torch.Tensor) -> bool:
-        """It wants channels side by side, in rows of a multiple of 8; one row alone has no stride of its own."""
+        """The kernel needs a multiple of 8 channels, side by side; a single token has no stride of its own."""
         return x.shape[1] > 1 and x.shape[2] % 8 == 0
 
     def _step_in_place(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:

@@ -3,19 +3,37 @@
     model.generate(**inputs, custom_generate=model.speculative_decoding, draft=small_model, num_draft_tokens=4)
 
 Greedy output is the target's own greedy output; sampled output follows the target's distribution, whatever the draft
-(Leviathan et al. 2023, arXiv 2211.17192, algorithm 1). Recurrent states are kept at the last verified token and
-advanced by the accepted ones alone: recording.py. transformers' own assisted generation has to crop its caches and so
-refuses models with a state.
+(Leviathan et al. 2023, arXiv 2211.17192, algorithm 1). Recurrent states stay at the last verified token and are
+advanced by the accepted tokens alone (`record` and `accept` in hybrid_cache.py). The assisted generation of
+transformers has to crop its caches and so refuses models with a recurrent state.
 
-Shapes: B batch, K drafted tokens, V vocabulary.
+How long a draft should be: where each drafted token is right with probability a, given that those before it are, a
+pass that verifies K of them yields (equation 1 there)
+
+    tokens(a, K) = 1 + a + ... + a^K = (1 - a^(K+1)) / (1 - a)
+
+and takes, with plain decoding's seconds per token `step`, what a pass over several tokens takes beyond that `several`,
+what each further token adds to it `token`, and what it takes to draft one `draft`,
+
+    seconds(K) = step + several + K (token + draft)          seconds(0) = step
+
+so that it is tokens(a, K) step / seconds(K) times as fast as plain decoding. Theorem 3.8 there is the case
+several = token = 0, of a machine that waits for its weights. On a CPU `several` decides: a matrix times a few vectors
+takes up to twice as long as times one, and then each further vector little.
+
+Shapes: B batch, L length, K drafted tokens, V vocabulary.
 """
 
+import copy
 import time
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
@@ -23,24 +41,336 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from .draft_length import DraftLength
-from .drafts import Drafted, ModelDraft, PromptLookup, Text, Track, empty_cache, first_layers
-from .recording import stop_recording
+from .hybrid_cache import accept, cache_nbytes, record, recorded_bytes, stop_recording
 
 EXPECTED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 # they count their calls or keep a cache, and here they would see drafts as well
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-# of the draft that a model is to itself
+SELF_SHARE = 3  # a model's own draft is its first third
+FORGET = 0.9  # weight of what was measured a round ago against now: the last ten rounds or so count
+PROBE_EVERY = 16  # rounds without a draft, until one is tried again
+FIRST_LENGTHS = (0, 4, 2)  # two lengths tell `token` from `several`
+
+
+class Drafted(NamedTuple):
+    """tokens (B, K), the first counts[row] of which are drafted; probabilities (B, K, V) they were drawn with.
+
+    Without probabilities the tokens were not sampled: each counts as drafted with certainty.
+    """
+
+    tokens: torch.Tensor
+    counts: list[int]
+    probabilities: torch.Tensor | None = None
+
+
+class Text:
+    """The rows of tokens so far, as `generate` would return them, with room for more.
+
+    tokens: (B, capacity). starts and ends: of each row, where its padding ends and its text so far does. active: rows
+    that are not finished.
+    """
+
+    def __init__(self, prompt: torch.Tensor, mask: torch.Tensor | None, capacity: int):
+        rows, columns = prompt.shape
+        self.tokens = torch.nn.functional.pad(prompt, (0, capacity - columns))
+        self.starts = [0] * rows if mask is None else (columns - mask.long().sum(1)).tolist()
+        self.ends = [columns] * rows
+        self.active = [True] * rows
+
+    def length(self, row: int) -> int:
+        """Number of tokens in a row, without its padding."""
+        return self.ends[row] - self.starts[row]
+
+    def last(self, count: int) -> torch.Tensor:
+        """The last tokens of each row, (B, count); a row that ended earlier may be shorter, and begins with zeros."""
+        rows = []
+        for row, end in zip(self.tokens, self.ends, strict=True):
+            found = row[max(end - count, 0) : end]
+            rows.append(torch.nn.functional.pad(found, (count - len(found), 0)))
+        return torch.stack(rows)
+
+    def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
+        """Write (B, n) tokens after each row's text without making them part of it."""
+        for row, new in enumerate(tokens):
+            start = self.ends[row] + offset
+            self.tokens[row, start : start + len(new)] = new
+
+
+class Track:
+    """A model that follows a text: its cache, how many tokens of each row are in it, and how many await `accept`."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache):
+        self.model, self.cache = model, cache
+        self.lengths: list[int] = []
+        self.columns = self.ahead = self.extra_bytes = 0
+
+    def prefill(self, text: Text, chunk_size: int | None = None, behind: int = 0) -> torch.Tensor:
+        """Feed the text except its last `behind` tokens, then start recording; returns the next logits (B, V)."""
+        self.lengths = [text.length(row) - behind for row in range(len(text.ends))]
+        self.columns = max(self.lengths)
+        ids = torch.zeros(len(self.lengths), self.columns, dtype=torch.long)
+        for row, (start, length) in enumerate(zip(text.starts, self.lengths, strict=True)):
+            ids[row, self.columns - length :] = text.tokens[row, start : start + length]
+        index = torch.arange(self.columns) - self.columns + torch.tensor(self.lengths)[:, None]
+        ids, index = ids.to(self.model.device), index.to(self.model.device)
+        size, logits = chunk_size or self.columns, None
+        for start in range(0, self.columns, size):
+            stop = min(start + size, self.columns)
+            logits = self.model(
+                input_ids=ids[:, start:stop],
+                attention_mask=None if min(self.lengths) == self.columns else (index[:, :stop] >= 0).long(),
+                position_ids=index[:, start:stop].clamp(min=0),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+        record(self.cache)
+        return logits.to(text.tokens.device)
+
+    def feed(self, ids: torch.Tensor, active: Sequence[bool]) -> torch.Tensor:
+        """Feed tokens (B, L) that `accept` keeps or drops; returns logits (B, L, V). Inactive rows are padding."""
+        device, length = self.model.device, ids.shape[1]
+        total = self.columns + self.ahead + length
+        mask = None
+        if not all(active) or min(self.lengths) < self.columns:
+            mask = torch.ones(len(active), total, dtype=torch.long)
+            for row, (real, unfinished) in enumerate(zip(self.lengths, active, strict=True)):
+                mask[row, : self.columns - real] = 0
+                mask[row, self.columns :] = int(unfinished)
+            mask = mask.to(device)
+        positions = torch.tensor(self.lengths)[:, None] + self.ahead + torch.arange(length)
+        logits = self.model(
+            input_ids=ids.to(device),
+            attention_mask=mask,
+            position_ids=positions.to(device),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+        self.ahead += length
+        self.extra_bytes = max(self.extra_bytes, recorded_bytes(self.cache))
+        return logits.to(ids.device)
+
+    def accept(self, counts: Sequence[int], active: Sequence[bool]) -> None:
+        """Keep the first counts[row] tokens fed since the last call."""
+        lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        columns = max(n for n, unfinished in zip(lengths, active, strict=True) if unfinished or not any(active))
+        accept(self.cache, counts, drop=self.columns + max(counts) - columns)
+        self.lengths, self.columns, self.ahead = [min(n, columns) for n in lengths], columns, 0
+
+
+class PromptLookup:
+    """What followed the last tokens where they occurred before (Saxena 2023, prompt lookup decoding)."""
+
+    def __init__(self, longest_match: int = 3):
+        self.longest_match = longest_match
+
+    def propose(self, text: Text, count: int, choose: Callable) -> Drafted:
+        """Up to `count` tokens a row; none where the text does not repeat itself."""
+        found = []
+        for row, (start, end) in enumerate(zip(text.starts, text.ends, strict=True)):
+            found.append(self._lookup(text.tokens[row, start:end], count) if text.active[row] else [])
+        width = max(map(len, found))
+        tokens = torch.zeros(len(found), width, dtype=torch.long, device=text.tokens.device)
+        for row, continuation in enumerate(found):
+            tokens[row, : len(continuation)] = torch.as_tensor(continuation)
+        return Drafted(tokens, [len(continuation) for continuation in found])
+
+    def _lookup(self, tokens: torch.Tensor, count: int) -> torch.Tensor | list:
+        """The continuation of the latest earlier occurrence of the longest possible match."""
+        for size in range(min(self.longest_match, len(tokens) - 1), 0, -1):
+            same = (tokens[:-1].unfold(0, size, 1) == tokens[-size:]).all(1).nonzero()
+            if len(same):
+                after = int(same[-1]) + size
+                return tokens[after : after + count]
+        return []
+
+    def accept(self, text: Text) -> None:
+        """A lookup keeps nothing between calls."""
+
+    def extra_bytes(self) -> int:
+        return 0
+
+
+class ModelDraft:
+    """A language model that decodes ahead; its cache is rolled back together with the target's."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.track: Track | None = None
+
+    def propose(self, text: Text, count: int, choose: Callable) -> Drafted:
+        """`count` tokens a row; `choose` turns logits (B, V) into tokens (B,) and probabilities (B, V) or None."""
+        if self.track is None:
+            self.track = Track(self.model, empty_cache(self.model))
+            self.track.prefill(text, behind=1)
+        unseen = {text.length(row) - self.track.lengths[row] for row, active in enumerate(text.active) if active}
+        assert len(unseen) == 1, f"rows are {unseen} tokens behind"
+        ids, tokens, probabilities = text.last(unseen.pop()), [], []
+        for step in range(count):
+            token, probability = choose(self.track.feed(ids, text.active)[:, -1:], step)
+            ids = token[:, None]
+            text.write(ids, step)
+            tokens.append(token)
+            probabilities.append(probability)
+        drawn = None if probabilities[0] is None else torch.stack(probabilities, 1)
+        return Drafted(torch.stack(tokens, 1), [count] * len(text.ends), drawn)
+
+    def accept(self, text: Text) -> None:
+        """Go on behind the text as it is now; every row is left the same number of tokens behind."""
+        if self.track is None or not self.track.ahead or not any(text.active):
+            return
+        rows = [row for row, active in enumerate(text.active) if active]
+        seen = {row: min(text.length(row) - 1, self.track.lengths[row] + self.track.ahead) for row in rows}
+        behind = max(text.length(row) - seen[row] for row in rows)
+        counts = [0] * len(text.ends)
+        for row in rows:
+            counts[row] = text.length(row) - behind - self.track.lengths[row]
+        self.track.accept(counts, text.active)
+
+    def extra_bytes(self) -> int:
+        """Bytes of the draft's cache and of what it records."""
+        return 0 if self.track is None else cache_nbytes(self.track.cache) + self.track.extra_bytes
+
+
+def empty_cache(model: PreTrainedModel) -> Cache:
+    """A cache that can record.
+
+    Raises:
+        ValueError: the model is recurrent in a way that is not this project's.
+    """
+    if hasattr(model, "new_cache"):
+        return model.new_cache()
+    cache = DynamicCache(config=model.config)
+    if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+        raise ValueError(
+            f"{type(model).__name__} is recurrent and cannot take tokens back; use a Transformer, or a hybrid of "
+            "convert-to-hybrid."
+        )
+    return cache
+
+
+def first_layers(model: PreTrainedModel, layers: int | None = None) -> PreTrainedModel:
+    """The model's first layers (a third by default) under its own final norm and head; shares every weight with it.
+
+    Raises:
+        ValueError: there are not so many layers, or not fewer than all.
+    """
+    if not hasattr(getattr(model, "model", None), "layers"):
+        raise ValueError(
+            f"{type(model).__name__} does not keep its layers where draft='self' looks; name another draft."
+        )
+    total = len(model.model.layers)
+    layers = max(total // SELF_SHARE, 1) if layers is None else layers
+    if not 0 < layers < total:
+        raise ValueError(f"A draft of the model's own first layers takes 1 to {total - 1} of them, not {layers}.")
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    for name in ("layer_types", "hybrid_full_heads"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, getattr(config, name)[:layers])
+    with torch.device("meta"):
+        draft = type(model)(config)
+    for name, module in model.model.named_children():
+        setattr(draft.model, name, nn.ModuleList(module[:layers]) if name == "layers" else module)
+    draft.lm_head = model.lm_head
+    return draft.train(model.training)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of a plain step, what a pass over several tokens adds, what each of them adds, and of drafting one."""
+
+    step: float
+    several: float
+    token: float
+    draft: float
+
+    @staticmethod
+    def tokens(acceptance: float, length: int) -> float:
+        """Expected tokens of a pass that verifies `length` drafted ones."""
+        return sum(acceptance**i for i in range(length + 1))
+
+    def seconds(self, length: int) -> float:
+        """Predicted seconds to draft and verify `length` tokens."""
+        return self.step + (self.several + length * (self.token + self.draft) if length else 0.0)
+
+    def speedup(self, acceptance: float, length: int) -> float:
+        """Predicted speed relative to plain decoding; 1 at length 0."""
+        return self.tokens(acceptance, length) * self.step / self.seconds(length)
+
+    def best(self, acceptance: float, longest: int) -> int:
+        """The fastest length up to `longest`; 0 where no draft pays."""
+        return max(range(longest + 1), key=lambda length: self.speedup(acceptance, length))
+
+    def break_even(self, length: int) -> float | None:
+        """The acceptance above which drafts of this length pay; None where not even perfect ones do."""
+        if self.speedup(1.0, length) <= 1:
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.speedup(middle, length) > 1 else (middle, high)
+        return high
+
+
+@dataclass
+class DraftLength:
+    """Chooses the length of each draft from how the last ones did."""
+
+    longest: int = 8
+    rounds: int = 0
+    without: int = 0
+    steps: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    drafting: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    trials: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def next(self) -> int:
+        """How many tokens to draft now."""
+        if self.rounds < len(FIRST_LENGTHS):
+            return min(FIRST_LENGTHS[self.rounds], self.longest)
+        length = self.cost().best(self.acceptance(), self.longest)
+        if length == 0 and self.without >= PROBE_EVERY:
+            return min(2, self.longest)
+        return length
+
+    def note(self, length: int, accepted: int, rejected: int, draft_seconds: float, verify_seconds: float) -> None:
+        """Learn from a round that verified `length` drafted tokens; accepted and rejected are counted over all rows.
+
+        A row rejects at most one token: those behind it are not judged.
+        """
+        self.rounds += 1
+        self.without = 0 if length else self.without + 1
+        if length:
+            new = (1.0, length, length**2, verify_seconds, length * verify_seconds)
+            self.sums = [FORGET * old + value for old, value in zip(self.sums, new, strict=True)]
+            self.drafting = [FORGET * self.drafting[0] + draft_seconds, FORGET * self.drafting[1] + length]
+        else:
+            self.steps = [FORGET * self.steps[0] + verify_seconds, FORGET * self.steps[1] + 1]
+        if accepted + rejected:
+            self.trials = [FORGET * self.trials[0] + accepted, FORGET * self.trials[1] + accepted + rejected]
+
+    def acceptance(self) -> float:
+        """Estimated probability that a drafted token is accepted; 1/2 before anything is known."""
+        return (self.trials[0] + 1) / (self.trials[1] + 2)
+
+    def cost(self) -> CostModel:
+        """Costs from what was measured: the mean of plain steps, and a line fitted to the other passes."""
+        weight, k, kk, seconds, k_seconds = self.sums
+        spread = weight * kk - k * k
+        token = max((weight * k_seconds - k * seconds) / spread, 0.0) if spread > 1e-9 * weight * kk else 0.0
+        whole = (seconds - token * k) / weight if weight else 0.0
+        step = self.steps[0] / self.steps[1] if self.steps[1] else max(whole, 1e-9)
+        return CostModel(step, max(whole - step, 0.0), token, self.drafting[0] / max(self.drafting[1], 1e-9))
 
 
 @dataclass
 class Statistics:
-    """What happened behind the prompt.
+    """Counts over one generation, without the prompt.
 
-    passes: of the target, for all rows at once. row_passes: the same, each row counted that was not finished. tokens:
-    that came of them. drafted: tokens to verify. accepted: those that stood. rejected: those that did not, without
-    what came behind them and was not judged. extra_bytes: what plain decoding does not hold, that is what the mixers
-    of the target record, and the draft's cache.
+    passes: forward passes of the target, for all rows at once. row_passes: the same, counted per unfinished row.
+    tokens: generated. drafted: verified. accepted: kept. rejected: judged wrong; tokens behind a rejected one are not
+    judged. extra_bytes: memory that plain decoding does not need: the target's records and the draft's cache.
     """
 
     passes: int = 0
@@ -57,7 +387,7 @@ class Statistics:
         return Statistics(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def summary(self) -> dict[str, Any]:
-        """All of it and three ratios; `acceptance` is that of draft_length.py, a share of the tokens judged."""
+        """All counts and three ratios; `acceptance`, which `CostModel` takes, is a share of the judged tokens."""
         judged = self.accepted + self.rejected
         return asdict(self) | {
             "acceptance": self.accepted / judged if judged else None,
@@ -90,7 +420,7 @@ def speculative_decoding(
 
     Args:
         draft: a model of the same vocabulary, "prompt-lookup", or "self" for the model's own first layers.
-        num_draft_tokens: verified per pass, or "auto" for as many as pay (draft_length.py).
+        num_draft_tokens: verified per pass, or "auto" for as many as pay (`DraftLength`).
         draft_layers: how many layers make a draft of "self"; a third of them by default.
         token_streamer: gets tokens as they are accepted; `generate` keeps the one it calls `streamer` to itself.
 
@@ -129,7 +459,7 @@ def speculative_decoding(
 
 
 def make_draft(model: PreTrainedModel, draft: PreTrainedModel | str, layers: int | None) -> PromptLookup | ModelDraft:
-    """What drafts for `model`.
+    """The source of drafts for `model`.
 
     Raises:
         ValueError: see `speculative_decoding`.
@@ -179,7 +509,7 @@ def _check_request(model, input_ids, mask, config, processors, model_kwargs, str
 
 
 def judge(scores: torch.Tensor, drafted: Drafted, sample: bool) -> tuple[list[int], torch.Tensor]:
-    """How many of each row's drafted tokens stand, and the token behind them.
+    """How many of each row's drafted tokens are accepted, and the token that follows them.
 
     Args:
         scores: (B, K + 1, V) of the target, at each drafted token and behind the last.
@@ -227,7 +557,7 @@ class _Loop:
         self._commit([1] * len(self.text.ends))
 
     def round(self, length: int) -> tuple[int, int, int, float, float]:
-        """Draft, verify, keep; returns what `DraftLength.note` wants."""
+        """Draft, verify and keep; returns the arguments of `DraftLength.note`."""
         text, rows, began = self.text, len(self.text.ends), time.perf_counter()
         if length > 0:
             drafted = self.draft.propose(text, length, self.choose)
@@ -270,7 +600,7 @@ class _Loop:
         return torch.multinomial(probabilities, 1)[:, 0], probabilities
 
     def _commit(self, counts: list[int]) -> list[int]:
-        """Count so many of the tokens behind each row to its text, up to where it stops; how many there were."""
+        """Extend each row by up to `counts` of the tokens written after it, to where it stops; returns how many."""
         kept = []
         for row, count in enumerate(counts):
             taken = 0
@@ -294,7 +624,7 @@ class _Loop:
         return not self.fills_up and min(self.text.ends) < max(self.stopped)
 
     def shortest_end(self) -> int:
-        """Of the rows that go on."""
+        """Length of the shortest unfinished row."""
         return min(end for end, active in zip(self.text.ends, self.text.active, strict=True) if active)
 
     def sequences(self) -> torch.Tensor:
@@ -307,6 +637,6 @@ class _Loop:
         return sequences
 
     def finished_statistics(self) -> Statistics:
-        """With the bytes held."""
+        """The statistics, with the extra bytes filled in."""
         self.statistics.extra_bytes = self.target.extra_bytes + self.draft.extra_bytes()
         return self.statistics

@@ -141,7 +141,7 @@ def ssd_step(
 def ssd_read(
     state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor, C: torch.Tensor
 ) -> torch.Tensor:
-    """What the last tokens of a short chunk read, from a state (B, T, P, N) that stays as it is.
+    """Outputs of the last tokens of a short chunk, from a state (B, T, P, N) that is left unchanged.
 
     Args:
         x: (B, R, G, P). log_a: (B, R, T). B: (B, R, G, N). C: (B, L, H, N) of the last L <= R tokens.

@@ -78,7 +78,7 @@ def cached_chunk(chunk_size: int, heads: int) -> int:
 
 
 class Decays(NamedTuple):
-    """Of one chunk: sums (BG, S, Q, 1) of log2 a up to and with each token, float64; enter (BG, S, 1, Q, 1) from the
+    """Decays of one chunk: sums (BG, S, Q, 1) of log2 a to each token, in float64; enter (BG, S, 1, Q, 1) from the
     chunk's start state to a token; leave (BG, Q, S, 1) from a token to the chunk's end; across (BG, S, 1) over it all.
     """
 
@@ -115,7 +115,7 @@ def _each_chunk(log_a: torch.Tensor, chunk_size: int, groups: int, backwards: bo
 
 
 def _cut(decays: Decays, Q: int) -> Decays:
-    """Those of a chunk of fewer tokens; what was beyond them is 1."""
+    """The decays of a shorter last chunk; beyond its tokens they are 1."""
     return Decays(decays.sums[:, :, :Q], decays.enter[:, :, :, :Q], decays.leave[:, :Q], decays.across)
 
 

@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 
 
 class FullHeads(nn.Module):
-    """What transformers' attention functions read of a module, for some query heads, R to a key/value head."""
+    """The attributes that transformers' attention functions read of a module, for heads with full attention."""
 
     def __init__(self, config, layer_idx: int, groups: int):
         super().__init__()

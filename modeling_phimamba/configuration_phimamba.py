@@ -12,7 +12,7 @@ class PhiMambaConfig(HybridConfig):
     """Fields of `HybridConfig`, plus those of the Phi block.
 
     Args:
-        hidden_act: activation of the MLP. layer_norm_eps: of every LayerNorm.
+        hidden_act: activation of the MLP. layer_norm_eps: epsilon of every LayerNorm.
         resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
     """
 

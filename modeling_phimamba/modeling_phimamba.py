@@ -23,7 +23,6 @@ class PhiMambaMLP(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden)."""
         return self.fc2(self.activation(self.fc1(hidden_states)))
 
 
@@ -52,8 +51,6 @@ class PhiMambaPreTrainedModel(HybridPreTrainedModel):
 
 
 class PhiMambaModel(PhiMambaPreTrainedModel, HybridModel):
-    """The decoder without its head."""
-
     def __init__(self, config: PhiMambaConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -66,8 +63,6 @@ class PhiMambaModel(PhiMambaPreTrainedModel, HybridModel):
 
 
 class PhiMambaForCausalLM(PhiMambaPreTrainedModel, HybridForCausalLM):
-    """The language model."""
-
     def __init__(self, config: PhiMambaConfig):
         super().__init__(config)
         self.model = PhiMambaModel(config)

@@ -5,17 +5,13 @@ from pathlib import Path
 
 
 def project_commit() -> str | None:
-    """Short hash, with + where the tree had changes; None outside a clone."""
+    """Short hash, with + where tracked files had changes; None outside a clone or without git."""
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return None
-    found = []
-    for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if done.returncode:
-            return None
-        found.append(done.stdout.strip())
-    return found[0] + ("+" if found[1] else "")
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

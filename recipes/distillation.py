@@ -43,7 +43,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         given, train = len(train), not_too_long(train, tokenizer, limit)
         if len(train) < given:
             run.say(f"[yellow]{given - len(train)} of {given} prompts left out:[/] no room for an answer.")
-        run.announce(student, teacher, tokenizer, train)
         trainer = DistillationTrainer(
             student,
             teacher_model=teacher,

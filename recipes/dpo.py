@@ -39,8 +39,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     with Run("dpo", config, model_config, run_arguments, data, mixture, teaching, reference) as run:
         train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
-        if run_arguments.train_decays and reference.reference == "student" and not config.precompute_ref_log_probs:
-            raise ValueError("train_decays moves the student that is the reference; precompute_ref_log_probs: true.")
         train = run_arguments.chunk_of(train)
         check_completions(train, ("chosen", "rejected"))
         student, tokenizer = load_student(model_config)
@@ -53,7 +51,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
         train, held_out = (None if rows is None else pairs(rows, tokenizer) for rows in (train, held_out))
-        run.announce(student, teacher, tokenizer, train)
         trainer = DPOTrainer(
             student,
             ref_model=teacher,

@@ -10,12 +10,13 @@ on where it was interrupted. docs/evaluation.md says what each figure is.
 import dataclasses
 import hashlib
 import json
+import re
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from .evaluation.metrics import SHORTEST, Reader, by_position, figures, per_toke
 from .evaluation.recall import hits, questions, scores
 from .evaluation.results import ResultsFolder, markdown, update_card
 from .evaluation.speed import speed
-from .evaluation.tasks import run_task, side_by_side, task_files, task_manager
-from .evaluation.texts import PYTHON_DOCS, SHIPPED, TextSource
+from .evaluation.tasks import run_task, side_by_side, task_manager
+from .evaluation.texts import PYTHON_DOCS, SHIPPED, TextSource, hash_files
 
 PARTS = ("text", "recall", "generation", "tasks", "speed")
 SHORTEST_RECALL = 64
@@ -100,6 +101,8 @@ class Options:
             raise ValueError("--parts names tasks, and --tasks names none.")
         if self.tasks and "tasks" not in self.parts:
             raise ValueError("--tasks names tasks, and --parts leaves them out.")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ValueError(f"{self.include_path} is not a folder; --include-path takes one with YAML files.")
         if "text" in self.parts and min(self.lengths) < SHORTEST:
             raise ValueError(f"--lengths must be {SHORTEST} or more.")
         if "recall" in self.parts and min(self.recall_lengths) < SHORTEST_RECALL:
@@ -114,7 +117,9 @@ class Options:
             raise ValueError("Two --text have the same name; rename one, since results are told apart by it.")
         if self.update_card and not Path(self.model).expanduser().is_dir():
             raise ValueError(f"--update-card writes into a model's folder, and {self.model} is none.")
-        _ = self.chances
+        for text in self.chance:
+            if re.fullmatch(r".+=0?\.?\d+", text) is None or not 0 <= float(text.rpartition("=")[2]) < 1:
+                raise ValueError(f"--chance takes TASK=NUMBER with a number from 0 to below 1; got {text!r}.")
 
     @property
     def sources(self) -> list[TextSource]:
@@ -123,48 +128,27 @@ class Options:
 
     @property
     def chances(self) -> dict[str, float]:
-        """What guessing scores, by task.
-
-        Raises:
-            ValueError: not of the form TASK=NUMBER.
-        """
-        chances = {}
-        for text in self.chance:
-            task, _, number = text.rpartition("=")
-            try:
-                chances[task] = float(number)
-            except ValueError:
-                chances[task] = -1.0
-            if not task or not 0 <= chances[task] < 1:
-                raise ValueError(f"--chance takes TASK=NUMBER with a number from 0 to below 1; got {text!r}.")
-        return chances
+        """What guessing scores, by task."""
+        return {task: float(number) for task, _, number in (text.rpartition("=") for text in self.chance)}
 
     def capped(self, count: int) -> int:
         """`count`, or the limit where that is smaller."""
         return count if self.limit is None else min(count, self.limit)
 
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence of all parts but tasks."""
-        of_parts = {"text": self.lengths, "recall": self.recall_lengths, "speed": self.contexts}
-        return max((max(lengths) for part, lengths in of_parts.items() if part in self.parts), default=0)
-
     def settings(self) -> dict[str, Any]:
         """What the results of each part depend on, beside what stands in each row of them."""
-        first = self.sources[0]
+        first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
+        examples = {"num_fewshot": self.num_fewshot, "apply_chat_template": self.apply_chat_template}
         own = {
             "text": {"sequences": self.sequences, "from": sorted({str(source[1:]) for source in self.sources})},
             "recall": {"text": [*first, first.fingerprint()], "sequences": self.sequences, "depths": self.depths},
             "generation": {"max_new_tokens": self.max_new_tokens},
-            "tasks": {
-                "include_path": [self.include_path, task_files(self.include_path)],
-                "num_fewshot": self.num_fewshot,
-                "apply_chat_template": self.apply_chat_template,
-            },
+            "tasks": {"include_path": [self.include_path, own_tasks]} | examples,
             "speed": {"speed_tokens": self.speed_tokens},
         }
-        common = {
-            "model": [self.model, fingerprint(self.model, self.trust_remote_code)],
-            "teacher": [self.teacher, self.teacher and fingerprint(self.teacher, self.trust_remote_code)],
+        names = {"model": self.model, "teacher": self.teacher}
+        common: dict[str, Any] = {
+            which: name and [name, fingerprint(name, self.trust_remote_code)] for which, name in names.items()
         }
         common |= {name: getattr(self, name) for name in ("limit", "seed", "dtype", "device")}
         return {"common": common} | {part: own[part] for part in self.parts}
@@ -212,26 +196,16 @@ class Evaluation:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, for both.
-
-        Raises:
-            ValueError: the teacher's has another vocabulary.
-        """
-        found, *others = (load_tokenizer(name, trust_remote_code=self.options.trust_remote_code)
-                          for name in self.names.values())  # fmt: skip
+        """The model's tokenizer, which has to be the teacher's as well."""
+        trust, names = self.options.trust_remote_code, list(self.names.values())
+        found, *others = (load_tokenizer(name, trust_remote_code=trust) for name in names)
         if others and others[0].get_vocab() != found.get_vocab():
-            raise ValueError(
-                f"{self.options.teacher} has another vocabulary than {self.options.model}; give its own --teacher."
-            )
+            raise ValueError(f"{names[1]} has another vocabulary than {names[0]}; give its own --teacher.")
         return found
 
     @cached_property
     def models(self) -> dict[str, PreTrainedModel]:
-        """`model` and, where there is one, `teacher`.
-
-        Raises:
-            ValueError: one does not load, or they predict different tokens.
-        """
+        """`model` and, where there is one, `teacher`, which have to predict the same tokens."""
         options, _ = self.options, self.tokenizer
         found = {
             which: load_model(name, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
@@ -240,7 +214,8 @@ class Evaluation:
         sizes = {model.get_output_embeddings().weight.shape[0] for model in found.values()}
         if len(sizes) > 1:
             raise ValueError(f"{options.model} and {options.teacher} differ in vocabulary: {sorted(sizes)} tokens.")
-        longest = options.longest()
+        lengths = {"text": options.lengths, "recall": options.recall_lengths, "speed": options.contexts}
+        longest = max((max(of_part) for part, of_part in lengths.items() if part in options.parts), default=0)
         for which, model in found.items():
             known = getattr(model.config, "max_position_embeddings", None)
             if known is not None and longest > known:
@@ -255,23 +230,17 @@ class Evaluation:
 
     def text(self) -> list[dict[str, Any]]:
         """A row per text and length."""
-        rows = []
-        for source in self.options.sources:
-            name = f"{source.label} {source.fingerprint() or ''}"
-            for length in self.options.lengths:
-                rows.append(self.folder.cell("text", f"{name} {length}", self._text, source, length))
-        return rows
+        return [
+            self.folder.cell("text", f"{source.label} {source.fingerprint()} {length}", self._text, source, length)
+            for source in self.options.sources
+            for length in self.options.lengths
+        ]
 
     def _text(self, source: TextSource, length: int) -> dict[str, Any]:
-        ids = source.rows(self.tokenizer, length, self.options.capped(self.options.sequences))
-        ids = ids.to(self.models["model"].device)
-        found = per_token(
-            self.readers["model"],
-            self.readers.get("teacher"),
-            ids,
-            self.options.batch_size,
-            lambda done: self.progress(f"{source.label}, {length} tokens", done, len(ids)),
-        )
+        o, what = self.options, f"{source.label}, {length} tokens"
+        ids = source.rows(self.tokenizer, length, o.capped(o.sequences)).to(self.models["model"].device)
+        advance = partial(self.progress, what, total=len(ids))
+        found = per_token(self.readers["model"], self.readers.get("teacher"), ids, o.batch_size, advance)
         row = {"name": source.label, "length": length, "sequences": len(ids)}
         return row | figures(found) | {"by_position": by_position(found)}
 
@@ -299,14 +268,9 @@ class Evaluation:
         return self.folder.cell("generation", "judged", lambda: judge(prompts, *answers, self.tokenizer))
 
     def _said(self, which: str, prompts: list[str]) -> list[list[int]]:
-        return continuations(
-            self.models[which],
-            self.tokenizer,
-            prompts,
-            self.options.max_new_tokens,
-            self.options.batch_size,
-            lambda done: self.progress(f"generation, {which}", done, len(prompts)),
-        )
+        o, advance = self.options, partial(self.progress, f"generation, {which}", total=len(prompts))
+        model = self.models[which]
+        return continuations(model, self.tokenizer, prompts, o.max_new_tokens, o.batch_size, advance)
 
     def tasks(self) -> list[dict[str, Any]]:
         """A row per task and metric."""
@@ -318,36 +282,18 @@ class Evaluation:
         return rows
 
     def _task(self, task: str, which: str) -> dict[str, Any]:
-        o = self.options
-        return run_task(
-            self.manager,
-            task,
-            self.models[which],
-            self.tokenizer,
-            o.batch_size,
-            o.limit,
-            o.num_fewshot,
-            o.apply_chat_template,
-            o.seed,
-        )
+        o, model = self.options, self.models[which]
+        how = (o.batch_size, o.limit, o.num_fewshot, o.apply_chat_template, o.seed)
+        return run_task(self.manager, task, model, self.tokenizer, *how)
 
     def speed(self) -> list[dict[str, Any]]:
         """Rows per context, batch and model."""
-        rows = []
-        for context in self.options.contexts:
-            for batch in self.options.speed_batches:
-                rows += self.folder.cell("speed", f"{context} {batch}", self._speed, context, batch)
-        return rows
+        sizes = [(batch, context) for context in self.options.contexts for batch in self.options.speed_batches]
+        return [row for size in sizes for row in self.folder.cell("speed", f"{size}", self._speed, *size)]
 
-    def _speed(self, context: int, batch: int) -> list[dict[str, Any]]:
-        what = f"speed, {batch} x {context} tokens"
-        return speed(
-            self.models,
-            batch,
-            context,
-            self.options.speed_tokens,
-            advance=lambda done, total: self.progress(what, done, total),
-        )
+    def _speed(self, batch: int, context: int) -> list[dict[str, Any]]:
+        advance = partial(self.progress, f"speed, {batch} x {context} tokens")
+        return speed(self.models, batch, context, self.options.speed_tokens, advance=advance)
 
 
 @contextmanager
@@ -371,18 +317,10 @@ def evaluate(options: Options) -> dict[str, Any]:
     with narrate() as progress:
         evaluation = Evaluation(options, folder, progress)
         parts = {part: getattr(evaluation, part)() for part in PARTS if part in options.parts}
-    results = {
-        "model": options.model,
-        "teacher": options.teacher,
-        "commit": project_commit(),
-        "environment": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "device": options.device,
-            "threads": torch.get_num_threads(),
-        },
-    }
-    results = folder.finish(results | parts)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    where = versions | {"device": options.device, "threads": torch.get_num_threads()}
+    names = {"model": options.model, "teacher": options.teacher, "commit": project_commit()}
+    results = folder.finish(names | {"environment": where} | parts)
     if options.update_card:
         update_card(Path(options.model).expanduser(), results)
     return results
@@ -401,9 +339,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     set_verbosity(verbose, quiet=False)
     with one_line_errors(verbose, "the same command goes on from here"):
         logging.disable_progress_bar()
-        (options,) = HfArgumentParser(
-            Options, description=__doc__, formatter_class=RawDescriptionHelpFormatter
-        ).parse_args_into_dataclasses(named)
+        parser = HfArgumentParser(Options, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+        (options,) = parser.parse_args_into_dataclasses(named)
         results = evaluate(options)
         if options.json:
             sys.stdout.write(json.dumps(results, indent=2, ensure_ascii=False) + "\n")

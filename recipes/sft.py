@@ -9,7 +9,7 @@ TeacherArguments, LossArguments and RunArguments in recipes/training/arguments.p
 command goes on after an interruption.
 """
 
-from pathlib import Path
+import dataclasses
 from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
@@ -28,9 +28,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, config, model_config, mixture, teaching, loss, run_arguments = parse(
         SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=argv
     )
-    evaluates = config.eval_strategy != "no"
     with Run("sft", config, model_config, run_arguments, data, mixture, teaching, loss) as run:
-        train, held_out = load_splits(data, mixture, evaluates, COLUMNS)
+        train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
         train = run_arguments.chunk_of(train)
         check_completions(train, ("completion", "messages"))
         check_options(config, model_config)
@@ -43,15 +42,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         if not model_config.use_peft:
             set_trainable(student, run_arguments.trainable)
-        run.announce(student, teacher, tokenizer, train)
         trainer = DistilledSFTTrainer(
             student,
             config,
             teacher=teacher,
             weights=loss.weights(),
             other_learning_rate=loss.other_learning_rate,
-            offline_top_k=loss.offline_top_k,
-            offline_folder=Path(loss.offline_folder or run.work / "teacher").expanduser(),
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
@@ -60,9 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         run.note_teacher(teacher)
         teacher = None  # the trainer has it, unless its figures are on disk
         run.check_rows(len(train), trainer)
-        settings = {"ce_weight": loss.ce_weight, "kl_weight": loss.kl_weight, "divergence": loss.divergence}
-        settings |= {"temperature": loss.temperature}
-        return run.train(trainer, tokenizer, data.dataset_name or "a mixture", settings)
+        return run.train(trainer, tokenizer, data.dataset_name or "a mixture", dataclasses.asdict(loss.weights()))
 
 
 def check_options(config: SFTConfig, model_config: ModelConfig) -> None:

@@ -9,14 +9,15 @@ from tests.teachers import TINY
 FAMILIES = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
 PATTERNS = {
-    "pure": ["linear_attention"] * 4,
-    "hybrid": ["linear_attention", "full_attention"] * 2,
-    "attention": ["full_attention"] * 4,
-    "window": ["sliding_attention", "linear_attention"] * 2,
+    "pure": ["linear_attention"] * 2,
+    "hybrid": ["linear_attention", "full_attention"],
+    "attention": ["full_attention"] * 2,
+    "window": ["sliding_attention", "linear_attention"],
     "beside": ["hybrid", "full_attention", "hybrid", "linear_attention"],
-    "beside-only": ["hybrid"] * 4,
-    "shared": ["linear_attention", "hybrid"] * 2,
-    "attention-first": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "beside-only": ["hybrid"] * 2,
+    "shared": ["linear_attention", "hybrid"],
+    "every": ["linear_attention", "full_attention", "hybrid"],
+    "attention-first": ["full_attention", "linear_attention"],
 }
 
 
@@ -24,6 +25,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
     options = dict(
         mixer=mixer,
         layer_types=PATTERNS[pattern],
+        num_hidden_layers=len(PATTERNS[pattern]),
         mixer_num_kv_heads=2,
         mixer_rotary=mixer != "mamba1",
         mixer_d_state=4 if mixer == "mamba1" else 8,

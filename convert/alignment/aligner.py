@@ -17,7 +17,7 @@ from ..options import ConversionOptions, FitOptions, differences, parse_size
 from ..placement.placement import Layer, Placement, everywhere
 from ..plan import Plan, TeacherWeights, hybrid_config
 from ..teachers.teacher import Teacher, gguf_tokenizer
-from .fit import FitCache, Fits, Progress, fit_mixers, initial_mixer
+from .fit import FitCache, Fits, Progress, fit_mixers
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .teacher_model import TeacherModel
@@ -101,8 +101,6 @@ class Aligner:
                 f"fit. Give at least {(held_out + 1) * length}."
             )
         prose = PROSE_SEQUENCES if self.options.scores_placement else 0
-        if self.options.searches_budget:
-            prose = -(-2 * self.options.placement.search.prose_tokens // length)
         fitting = num_fitting + held_out
         rows = calibration_rows(self.weights.teacher, self.model, self.options, fitting + prose)
         self.report |= {
@@ -142,10 +140,6 @@ class Aligner:
         started, layers = time.perf_counter(), list(plan.placement.replaced_layers)
         self.follow(plan.placement.layers[layers[0]], plan.placement)
         alignment = self.options.alignment
-        if alignment.init != "teacher":
-            self.report["init"] = alignment.init
-            mixers = {i: initial_mixer(self.model, i, alignment.init, self.options.seed) for i in layers}
-            return Alignment(_tensors(mixers), self.report)
         fits = self.fit(layers, alignment.fit)
         self.report |= {
             "held_out_error": {layer: dataclasses.asdict(fit) for layer, (_, fit) in sorted(fits.items())},

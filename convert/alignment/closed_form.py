@@ -20,7 +20,6 @@ from modeling_llamba.hybrid_mixer import HybridMixer
 
 from ..options import FitOptions
 from ..weights.mapping import set_decay
-from .distillation.window_dropout import BRANCHES, without
 
 BATCH_SEQUENCES = 4
 TINY = 1e-30  # an attention that is zero has no relative error
@@ -43,10 +42,6 @@ class LayerFit:
     """After the closed form."""
     refined: float
     """At the end."""
-    without_window: float | None = None
-    """At the end, beside a window: the error when the window's half of out_proj is left out."""
-    without_mixer: float | None = None
-    """The same for the mixer's half: no higher than `refined` means that the mixer is not in use."""
 
 
 @dataclass
@@ -116,18 +111,7 @@ def fit_layer(
             error, _ = solve_out_proj(candidate, data, settings.ridges)
         if error < solved:
             refined, mixer = error, candidate
-    shares = branch_ablations(mixer, data) if isinstance(mixer, HybridMixer) else ()
-    return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined, *shares)
-
-
-@torch.no_grad()
-def branch_ablations(mixer: HybridMixer, data: LayerData) -> tuple[float, float]:
-    """Held-out error without the window, and without the mixer."""
-    errors = []
-    for branch in BRANCHES:
-        with without([mixer], branch):
-            errors.append(held_out_error(mixer, data))
-    return errors[0], errors[1]
+    return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined)
 
 
 @torch.no_grad()

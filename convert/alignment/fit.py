@@ -20,7 +20,6 @@ from ..options import FitOptions
 from ..weights.writer import Progress
 from .activations import ActivationStream
 from .closed_form import LayerFit, fit_layer
-from .mohawk.init import mamba_in_llama_init, mohawk_init
 from .teacher_model import TeacherModel
 
 Fits = dict[int, tuple[nn.Module, LayerFit]]
@@ -80,17 +79,6 @@ class FitCache:
 
     def _path(self, name: str) -> Path | None:
         return None if self.folder is None else self.folder / name
-
-
-@torch.no_grad()
-def initial_mixer(teacher: TeacherModel, layer: int, init: str, seed: int) -> nn.Module:
-    """The mixer of a layer before any fit."""
-    mixer = teacher.mixer(layer)
-    if init == "mohawk":
-        mohawk_init(mixer, teacher.num_layers, seed + layer)
-    elif init == "mamba-in-llama":
-        mamba_in_llama_init(mixer, seed + layer)
-    return mixer
 
 
 def fit_mixers(

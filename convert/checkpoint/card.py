@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..plan import Plan
 from ..weights.students import layer_letters
 from ..weights.writer import human_bytes
-from .pictures import CACHE, LAYERS, save_pictures
+from .pictures import save_pictures
 
 KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
 NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
@@ -36,13 +36,11 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 | | |
 |---|---|
-| cache at 4k and 32k tokens, of the teacher's | {{ cache_share }} |
-| {{ kl_row }} | {{ kl }} |
-| {{ recall_row }} | {{ not_measured }} |
+{{ figure_rows }}
 
 ## Layers
 
-![what each layer and head is]({{ layers_picture }})
+![what each layer and head is](layers.png)
 
 `{{ layers }}` (A keeps attention, M is a mixer{{ window }})
 
@@ -50,7 +48,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 |---|---|---|
 {{ cache_rows }}
 
-![cache against context length]({{ cache_picture }})
+![cache against context length](cache.png)
 
 ## Provenance
 
@@ -100,14 +98,6 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
     return text
 
 
-def searched_kl(plan: Plan) -> str | None:
-    """The KL that a search for the placement measured of what it took."""
-    taken = next((row for row in (plan.search or {}).get("candidates", ()) if row["taken"]), None)
-    if taken is None or not taken["measured"]:
-        return None
-    return f"{taken['measured']['kl']:.3f} on held-out calibration text, by the search"
-
-
 def write_card(plan: Plan, name: str, folder: Path) -> None:
     """Write README.md and its pictures into the folder of a model that will be called `name`.
 
@@ -126,7 +116,8 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()
     ]
-    sizes = [summary["cache_bytes"][context] for context in ("4k", "32k")]
+    shares = [size["hybrid"] / size["teacher"] for size in summary["cache_bytes"].values()]
+    figures = {"cache at 4k and 32k tokens, of the teacher's": f"{shares[0]:.0%}, {shares[1]:.0%}"} | NO_FIGURES
     provenance = {k: v for k, v in conversion.items() if k != "teacher_layer_types" and v not in (None, {})}
     is_hub_id = plan.teacher.revision is not None
     return ModelCard.from_template(
@@ -149,13 +140,7 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         num_layers=len(summary["layer_types"]),
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
-        cache_share=", ".join(f"{size['hybrid'] / size['teacher']:.0%}" for size in sizes),
-        kl_row=KL_ROW,
-        kl=searched_kl(plan) or NOT_MEASURED,
-        recall_row=RECALL_ROW,
-        not_measured=NOT_MEASURED,
-        layers_picture=LAYERS,
-        cache_picture=CACHE,
+        figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
         alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"])
         if replaced
         else "Every layer is the teacher's own.",

@@ -77,8 +77,7 @@ def cache_picture(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     for k in (12, 15):
         teacher, hybrid = sizes[k - exponents[0]]
         axes.plot(k, hybrid, "o", color=HYBRID_COLOR)
-        share = f"{10 ** (hybrid - teacher):.0%}"
-        axes.annotate(share, (k, hybrid), xytext=(6, -12), textcoords="offset points")
+        axes.annotate(f"{10 ** (hybrid - teacher):.0%}", (k, hybrid), xytext=(6, -12), textcoords="offset points")
     low, high = axes.get_ylim()
     powers = range(max(int(low) + 1, 0), int(high) + 1)
     axes.set_yticks(powers, [f"{10 ** (p % 3)} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[p // 3]}" for p in powers])
@@ -89,11 +88,11 @@ def cache_picture(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 def kl_picture(
     positions: Sequence[tuple[int, float]], recall: dict[str, list[tuple[int, float | None, float]]]
 ) -> Any:
-    """KL to the teacher by position, and recall by distance.
+    """KL by position, and recall by distance.
 
     Args:
-        positions: where a range of positions ends, and the mean KL in it, in nats per token.
-        recall: for each probe, distances in tokens, with the shares recalled by the teacher and by the hybrid.
+        positions: where a range of positions ends, and the mean KL to the teacher in it, in nats per token.
+        recall: for each probe, distances in tokens, and the shares recalled by the teacher and by the hybrid.
     """
     count = bool(positions) + bool(recall)
     width = 0.9 / count - 0.04

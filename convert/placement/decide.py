@@ -1,59 +1,58 @@
-"""Decide what every layer holds: what the user says, a published preset, or a search."""
+"""Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
 
 from ..alignment.aligner import Aligner
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
-from .budget import Budget, budget_report, num_layers_within
+from .budget import Budget, KVHead, num_layers_within
+from .induction import induction_scores, ranked_heads
 from .layer_scores import choose_layers
-from .placement import Decision, Hybrid, Layer, Mixer, Placement, everywhere
+from .placement import Decision, Hybrid, Layer, Mixer, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
-from .retrieval import choose_heads
-from .search import BudgetSearch
+
+EVENLY_PLACED = "scores decide which {} keep their attention when this is run; here they are evenly placed"
 
 
 def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligner: Aligner | None = None) -> Decision:
     """What every layer holds.
 
     Args:
-        aligner: fits the mixers that are scored, and has the text. Without one (a dry run, or no alignment) layers
-            that scores would choose stand evenly placed, and heads are the first ones: their bytes are the same.
+        aligner: fits the mixers that are scored, and has the text. Without one (a dry run, or no alignment) layers and
+            heads that scores would choose stand evenly placed: their number and bytes are the same.
 
     Raises:
         ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
     """
-    layers, heads = weights.config.num_hidden_layers, weights.config.num_key_value_heads
+    num_layers, asked_heads = weights.config.num_hidden_layers, options.placement.attention_heads
     if options.searches_budget and not _sees_a_window(weights, options):
-        return _within_budget(Budget(weights, options), aligner)
+        budget, notes = Budget(weights, options), []
+        free = [pair for pair in _ranked(weights, aligner, notes) if pair not in budget.given_heads]
+        placement = budget.placement(free)
+        return Decision(placement, tuple(notes) if placement.replaced_layers else ())
     replacement, notes = replaced_layer(options), []
     if options.names_layers:
-        kept = attention_layers(layers, options.placement.attention_layers)
+        kept = attention_layers(num_layers, options.placement.attention_layers)
     else:
-        kept = uniform_attention_layers(layers, _share(weights, options, replacement))
-        if options.selection != "uniform" and kept and len(kept) < layers:
+        kept = uniform_attention_layers(num_layers, _share(weights, options, replacement))
+        if options.selection != "uniform" and 0 < len(kept) < num_layers:
             if aligner is None:
-                notes.append(
-                    "scores decide which layers keep their attention when this is run; here they are evenly placed"
-                )
+                notes.append(EVENLY_PLACED.format("layers"))
             else:
                 aligner.follow(replacement)
-                weight = options.placement.search.recall_weight if options.selection == "kl+recall" else 0.0
-                kept = choose_layers(aligner, len(kept), weight)
-    placement, asked = everywhere(replacement, layers).keeping(kept), options.placement.attention_heads
-    if asked is not None and placement.replaced_layers:
-        named = kept_heads(asked, layers, weights.config.num_attention_heads)
-        if named is None:
-            count, possible = counted_heads(asked, layers * heads), len(placement.replaced_layers) * heads
-            if count > possible:
+                recall_weight = options.placement.recall_weight if options.selection == "kl+recall" else 0.0
+                kept = choose_layers(aligner, len(kept), recall_weight)
+    placement = everywhere(replacement, num_layers).keeping(kept)
+    if asked_heads is not None and placement.replaced_layers:
+        heads = kept_heads(asked_heads, num_layers, weights.config.num_attention_heads)
+        if heads is None:
+            free = [pair for pair in _ranked(weights, aligner, notes) if pair[0] in placement.replaced_layers]
+            count = counted_heads(asked_heads, num_layers * weights.config.num_key_value_heads)
+            if count > len(free):
                 raise ValueError(
-                    f"attention_heads {asked} is {count} key/value heads; the replaced layers have {possible}."
+                    f"attention_heads {asked_heads} is {count} key/value heads; the replaced layers have {len(free)}."
                 )
-            named = _counted(weights, options, placement, count, aligner)
-            if aligner is None:
-                notes.append(
-                    "scores decide which heads see everything when this is run; here only their number is right"
-                )
-        placement = placement.with_full_heads(named)
-    return Decision(placement, notes=tuple(notes) if placement.replaced_layers else ())
+            heads = query_heads(free[:count], _shared(weights))
+        placement = placement.with_full_heads(heads)
+    return Decision(placement, tuple(notes) if placement.replaced_layers else ())
 
 
 def replaced_layer(options: ConversionOptions) -> Layer:
@@ -71,41 +70,30 @@ def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Lay
     return 0.5 if asked is None else asked
 
 
+def _ranked(weights: TeacherWeights, aligner: Aligner | None, notes: list[str]) -> list[KVHead]:
+    """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
+    if aligner is not None:
+        scores = induction_scores(aligner.model, aligner.options.seed)
+        aligner.report["induction_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
+        return ranked_heads(scores, _shared(weights))
+    notes.append(EVENLY_PLACED.format("heads"))
+    layers, kv_heads = weights.config.num_hidden_layers, weights.config.num_key_value_heads
+    return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
+
+
+def _shared(weights: TeacherWeights) -> int:
+    return weights.config.num_attention_heads // weights.config.num_key_value_heads
+
+
 def _sees_a_window(weights: TeacherWeights, options: ConversionOptions) -> bool:
     """Whether the teacher's own layers see a window, so that a budget chooses only how many of them stay."""
     if "sliding_attention" not in weights.config.layer_types:
         return False
     placement = options.placement
-    if (
-        options.names_layers
-        or placement.attention_heads is not None
-        or (options.mixer.kind == "none" and placement.window is None)
-    ):
+    no_window = options.mixer.kind == "none" and placement.window is None
+    if options.names_layers or placement.attention_heads is not None or no_window:
         raise ValueError(
             "This teacher's own layers see a window, so a cache budget chooses only how many of them stay; leave out "
             "attention_layers and attention_heads, and give mixer none a window."
         )
     return True
-
-
-def _within_budget(budget: Budget, aligner: Aligner | None) -> Decision:
-    candidates = budget.unscored_candidates(budget.options.sequence_length)
-    if aligner is None:
-        return Decision(budget.placement(candidates[0]), budget_report(budget, candidates, None, {}))
-    if not budget.placement(candidates[0]).replaced_layers:
-        return Decision(budget.placement(candidates[0]))
-    placement, report = BudgetSearch(budget, aligner).run()
-    aligner.report["budget"] = report
-    return Decision(placement, report)
-
-
-def _counted(weights, options, placement: Placement, count: int, aligner: Aligner | None):
-    """The heads that serve recall most, or the first ones."""
-    replaced = list(placement.replaced_layers)
-    if aligner is not None:
-        heads, scores = choose_heads(aligner.model, replaced, options.placement.window, count, options.seed)
-        aligner.report["retrieval_scores"] = scores
-        return heads
-    kv_heads, shared = weights.config.num_key_value_heads, weights.config.num_attention_heads
-    pairs = [(layer, kv) for layer in replaced for kv in range(kv_heads)]
-    return query_heads(pairs[:count], shared // kv_heads)

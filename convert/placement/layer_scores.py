@@ -179,9 +179,9 @@ def choose_layers(aligner: Aligner, count: int, recall_weight: float) -> tuple[i
     num_layers, started = aligner.model.num_layers, time.perf_counter()
     if count == num_layers:
         return tuple(range(num_layers))
-    search = aligner.options.placement.search
+    rounds = aligner.options.placement.rounds
     prose = hashlib.sha256(aligner.prose.numpy().tobytes()).hexdigest()
-    cache = aligner.cache(aligner.quick, rounds=search.rounds, prose=prose)
+    cache = aligner.cache(aligner.quick, rounds=rounds, prose=prose)
     name = f"chosen-{count}-{recall_weight}.json"
     found = cache.load_json(name)
     if not found:
@@ -189,7 +189,7 @@ def choose_layers(aligner: Aligner, count: int, recall_weight: float) -> tuple[i
         mixers = {layer: mixer for layer, (mixer, _) in fits.items()}
         evaluator = LayerEvaluator(aligner.model, aligner.prose, aligner.options.seed)
         replaced, scores = select_layers(
-            mixers, evaluator, num_layers - count, recall_weight, search.rounds, cache, aligner.progress
+            mixers, evaluator, num_layers - count, recall_weight, rounds, cache, aligner.progress
         )
         found = {
             "replaced": list(replaced),

@@ -116,8 +116,6 @@ class Decision:
     """A placement, and how it was found."""
 
     placement: Placement
-    search: dict[str, Any] | None = None
-    """What a cache budget allowed, and which candidate was taken."""
     notes: tuple[str, ...] = ()
     """What only scores can decide, where none were taken."""
 

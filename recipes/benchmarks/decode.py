@@ -22,10 +22,10 @@ from convert.placement.cache import cache_bytes
 from convert.placement.presets import query_heads
 from convert.teachers.teacher import embedded_teacher
 from convert.weights.writer import human_bytes
-from modeling_llamba.recording import cache_nbytes
+from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
-from ..evaluation.timing import fill_cache
+from ..evaluation.speed import fill_cache
 from .measure import Report, Table, Timing, interleaved
 
 CONTEXTS = (512, 4096, 32768)

@@ -129,38 +129,26 @@ def continuations(
 
 
 def judge(
-    prompts: list[str],
-    model: list[list[int]],
-    teacher: list[list[int]] | None,
-    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str], model: list[list[int]], teacher: list[list[int]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """Figures over all prompts, and every answer."""
-    nothing: list[None] = [None] * len(prompts)
-    judged = {}
-    for which, tokens in (("model", model), ("teacher", teacher)):
-        if tokens is None:
-            judged[which] = (nothing, nothing, None, None)
-            continue
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        followed = [INSTRUCTIONS[p](t) if p in INSTRUCTIONS else None for p, t in zip(prompts, texts, strict=True)]
-        asked = [kept for kept in followed if kept is not None]
-        repeated = sum(map(repetition, tokens)) / len(tokens)
-        judged[which] = (texts, followed, sum(asked) / len(asked) if asked else None, repeated)
-    agreement = None
-    if teacher is not None:
-        shares = [common_prefix(a, b) / max(len(a), len(b)) for a, b in zip(model, teacher, strict=True)]
-        agreement = sum(shares) / len(shares)
-    keys = ("prompt", "model", "teacher", "followed", "teacher_followed")
-    columns = (prompts, judged["model"][0], judged["teacher"][0], judged["model"][1], judged["teacher"][1])
+    answers: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
+    repeated, share = {}, {}
+    for which, said in (("model", model), ("teacher", teacher)):
+        texts = [None] * len(prompts) if said is None else tokenizer.batch_decode(said, skip_special_tokens=True)
+        for answer, text in zip(answers, texts, strict=True):
+            rule = INSTRUCTIONS.get(answer["prompt"])
+            answer |= {which: text, f"{which}_followed": None if rule is None or text is None else rule(text)}
+        judged = [answer[f"{which}_followed"] for answer in answers if answer[f"{which}_followed"] is not None]
+        share[which] = sum(judged) / len(judged) if judged else None
+        repeated[which] = None if said is None else sum(map(repetition, said)) / len(said)
+    pairs = [] if teacher is None else list(zip(model, teacher, strict=True))
+    agreement = [common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs]
     return {
         "prompts": len(prompts),
-        "greedy_agreement": agreement,
-        "repetition": judged["model"][3],
-        "teacher_repetition": judged["teacher"][3],
-        "instructions": {
-            "model": judged["model"][2],
-            "teacher": judged["teacher"][2],
-            "count": sum(prompt in INSTRUCTIONS for prompt in prompts),
-        },
-        "answers": [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)],
+        "greedy_agreement": sum(agreement) / len(agreement) if agreement else None,
+        "repetition": repeated["model"],
+        "teacher_repetition": repeated["teacher"],
+        "instructions": share | {"count": sum(prompt in INSTRUCTIONS for prompt in prompts)},
+        "answers": answers,
     }

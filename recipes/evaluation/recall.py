@@ -121,8 +121,8 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
                 "distance": distance,
                 "model": ours,
                 "teacher": theirs,
-                "standard_error": error,
-                "teacher_standard_error": teacher_error,
+                "model_error": error,
+                "teacher_error": teacher_error,
                 "samples": samples,
             }
         )

@@ -32,6 +32,32 @@ KEYS = {
     "speed": ("which", "batch", "context"),
 }
 
+LIKELIHOOD = ("kl", "teacher_perplexity", "perplexity", "perplexity_ratio", "agreement")
+# of each part, what its tables say and their columns
+SECTIONS = {
+    "text": (
+        "Nats per token; ± is a 95 % interval over sequences.", ("name", "sequences", "length", *LIKELIHOOD)
+    ),
+    "recall": (
+        "Share answered correctly ± one standard error over sequences; of distance –, at all distances.",
+        ("probe", "length", "distance", "teacher", "model", "samples"),
+    ),
+    "generation": (
+        "Greedy: tokens in common with the teacher's answer, repeated 4-grams, share of the instructions followed.",
+        ("prompts", "greedy_agreement", "teacher_repetition", "repetition", "instructions", "teacher_following",
+         "model_following"),
+    ),
+    "tasks": (
+        "Relative: (model − chance) / (teacher − chance) ± one standard error; – where the teacher is at chance.",
+        ("task", "metric", "documents", "chance", "chance_from", "teacher", "model", "relative"),
+    ),
+    "speed": (
+        "Medians of runs in turns, side by side in one process.",
+        ("which", "batch", "context", "prefill_tokens_per_second", "decode_tokens_per_second", "seconds_per_token",
+         "cache_bytes", "weight_bytes"),
+    ),
+}  # fmt: skip
+
 
 class ResultsFolder:
     """The folder of an evaluation.
@@ -95,94 +121,35 @@ def markdown(evaluation: Evaluation) -> str:
     known = [("commit", evaluation.get("commit")), *evaluation.get("environment", {}).items()]
     where = ", ".join(f"{name} {value}" for name, value in known if value is not None)
     lines = [f"# Evaluation of {evaluation['model']}", "", f"Teacher: {evaluation['teacher'] or 'none'}. {where}."]
-    for part, section in {"text": _text, "recall": _recall, "generation": _generation, "tasks": _tasks,
-                          "speed": _speed}.items():  # fmt: skip
+    for part, (note, columns) in SECTIONS.items():
         if part in evaluation:
-            lines += ["", f"## {part.capitalize()}", "", *section(evaluation[part])]
+            rows = evaluation[part]
+            if part == "generation":
+                share = {f"{which}_following": rows["instructions"][which] for which in ("teacher", "model")}
+                rows = [rows | share | {"instructions": rows["instructions"]["count"]}]
+            lines += ["", f"## {part.capitalize()}", "", note, "", *_table(rows, columns)]
+    for text in evaluation.get("text", []):
+        lines += ["", f"### {text['name']}, {text['length']} tokens, by position", ""]
+        lines += _table(text["by_position"], ("start", "stop", *LIKELIHOOD))
     return "\n".join(lines) + "\n"
 
 
-def _figure(value: float | None, width: float | None = None, digits: int = 3) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.{digits}f}" + ("" if width is None else f" ± {width:.{digits}f}")
-
-
-def _table(rows: list[Row], columns: dict[str, Callable[[Row], Any]]) -> list[str]:
-    lines = [list(columns), ["---"] * len(columns)]
-    lines += [[str(cell(row)) for cell in columns.values()] for row in rows]
+def _table(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
+    head = [column.replace("_", " ") for column in columns]
+    lines = [head, ["---"] * len(columns), *([_cell(row, column) for column in columns] for row in rows)]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _with_interval(name: str, digits: int = 3) -> Callable[[Row], str]:
-    return lambda row: _figure(row[name], row[f"{name}_interval"], digits)
-
-
-def _text(texts: list[Row]) -> list[str]:
-    columns = {
-        "KL(teacher ‖ model)": _with_interval("kl"),
-        "perplexity, teacher": lambda row: _figure(row["teacher_perplexity"], digits=2),
-        "model": _with_interval("perplexity", 2),
-        "ratio": _with_interval("perplexity_ratio"),
-        "top-1 agreement": _with_interval("agreement"),
-    }
-    of_text = {"text": lambda row: row["name"], "tokens": lambda row: f"{row['sequences']} x {row['length']}"}
-    lines = ["Nats per token; ± is a 95 % interval over sequences.", "", *_table(texts, of_text | columns)]
-    where = {"positions": lambda row: f"{row['start']}–{row['stop']}"}
-    for text in texts:
-        lines += ["", f"{text['name']}, {text['length']} tokens, by position:", ""]
-        lines += _table(text["by_position"], where | columns)
-    return lines
-
-
-def _recall(rows: list[Row]) -> list[str]:
-    columns = {
-        "probe": lambda row: row["probe"],
-        "length": lambda row: row["length"],
-        "distance": lambda row: "all" if row["distance"] is None else row["distance"],
-        "teacher": lambda row: _figure(row["teacher"], row["teacher_standard_error"], 2),
-        "model": lambda row: _figure(row["model"], row["standard_error"], 2),
-        "sequences": lambda row: row["samples"],
-    }
-    return ["Share answered correctly ± one standard error over sequences.", "", *_table(rows, columns)]
-
-
-def _generation(found: Row) -> list[str]:
-    followed = found["instructions"]
-    rows = [
-        ("greedy tokens in common with the teacher's", 1.0, found["greedy_agreement"]),
-        ("4-grams that occurred before", found["teacher_repetition"], found["repetition"]),
-        (f"instructions followed, of {followed['count']}", followed["teacher"], followed["model"]),
-    ]
-    columns = {"": lambda row: row[0], "teacher": lambda row: _figure(row[1]), "model": lambda row: _figure(row[2])}
-    return [f"Greedy, {found['prompts']} prompts.", "", *_table(rows, columns)]
-
-
-def _tasks(rows: list[Row]) -> list[str]:
-    columns = {
-        "task": lambda row: row["task"],
-        "metric": lambda row: row["metric"],
-        "documents": lambda row: row["documents"],
-        "chance": lambda row: f"{row['chance']:.3f} ({row['chance_from']})",
-        "teacher": lambda row: _figure(row["teacher"]),
-        "model": lambda row: _figure(row["model"]),
-        "relative": lambda row: _figure(row["relative"], row["standard_error"]),
-    }
-    note = "Relative: (model − chance) / (teacher − chance) ± one standard error; – where the teacher is at chance."
-    return [note, "", *_table(rows, columns)]
-
-
-def _speed(rows: list[Row]) -> list[str]:
-    columns = {
-        "": lambda row: row["which"],
-        "batch x context": lambda row: f"{row['batch']} x {row['context']}",
-        "prefill tokens/s": lambda row: f"{row['prefill_tokens_per_second']:.0f}",
-        "decode tokens/s": lambda row: f"{row['decode_tokens_per_second']:.1f}",
-        "ms per step": lambda row: f"{1e3 * row['seconds_per_token']:.1f}",
-        "cache": lambda row: human_bytes(row["cache_bytes"]),
-        "weights": lambda row: human_bytes(row["weight_bytes"]),
-    }
-    return ["Medians of runs in turns, side by side in one process.", "", *_table(rows, columns)]
+def _cell(row: Row, column: str) -> str:
+    """A figure, with its interval or standard error where the row has one; – where there is none."""
+    value, width = row[column], row.get(f"{column}_interval", row.get(f"{column}_error"))
+    if value is None:
+        return "–"
+    if column.endswith("_bytes"):
+        return human_bytes(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" + ("" if width is None else f" ± {width:.3f}")
 
 
 def update_card(folder: Path, evaluation: Evaluation) -> None:
@@ -198,31 +165,40 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
     if before or results:
         card.data.eval_results = [*before, *results]
         card.data.model_name = card.data.model_name or folder.resolve().name
-    texts = [text for text in evaluation.get("text", []) if text["kl"] is not None]
-    recall = [row for row in evaluation.get("recall", []) if row["teacher"] is not None]
-    rows, positions = {}, []
-    if texts:
-        longest = max(texts, key=lambda text: text["length"])
-        kl = _figure(longest["kl"], longest["kl_interval"])
-        rows[KL_ROW] = f"{kl} ({longest['name']}, {longest['length']} tokens)"
-        positions = [(row["stop"], row["kl"]) for row in longest["by_position"]]
-    if recall:
-        share = relative_recall(recall)
-        rows[RECALL_ROW] = "the teacher recalls nothing" if share is None else f"{share:.0%}"
-    by_probe: dict[str, list[tuple]] = {}
-    for row in sorted(evaluation.get("recall", []), key=lambda row: row["distance"] or 0):
-        if row["distance"] is not None:
-            by_probe.setdefault(row["probe"], []).append((row["distance"], row["teacher"], row["model"]))
-    picture = []
-    if positions or by_probe:
+    rows, picture = first_rows(evaluation), []
+    texts, recall = compared(evaluation)
+    if texts or recall:
+        positions = [(row["stop"], row["kl"]) for row in texts[-1]["by_position"]] if texts else []
+        by_probe: dict[str, list[tuple]] = {}
+        for row in sorted(recall, key=lambda row: row["distance"] or 0):
+            if row["distance"] is not None:
+                by_probe.setdefault(row["probe"], []).append((row["distance"], row["teacher"], row["model"]))
         kl_picture(positions, by_probe).savefig(folder / KL)
         picture = [f"![KL by position and recall by distance]({KL})", ""]
     teacher = evaluation["teacher"]
     public = evaluation | {"teacher": Path(teacher).name if teacher and Path(teacher).exists() else teacher}
-    section = markdown(public).split("\n", 2)[2].replace("\n## ", "\n### ").strip()
+    section = markdown(public).split("\n", 2)[2].replace("\n#", "\n##").strip()
     text = with_figures(card.text, rows).split(EVALUATION)[0].rstrip()
     content = "\n".join([f"---\n{card.data.to_yaml()}\n---\n{text}\n", EVALUATION, "", *picture, section, ""])
     write_beside(path, lambda partial: partial.write_text(content))
+
+
+def compared(evaluation: Evaluation) -> tuple[list[Row], list[Row]]:
+    """The rows of text, shortest first, and of recall, if a teacher was measured beside the model."""
+    texts = [row for row in evaluation.get("text", []) if row["kl"] is not None]
+    recall = [row for row in evaluation.get("recall", []) if row["teacher"] is not None]
+    return sorted(texts, key=lambda row: row["length"]), recall
+
+
+def first_rows(evaluation: Evaluation) -> dict[str, str]:
+    """KL on the longest text and relative recall, as the card's first table has them."""
+    rows, (texts, recall) = {}, compared(evaluation)
+    if texts:
+        rows[KL_ROW] = f"{_cell(texts[-1], 'kl')} ({texts[-1]['name']}, {texts[-1]['length']} tokens)"
+    if recall:
+        share = relative_recall(recall)
+        rows[RECALL_ROW] = "the teacher recalls nothing" if share is None else f"{share:.0%}"
+    return rows
 
 
 def card_results(evaluation: Evaluation) -> list[EvalResult]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from modeling_llamba.recording import cache_nbytes
+from modeling_llamba.hybrid_cache import cache_nbytes
 
 
 def now(device: torch.device) -> float:

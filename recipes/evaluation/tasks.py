@@ -5,10 +5,8 @@ means over paired values, and its standard error is the ratio estimator's (delta
 that of the mean of (s_i - r_i) - R (t_i - r_i), over t - r.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +17,8 @@ def task_manager(names: Sequence[str], include_path: str | None) -> Any:
     """What loads lm-eval's tasks, and those of a folder of YAML files.
 
     Raises:
-        ValueError: lm-eval is not installed, there is no such folder, or one of the tasks is not there.
+        ValueError: lm-eval is not installed, or one of the tasks is not there.
     """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise ValueError(f"{include_path} is not a folder; --include-path takes one with tasks as YAML files.")
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -39,16 +35,6 @@ def task_manager(names: Sequence[str], include_path: str | None) -> Any:
             "a folder of your own."
         )
     return manager
-
-
-def task_files(include_path: str | None) -> str | None:
-    """Changes when a task's YAML file does."""
-    if include_path is None:
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(Path(include_path).rglob("*.yaml")):
-        digest.update(f"{file.name}\n".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def run_task(
@@ -174,11 +160,11 @@ def side_by_side(
                 "chance": chance,
                 "chance_from": source,
                 "relative": None,
-                "standard_error": None,
+                "relative_error": None,
                 "documents": ours["documents"],
             }
             if other is not None and mine["better"] and mine["values"] is not None and other["values"] is not None:
                 found = relative_score(mine["values"], other["values"], chances)
-                row["relative"], row["standard_error"] = found or (None, None)
+                row["relative"], row["relative_error"] = found or (None, None)
             rows.append(row)
     return rows

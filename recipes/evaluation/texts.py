@@ -57,15 +57,9 @@ class TextSource(NamedTuple):
         return documents(self.name, self.column, self.split, self.config)
 
     def fingerprint(self) -> str | None:
-        """A hash of a local file or folder, which tells when it has changed."""
+        """Changes when a local file or folder does; None of other texts."""
         path = Path(self.name).expanduser()
-        if not path.exists():
-            return None
-        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-        digest = hashlib.sha256()
-        for file in files:
-            digest.update(file.read_bytes())
-        return digest.hexdigest()[:16]
+        return hash_files(path) if path.exists() else None
 
     def rows(self, tokenizer: Any, length: int, count: int) -> torch.Tensor:
         """(S, length) token ids, S = `count` or as many as the text has.
@@ -74,3 +68,11 @@ class TextSource(NamedTuple):
             ValueError: it does not fill one row.
         """
         return token_rows(self.documents(), tokenizer, length, count, self.name, at_least=1)
+
+
+def hash_files(path: Path, pattern: str = "*") -> str:
+    """A hash of the contents of a file, or of all files of a folder that match."""
+    digest = hashlib.sha256()
+    for file in sorted(f for f in path.rglob(pattern) if f.is_file()) if path.is_dir() else [path]:
+        digest.update(f"{file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -50,29 +50,12 @@ class RunArguments:
 
     overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if it holds a checkpoint."})
     trainable: Trainable = field(default="all", metadata={"help": "Which parameters are trained."})
-    window_dropout: float = field(
-        default=0.0,
-        metadata={
-            "help": "Chance at the start that a sequence does without the windows of hybrid layers; falls to 0."
-        },
-    )
-    window_dropout_share: float = field(
-        default=0.5, metadata={"help": "Share of the steps over which window_dropout falls to 0."}
-    )
     max_shard_size: str = field(
         default="5GB", metadata={"help": "Largest weights file of the finished model, such as 5GB."}
     )
     data_chunk: str | None = field(
         default=None, metadata={"help": "Part of the rows to train on: 2/32 is the second of 32 equal parts."}
     )
-    train_decays: bool = field(
-        default=False,
-        metadata={"help": "Train the mixers' own vectors (decay, dt_bias, D, z_bias) in full beside LoRA adapters."},
-    )
-
-    def __post_init__(self):
-        if not 0 <= self.window_dropout <= 1 or not 0 < self.window_dropout_share <= 1:
-            raise ValueError("window_dropout must lie in [0, 1] and window_dropout_share in (0, 1].")
 
     def chunk_of(self, rows: Any) -> Any:
         """The part of the rows that data_chunk names, all of them by default.
@@ -104,30 +87,9 @@ class LossArguments:
         default=None,
         metadata={"help": "Peak learning rate of everything but the mixers; learning_rate if left out."},
     )
-    offline_top_k: int = field(
-        default=0,
-        metadata={
-            "help": "Number of the teacher's likeliest tokens to compute once and keep on disk instead of the teacher."
-        },
-    )
-
-    offline_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder that keeps them for other runs. Default: beside the checkpoints, removed with them."
-        },
-    )
 
     def __post_init__(self):
         self.weights()
-        if self.offline_folder and not self.offline_top_k:
-            raise ValueError("offline_folder is for offline_top_k, which is 0.")
-        if self.offline_top_k and self.temperature != 1:
-            raise ValueError("offline_top_k keeps probabilities at temperature 1; leave temperature at 1.")
-        if self.offline_top_k < 0:
-            raise ValueError(f"offline_top_k must be 0 or more, not {self.offline_top_k}.")
-        if self.offline_top_k and not self.kl_weight:
-            raise ValueError("offline_top_k keeps what the divergence needs, and kl_weight is 0.")
 
     def weights(self) -> LossWeights:
         """The weights as the loss takes them."""

@@ -101,24 +101,3 @@ def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
         }  # fmt: skip
 
     return rows.map(plain, remove_columns=rows.column_names)
-
-
-def typical_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> float:
-    """Mean tokens of a row, of a pair's both answers with the prompt, from the first rows; each text up to `limit`."""
-    counts = []
-    for row in rows.select(range(min(len(rows), SAMPLED_ROWS))):
-        # beside whole conversations a prompt is said twice
-        prompt = [] if row.get("messages") else row.get("prompt") or []
-        answers = [row[name] for name in ("chosen", "rejected", "completion", "messages", "conversations", "text")
-                   if row.get(name)]  # fmt: skip
-        if row.get("input_ids"):
-            texts = [len(row["input_ids"])]
-        else:
-            texts = [_count(prompt, tokenizer) + _count(answer, tokenizer) for answer in answers or [""]]
-        counts.append(sum(texts if limit is None else (min(n, limit) for n in texts)))
-    return max(sum(counts) / len(counts), 1.0)
-
-
-def _count(turns: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    parts = [turns] if isinstance(turns, str) else [turn.get("content") or turn.get("value") for turn in turns]
-    return sum(len(tokenizer(part).input_ids) for part in parts if isinstance(part, str))

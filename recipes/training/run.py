@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -23,20 +22,16 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from trl import ModelConfig
 
 from convert.alignment.distillation.trainer import last_whole_checkpoint, train_and_evaluate, whole_model
-from convert.alignment.distillation.window_dropout import WindowDropout
 from convert.checkpoint.folder import check_apart, check_output
 from convert.checkpoint.hub import prepare_repository, upload
 
 from .arguments import RunArguments
-from .chat_format import typical_tokens
-from .estimate import estimate
 from .load import conversion_of, side_files
-from .peft_vectors import MixerVectors
 from .save import StageRecord, hyperparameters, write_checkpoint
 
 console = Console(stderr=True)
 NO_PART_OF_THE_RESULT = (
-    "hub_token", "hub_private_repo", "hub_model_id", "push_to_hub", "offline_folder", "logging_dir", "output_dir",
+    "hub_token", "hub_private_repo", "hub_model_id", "push_to_hub", "logging_dir", "output_dir",
     "overwrite", "report_to", "resume_from_checkpoint", "run_name",
 )  # fmt: skip
 LOCAL_INPUTS = ("model_name_or_path", "teacher_model_name_or_path", "dataset_name")
@@ -87,8 +82,6 @@ class Run(contextlib.AbstractContextManager):
                 "resume_from_checkpoint is not needed (the same command goes on by itself), and hub_token is taken "
                 "from HF_TOKEN or `hf auth login`; leave both out."
             )
-        if self.arguments.train_decays and not self.model_config.use_peft:
-            raise ValueError("train_decays is for LoRA; without it everything is trained anyway.")
         sharded = [name.removeprefix("ACCELERATE_USE_") for name in sorted(SHARDED) if os.environ.get(name) == "true"]
         if self.model_config.use_peft and sharded:
             raise ValueError(f"LoRA under {sharded[0]} cannot be merged into the model at the end; use DDP.")
@@ -123,11 +116,6 @@ class Run(contextlib.AbstractContextManager):
         self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: str, settings: dict[str, Any]
     ) -> dict[str, Any]:
         """Train, write the finished folder, push it; returns what was measured before and after."""
-        if self.arguments.train_decays:
-            trainer.add_callback(MixerVectors(trainer.model))
-        if self.arguments.window_dropout:
-            options = self.arguments.window_dropout, self.arguments.window_dropout_share
-            trainer.add_callback(WindowDropout(trainer.model, *options))
         outcome = train_and_evaluate(trainer, self._checkpoint())
         tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
         record = StageRecord(
@@ -161,30 +149,6 @@ class Run(contextlib.AbstractContextManager):
         if teacher is not None:
             name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
             self.teacher = Path(name).name if Path(name).exists() else name
-
-    def announce(
-        self, student: nn.Module, teacher: nn.Module | None, tokenizer: PreTrainedTokenizerBase, rows: Any
-    ) -> None:
-        """Print an estimate of memory and time, before anything takes long.
-
-        Args:
-            rows: the training data, before the trainer prepares it.
-        """
-        config, limit = self.config, getattr(self.config, "max_length", None)
-        length, count = typical_tokens(rows, tokenizer, limit), len(rows)
-        if getattr(config, "packing", False) and limit is not None:
-            length, count = limit, math.ceil(count * length / limit)
-        if self.stage == "distillation":
-            length += config.max_completion_length
-        per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
-        steps = config.max_steps
-        if steps <= 0:
-            steps = math.ceil(math.ceil(count / per_step) * config.num_train_epochs)
-        shards = config.world_size if SHARDED & {n for n, v in os.environ.items() if v == "true"} else 1
-        found = estimate(student, teacher, config, round(per_step * length), steps, shards)
-        if self.stage == "distillation":  # answering takes longer than learning from the answers
-            found = dataclasses.replace(found, seconds=None)
-        self.say(f"{self.stage}: {found}")
 
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)

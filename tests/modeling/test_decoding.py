@@ -108,7 +108,6 @@ def test_generation_equals_that_of_a_concatenating_cache(monkeypatch, pattern):
 
     for module in ("growing_keys", "window_attention"):
         monkeypatch.setattr(f"modeling_llamba.{module}.append_keys", concatenate)
-        monkeypatch.setattr(f"modeling_phimamba.{module}.append_keys", concatenate)
     assert torch.equal(grown, model.generate(ids, **options))
     assert torch.equal(beams, model.generate(ids, num_beams=3, **options))
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from modeling_llamba.draft_length import FIRST_LENGTHS, PROBE_EVERY, CostModel, DraftLength
+from modeling_llamba.speculative_decoding import FIRST_LENGTHS, PROBE_EVERY, CostModel, DraftLength
 
 
 def test_expected_tokens_are_what_a_simulation_yields():

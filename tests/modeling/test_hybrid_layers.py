@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_llamba.attention import SoftmaxAttention
+from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_mixer import MIXER_CLASSES
 from modeling_llamba.rotary import apply_rotary
 from modeling_llamba.window_attention import WindowInputs
@@ -102,7 +103,7 @@ def test_late_matrix_times_x_is_the_mixers_output():
 @torch.no_grad()
 def test_everything_kept_is_the_teachers_attention(full):
     heads = list(range(TINY["num_attention_heads"]))
-    kept = dict(hybrid_full_heads=[heads] * 4, hybrid_window=3) if full else dict(hybrid_window=LENGTH)
+    kept = dict(hybrid_full_heads=[heads] * 2, hybrid_window=3) if full else dict(hybrid_window=LENGTH)
     m, u, rotary = layer_and_input(**kept)
     teacher = SoftmaxAttention(student_config(pattern="attention", hybrid_full_heads=None), 1).double()
     for name in "qkv":
@@ -120,7 +121,7 @@ def test_everything_kept_is_the_teachers_attention(full):
 @torch.no_grad()
 def test_kept_heads_in_any_number_to_a_key_head(heads):
     """In whole groups the keys are not copied; either way a cached step and a padded batch see the same."""
-    model = make_student(pattern="beside-only", hybrid_full_heads=[heads] * 4).double()
+    model = make_student(pattern="beside-only", hybrid_full_heads=[heads] * 2).double()
     m = model.model.layers[1].mixer.attention
     assert (m._kv_place is None) == (heads not in ([0, 1, 2], [3, 0]))
     u, index = torch.randn(2, LENGTH, TINY["hidden_size"], dtype=torch.float64), torch.arange(LENGTH).expand(2, LENGTH)
@@ -164,7 +165,7 @@ def test_decoding_keeps_a_constant_number_of_bytes():
     out = model(ids[:, :12], use_cache=True)
     for t in range(12, 60):
         out = model(ids[:, t : t + 1], past_key_values=out.past_key_values)
-        sizes.append(sum(layer.nbytes() for layer in out.past_key_values.layers))
+        sizes.append(cache_nbytes(out.past_key_values))
     assert len(set(sizes)) == 1
     for layer in out.past_key_values.layers:
         for kept in (*layer.recent, *layer.leaving):
@@ -188,7 +189,7 @@ def test_far_beyond_the_training_length_a_sink_is_seen_as_from_its_end():
 @pytest.mark.parametrize(
     "overrides, packed",
     [
-        ({"hybrid_full_heads": [[1, 3]] * 4}, False),  # packed, these ask transformers' mask
+        ({"hybrid_full_heads": [[1, 3]] * 2}, False),  # packed, these ask transformers' mask
         ({"hybrid_full_heads": None}, True),
         ({"mixer_sees": "all"}, True),
         ({"mixer": "none", "mixer_sees": "all"}, True),
@@ -218,7 +219,7 @@ def test_the_layer_is_its_matrices_times_its_values(overrides, packed):
 @pytest.mark.parametrize("full_heads", [[], [1, 3]])
 def test_window_dropout_leaves_what_the_mixer_cannot_replace(full_heads):
     """In training only; the first tokens, which the window serves alone, and heads with full attention stay."""
-    m, u, rotary = layer_and_input(hybrid_full_heads=[full_heads] * 4)
+    m, u, rotary = layer_and_input(hybrid_full_heads=[full_heads] * 2)
     m.window_dropout = 1.0
     with_window = m(u, rotary)
     m.train()
@@ -232,7 +233,7 @@ def test_window_dropout_leaves_what_the_mixer_cannot_replace(full_heads):
 
 
 def test_caches_of_other_models_are_refused():
-    model = make_student(pattern="beside")
+    model = make_student(pattern="beside-only")
     with pytest.raises(ValueError, match="cache made for them"):
         model(random_ids(1, 4), past_key_values=DynamicCache())
     other = make_student(pattern="attention")
@@ -253,11 +254,11 @@ def test_caches_of_other_models_are_refused():
         (dict(mixer="mamba1", mixer_d_state=4, mixer_decay_bias=False, mixer_sees="beyond"), "reaches a state late"),
         (dict(mixer_sees="some"), "mixer_sees"),
         (dict(mixer="none", mixer_decay_bias=False, mixer_sees="beyond"), "nothing reaches a state late"),
-        (dict(mixer="none", mixer_decay_bias=False, layer_types=["linear_attention"] * 4), "one of the mixers"),
-        (dict(hybrid_full_heads=[[0]]), "for each of 4 layers"),
-        (dict(hybrid_full_heads=[[0], [0, 0], [], []]), "different heads"),
-        (dict(hybrid_full_heads=[[99], [], [], []]), "below 4"),
-        (dict(layer_types=["linear_attention"] * 4, hybrid_full_heads=[[0], [], [], []]), "not hybrid"),
+        (dict(mixer="none", mixer_decay_bias=False, layer_types=["linear_attention"] * 2), "one of the mixers"),
+        (dict(hybrid_full_heads=[[0]]), "for each of 2 layers"),
+        (dict(hybrid_full_heads=[[0], [0, 0]]), "different heads"),
+        (dict(hybrid_full_heads=[[99], []]), "below 4"),
+        (dict(layer_types=["linear_attention"] * 2, hybrid_full_heads=[[0], []]), "not hybrid"),
     ],
 )
 def test_contradictory_windows_are_refused(options, message):

@@ -6,11 +6,10 @@ import sys
 import pytest
 import torch
 
-import recipes.benchmarks.alignment as bench_alignment
 import recipes.benchmarks.peers as bench_peers
 import recipes.benchmarks.run as bench
 import recipes.benchmarks.scan as bench_scan
-from modeling_llamba.recording import cache_nbytes
+from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_recurrence
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache
 from recipes.benchmarks.loss import steps
@@ -24,7 +23,6 @@ from recipes.benchmarks.measure import (
 )
 from recipes.benchmarks.peers import find_peers
 from recipes.benchmarks.scan import exponent, inputs
-from recipes.benchmarks.speculative import compare, measure
 from tests.students import make_student
 
 
@@ -210,33 +208,9 @@ def test_decoding_has_targets_where_models_were_measured():
     assert sum("over the teacher" in name for name in found) == len(HYBRIDS)
 
 
-def test_speculative_decoding_is_compared_with_plain(tmp_path):
-    model = make_student(pattern="beside", dtype=torch.float64).eval()
-    inputs = {"input_ids": torch.tensor([[4, 5, 6, 4, 5]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
-    drafts = [("prompt lookup", "prompt-lookup", "auto"), ("first layers", "self", 2)]
-    report = compare(model, inputs, drafts, 12)
-    unlike = {t.name: t.value for t in report.targets if "unlike" in t.name}
-    assert len(unlike) == 2 and set(unlike.values()) == {0.0} and len(report.targets) == 3
-    (table,) = report.tables
-    assert [row[0] for row in table.rows] == ["prompt lookup, K = auto", "first layers, K = 2"]
-    assert all(float(row[1]) >= 1 for row in table.rows)
-    assert "make demo" in measure(tmp_path, tmp_path / "nothing").skipped["speculative decoding"]
 
 
 def test_inputs_are_reproducible():
     assert all(map(torch.equal, inputs(2, 8), inputs(2, 8)))
 
 
-def test_the_cost_of_alignment_is_extrapolated_from_one_layer(monkeypatch, tmp_path):
-    shape, solved = dict(hidden_size=64, intermediate_size=128, num_attention_heads=16), []
-    solve = bench_alignment.solve_out_proj
-
-    def counted(mixer, data, ridges):
-        solved.append(len(data.fitting()))
-        return solve(mixer, data, ridges)
-
-    monkeypatch.setattr(bench_alignment, "solve_out_proj", counted)
-    row = bench_alignment.one_layer(4, shape, tmp_path)
-    assert solved == [bench_alignment.ROWS, 1], "all of the text, and a part of it, for seconds per token"
-    costs = bench_alignment.extrapolated(row)
-    assert costs["total_minutes"] == pytest.approx(costs["stream_minutes"] + 2 * costs["fit_minutes_per_layer"])

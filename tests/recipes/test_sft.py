@@ -95,27 +95,6 @@ def test_only_the_answers_count_with_padding_and_with_packing(student, world, tm
         assert report["before"]["eval_kl"] == pytest.approx(total / counted, rel=1e-4)
 
 
-def test_what_the_teacher_said_once_is_used_again(world, tmp_path, monkeypatch):
-    """With all but one of the tokens kept, the same training as with the teacher at hand; the files are reused."""
-    online = sft.main(arguments(world, tmp_path / "online"))
-    offline = ("--offline_top_k", "127", "--offline_folder", str(tmp_path / "figures"))
-    first = sft.main(arguments(world, tmp_path / "offline", *offline))
-    assert first["after"]["eval_kl"] == pytest.approx(online["after"]["eval_kl"], rel=5e-3)
-    for packing in ("false", "true"):
-        few = sft.main(
-            arguments(world, tmp_path / packing, "--offline_top_k", "8", "--packing", packing, "--max_length", "40")
-        )
-        assert 0 < few["before"]["eval_kl"] < online["before"]["eval_kl"]
-    from convert.alignment.distillation import offline_logits
-
-    def no_teacher(*_):
-        raise AssertionError("the teacher was asked again")
-
-    monkeypatch.setattr(offline_logits, "final_hidden", no_teacher)
-    again = sft.main(arguments(world, tmp_path / "again", *offline))
-    assert again["after"] == first["after"]
-
-
 def test_interrupted_in_the_middle_of_an_epoch_it_ends_with_the_same_weights(world, tmp_path, monkeypatch):
     more = ("--max_steps", "5", "--save_strategy", "steps", "--save_steps", "2", "--gradient_accumulation_steps", "2")
     sft.main(arguments(world, tmp_path / "straight", *more))
@@ -177,10 +156,10 @@ def test_gradient_accumulation_and_checkpointing_change_nothing(world, tmp_path)
             assert step > 0 and (tensor - plain[key]).abs().max() <= 1e-3 * step, (name, key)
 
 
-def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(world, tmp_path, monkeypatch):
+def test_adapters_are_merged_and_survive_an_interruption(world, tmp_path, monkeypatch):
     lora = (
         "--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "in_proj", "out_proj", "q_proj",
-        "--lora_modules_to_save", "conv1d", "input_layernorm", "--train_decays", "true", "--max_steps", "4",
+        "--lora_modules_to_save", "conv1d", "input_layernorm", "--max_steps", "4",
         "--eval_steps", "4", "--save_strategy", "steps", "--save_steps", "2",
     )  # fmt: skip
     sft.main(arguments(world, tmp_path / "out", *lora))
@@ -189,7 +168,7 @@ def test_adapters_are_merged_and_the_mixers_vectors_survive_an_interruption(worl
     changed = {name.split(".", 3)[-1] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {
         "mixer.in_proj.weight", "mixer.out_proj.weight", "self_attn.q_proj.weight", "mixer.conv1d.weight",
-        "mixer.conv1d.bias", "input_layernorm.weight", "mixer.A_log_bias", "mixer.D", "mixer.z_bias",
+        "mixer.conv1d.bias", "input_layernorm.weight",
     }  # fmt: skip
     step, calls = DistilledSFTTrainer.training_step, []
 
@@ -241,31 +220,6 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
     torch.testing.assert_close(none(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_windows_are_dropped_less_and_less_and_each_branch_is_weighed(world, tmp_path, monkeypatch):
-    from convert.alignment.distillation import window_dropout
-
-    chances, step = [], DistilledSFTTrainer.training_step
-
-    def watched(self, *args, **kwargs):
-        chances.append({layer.window_dropout for layer in window_dropout.hybrid_mixers(self.model)})
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistilledSFTTrainer, "training_step", watched)
-    more = ("--window_dropout", "0.8", "--window_dropout_share", "0.5", "--max_steps", "4", "--eval_steps", "4")
-    report = sft.main(arguments(world, tmp_path / "out", *more, student="beside"))
-    assert chances == [{0.8}, {0.4}, {0.0}, {0.0}]
-    losses = [report["after"][key] for key in ("eval_loss", "eval_loss_without_window", "eval_loss_without_mixer")]
-    assert len(set(losses)) == 3
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = torch.randint(3, 128, (1, 12))
-    whole = model(ids).logits
-    with window_dropout.without(window_dropout.hybrid_mixers(model), "mixer"):
-        assert not torch.allclose(model(ids).logits, whole)
-    torch.testing.assert_close(model(ids).logits, whole)
-    with pytest.raises(ValueError, match="no window beside a mixer"):
-        sft.main(arguments(world, tmp_path / "plain", "--window_dropout", "0.5"))
-
-
 def test_schedules():
     """Mamba in the Llama's own list for 32 layers ends so."""
     order = [layer for (layer,) in progressive_sft.order_of("stepwise", list(range(32)))]
@@ -294,11 +248,9 @@ def test_schedules():
         (("--teacher_load_in_4bit", "true"), "bitsandbytes"),
         (("--push_to_hub", "true"), "needs a Hub token"),
         (("--use_peft", "true", "--trainable", "mixers"), "leave trainable"),
-        (("--train_decays", "true"), "for LoRA"),
         (("--loss_type", "dft"), "not for this loss"),
         (("--packing", "true", "--packing_strategy", "wrapped"), "lets one conversation see another"),
         (("--use_peft", "true", "--lora_target_modules", "lm_head", "q_proj"), "takes no adapter"),
-        (("--offline_top_k", "4", "--temperature", "2"), "leave temperature at 1"),
         (("--resume_from_checkpoint", "x"), "goes on by itself"),
         (("--data_chunk", "13/12"), "data_chunk must be N/M"),
         (("--output_dir", "{llamba}"), "exists and is not empty"),

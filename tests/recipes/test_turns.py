@@ -3,10 +3,8 @@
 import pytest
 from datasets import Dataset
 
-from recipes.training.chat_format import not_too_long, pairs, question_of, questions, typical_tokens
-from recipes.training.estimate import estimate
+from recipes.training.chat_format import not_too_long, pairs, question_of, questions
 from tests.recipes.tiny_chat import chat_tokenizer
-from tests.students import make_student
 
 USER, ANSWER = {"role": "user", "content": "w9 w10"}, {"role": "assistant", "content": "w11 w12 w13"}
 OTHER = {"role": "assistant", "content": "w14"}
@@ -46,33 +44,3 @@ def test_preferences_without_turns():
         assert pairs(rows, chat_tokenizer(template=None))[0] == expected
     text = Dataset.from_list([{"prompt": "w9", "chosen": "w10", "rejected": "w11"}])
     assert pairs(text, chat_tokenizer(template=None)) is text
-
-
-@pytest.mark.parametrize(
-    "row, limit, tokens",
-    [
-        ({"prompt": [USER], "completion": [ANSWER]}, None, 5),
-        ({"messages": [USER, ANSWER]}, 4, 4),
-        ({"messages": [USER, ANSWER], "prompt": "w9 w10"}, None, 5),
-        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, None, 8),
-        ({"text": "w9 w10 w11"}, 100, 3),
-        ({"input_ids": [9, 10, 11, 12]}, None, 4),
-    ],
-)
-def test_how_long_rows_are(row, limit, tokens):
-    assert typical_tokens(Dataset.from_list([row] * 3), chat_tokenizer(), limit) == tokens
-
-
-def test_shards_divide_the_weights_and_a_frozen_head_has_no_gradient(tmp_path):
-    from trl import SFTConfig
-
-    arguments = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=2)
-    model = make_student()
-    whole = estimate(model, model, arguments, 64, 10).parts
-    spread = estimate(model, model, arguments, 64, 10, shards=4).parts
-    for name in ("weights", "gradients and moments", "teacher"):
-        assert spread[name] == whole[name] // 4 > 0
-    for name in ("activations", "loss", "the head's gradient"):
-        assert spread[name] == whole[name] > 0
-    model.requires_grad_(False)
-    assert estimate(model, model, arguments, 64, 10).parts["the head's gradient"] == 0

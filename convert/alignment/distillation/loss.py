@@ -26,13 +26,6 @@ STATISTICS = ("ce", "kl", "agreement")
 Divergence = Literal["forward", "reverse", "js"]
 
 
-class TopK(NamedTuple):
-    """The teacher's K likeliest next tokens (T, K) and their log-probabilities (T, K) at temperature 1."""
-
-    ids: torch.Tensor
-    log_probs: torch.Tensor
-
-
 @dataclass(frozen=True)
 class LossWeights:
     """The weights of the loss's two terms, and which divergence is the second."""
@@ -81,40 +74,25 @@ def wide(values: torch.Tensor) -> torch.Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def with_rest(log_probs: torch.Tensor) -> torch.Tensor:
-    """Append to K log-probabilities (T, K) that of all other outcomes together -> (T, K + 1), a distribution again."""
-    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()
-    return torch.cat([log_probs, rest], -1)
-
-
 def chunk_loss(
-    logits: torch.Tensor, labels: torch.Tensor | None, teacher: torch.Tensor | TopK | None, weights: LossWeights
+    logits: torch.Tensor, labels: torch.Tensor | None, teacher: torch.Tensor | None, weights: LossWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the loss and of the statistics for logits (T, V), labels (T,) and the teacher's logits or top K.
-
-    With a top K the divergence is that of K + 1 outcomes: the K tokens, and all others as one.
-    """
+    """Sums of the loss and of the statistics for logits (T, V), labels (T,) and the teacher's logits (T, V)."""
     log_q = wide(logits).log_softmax(-1)
     ce = log_q.new_zeros(()) if labels is None else -log_q.gather(-1, labels[:, None]).sum()
     loss = weights.ce_weight * ce if weights.ce_weight else log_q.new_zeros(())
     kl = agreement = log_q.new_zeros(())
     if teacher is not None:
-        if isinstance(teacher, TopK):
-            likeliest = teacher.ids[:, 0]
-            log_p1 = with_rest(wide(teacher.log_probs))
-            log_q1 = with_rest(log_q.gather(-1, teacher.ids))
-        else:
-            likeliest = teacher.argmax(-1)
-            log_p1, log_q1 = wide(teacher).log_softmax(-1), log_q
-        log_p, log_q = log_p1, log_q1
+        log_p1 = wide(teacher).log_softmax(-1)
+        tempered = log_p1, log_q
         if weights.temperature != 1:
-            log_p, log_q = ((values / weights.temperature).log_softmax(-1) for values in (log_p1, log_q1))
+            tempered = ((values / weights.temperature).log_softmax(-1) for values in tempered)
         if weights.kl_weight:
-            terms = divergence(weights.divergence, log_p, log_q).sum()
+            terms = divergence(weights.divergence, *tempered).sum()
             loss = loss + weights.kl_weight * weights.temperature**2 * terms
         with torch.no_grad():
-            kl = kl_of_log_probs(log_p1, log_q1).sum()
-            agreement = (logits.argmax(-1) == likeliest).sum().to(kl.dtype)
+            kl = kl_of_log_probs(log_p1, log_q).sum()
+            agreement = (logits.argmax(-1) == teacher.argmax(-1)).sum().to(kl.dtype)
     return loss, torch.stack([ce.detach(), kl, agreement])
 
 
@@ -162,7 +140,7 @@ def distillation_loss(
     hidden: torch.Tensor,
     head: nn.Module,
     labels: torch.Tensor | None,
-    teacher_of: Callable[[slice], torch.Tensor | TopK] | None,
+    teacher_of: Callable[[slice], torch.Tensor] | None,
     weights: LossWeights,
 ) -> DistillationOutput:
     """Sums over tokens of the loss and its parts, differentiable in `hidden` and the head.
@@ -171,7 +149,7 @@ def distillation_loss(
         hidden: (T, D) states after the final norm at the tokens whose successor is predicted.
         head: linear layer from states to the vocabulary.
         labels: (T,) next tokens; None where the cross entropy is of no interest.
-        teacher_of: function from a span of the T tokens to the teacher's logits or top K there; None without teacher.
+        teacher_of: function from a span of the T tokens to the teacher's logits (T, V) there; None without teacher.
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2

@@ -17,16 +17,18 @@ from transformers import PrinterCallback, Trainer
 from trl import SFTConfig, SFTTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 
-from .loss import STATISTICS, LossWeights, TopK, add_distillation_head, add_hidden_output, head_of
-from .offline_logits import ROW, OfflineLogits, WithTeacherRows, teacher_inputs
-from .window_dropout import BRANCHES, hybrid_mixers, without
+from .loss import STATISTICS, LossWeights, add_distillation_head, add_hidden_output, head_of
 
 Trainable = Literal["all", "all-but-mlp", "mixers"]
 
-TeacherOf = Callable[[slice], torch.Tensor | TopK]
+TeacherOf = Callable[[slice], torch.Tensor]
 
 MIXER_VECTORS = ("A_log", "A_log_bias", "dt_bias", "D", "z_bias")
 """Parameters of a mixer that belong to no layer: decays, step biases, skip and gate."""
+
+
+PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Inputs of a packed batch that any Transformer takes; a sequence index is for recurrent layers alone."""
 
 
 class DistilledSFTTrainer(SFTTrainer):
@@ -37,8 +39,6 @@ class DistilledSFTTrainer(SFTTrainer):
         teacher: model over the same vocabulary, which is not changed; None for cross entropy alone.
         weights: weights of the loss's terms.
         other_learning_rate: peak learning rate of everything but the mixers; `args.learning_rate` if None.
-        offline_top_k: number of the teacher's likeliest tokens to keep on disk in `offline_folder` instead of the
-            teacher; 0 keeps the teacher in memory.
         sft_options: the other arguments of `SFTTrainer`, such as its data sets and callbacks.
 
     Raises:
@@ -56,8 +56,6 @@ class DistilledSFTTrainer(SFTTrainer):
         teacher: nn.Module | None,
         weights: LossWeights,
         other_learning_rate: float | None = None,
-        offline_top_k: int = 0,
-        offline_folder: Path | None = None,
         **sft_options: Any,
     ):
         if teacher is None and weights.kl_weight:
@@ -65,22 +63,11 @@ class DistilledSFTTrainer(SFTTrainer):
         if teacher is not None:
             check_vocabulary_sizes(model, teacher)
         self._sums: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
-        self.weights, self.other_learning_rate, self.offline = weights, other_learning_rate, None
+        self.weights, self.other_learning_rate = weights, other_learning_rate
         super().__init__(model, args, **sft_options)
         has_adapters = hasattr(self.model, "get_base_model")
         add_distillation_head(self.model.get_base_model() if has_adapters else self.model)
-        if offline_top_k and teacher is not None:
-            self._to_disk(teacher, offline_folder, offline_top_k)
-            teacher = None
         self.teacher = None if teacher is None else self._prepare_teacher(teacher)
-
-    def _to_disk(self, teacher: nn.Module, folder: Path, k: int) -> None:
-        self.offline = OfflineLogits(folder, k)
-        teacher = self._placed(teacher)
-        self.train_dataset = self.offline.add(self.train_dataset, teacher, self.data_collator, "training")
-        if self.eval_dataset is not None:
-            self.eval_dataset = self.offline.add(self.eval_dataset, teacher, self.data_collator, "evaluation")
-        self.data_collator = WithTeacherRows(self.data_collator)
 
     def _prepare_teacher(self, teacher: nn.Module) -> nn.Module:
         teacher = teacher.eval().requires_grad_(False)
@@ -96,28 +83,13 @@ class DistilledSFTTrainer(SFTTrainer):
             return teacher  # placed when it was loaded
         return teacher.to(self.args.device)
 
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        if ROW not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, ROW]
-
     def _signal(self, inputs: dict[str, Any]) -> Callable[[torch.Tensor], TeacherOf] | None:
         """Function from the mask of counting positions (B, L - 1) to the `teacher_of` of `distillation_loss`."""
-        rows = inputs.pop(ROW, None)
-        if self.offline is not None:
-            kept = self.offline[rows.tolist()]
-
-            def from_disk(counts: torch.Tensor):
-                if len(kept.ids) != counts.sum():
-                    raise ValueError("The teacher's figures on disk do not belong to this data; delete them.")
-                ids, log_probs = kept.ids.to(counts.device), kept.log_probs.to(counts.device)
-                return lambda span: TopK(ids[span], log_probs[span])
-
-            return from_disk
         if self.teacher is None:
             return None
         with torch.no_grad():
-            hidden = self.teacher(**teacher_inputs(inputs), hidden_only=True)[:, :-1]
+            given = {name: inputs[name] for name in ("input_ids", "attention_mask", *PACKED) if name in inputs}
+            hidden = self.teacher(**given, hidden_only=True)[:, :-1]
             head = head_of(self.accelerator.unwrap_model(self.teacher))
 
         def from_teacher(counts: torch.Tensor):
@@ -159,7 +131,7 @@ class DistilledSFTTrainer(SFTTrainer):
         sums = self._sums[mode]
         prefix = "" if mode == "train" else next((k.removesuffix("loss") for k in logs if k.endswith("_loss")), None)
         if sums["tokens"] and prefix is not None:
-            names = STATISTICS if self.teacher is not None or self.offline is not None else STATISTICS[:1]
+            names = STATISTICS if self.teacher is not None else STATISTICS[:1]
             logs |= {prefix + name: sums[name] / sums["tokens"] for name in names}
             if mode == "train":
                 logs["num_tokens"] = self._total_train_tokens
@@ -232,10 +204,7 @@ class Outcome:
 
 
 def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outcome:
-    """Train from the beginning or from a checkpoint; measure before and after.
-
-    Where the model has windows beside mixers, the loss without either is measured at the end as well.
-    """
+    """Train from the beginning or from a checkpoint; measure before and after."""
     trainer.remove_callback(PrinterCallback)
     if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
@@ -247,13 +216,6 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
         return Outcome({}, {}, list(trainer.state.log_history))
     after = _figures(trainer.evaluate())
     log = list(trainer.state.log_history)
-    mixers = hybrid_mixers(trainer.model)
-    for branch in BRANCHES if mixers else ():
-        with without(mixers, branch):
-            metrics = trainer.evaluate(metric_key_prefix=f"eval_without_{branch}")
-        for name in ("loss", "kl"):
-            if f"eval_without_{branch}_{name}" in metrics:
-                after[f"eval_{name}_without_{branch}"] = metrics[f"eval_without_{branch}_{name}"]
     return Outcome(_figures(next((entry for entry in log if entry["step"] == 0), {})), after, log)
 
 

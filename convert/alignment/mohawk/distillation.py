@@ -16,14 +16,10 @@ from transformers import TrainerCallback
 
 from ...options import DistillationOptions
 from ..distillation.loss import LossWeights
-from ..distillation.window_dropout import WindowDropout
 from .layerwise import run_key
 
 if TYPE_CHECKING:
     from ..distillation.trainer import Outcome
-
-WINDOW_DROPOUT_SHARE = 0.5
-"""Share of the steps over which the chance to drop a window falls to 0."""
 
 
 def check_can_train() -> None:
@@ -84,8 +80,6 @@ def distil(
             callbacks=callbacks,
         )
         trainer.processing_class = None  # its tokens are not the student's
-        if settings.window_dropout:
-            trainer.add_callback(WindowDropout(student, settings.window_dropout, WINDOW_DROPOUT_SHARE))
         with torch.enable_grad():
             outcome = training.train_and_evaluate(trainer, training.last_whole_checkpoint(folder))
         trained = training.whole_model(trainer)

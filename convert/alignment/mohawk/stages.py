@@ -22,9 +22,8 @@ from ..fit import Progress
 from ..probes import plain_tokens, with_needles
 from ..teacher_model import TeacherModel
 from .distillation import check_can_train, distil
-from .layerwise import LayerwiseStage, hidden_state_loss, orientation_loss, split_layers
+from .layerwise import LayerwiseStage, append_jsonl, hidden_state_loss, orientation_loss, split_layers
 from .orientation import check_has_matrix_per_head
-from .reporting import Reporter, reporters
 
 STAGES = {1: "matrix_orientation", 2: "hidden_state_alignment", 3: "distillation"}
 
@@ -96,7 +95,6 @@ class Stages:
         self.folder.mkdir(parents=True, exist_ok=True)
         before, after, seconds, tokens = {}, {}, 0.0, 0
         if mine:
-            report = Reporter(self.folder, f"{name}-rank{rank}", settings.report_to if rank == 0 else "none")
             stage = LayerwiseStage(
                 self.teacher,
                 {layer: mixers[layer] for layer in mine},
@@ -104,10 +102,9 @@ class Stages:
                 settings,
                 self.folder / name,
                 self.seed,
-                report,
+                append_jsonl(self.folder / f"{name}-rank{rank}.jsonl"),
             )
             done = stage.run(self.train, self.held_out, self.progress)
-            report.close()
             before, after, seconds, tokens = done.before, done.after, done.seconds, done.tokens
         if world_size > 1:
             before, after = _share(mixers, sorted(mixers), before, after)
@@ -138,13 +135,11 @@ class Stages:
         self.student.requires_grad_(True)
         per_step = settings.sequences * self.train.shape[1]
         seconds = next((entry["train_runtime"] for entry in outcome.log if "train_runtime" in entry), 0.0)
-        kls = {key.removeprefix("eval_"): value for key, value in outcome.after.items() if key.startswith("eval_kl_")}
         return {
             "tokens": max(settings.tokens // per_step, 1) * per_step,
             "seconds": round(seconds, 1),
             "held_out_kl_before": outcome.before["eval_kl"],
             "held_out_kl_after": outcome.after["eval_kl"],
-            **{f"held_out_{key}": value for key, value in kls.items()},
         }
 
 
@@ -170,9 +165,6 @@ def check_stages(settings: AlignmentOptions, mixer: str, low_memory: bool, windo
                 "Matrix orientation compares one matrix with another; a mixer beside a window has a part of it only. "
                 "Leave the stage out (matrix_orientation: {tokens: 0})."
             )
-    for name in STAGES.values():
-        if getattr(settings, name).tokens:
-            reporters(getattr(settings, name).report_to)
     if settings.distillation.tokens:
         check_can_train()
     if settings.distillation.tokens and low_memory:
