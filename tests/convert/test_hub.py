@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_llamba import LlambaForCausalLM
 from tests.convert.test_bad_input import run
@@ -39,7 +39,8 @@ def test_pull_convert_push_and_pull_again(connected, tmp_path, monkeypatch):
     assert conversion["teacher"] == "org/teacher" and conversion["teacher_revision"] == COMMIT
     assert "base_model: org/teacher" in (hub.root / "me" / "hybrid" / "README.md").read_text()
     hub.connect(monkeypatch, tmp_path / "another-cache")
-    pulled, ids = AutoModelForCausalLM.from_pretrained("me/hybrid", trust_remote_code=True), random_ids(1, 7)
+    shipped = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
+    pulled, ids = get_class_from_dynamic_module(shipped, "me/hybrid").from_pretrained("me/hybrid"), random_ids(1, 7)
     assert type(pulled).__module__.startswith("transformers_modules")
     local = LlambaForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(pulled(ids).logits, local(ids).logits)

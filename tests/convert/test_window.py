@@ -13,6 +13,7 @@ from convert.alignment.mohawk.existing import train_existing
 from convert.cli import parser_of
 from convert.options import FitOptions, make_options
 from convert.placement.cache import cache_bytes
+from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import layer_data, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
@@ -64,7 +65,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, shared_state, windo
     hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
     cache = hybrid(random_ids(1, LENGTH)).past_key_values
     planned = cache_bytes(plan.config, LENGTH, torch.float32)[1]
-    assert sum(layer.nbytes() for layer in cache.layers) == planned
+    assert cache_nbytes(cache) == planned
 
 
 def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
@@ -78,7 +79,6 @@ def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
     assert fit.solved < 0.8 * window_alone
     assert fit.decay in FitOptions().decays + FitOptions().decays_beside_window
     assert solved.out_proj.weight[:, solved.attention_size :].abs().max() > 0
-    assert fit.without_mixer > 1.2 * fit.solved and fit.without_window > 1.2 * fit.solved
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3"])
@@ -112,7 +112,6 @@ def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_pa
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     for fit in report["held_out_error"].values():
         assert fit["refined"] <= fit["solved"] <= fit["mapped"]
-        assert fit["without_window"] > fit["refined"] and fit["without_mixer"] is not None
     assert "beside softmax attention to 4 tokens" in (tmp_path / "out" / "README.md").read_text()
     ids = random_ids(1, 12)
     grown = hybrid.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
@@ -193,7 +192,7 @@ def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
 
 @pytest.mark.parametrize(
     "alignment, message",
-    [({"matrix_orientation": {"tokens": 64}}, "one matrix with another"), ({"init": "mohawk"}, "knows no window")],
+    [({"matrix_orientation": {"tokens": 64}}, "one matrix with another")],
 )
 def test_what_a_window_excludes_is_refused_before_any_work(alignment, message, saved_teacher, tmp_path):
     options = dict(window=4, align="mohawk", text="sampled", alignment=alignment)
