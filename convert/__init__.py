@@ -4,6 +4,7 @@ from convert import convert
 convert("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", attention_layers=0.5)
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,13 +12,12 @@ if TYPE_CHECKING:
     from .pipeline import convert, plan_conversion
     from .plan import Plan
 
+MODULES = {"ConversionOptions": "options", "Plan": "plan", "convert": "pipeline", "plan_conversion": "pipeline"}
 __all__ = ["ConversionOptions", "Plan", "convert", "plan_conversion"]
 
 
 def __getattr__(name: str):
     """Import on first use: torch and transformers take seconds, and `convert-to-hybrid --help` needs neither."""
-    if name not in __all__:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import options, pipeline, plan
-
-    return next(getattr(module, name) for module in (options, pipeline, plan) if hasattr(module, name))
+    return getattr(importlib.import_module(f".{MODULES[name]}", __name__), name)

@@ -61,10 +61,6 @@ class Command:
     flags: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
 
-    def parser(self, name: str) -> OptionParser:
-        """Reads the options of this command."""
-        prog = "convert-to-hybrid" if name == "convert" else f"convert-to-hybrid {name}"
-        return OptionParser(self.options, self.flags, self.positionals, {**self.switches, **VERBOSE}, prog)
 
 
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
@@ -195,6 +191,13 @@ COMMANDS = {
 OTHERS = ", ".join(name for name in COMMANDS if name != "convert")
 
 
+@functools.cache
+def parser_of(name: str) -> OptionParser:
+    """Reads the options of a command."""
+    command, prog = COMMANDS[name], "convert-to-hybrid" if name == "convert" else f"convert-to-hybrid {name}"
+    return OptionParser(command.options, command.flags, command.positionals, {**command.switches, **VERBOSE}, prog)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; ends the process with 0, 1 for an error, or 130 for an interruption."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -206,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         nearest = difflib.get_close_matches(word, COMMANDS, 1)
         if name != word and nearest and not os.path.exists(word):
             raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
-        parser = command.parser(name)
+        parser = parser_of(name)
         if {"-h", "--help"} & set(argv) or (not argv and command.positionals):
             others = f"\nOther commands, each with its own --help: {OTHERS}.\n" if name == "convert" else ""
             sys.stdout.write(parser.help() + others)

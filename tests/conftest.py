@@ -9,7 +9,6 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"
 import pytest
 import torch
 
-from convert import convert
 from convert.teachers.teacher import embedded_teacher
 from tests.teachers import make_teacher
 
@@ -46,19 +45,3 @@ def saved_teacher(tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2_gguf():
     return embedded_teacher()
-
-
-@pytest.fixture(scope="session")
-def smollm2_attention(tmp_path_factory, smollm2_gguf):
-    """The real teacher as a hybrid with every layer kept."""
-    folder = tmp_path_factory.mktemp("smollm2") / "attention"
-    convert(str(smollm2_gguf), folder, attention_layers=1.0, align="none")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def smollm2_hybrid(tmp_path_factory, smollm2_gguf):
-    """The real teacher at 50 %."""
-    folder = tmp_path_factory.mktemp("smollm2") / "hybrid"
-    convert(str(smollm2_gguf), folder, align="none")
-    return folder

@@ -1,16 +1,22 @@
 """SmolLM2-135M-Instruct, for real: GGUF and safetensors, all attention and half."""
 
+import inspect
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from convert import convert
-from recipes.demo import HELD_OUT, elsewhere, kl_per_token
-from recipes.load_elsewhere import ProjectNotInstalled
+from convert.alignment.divergence import kl_of_logits
+from convert.alignment.probes import copy_probe
+from modeling_llamba import LlambaForCausalLM
+from recipes.demo import HELD_OUT, MAX_NEW_TOKENS, PROMPTS, elsewhere
+from recipes.load_elsewhere import ProjectNotInstalled, answer
 
 
 @pytest.fixture(scope="module")
@@ -21,33 +27,44 @@ def teacher(smollm2_gguf):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2_attention):
-    return AutoTokenizer.from_pretrained(smollm2_attention)
+def half(tmp_path_factory, smollm2_gguf):
+    """The real teacher as a hybrid of half attention, half mixers."""
+    folder = tmp_path_factory.mktemp("smollm2") / "half"
+    convert(str(smollm2_gguf), folder, attention_layers=0.5, align="none")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_gguf):
+    return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
 
 
 @torch.no_grad()
-def test_all_attention_equals_the_teacher(teacher, tokenizer, smollm2_attention):
-    hybrid = AutoModelForCausalLM.from_pretrained(smollm2_attention).eval()
-    ids = tokenizer(HELD_OUT.read_text(), return_tensors="pt").input_ids[:, :128]
-    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
-    chat = [{"role": "user", "content": "What is the capital of France, and why do people visit it?"}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    options = dict(max_new_tokens=64, do_sample=False)
-    assert torch.equal(hybrid.generate(**inputs, **options), teacher.generate(**inputs, **options))
+def test_all_attention_is_the_teacher_in_a_process_that_cannot_import_the_project(
+    teacher, tokenizer, smollm2_gguf, tmp_path
+):
+    convert(str(smollm2_gguf), tmp_path / "hybrid", attention_layers="all", align="none")
+    results = elsewhere(tmp_path / "hybrid", HELD_OUT.read_text())
+    assert results["class"].startswith("transformers_modules")
+    ids = tokenizer(HELD_OUT.read_text(), return_tensors="pt").input_ids[:, :512]
+    logits = teacher(ids).logits[0]
+    torch.testing.assert_close(results["logits"][:128], logits[:128], rtol=1e-4, atol=1e-4)
+    assert kl_of_logits(logits, results["logits"]).abs().max() < 1e-4
+    assert results["answers"] == [answer(teacher, tokenizer, prompt, MAX_NEW_TOKENS) for prompt in PROMPTS]
+    assert "Paris" in results["answers"][0]
 
 
 @torch.no_grad()
-def test_gguf_and_safetensors_teachers_give_the_same_hybrid(teacher, smollm2_hybrid, tmp_path):
+def test_gguf_and_safetensors_teachers_give_the_same_hybrid(teacher, half, tmp_path):
     """The GGUF path reads, permutes and renames on its own; transformers' loading is the judge."""
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     plain = {k: v for k, v in teacher.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    copy = LlamaForCausalLM(LlamaConfig(**plain))
-    copy.load_state_dict(teacher.state_dict())
+    with torch.device("meta"):
+        copy = LlamaForCausalLM(LlamaConfig(**plain))
+    copy.load_state_dict(teacher.state_dict(), assign=True)
+    copy.tie_weights()
     copy.save_pretrained(tmp_path / "teacher", max_shard_size="200MB")
-    convert(str(tmp_path / "teacher"), tmp_path / "hybrid", align="none")
-    a, b = (load_file(folder / "model.safetensors") for folder in (smollm2_hybrid, tmp_path / "hybrid"))
+    convert(str(tmp_path / "teacher"), tmp_path / "hybrid", attention_layers=0.5, align="none")
+    a, b = (load_file(folder / "model.safetensors") for folder in (half, tmp_path / "hybrid"))
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
@@ -70,26 +87,16 @@ print(type(model).__module__)
 """
 
 
-def test_half_attention_generates_left_padded_without_this_project(smollm2_hybrid, tmp_path):
-    import inspect
-
+@pytest.mark.slow  # tiny models: padding in tests/modeling, a folder's own code in the test above
+def test_half_attention_generates_left_padded_without_this_project(half, tmp_path):
     blocker = f"import sys\n{inspect.getsource(ProjectNotInstalled)}\nsys.meta_path.insert(0, ProjectNotInstalled())\n"
-    done = subprocess.run([sys.executable, "-I", "-c", blocker + LEFT_PADDED, str(smollm2_hybrid)],
+    done = subprocess.run([sys.executable, "-I", "-c", blocker + LEFT_PADDED, str(half)],
                           capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("transformers_modules")
 
 
-def test_demo_process_cannot_import_the_project(smollm2_attention, teacher, tokenizer):
-    results = elsewhere(smollm2_attention, HELD_OUT.read_text())
-    assert results["class"].startswith("transformers_modules") and len(results["answers"]) == 2
-    ids = tokenizer(HELD_OUT.read_text(), return_tensors="pt").input_ids[:, :512]
-    with torch.no_grad():
-        kl = kl_per_token(teacher(ids).logits[0], results["logits"])
-    assert kl.abs().max() < 1e-4 and "Paris" in results["answers"][0]
-
-
-def test_lm_eval_runs_on_the_folder(smollm2_hybrid, tmp_path):
+def test_lm_eval_runs_on_the_folder(half, tmp_path):
     """`lm_eval --model hf` with no wrapper, on a task from a local file."""
     (tmp_path / "data.jsonl").write_text(
         "\n".join(json.dumps({"q": f"Question {i}?", "choices": ["yes", "no"], "answer": i % 2}) for i in range(4))
@@ -105,40 +112,36 @@ def test_lm_eval_runs_on_the_folder(smollm2_hybrid, tmp_path):
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}],
     }
-    import yaml
-
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(task))
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--tasks", "tiny_choice", "--device", "cpu",
                "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--batch_size", "2",
-               "--model_args", f"pretrained={smollm2_hybrid},trust_remote_code=True,dtype=float32"]  # fmt: skip
+               "--model_args", f"pretrained={half},trust_remote_code=True,dtype=float32"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     (results,) = (tmp_path / "out").rglob("results*.json")
     assert 0 <= json.loads(results.read_text())["results"]["tiny_choice"]["acc,none"] <= 1
 
 
-def test_closed_form_makes_it_a_language_model(teacher, tokenizer, smollm2_gguf, tmp_path):
-    """Three layers replaced and fitted on a few thousand tokens of the text that ships; judged on other text.
+@pytest.mark.parametrize(
+    "layers, tokens, steps", [((12,), 2560, 0), pytest.param((12, 24, 27), 5120, 8, marks=pytest.mark.slow)]
+)
+@torch.no_grad()
+def test_closed_form_makes_it_a_language_model(layers, tokens, steps, teacher, tokenizer, smollm2_gguf, tmp_path):
+    """Layers replaced and fitted on a few thousand tokens of the text that ships; judged on other text.
 
-    Mapped alone they cost nats (another test's hybrid: 16); fitted, little, and the model still copies.
+    Mapped alone, half of the layers cost 16 nats; fitted, little, and the model still copies.
     """
-    import yaml
-
-    from convert.alignment.probes import copy_probe
-    from modeling_llamba import LlambaForCausalLM
-
-    kept = ",".join(str(i) for i in range(30) if i not in (12, 24, 27))
-    align = tmp_path / "align.yaml"
-    align.write_text(yaml.safe_dump({"sequence_length": 256, "fit": {"refine_steps": 8}}))
+    kept = [layer for layer in range(30) if layer not in layers]
     convert(
-        str(smollm2_gguf), tmp_path / "hybrid", attention_layers=kept, tokens=5120, low_memory=True,
-        align_config=str(align),
+        str(smollm2_gguf), tmp_path / "hybrid", attention_layers=kept, tokens=tokens, low_memory=True,
+        sequence_length=256, refine_steps=steps,
     )  # fmt: skip
     student = LlambaForCausalLM.from_pretrained(tmp_path / "hybrid")
     ids = tokenizer(HELD_OUT.read_text(), return_tensors="pt").input_ids[:, :256]
     probe = copy_probe(range(1000, 40000), 2, 64, seed=3)
-    with torch.no_grad():
-        kl = kl_per_token(teacher(ids).logits[0], student(ids).logits[0]).mean().item()
-        predicted = student(probe.ids).logits.argmax(-1)[:, :-1][probe.answers[:, 1:]]
+    kl = kl_of_logits(teacher(ids).logits, student(ids).logits).mean().item()
+    predicted = student(probe.ids).logits.argmax(-1)[:, :-1][probe.answers[:, 1:]]
     copied = (predicted == probe.ids[probe.answers]).float().mean().item()
     assert kl < 0.15 and copied > 0.3, (kl, copied)
+    errors = json.loads((tmp_path / "hybrid" / "alignment.json").read_text())["held_out_error"]
+    assert all(fit["refined"] < fit["mapped"] for fit in errors.values())

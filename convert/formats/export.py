@@ -262,7 +262,10 @@ def engine_notes(source: PreTrainedConfig, config: PreTrainedConfig) -> list[str
     if config.mamba_expand != 2:
         notes.append("llama.cpp loads this architecture with an inner width of twice the model's only: --expand 2")
     if config.mamba_proj_bias:
-        notes.append("llama.cpp has no biases on the mixers' projections: convert with --no-gate-bias --no-out-bias")
+        notes.append(
+            "llama.cpp has no biases on the mixers' projections: convert with --mixer.gate_bias false "
+            "--mixer.out_bias false"
+        )
     if source.rope_parameters["rope_type"] == "llama3":
         notes.append("llama.cpp's converter refuses this architecture with Llama 3's RoPE scaling")
     if hasattr(config, "head_dim"):

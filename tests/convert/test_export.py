@@ -7,11 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteMoeHybridForCausalLM
 
 from convert import convert
-from convert.formats.export import NATIVE_CLASSES, ExportOptions, export_checkpoint, plan_export
-from convert.formats.import_ import ImportOptions, import_checkpoint
+from convert.formats.export import NATIVE_CLASSES, export_checkpoint, plan_export
+from convert.formats.import_ import import_checkpoint
 from convert.options import make_options
 from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
+from tests.convert.transfer import exporting, importing
 from tests.students import make_student
 from tests.teachers import LLAMA3_ROPE, LONGROPE, YARN_ROPE, random_ids
 
@@ -44,7 +45,7 @@ def exported(tmp_path, to, variant=(), expand=None, **overrides):
     model = make_student(dtype=torch.float32, **options)
     model.save_pretrained(tmp_path / "hybrid")
     out = tmp_path / f"out-{expand}"
-    export_checkpoint(ExportOptions(model=str(tmp_path / "hybrid"), output=str(out), to=to, expand=expand))
+    export_checkpoint(exporting(tmp_path / "hybrid", out, to=to, expand=expand))
     assert not list(out.glob("*.py")) and "auto_map" not in json.loads((out / "config.json").read_text())
     native = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert type(native).__name__ == NATIVE_CLASSES[to].architecture
@@ -84,13 +85,13 @@ def test_bamba_holds_mlp_biases_and_partial_rotary(tmp_path):
     model, native, out = exported(tmp_path, "bamba", mlp_bias=True, rope_parameters=rope)
     assert_same(model, native)
     with pytest.raises(ValueError, match="biases in the MLP, partial rotary embedding"):
-        plan_export(ExportOptions(model=str(tmp_path / "hybrid"), output="-"))
+        plan_export(exporting(tmp_path / "hybrid"))
 
 
 def test_config_has_the_spellings_of_other_readers(tmp_path):
     _, _, out = exported(tmp_path, "granitemoehybrid", rope_parameters=dict(LLAMA3_ROPE))
-    notes = plan_export(ExportOptions(model=str(tmp_path / "hybrid"), output="-")).notes
-    for what in ("--to bamba", "--expand 2", "--no-gate-bias --no-out-bias", "RoPE scaling"):
+    notes = plan_export(exporting(tmp_path / "hybrid")).notes
+    for what in ("--to bamba", "--expand 2", "--mixer.gate_bias false --mixer.out_bias false", "RoPE scaling"):
         assert sum(what in note for note in notes) == 1
     text = (out / "config.json").read_text()
     written = json.loads(text)
@@ -121,23 +122,26 @@ def test_what_cannot_be_held_is_named(tmp_path, norm_eps):
     for i, (what, overrides) in enumerate(cases.items()):
         make_student(dtype=torch.float32, **HOLDABLE | overrides).save_pretrained(tmp_path / str(i))
         with pytest.raises(ValueError, match=what):
-            plan_export(ExportOptions(model=str(tmp_path / str(i)), output="-"))
+            plan_export(exporting(tmp_path / str(i)))
 
 
 def test_bad_input(saved_teacher, tmp_path):
     with pytest.raises(ValueError, match="no hybrid of this project"):
-        plan_export(ExportOptions(model=str(saved_teacher("llama-gqa")), output="-"))
+        plan_export(exporting(saved_teacher("llama-gqa")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no hybrid of this project"):
-        plan_export(ExportOptions(model=str(tmp_path / "empty"), output="-"))
-    with pytest.raises(ValueError, match="granitemoehybrid, bamba"):
-        ExportOptions(model="a", output="b", to="llama")
+        plan_export(exporting(tmp_path / "empty"))
+    with pytest.raises(ValueError, match="to must be granitemoehybrid or bamba, not llama"):
+        exporting("a", "b", to="llama")
     make_student(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
-    with pytest.raises(ValueError, match="expand 0 cannot hold 4 heads"):
-        plan_export(ExportOptions(model=str(tmp_path / "hybrid"), output="-", expand=0))
+    with pytest.raises(ValueError, match="expand must be a whole number above 0, not 0"):
+        exporting(tmp_path / "hybrid", expand=0)
+    make_student(dtype=torch.float32, **HOLDABLE | VARIANTS["wide heads"]).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match="expand 1 cannot hold 4 heads of 16"):
+        plan_export(exporting(tmp_path / "wide", expand=1))
     (tmp_path / "hybrid" / "model.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="corrupt"):
-        plan_export(ExportOptions(model=str(tmp_path / "hybrid"), output="-"))
+        plan_export(exporting(tmp_path / "hybrid"))
 
 
 def test_export_ready_conversion_and_the_command(saved_teacher, tmp_path):
@@ -146,7 +150,7 @@ def test_export_ready_conversion_and_the_command(saved_teacher, tmp_path):
     assert (plan.config.mixer, plan.config.mixer_norm, plan.config.mixer_rotary) == ("mamba2", "head", False)
     done = run_as_is("export", tmp_path / "hybrid", tmp_path / "out", "--to", "bamba", "--expand", "2")
     assert done.returncode == 0 and "BambaForCausalLM" in done.stderr
-    assert "--no-gate-bias" in done.stderr and "--expand 2" not in done.stderr
+    assert "--mixer.gate_bias false" in done.stderr and "--expand 2" not in done.stderr
     ids = random_ids(1, 12)
     with torch.no_grad():
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", trust_remote_code=True)(ids).logits
@@ -161,7 +165,7 @@ def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
         check_one_line_error(run(saved_teacher(name), tmp_path / "out", "--export-ready", "--dry-run"), what)
     with pytest.raises(ValueError, match="export_ready needs norm head, not whole"):
         make_options(model="a", output="b", export_ready=True, norm="whole")
-    with pytest.raises(ValueError, match="export_ready needs mixer mamba2"):
+    with pytest.raises(ValueError, match="export_ready needs the mixer mamba2, not mamba1"):
         make_options(model="a", output="b", export_ready=True, mixer="mamba1")
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--export-ready", "--window", "4", "--dry-run")
     check_one_line_error(done, "window beside the mixer")
@@ -172,8 +176,8 @@ def test_a_published_mamba2_hybrid_goes_all_the_way(tmp_path):
     config, tensors, mamba_config = published.mamba_in_llama(2)
     config |= {"rms_norm_eps": 1e-5}
     folder = published.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
-    import_checkpoint(ImportOptions(model=str(folder), output=str(tmp_path / "hybrid")))
-    export_checkpoint(ExportOptions(model=str(tmp_path / "hybrid"), output=str(tmp_path / "out"), to="bamba"))
+    import_checkpoint(importing(folder, tmp_path / "hybrid"))
+    export_checkpoint(exporting(tmp_path / "hybrid", tmp_path / "out", to="bamba"))
     freq = published.frequencies(published.HEAD, 1e4, published.LLAMA3)
 
     def mixer(w, i, u):

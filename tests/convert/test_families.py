@@ -173,7 +173,7 @@ def test_phi_output_bias_folds_into_the_mlp(name, saved_teacher, tmp_path):
 
 
 def test_an_output_bias_without_a_place_is_an_error(saved_teacher, tmp_path):
-    with pytest.raises(ValueError, match="needs a bias on out_proj"):
+    with pytest.raises(ValueError, match=r"bias on o_proj; the mixer needs one on out_proj \(out_bias: true\)"):
         convert(str(saved_teacher("llama-biases", LAYERS)), tmp_path / "out", out_bias=False, align="none")
 
 

@@ -1,10 +1,9 @@
-"""Heads that keep full attention: named, counted, found by retrieval, and what they cost."""
+"""Heads that keep full attention: named, counted, found by induction, and what they cost."""
 
 import json
 
 import pytest
 import torch
-from convert.placement.presets import counted_heads, kept_heads, query_heads
 from transformers import AutoModelForCausalLM
 
 from convert import convert
@@ -12,7 +11,9 @@ from convert.alignment.probes import copy_probe
 from convert.options import make_options
 from convert.pipeline import plan_conversion
 from convert.placement.cache import cache_bytes
-from convert.placement.retrieval import best_kv_heads, retrieval_scores
+from convert.placement.induction import induction_scores, ranked_heads
+from convert.placement.presets import counted_heads, kept_heads, query_heads
+from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
@@ -46,8 +47,8 @@ def test_counts():
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "phi-gqa-qk-norm", "qwen3"])
 @torch.no_grad()
-def test_retrieval_scores_are_the_teachers_attention_on_the_token_to_be_copied(name, saved_teacher):
-    scores = retrieval_scores(teacher_model(saved_teacher(name)), window=10)
+def test_induction_scores_are_the_teachers_attention_on_the_token_to_be_copied(name, saved_teacher):
+    scores = induction_scores(teacher_model(saved_teacher(name)), length=64)
     teacher = make_teacher(name)
     teacher.set_attn_implementation("eager")
     size = TEACHERS[name][1].vocab_size
@@ -58,20 +59,19 @@ def test_retrieval_scores_are_the_teachers_attention_on_the_token_to_be_copied(n
         torch.testing.assert_close(scores[layer], torch.stack(on_source).mean((0, 1)), rtol=1e-4, atol=1e-6)
 
 
-def test_the_best_key_value_heads_of_the_replaced_layers():
-    scores = torch.tensor([[0.9, 0.1, 0.2, 0.3], [0.0, 0.8, 0.5, 0.7], [1.0, 1.0, 1.0, 1.0]])
-    assert best_kv_heads(scores, [0, 1], 3, shared=2) == [(0, 0), (1, 0), (1, 1)]
-    assert best_kv_heads(scores, [2], 0, shared=2) == []
+def test_key_value_heads_rank_by_their_best_query_head():
+    scores = torch.tensor([[0.9, 0.1, 0.2, 0.3], [0.0, 0.8, 0.5, 0.7]])
+    assert ranked_heads(scores, shared=2) == [(0, 0), (1, 0), (1, 1), (0, 1)]
 
 
 @torch.no_grad()
-def test_kept_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, tmp_path):
+def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, tmp_path):
     options = dict(attention_layers=0.0, align="none", window=5, sinks=1)
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "some", attention_heads="1:0,1:1,3:2", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "some").eval()
     ids = random_ids(2, 40)
     cache = model(ids).past_key_values
-    assert sum(layer.nbytes() for layer in cache.layers) == 2 * cache_bytes(plan.config, 40, torch.float32)[1]
+    assert cache_nbytes(cache) == 2 * cache_bytes(plan.config, 40, torch.float32)[1]
     assert plan.summary()["attention_heads"] == {1: [0, 1], 3: [2]}
     every = ",".join(f"{layer}:{head}" for layer in range(4) for head in range(4))
     convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_heads=every, **options)
@@ -86,8 +86,9 @@ def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
         tokens=320, sequence_length=32, held_out_sequences=2, refine_steps=2,
     )  # fmt: skip
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
-    scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"])
-    expected = query_heads(best_kv_heads(scores, [0, 2], 3, shared=2), 2)
+    scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["induction_scores"])
+    best = [pair for pair in ranked_heads(scores, shared=2) if pair[0] in (0, 2)]
+    expected = query_heads(best[:3], 2)
     assert plan.summary()["attention_heads"] == {layer: list(heads) for layer, heads in expected.items()}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = random_ids(1, 30)

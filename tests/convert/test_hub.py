@@ -1,13 +1,12 @@
 """Pull from and push to a stand-in Hub with the real client over HTTP."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from modeling_llamba import LlambaForCausalLM
 from tests.convert.test_bad_input import run
 from tests.doubles.hub import COMMIT, HubServer
 from tests.teachers import make_teacher, random_ids
@@ -28,10 +27,10 @@ def connected(hub, tmp_path, monkeypatch):
     return hub
 
 
-def test_pull_convert_push_and_pull_again(connected, tmp_path):
+def test_pull_convert_push_and_pull_again(connected, tmp_path, monkeypatch):
     hub = connected
     done = run("org/teacher", tmp_path / "out", "--push-to-hub", "me/hybrid", "--private",
-                  "--max-shard-size", "60KB")  # fmt: skip
+                  "--output.max_shard_size", "60KB")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert hub.private["me/hybrid"]
     pushed = {p.name for p in (hub.root / "me" / "hybrid").iterdir()}
@@ -39,25 +38,17 @@ def test_pull_convert_push_and_pull_again(connected, tmp_path):
     conversion = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]
     assert conversion["teacher"] == "org/teacher" and conversion["teacher_revision"] == COMMIT
     assert "base_model: org/teacher" in (hub.root / "me" / "hybrid" / "README.md").read_text()
-    code = (
-        "import torch; from transformers import AutoModelForCausalLM as A; import sys\n"
-        "m = A.from_pretrained('me/hybrid', trust_remote_code=True)\n"
-        "ids = torch.tensor(eval(sys.argv[1])); torch.save(m(ids).logits, sys.argv[2])"
-    )
-    ids = random_ids(1, 7)
-    environment = os.environ | hub.environment(tmp_path / "another-cache")
-    done = subprocess.run([sys.executable, "-c", code, str(ids.tolist()), str(tmp_path / "logits.pt")],
-                          env=environment, capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    from modeling_llamba import LlambaForCausalLM
-
+    hub.connect(monkeypatch, tmp_path / "another-cache")
+    shipped = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
+    pulled, ids = get_class_from_dynamic_module(shipped, "me/hybrid").from_pretrained("me/hybrid"), random_ids(1, 7)
+    assert type(pulled).__module__.startswith("transformers_modules")
     local = LlambaForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(ids).logits)
+    torch.testing.assert_close(pulled(ids).logits, local(ids).logits)
 
 
 def test_pushing_again_leaves_no_stale_weights_and_never_publishes(connected, tmp_path):
     for number, size in enumerate(("5GB", "60KB")):
-        done = run("org/teacher", tmp_path / str(number), "--push-to-hub", "me/again", "--max-shard-size", size)
+        done = run("org/teacher", tmp_path / str(number), "--push-to-hub", "me/again", "--output.max_shard_size", size)
         assert done.returncode == 0, done.stderr
     weights = {p.name for p in (connected.root / "me" / "again").glob("*.safetensors")}
     assert weights == {p.name for p in (tmp_path / "1").glob("*.safetensors")} and "model.safetensors" not in weights

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, PhiConfig
 
 import modeling_llamba  # noqa: F401  (registers the class)
 import modeling_phimamba  # noqa: F401
-from convert.formats.import_ import ImportOptions, import_checkpoint, plan_import
+from convert.formats.import_ import import_checkpoint, plan_import
 from tests import published as p
 from tests.convert.test_bad_input import run_as_is as run
+from tests.convert.transfer import importing
 from tests.doubles.hub import COMMIT, HubServer
 from tests.modeling.test_training import tokenizer
 
@@ -22,7 +23,7 @@ PLAIN = ("model.embed_tokens.weight", "model.layers", "model.norm.weight")
 
 
 def imported(folder, out, **options):
-    plan = import_checkpoint(ImportOptions(model=str(folder), output=str(out), **options))
+    plan = import_checkpoint(importing(folder, out, **options))
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     assert sum(x.numel() for x in model.parameters()) == plan.parameters
     return plan, model
@@ -64,7 +65,7 @@ def test_phi_mamba(tmp_path, base, attention, binary):
 def test_phi_attention_takes_its_sizes_from_phi_config_or_flags(tmp_path):
     config, tensors = p.phi_mamba((2,))
     folder = p.write(tmp_path / "in", config, tensors)
-    plan, model = imported(folder, tmp_path / "out", settings={"num_attention_heads": 8, "num_key_value_heads": 8})
+    plan, model = imported(folder, tmp_path / "out", fields={"num_attention_heads": 8, "num_key_value_heads": 8})
     assert_logits(model, p.phi_logits(tensors, IDS, (2,), heads=8))
     assert plan.config.rope_parameters["partial_rotary_factor"] == 0.5
     notes = " ".join(plan.notes)
@@ -118,7 +119,7 @@ def test_mohawks_mixer_has_silu_unless_the_configuration_says_otherwise(tmp_path
         ]:
             block.pop("activation", None)
         folder = p.write(tmp_path / f"other{i}", config, tensors)
-        assert plan_import(ImportOptions(model=str(folder), output="-")).config.mixer_activation == "identity"
+        assert plan_import(importing(folder)).config.mixer_activation == "identity"
 
 
 ROTARY = {
@@ -165,7 +166,7 @@ def test_mohawks_phi_attention_reads_its_layer(tmp_path):
     for i, (mohawk, sizes) in enumerate([(said, (p.H, 500.0, 0.25)), ({}, (32, 1e4, 0.5))]):
         config, tensors = p.phi_mamba((1, 3), mohawk=mohawk)
         folder = p.write(tmp_path / f"in{i}", config, tensors)
-        plan = plan_import(ImportOptions(model=str(folder), output="-"))
+        plan = plan_import(importing(folder))
         rope = plan.config.rope_parameters
         assert (plan.config.num_attention_heads, rope["rope_theta"], rope["partial_rotary_factor"]) == sizes
     config, tensors = p.phi_mamba((1, 3), mohawk=said)
@@ -174,7 +175,7 @@ def test_mohawks_phi_attention_reads_its_layer(tmp_path):
     config["Block4"]["Layer"]["input"]["rope_theta"] = 1e4
     p.write(tmp_path / "differ", config, tensors)
     with pytest.raises(ValueError, match="rope_theta of the attention layers differs"):
-        plan_import(ImportOptions(model=str(tmp_path / "differ"), output="-"))
+        plan_import(importing(tmp_path / "differ"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -237,8 +238,7 @@ def test_mistrals_window_is_kept_and_a_tied_head_is_stored_once(tmp_path):
     assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-6, *PLAIN))
     # a head that was trained apart is not thrown away, whatever the configuration says
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.01
-    plan = plan_import(ImportOptions(model=str(p.write(tmp_path / "b", config, tensors, mamba_config=mamba_config)),
-                                     output=str(tmp_path / "c")))  # fmt: skip
+    plan = plan_import(importing(p.write(tmp_path / "b", config, tensors, mamba_config=mamba_config)))  # fmt: skip
     assert not plan.config.tie_word_embeddings and "both are kept" in " ".join(plan.notes)
 
 
@@ -319,7 +319,7 @@ ERRORS = {
 @pytest.mark.parametrize("what", ERRORS)
 def test_bad_input(tmp_path, what):
     with pytest.raises(ValueError) as error:
-        import_checkpoint(ImportOptions(model=str(broken(tmp_path, what)), output=str(tmp_path / "out")))
+        import_checkpoint(importing(broken(tmp_path, what), tmp_path / "out"))
     assert ERRORS[what] in str(error.value) and "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -328,10 +328,10 @@ def test_our_own_checkpoints_and_unknown_fields_are_refused(tmp_path):
     config, tensors = p.llamba(True)
     folder = p.write(tmp_path / "in", config, tensors)
     with pytest.raises(ValueError, match="no such field"):
-        plan_import(ImportOptions(model=str(folder), output="-", settings={"rope": 1}))
+        plan_import(importing(folder, fields={"rope": 1}))
     imported(folder, tmp_path / "out")
     with pytest.raises(ValueError, match="just load it"):
-        plan_import(ImportOptions(model=str(tmp_path / "out"), output="-"))
+        plan_import(importing(tmp_path / "out"))
 
 
 def test_pickles_with_code_are_not_opened(tmp_path):
@@ -342,7 +342,7 @@ def test_pickles_with_code_are_not_opened(tmp_path):
     config, tensors = p.phi_mamba()
     p.write(tmp_path / "in", config, {**tensors, "x": Code()}, binary=True)
     with pytest.raises(ValueError, match="could run code"):
-        plan_import(ImportOptions(model=str(tmp_path / "in"), output="-"))
+        plan_import(importing(tmp_path / "in"))
 
 
 def test_from_the_hub_with_a_base_from_there_too(tmp_path, base, monkeypatch):
@@ -352,7 +352,7 @@ def test_from_the_hub_with_a_base_from_there_too(tmp_path, base, monkeypatch):
     save_file({"a": torch.ones(2)}, tmp_path / "hub/org/base/model.safetensors")
     with HubServer(tmp_path / "hub") as hub:
         hub.connect(monkeypatch, tmp_path / "cache")
-        import_checkpoint(ImportOptions(model="org/Llamba", output=str(tmp_path / "out"), base="org/base"))
+        import_checkpoint(importing("org/Llamba", tmp_path / "out", base="org/base"))
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["conversion"]["imported_from"] == "org/Llamba" and written["conversion"]["revision"] == COMMIT
     assert written["eos_token_id"] == 6 and (tmp_path / "out/tokenizer.json").is_file()
@@ -362,11 +362,11 @@ def test_an_interrupted_import_leaves_nothing(tmp_path):
     config, tensors = p.llamba(True)
     folder = p.write(tmp_path / "in", config, tensors)
 
-    def interrupt(nbytes):
+    def interrupt(what, done, total):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        import_checkpoint(ImportOptions(model=str(folder), output=str(tmp_path / "out")), progress=interrupt)
+        import_checkpoint(importing(folder, tmp_path / "out"), progress=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from convert.formats.export import ExportOptions, plan_export
-from convert.formats.import_ import ImportOptions, plan_import
+from convert.formats.export import plan_export
+from convert.formats.import_ import plan_import
 from convert.weights.students import tensor_shapes
 from tests import published as p
 from tests.convert.test_bad_input import check_one_line_error, run_as_is
 from tests.convert.test_export import HOLDABLE
+from tests.convert.transfer import exporting, importing
 from tests.students import make_student
 
 FORMATS = {
@@ -65,13 +66,13 @@ def test_any_entry_of_any_kind_is_taken_or_refused_in_one_line(tmp_path, name, m
     monkeypatch.setattr("convert.formats.import_.tensor_shapes", shapes)
     config, tensors, mamba_config = FORMATS[name]()
     folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
-    refused = 0
+    refused, options = 0, importing(folder)
     for file, content in (("config.json", config), ("mamba_config.json", mamba_config or {})):
         for path in places(content):
             for value in (None, "x", 0, -1, 1.5, [], {}, DELETED):
                 (folder / file).write_text(json.dumps(changed(content, path, value)))
                 try:
-                    plan_import(ImportOptions(model=str(folder), output="-"))
+                    plan_import(options)
                 except ValueError as error:
                     assert "\n" not in str(error), (file, path, value)
                     refused += 1
@@ -104,7 +105,7 @@ def test_the_file_and_the_entry_are_named(tmp_path, name, file, entry, value, me
     (config if file == "config.json" else mamba_config)[entry] = value
     folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
     with pytest.raises(ValueError) as error:
-        plan_import(ImportOptions(model=str(folder), output="-"))
+        plan_import(importing(folder))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -136,7 +137,7 @@ def test_a_wrong_entry_in_a_hybrid_to_export_is_named(tmp_path):
     for name, (value, message) in EXPORT.items():
         path.write_text(json.dumps(written | {name: value}))
         with pytest.raises(ValueError) as error:
-            plan_export(ExportOptions(model=str(tmp_path / "hybrid"), output="-"))
+            plan_export(exporting(tmp_path / "hybrid"))
         assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -159,7 +160,7 @@ def test_tensors_in_strange_places_or_shapes(tmp_path, kind, message):
         tensors["backbone.embedding.weight"] = torch.ones(p.VOCAB)
     folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
     with pytest.raises(ValueError) as error:
-        plan_import(ImportOptions(model=str(folder), output="-"))
+        plan_import(importing(folder))
     assert message in str(error.value)
 
 
@@ -168,18 +169,18 @@ def test_null_in_llambas_configuration_means_its_defaults(tmp_path):
     config, tensors = p.llamba(True)
     folder = p.write(tmp_path / "in", config | {"mlp_cfg": None}, tensors)
     with pytest.raises(ValueError, match=r"gate_proj.weight \(40, 32\) cannot make .* \(14336, 32\)"):
-        plan_import(ImportOptions(model=str(folder), output="-"))
+        plan_import(importing(folder))
     folder = p.write(tmp_path / "in", config | {"ssm_cfg": None}, tensors)
     with pytest.raises(ValueError, match=r"D \(4,\) cannot make .* \(32,\)"):
-        plan_import(ImportOptions(model=str(folder), output="-"))
+        plan_import(importing(folder))
 
 
 def test_null_special_tokens_are_the_bases_and_a_missing_base_is_suggested(tmp_path):
     config, tensors = p.llamba(True)
     config |= {"eos_token_id": None, "bos_token_id": 3, "_name_or_path": "org/base"}
     folder = p.write(tmp_path / "in", config, tensors)
-    notes = plan_import(ImportOptions(model=str(folder), output="-")).notes
+    notes = plan_import(importing(folder)).notes
     assert [note for note in notes if "--base org/base" in note] == notes and len(notes) == 2
     LlamaConfig(bos_token_id=5, eos_token_id=6).save_pretrained(tmp_path / "base")
-    ours = plan_import(ImportOptions(model=str(folder), output="-", base=str(tmp_path / "base"))).config
+    ours = plan_import(importing(folder, base=str(tmp_path / "base"))).config
     assert (ours.bos_token_id, ours.eos_token_id) == (3, 6)

@@ -6,20 +6,17 @@ import shutil
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from convert import convert
 from convert.tools.env import environment
 from convert.tools.generate import recorded_teacher
 from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaForCausalLM
+from tests.convert.test_bad_input import check_one_line_error
+from tests.convert.test_bad_input import run_as_is as use
 from tests.modeling.test_training import tokenizer
 from tests.students import make_student, student_config
 from tests.teachers import TINY, random_ids
-
-
-def use(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def test_inspect_says_what_the_model_is(checkpoints):
     assert report["window"] == {"tokens": 8, "sinks": 4, "mixer": "beyond"} and report["mixer"]["d_state"] == 8
     assert report["provenance"]["teacher"] == "teacher" and report["provenance"]["align"] == "none"
     done = use("inspect", checkpoints / "hybrid", "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout) == report | {"model": str(checkpoints / "hybrid")}
+    assert done.returncode == 0 and json.loads(done.stdout) == report | {"model": str(checkpoints / "hybrid")}
     done = use("inspect", checkpoints / "hybrid")
     assert report["layer_map"] in done.stdout and "131072" not in done.stdout and "128k" in done.stdout
 
@@ -62,7 +59,7 @@ def test_inspect_notices_weights_cut_short(checkpoints, tmp_path):
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     done = use("inspect", tmp_path / "cut")
-    assert done.exit_code == 1 and "model.safetensors" in done.output and "Traceback" not in done.output
+    assert done.returncode == 1 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_inspect_reads_the_alignment(checkpoints, tmp_path):
@@ -73,7 +70,7 @@ def test_inspect_reads_the_alignment(checkpoints, tmp_path):
     done = use("inspect", folder)
     assert "held-out error 0.400 on average, most in layer 2 (0.600)" in " ".join(done.stdout.split())
     (folder / "alignment.json").write_text("{")
-    assert use("inspect", folder).exit_code == 1
+    assert use("inspect", folder).returncode == 1
 
 
 def test_env_says_which_code_runs_and_why():
@@ -97,7 +94,7 @@ def test_env_heeds_the_variable(monkeypatch):
 
 def test_a_device_that_is_not_there(checkpoints):
     done = use("generate", checkpoints / "hybrid", "--prompt", "w5", "--device", "gpu")
-    assert done.exit_code == 1 and "--device gpu" in done.output and "Traceback" not in done.output
+    assert done.returncode == 1 and "--device gpu" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_broken_kernel_is_told_from_an_absent_one(monkeypatch, tmp_path):
@@ -114,7 +111,7 @@ def test_a_broken_kernel_is_told_from_an_absent_one(monkeypatch, tmp_path):
 def test_generate_says_what_the_model_says(checkpoints):
     options = ("--prompt", "w5 w6 w7", "--max-new-tokens", "9")
     done = use("generate", checkpoints / "hybrid", *options)
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.stderr
     words = AutoTokenizer.from_pretrained(checkpoints / "hybrid")
     model = LlambaForCausalLM.from_pretrained(checkpoints / "hybrid")
     inputs = words("w5 w6 w7", return_tensors="pt")
@@ -123,7 +120,7 @@ def test_generate_says_what_the_model_says(checkpoints):
     assert done.stdout.split() == expected.split()
     assert "tokens per second" in done.stderr
     beside = use("generate", checkpoints / "hybrid", *options, "--teacher", checkpoints / "teacher")
-    assert beside.exit_code == 0 and "hybrid (llamba)" in beside.stdout and "teacher (llama)" in beside.stdout
+    assert beside.returncode == 0 and "hybrid (llamba)" in beside.stdout and "teacher (llama)" in beside.stdout
     assert done.stdout.strip() in beside.stdout
     sampled = ("generate", checkpoints / "hybrid", *options, "--temperature", "2")
     first, second = (use(*sampled, "--seed", seed).stdout for seed in (1, 2))
@@ -146,14 +143,14 @@ def test_the_recorded_teacher(smollm2_gguf):
         (("inspect", "{}/teacher"), "not a hybrid"),
         (("generate", "{}/hybrid", "--prompt", " "), "The prompt is empty"),
         (("generate", "{}/found", "--prompt", "a"), "no tokenizer"),
-        (("generate", "{}/hybrid", "--prompt", "a", "--dtype", "int3"), "dtype must be one of"),
+        (("generate", "{}/hybrid", "--prompt", "a", "--dtype", "int3"), "dtype must be auto or float32"),
         (("generate", "{}/hybrid", "--prompt", "a", "--teacher", "recorded"), "was a local path"),
         (("generate", "{}/hybrid", "--prompt", "a", "--teacher", "{}/none"), "does not exist"),
     ],
 )
 def test_bad_input_is_one_line(checkpoints, arguments, message):
     done = use(*(argument.format(checkpoints) for argument in arguments))
-    assert done.exit_code == 1 and message in done.stderr and "Traceback" not in done.output
+    check_one_line_error(done, message)
     assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -162,7 +159,7 @@ def test_damaged_weights_are_one_line(checkpoints, tmp_path):
     weights = tmp_path / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     done = use("generate", tmp_path / "damaged", "--prompt", "a")
-    assert done.exit_code == 1 and "damaged" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "damaged" in done.stderr.splitlines()[-1]
 
 
 def test_no_teacher_recorded(checkpoints):
@@ -170,4 +167,4 @@ def test_no_teacher_recorded(checkpoints):
         recorded_teacher(student_config())
     tokenizer().save_pretrained(checkpoints / "found")
     done = use("generate", checkpoints / "found", "--prompt", "w3", "--teacher", "recorded")
-    assert done.exit_code == 1 and "records no teacher" in done.stderr
+    assert done.returncode == 1 and "records no teacher" in done.stderr
