@@ -49,6 +49,7 @@ class HybridConfig(PreTrainedConfig):
     Args:
         layer_types: one of "full_attention", "sliding_attention", "linear_attention" (a mixer), "hybrid" (attention to
             a window and sinks beside a mixer) per layer.
+        resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
         qk_norm: norm per head on queries and keys: None, "rms" or "layer".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
@@ -90,6 +91,8 @@ class HybridConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
     lm_head_bias: bool = False
+    resid_pdrop: float | int = 0.0
+    embd_pdrop: float | int = 0.0
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False

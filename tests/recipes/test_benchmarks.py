@@ -213,12 +213,12 @@ def test_decoding_has_targets_where_models_were_measured():
 def test_speculative_decoding_is_compared_with_plain(tmp_path):
     model = make_student(pattern="beside", dtype=torch.float64).eval()
     inputs = {"input_ids": torch.tensor([[4, 5, 6, 4, 5]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
-    drafts = [("prompt lookup", "prompt-lookup", "auto"), ("first layers", "self", 2)]
+    drafts = [("prompt lookup", "prompt-lookup", 4), ("itself", model, 2)]
     report = compare(model, inputs, drafts, 12)
     unlike = {t.name: t.value for t in report.targets if "unlike" in t.name}
     assert len(unlike) == 2 and set(unlike.values()) == {0.0} and len(report.targets) == 3
     (table,) = report.tables
-    assert [row[0] for row in table.rows] == ["prompt lookup, K = auto", "first layers, K = 2"]
+    assert [row[0] for row in table.rows] == ["prompt lookup, K = 4", "itself, K = 2"]
     assert all(float(row[1]) >= 1 for row in table.rows)
     assert "make demo" in measure(tmp_path, tmp_path / "nothing").skipped["speculative decoding"]
 
