@@ -13,11 +13,8 @@ from .ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
-ACTIVATIONS = ("identity", "silu")
-MIXER_NORMS = ("none", "head", "whole")
 QK_NORMS = (None, "rms", "layer")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
-SEES = ("all", "beyond")
 ROPE_NUMBERS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -26,21 +23,10 @@ ROPE_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "mixer_num_heads",
-    "mixer_num_kv_heads",
-    "mixer_head_dim",
-    "mixer_d_state",
-    "mixer_d_conv",
-    "mixer_chunk_size",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "mixer_num_heads", "mixer_num_kv_heads",
+    "mixer_head_dim", "mixer_d_state", "mixer_d_conv", "mixer_chunk_size",
+)  # fmt: skip
 
 
 class HybridConfig(PreTrainedConfig):
@@ -182,12 +168,12 @@ class HybridConfig(PreTrainedConfig):
         """
         for name, allowed in {
             "mixer": MIXERS,
-            "mixer_activation": ACTIVATIONS,
-            "mixer_norm": MIXER_NORMS,
+            "mixer_activation": ("identity", "silu"),
+            "mixer_norm": ("none", "head", "whole"),
             "qk_norm": QK_NORMS,
             "mixer_qk_norm": QK_NORMS,
             "mixer_backend": BACKENDS,
-            "mixer_sees": SEES,
+            "mixer_sees": ("all", "beyond"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")

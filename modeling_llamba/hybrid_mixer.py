@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .discrete_mamba2 import DiscreteMamba2
 from .mamba1 import Mamba1
-from .mamba2 import Mamba2
+from .mamba2 import DiscreteMamba2, Mamba2
 from .window_attention import WindowAttention, WindowInputs
 
 Unrolled = tuple[torch.Tensor, torch.Tensor]

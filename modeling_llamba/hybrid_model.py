@@ -22,11 +22,10 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
-from .discrete_mamba2 import DiscreteMamba2
 from .hybrid_cache import RecurrentCache, cache_length, fit_cache, has_attention_layer, new_cache, note_length
 from .hybrid_mixer import make_mixer
 from .mamba1 import Mamba1
-from .mamba2 import Mamba2
+from .mamba2 import DiscreteMamba2, Mamba2
 from .matrix_mixer import OPEN_GATE
 from .rotary import RotaryEmbedding
 from .short_conv import ShortConv
@@ -102,7 +101,9 @@ class HybridPreTrainedModel(PreTrainedModel):
         if isinstance(module, ShortConv):
             # identity: the last tap is the current token
             init.zeros_(module.bias)
-            init.copy_(module.weight, torch.zeros_like(module.weight).index_fill_(-1, _last(module.weight), 1.0))
+            identity = torch.zeros_like(module.weight)
+            identity[..., -1] = 1.0
+            init.copy_(module.weight, identity)
         if isinstance(module, DiscreteMamba2 | Mamba2 | Mamba1):
             init.ones_(module.D)
             if module.z_bias is not None:
@@ -116,10 +117,6 @@ class HybridPreTrainedModel(PreTrainedModel):
             init.copy_(module.dt_proj.bias, _inverse_softplus_step(module.dt_proj.bias))
             states = torch.arange(1, module.d_state + 1, dtype=torch.float32, device=module.A_log.device)
             init.copy_(module.A_log, states.log().expand_as(module.A_log))
-
-
-def _last(weight: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([weight.shape[-1] - 1], device=weight.device)
 
 
 def _inverse_softplus_step(like: torch.Tensor) -> torch.Tensor:

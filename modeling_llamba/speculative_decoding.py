@@ -29,6 +29,8 @@ from .hybrid_cache import accept, cache_nbytes, record, recorded_bytes, stop_rec
 EXPECTED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 # they count their calls or keep a cache, and here they would see drafts as well
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+# of the last tokens, for prompt lookup
+LONGEST_MATCH = 3
 
 
 class Drafted(NamedTuple):
@@ -136,28 +138,20 @@ class Track:
 class PromptLookup:
     """What followed the last tokens where they occurred before (Saxena 2023, prompt lookup decoding)."""
 
-    def __init__(self, longest_match: int = 3):
-        self.longest_match = longest_match
-
     def propose(self, text: Text, count: int, choose: Callable) -> Drafted:
         """Up to `count` tokens a row; none where the text does not repeat itself."""
-        found = []
-        for row, (start, end) in enumerate(zip(text.starts, text.ends, strict=True)):
-            found.append(self._lookup(text.tokens[row, start:end], count) if text.active[row] else [])
-        width = max(map(len, found))
-        tokens = torch.zeros(len(found), width, dtype=torch.long, device=text.tokens.device)
-        for row, continuation in enumerate(found):
-            tokens[row, : len(continuation)] = torch.as_tensor(continuation)
-        return Drafted(tokens, [len(continuation) for continuation in found])
+        rows = zip(text.tokens, text.starts, text.ends, text.active, strict=True)
+        found = [self._lookup(row[start:end], count if active else 0) for row, start, end, active in rows]
+        return Drafted(torch.nn.utils.rnn.pad_sequence(found, batch_first=True), [len(tokens) for tokens in found])
 
-    def _lookup(self, tokens: torch.Tensor, count: int) -> torch.Tensor | list:
+    def _lookup(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
         """The continuation of the latest earlier occurrence of the longest possible match."""
-        for size in range(min(self.longest_match, len(tokens) - 1), 0, -1):
+        for size in range(min(LONGEST_MATCH, len(tokens) - 1), 0, -1):
             same = (tokens[:-1].unfold(0, size, 1) == tokens[-size:]).all(1).nonzero()
             if len(same):
                 after = int(same[-1]) + size
                 return tokens[after : after + count]
-        return []
+        return tokens[:0]
 
     def accept(self, text: Text) -> None:
         """A lookup keeps nothing between calls."""
@@ -192,7 +186,7 @@ class ModelDraft:
 
     def accept(self, text: Text) -> None:
         """Go on behind the text as it is now; every row is left the same number of tokens behind."""
-        if self.track is None or not self.track.ahead or not any(text.active):
+        if not any(text.active):
             return
         rows = [row for row, active in enumerate(text.active) if active]
         seen = {row: min(text.length(row) - 1, self.track.lengths[row] + self.track.ahead) for row in rows}
@@ -395,13 +389,10 @@ class _Loop:
 
     def round(self, longest: int) -> None:
         """Draft up to `longest` tokens, verify them and keep what is right."""
-        text, rows = self.text, len(self.text.ends)
+        text = self.text
         shortest = min(end for end, on in zip(text.ends, text.active, strict=True) if on)
-        length = min(longest, self.config.max_length - 1 - shortest)
-        if length > 0:
-            drafted = self.draft.propose(text, length, self.choose)
-        else:
-            drafted = Drafted(torch.zeros(rows, 0, dtype=torch.long, device=text.tokens.device), [0] * rows)
+        # the token behind the draft is one more
+        drafted = self.draft.propose(text, max(min(longest, self.config.max_length - 1 - shortest), 1), self.choose)
         logits = self.target.feed(torch.cat([text.last(1), drafted.tokens], 1), text.active)
         text.write(drafted.tokens)
         counts, behind = judge(self.scores(logits), drafted, self.config.do_sample)
