@@ -1,37 +1,23 @@
-"""Softmax attention, for the layers a hybrid keeps.
+"""Softmax attention, for the layers a hybrid keeps, and keys and values that grow in place.
+
+transformers' dynamic cache concatenates: every token copies all keys and values there are, which at a context of 4,096
+is more than half of a small model's step. Here a layer of it, itself unchanged, gets room for the tokens to come.
 
 Shapes: B batch, L length, H query heads, K key/value heads.
 """
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.phi.modeling_phi import eager_attention_forward
+from transformers.utils import is_torchdynamo_compiling
 
-from .growing_keys import update_keys
 from .norms import head_norm
 from .rotary import apply_rotary
 
-
-def eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain attention that returns its probabilities; the signature is transformers' attention interface."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    probabilities = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
-    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
+# tokens; or an eighth of what there is, where that is more
+MIN_ROOM = 128
 
 
 class SoftmaxAttention(nn.Module):
@@ -77,7 +63,7 @@ class SoftmaxAttention(nn.Module):
         key = apply_rotary(key.transpose(1, 2), cos, sin, head_dim_axis=1)
         if past_key_values is not None:
             key, value = update_keys(past_key_values, self.layer_idx, key, value)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, probabilities = attend(
             self,
             query,
@@ -90,3 +76,47 @@ class SoftmaxAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
+
+
+def update_keys(
+    cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cache.update` with the new tokens' keys and values (B, K, L, D); returns all of them."""
+    if cache.offloading or layer_idx >= len(cache.layers):
+        return cache.update(keys, values, layer_idx)
+    return append_keys(cache.layers[layer_idx], keys, values)
+
+
+def append_keys(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layer.update`, in place where the layer is a dynamic one and nothing needs its former tensors.
+
+    Args:
+        keys, values: (B, K, L, D) of the new tokens.
+
+    Returns:
+        All keys and values of the layer, views into its room once it has grown.
+    """
+    # with a gradient wanted of the queries alone, attention would keep views of the room for its backward pass
+    recording = torch.is_grad_enabled()
+    grows = type(layer) is DynamicLayer and layer.is_initialized and layer.keys.numel() > 0
+    if not grows or recording or layer.keys.requires_grad or is_torchdynamo_compiling():
+        layer.room = None
+        return layer.update(keys, values)
+    held, past = (layer.keys, layer.values), layer.keys.shape[-2]
+    total = past + keys.shape[-2]
+    room = getattr(layer, "room", None)
+    if room is None or not all(_begins(r, t) and total <= r.shape[-2] for r, t in zip(room, held, strict=True)):
+        size = total + max(MIN_ROOM, total // 8)
+        room = tuple(t.new_empty(*t.shape[:2], size, t.shape[-1]) for t in held)
+        for r, t in zip(room, held, strict=True):
+            r[:, :, :past] = t
+        layer.room = room
+    for r, new in zip(room, (keys, values), strict=True):
+        r[:, :, past:total] = new
+    layer.keys, layer.values = (r[:, :, :total] for r in room)
+    return layer.keys, layer.values
+
+
+def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether `room` begins with `held` itself; whoever reorders, moves or copies a cache makes other tensors."""
+    return held.data_ptr() == room.data_ptr() and held.stride() == room.stride() and len(held) == len(room)

@@ -14,7 +14,6 @@ class LlambaConfig(HybridConfig):
     Args:
         hidden_act: activation of the gated MLP. rms_norm_eps: epsilon of every RMSNorm. mlp_bias: bias on its
             projections.
-        resid_pdrop, embd_pdrop: dropout on the residual branches (Phi-3 has it) and on the embeddings.
     """
 
     model_type = "llamba"
@@ -22,8 +21,6 @@ class LlambaConfig(HybridConfig):
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-5
     mlp_bias: bool = False
-    resid_pdrop: float | int = 0.0
-    embd_pdrop: float | int = 0.0
 
     @property
     def norm_eps(self) -> float:

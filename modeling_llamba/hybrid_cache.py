@@ -171,26 +171,15 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recent = Tokens(keys, values, ending_at(index, last, size, axis=1).masked_fill(absent, -1))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        def reordered(t):
+            return t.index_select(0, beam_idx.to(t.device))
+
+        if self.recent is not None:
+            self.recent, self.first = (Tokens(*map(reordered, tokens)) for tokens in (self.recent, self.first))
+        if self.leaving is not None:
+            self.leaving = tuple(map(reordered, self.leaving))
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         self.full.reorder_cache(beam_idx)
-
-    def offload(self) -> None:
-        self._apply(lambda t: t.to("cpu", non_blocking=True))
-        LinearAttentionLayer.offload(self)
-        self.full.offload()
-
-    def prefetch(self) -> None:
-        if self.device is not None:
-            self._apply(lambda t: t.to(self.device, non_blocking=True))
-        LinearAttentionLayer.prefetch(self)
-        self.full.prefetch()
-
-    def _apply(self, change) -> None:
-        if self.recent is not None:
-            self.recent, self.first = (Tokens(*map(change, tokens)) for tokens in (self.recent, self.first))
-        if self.leaving is not None:
-            self.leaving = tuple(map(change, self.leaving))
 
 
 def fit_cache(cache: Cache | None, config) -> None:

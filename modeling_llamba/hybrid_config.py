@@ -13,11 +13,8 @@ from .ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
-ACTIVATIONS = ("identity", "silu")
-MIXER_NORMS = ("none", "head", "whole")
 QK_NORMS = (None, "rms", "layer")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
-SEES = ("all", "beyond")
 ROPE_NUMBERS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -26,21 +23,10 @@ ROPE_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "mixer_num_heads",
-    "mixer_num_kv_heads",
-    "mixer_head_dim",
-    "mixer_d_state",
-    "mixer_d_conv",
-    "mixer_chunk_size",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "mixer_num_heads", "mixer_num_kv_heads",
+    "mixer_head_dim", "mixer_d_state", "mixer_d_conv", "mixer_chunk_size",
+)  # fmt: skip
 
 
 class HybridConfig(PreTrainedConfig):
@@ -49,6 +35,7 @@ class HybridConfig(PreTrainedConfig):
     Args:
         layer_types: one of "full_attention", "sliding_attention", "linear_attention" (a mixer), "hybrid" (attention to
             a window and sinks beside a mixer) per layer.
+        resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
         qk_norm: norm per head on queries and keys: None, "rms" or "layer".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
@@ -90,6 +77,8 @@ class HybridConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
     lm_head_bias: bool = False
+    resid_pdrop: float | int = 0.0
+    embd_pdrop: float | int = 0.0
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
@@ -179,12 +168,12 @@ class HybridConfig(PreTrainedConfig):
         """
         for name, allowed in {
             "mixer": MIXERS,
-            "mixer_activation": ACTIVATIONS,
-            "mixer_norm": MIXER_NORMS,
+            "mixer_activation": ("identity", "silu"),
+            "mixer_norm": ("none", "head", "whole"),
             "qk_norm": QK_NORMS,
             "mixer_qk_norm": QK_NORMS,
             "mixer_backend": BACKENDS,
-            "mixer_sees": SEES,
+            "mixer_sees": ("all", "beyond"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")

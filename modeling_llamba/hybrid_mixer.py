@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .discrete_mamba2 import DiscreteMamba2
 from .mamba1 import Mamba1
-from .mamba2 import Mamba2
+from .mamba2 import DiscreteMamba2, Mamba2
 from .window_attention import WindowAttention, WindowInputs
 
 Unrolled = tuple[torch.Tensor, torch.Tensor]
@@ -53,12 +52,10 @@ class HybridMixer(nn.Module):
             self.near_tokens = config.hybrid_window + config.hybrid_sinks
             bias = config.attention_out_bias
             self.near_proj = nn.Linear(self.attention_size, config.hidden_size, bias=bias)
-        # in training, the chance that a sequence does without its window where the mixer could do instead
-        self.window_dropout = 0.0
 
-    def window_features(self, device: torch.device | None = None) -> torch.Tensor:
+    def window_features(self) -> torch.Tensor:
         """(attention_size,) bool: the features of the heads that see no more than window and sinks."""
-        seen = torch.ones(self.attention.heads, dtype=torch.bool, device=device)
+        seen = torch.ones(self.attention.heads, dtype=torch.bool)
         seen[self.attention.full_heads] = False
         return seen.repeat_interleave(self.attention.head_dim)
 
@@ -80,13 +77,9 @@ class HybridMixer(nn.Module):
         near = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values, **kwargs)
         if self.ssd is None:
             return self.out_proj(near)
-        of_window = near
-        if self.training and self.window_dropout:
-            dropped = torch.rand(near.shape[0], 1, 1, device=near.device) < self.window_dropout
-            of_window = near.masked_fill(dropped & self.window_features(near.device), 0)
         index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
         far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
-        mixed = self.out_proj(torch.cat([of_window, far], dim=-1))
+        mixed = self.out_proj(torch.cat([near, far], dim=-1))
         if not self.near_tokens or window.all_behind(self.near_tokens):
             return mixed
         return torch.where((window.index < self.near_tokens)[..., None], self.near_proj(near), mixed)

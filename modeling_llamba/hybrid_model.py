@@ -22,14 +22,15 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
-from .discrete_mamba2 import DiscreteMamba2
 from .hybrid_cache import RecurrentCache, cache_length, fit_cache, has_attention_layer, new_cache, note_length
 from .hybrid_mixer import make_mixer
 from .mamba1 import Mamba1
-from .mamba2 import Mamba2
+from .mamba2 import DiscreteMamba2, Mamba2
 from .matrix_mixer import OPEN_GATE
+from .rotary import RotaryEmbedding
 from .short_conv import ShortConv
 from .speculative_decoding import speculative_decoding
+from .ssd import sequence_starts
 from .window_attention import WindowInputs
 
 logger = logging.get_logger(__name__)
@@ -100,7 +101,9 @@ class HybridPreTrainedModel(PreTrainedModel):
         if isinstance(module, ShortConv):
             # identity: the last tap is the current token
             init.zeros_(module.bias)
-            init.copy_(module.weight, torch.zeros_like(module.weight).index_fill_(-1, _last(module.weight), 1.0))
+            identity = torch.zeros_like(module.weight)
+            identity[..., -1] = 1.0
+            init.copy_(module.weight, identity)
         if isinstance(module, DiscreteMamba2 | Mamba2 | Mamba1):
             init.ones_(module.D)
             if module.z_bias is not None:
@@ -114,10 +117,6 @@ class HybridPreTrainedModel(PreTrainedModel):
             init.copy_(module.dt_proj.bias, _inverse_softplus_step(module.dt_proj.bias))
             states = torch.arange(1, module.d_state + 1, dtype=torch.float32, device=module.A_log.device)
             init.copy_(module.A_log, states.log().expand_as(module.A_log))
-
-
-def _last(weight: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([weight.shape[-1] - 1], device=weight.device)
 
 
 def _inverse_softplus_step(like: torch.Tensor) -> torch.Tensor:
@@ -167,13 +166,24 @@ def packed_sequence_ids(
 def positions_in_sequence(seq_idx: torch.Tensor) -> torch.Tensor:
     """Position of each token within its packed sequence, (B, L)."""
     index = torch.arange(seq_idx.shape[1], device=seq_idx.device).expand(seq_idx.shape)
-    starts = torch.ones_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
+    return index - torch.where(sequence_starts(seq_idx), index, 0).cummax(dim=1).values
 
 
 class HybridModel(HybridPreTrainedModel):
-    """Embedding, blocks, final norm. A family fills embed_tokens, layers, norm and rotary_emb."""
+    """Embedding, blocks, final norm. A family names the classes of its blocks and of that norm."""
+
+    layer_class: type[HybridDecoderLayer]
+    norm_class: type[nn.Module]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_dropout = nn.Dropout(config.embd_pdrop)
+        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = self.norm_class(config.hidden_size, eps=config.norm_eps)
+        self.rotary_emb = RotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
 
     @merge_with_config_defaults
     @capture_outputs
@@ -304,11 +314,19 @@ def _drop_full_mask(attention_mask):
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
-    """Language model head on a hybrid. A family fills model and lm_head."""
+    """Language model head on a hybrid. A family names the class of the hybrid."""
 
+    model_class: type[HybridModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     # for generate(custom_generate=...), which calls it with the model
     speculative_decoding = staticmethod(speculative_decoding)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.post_init()
 
     def new_cache(self) -> Cache:
         """An empty cache for this model, of a kind that can record (`record` in hybrid_cache.py)."""

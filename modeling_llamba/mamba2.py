@@ -1,4 +1,15 @@
-"""Mamba-2: the mixer of Mamba-in-the-Llama.
+"""The two Mamba-2 mixers; both have a scalar decay per head and differ in how it comes about.
+
+Discrete Mamba-2, of Phi-Mamba and Llamba, is the default here:
+
+    S_t = a_t S_{t-1} + x_t B_t^T        y_t = S_t C_t + D x_t        a_t = sigmoid(-A_log_t)
+    out = out_proj(y * silu(z + z_bias))
+
+in_proj gives [x, B, C, z, A_log]; x, B, C pass through the short convolution. Bick et al. 2024 (MOHAWK),
+section 4 and its released configuration. Beyond the published class: x and B at G <= H heads, rotary embedding
+and norms on B and C, a bias on A_log (without one the initial memory cannot be set), biases on the projections.
+
+Mamba-2, of Mamba-in-the-Llama:
 
     dt_t = softplus(dt_t + dt_bias)      S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t x_t B_t^T
     y_t = S_t C_t + D x_t                out = out_proj(norm(y * silu(z)))
@@ -12,6 +23,23 @@ from torch import nn
 from torch.nn import functional as F
 
 from .matrix_mixer import SSDMixer, Streams, hold_state_at_padding
+
+
+class DiscreteMamba2(SSDMixer):
+    """A decay per head and token, no step size, no norm."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.A_log_bias = nn.Parameter(torch.zeros(self.num_states)) if config.mixer_decay_bias else None
+
+    def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
+        sizes = [self.conv_size, self.inner_size, self.num_states]
+        xBC, z, A_log = self.in_proj(hidden_states).split(sizes, dim=-1)
+        x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
+        B, C = self._norm_and_rotate(BC, position_embeddings)
+        A_log = A_log.to(torch.promote_types(A_log.dtype, torch.float32))
+        A_log = A_log if self.A_log_bias is None else A_log + self.A_log_bias.to(A_log.dtype)
+        return Streams(x, hold_state_at_padding(-F.softplus(A_log), padding_mask), B, C, z, None)
 
 
 class Mamba2(SSDMixer):

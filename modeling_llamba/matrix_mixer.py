@@ -40,7 +40,11 @@ class Streams(NamedTuple):
 
 
 class SSDMixer(nn.Module):
-    """Base of the two mixers with a scalar decay per head; a subclass says how the streams are projected."""
+    """Base of the two mixers with a scalar decay per head.
+
+    A subclass has `project`, which takes the arguments of `forward` and returns the `Streams` of its input after
+    projection, convolution, norm and rotary embedding.
+    """
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -66,17 +70,6 @@ class SSDMixer(nn.Module):
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
         # in a hybrid layer tokens reach the state this many columns late, and the first few never: others see to them
         self.delay, self.skipped = 0, 0
-
-    def project(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        padding_mask: torch.Tensor | None = None,
-        seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Streams:
-        """The input (B, L, hidden) after projection, convolution, norm and rotary embedding."""
-        raise NotImplementedError(f"{type(self).__name__} must say how its streams are projected.")
 
     def forward(
         self,

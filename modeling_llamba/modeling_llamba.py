@@ -7,7 +7,6 @@ from transformers.activations import ACT2FN
 from .configuration_llamba import LlambaConfig
 from .hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
 from .norms import RMSNorm
-from .rotary import RotaryEmbedding
 
 
 class LlambaMLP(nn.Module):
@@ -50,24 +49,11 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
 
 
 class LlambaModel(LlambaPreTrainedModel, HybridModel):
-    def __init__(self, config: LlambaConfig):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.embed_dropout = nn.Dropout(config.embd_pdrop)
-        self.layers = nn.ModuleList([LlambaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config)
-        self.gradient_checkpointing = False
-        self.post_init()
+    layer_class, norm_class = LlambaDecoderLayer, RMSNorm
 
 
 class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM):
-    def __init__(self, config: LlambaConfig):
-        super().__init__(config)
-        self.model = LlambaModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
-        self.post_init()
+    model_class = LlambaModel
 
 
 __all__ = ["LlambaForCausalLM", "LlambaModel", "LlambaPreTrainedModel"]

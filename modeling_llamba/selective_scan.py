@@ -12,46 +12,10 @@ Shapes: B batch, L length, D channels, G groups, N state, T chunks, Q tokens a c
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .ssd import is_recorded, sequence_starts
+
 # Tokens whose states are held at once when training; each such segment is recomputed in the backward.
 SEGMENT = 512
-
-
-def _starts(seq_idx: torch.Tensor) -> torch.Tensor:
-    starts = torch.zeros_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    return starts
-
-
-def selective_recurrence(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence, one token after the other in float64: the judge of `selective_scan`.
-
-    Args:
-        x, dt: (B, L, D), dt >= 0. A: (D, N), negative. B, C: (B, L, G, N).
-        initial_state: (B, D, N) or None. seq_idx: (B, L) or None.
-
-    Returns:
-        y (B, L, D) and the final state (B, D, N), both float64.
-    """
-    x, dt, A, B, C = (t.double() for t in (x, dt, A, B, C))
-    D, per_group = x.shape[-1], x.shape[-1] // B.shape[2]
-    state = x.new_zeros(x.shape[0], D, A.shape[-1]) if initial_state is None else initial_state.double()
-    starts = None if seq_idx is None else _starts(seq_idx)
-    y = []
-    for t in range(x.shape[1]):
-        if starts is not None:
-            state = state.masked_fill(starts[:, t, None, None], 0.0)
-        Bt, Ct = (g[:, t].repeat_interleave(per_group, dim=1) for g in (B, C))
-        state = (dt[:, t, :, None] * A).exp() * state + (dt[:, t] * x[:, t])[..., None] * Bt
-        y.append((state * Ct).sum(-1))
-    return torch.stack(y, dim=1), state
 
 
 def selective_matrix(
@@ -125,7 +89,14 @@ def selective_scan(
     seq_idx: torch.Tensor | None = None,
     chunk_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same map as `selective_recurrence` in about 2 Q + L / Q vectorised steps instead of L.
+    """The recurrence from `initial_state`, in about 2 Q + L / Q vectorised steps instead of L.
+
+    Args:
+        x, dt: (B, L, D), dt >= 0. A: (D, N), negative. B, C: (B, L, G, N).
+        initial_state: (B, D, N) or None. seq_idx: (B, L) or None.
+
+    Returns:
+        y (B, L, D) and the final state (B, D, N).
 
     All chunks advance side by side from a zero state; the true start states then follow chunk by chunk, and their
     share is added. Only decays <= 1 are ever multiplied, so strong decay cannot overflow.
@@ -133,8 +104,8 @@ def selective_scan(
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
     state = x.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state.to(dtype)
-    keep = torch.ones_like(dt[..., :1]) if seq_idx is None else (~_starts(seq_idx)).to(dtype)[..., None]
-    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, A, B, C, state))
+    keep = torch.ones_like(dt[..., :1]) if seq_idx is None else (~sequence_starts(seq_idx)).to(dtype)[..., None]
+    recording = is_recorded(x, dt, A, B, C, state)
     outputs = []
     for start in range(0, x.shape[1], SEGMENT):
         part = (*(t[:, start : start + SEGMENT] for t in (x, dt, B, C, keep)), A, state, chunk_size)

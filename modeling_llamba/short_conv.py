@@ -7,13 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .hub_kernels import hub_function
 from .ssd import is_recorded, requested_backend
 
 try:
     from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 except (ImportError, RuntimeError, OSError, AttributeError):
-    causal_conv1d_fn, causal_conv1d_update = (hub_function(f"causal_conv1d_{kind}") for kind in ("fn", "update"))
+    causal_conv1d_fn = causal_conv1d_update = None
 
 
 class ShortConv(nn.Module):

@@ -7,31 +7,14 @@ Greedy output is the target's own greedy output; sampled output follows the targ
 advanced by the accepted tokens alone (`record` and `accept` in hybrid_cache.py). The assisted generation of
 transformers has to crop its caches and so refuses models with a recurrent state.
 
-How long a draft should be: where each drafted token is right with probability a, given that those before it are, a
-pass that verifies K of them yields (equation 1 there)
-
-    tokens(a, K) = 1 + a + ... + a^K = (1 - a^(K+1)) / (1 - a)
-
-and takes, with plain decoding's seconds per token `step`, what a pass over several tokens takes beyond that `several`,
-what each further token adds to it `token`, and what it takes to draft one `draft`,
-
-    seconds(K) = step + several + K (token + draft)          seconds(0) = step
-
-so that it is tokens(a, K) step / seconds(K) times as fast as plain decoding. Theorem 3.8 there is the case
-several = token = 0, of a machine that waits for its weights. On a CPU `several` decides: a matrix times a few vectors
-takes up to twice as long as times one, and then each further vector little.
-
 Shapes: B batch, L length, K drafted tokens, V vocabulary.
 """
 
-import copy
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -46,10 +29,8 @@ from .hybrid_cache import accept, cache_nbytes, record, recorded_bytes, stop_rec
 EXPECTED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 # they count their calls or keep a cache, and here they would see drafts as well
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-SELF_SHARE = 3  # a model's own draft is its first third
-FORGET = 0.9  # weight of what was measured a round ago against now: the last ten rounds or so count
-PROBE_EVERY = 16  # rounds without a draft, until one is tried again
-FIRST_LENGTHS = (0, 4, 2)  # two lengths tell `token` from `several`
+# of the last tokens, for prompt lookup
+LONGEST_MATCH = 3
 
 
 class Drafted(NamedTuple):
@@ -82,12 +63,8 @@ class Text:
         return self.ends[row] - self.starts[row]
 
     def last(self, count: int) -> torch.Tensor:
-        """The last tokens of each row, (B, count); a row that ended earlier may be shorter, and begins with zeros."""
-        rows = []
-        for row, end in zip(self.tokens, self.ends, strict=True):
-            found = row[max(end - count, 0) : end]
-            rows.append(torch.nn.functional.pad(found, (count - len(found), 0)))
-        return torch.stack(rows)
+        """The last tokens of each row, (B, count)."""
+        return torch.stack([row[end - count : end] for row, end in zip(self.tokens, self.ends, strict=True)])
 
     def write(self, tokens: torch.Tensor, offset: int = 0) -> None:
         """Write (B, n) tokens after each row's text without making them part of it."""
@@ -161,28 +138,20 @@ class Track:
 class PromptLookup:
     """What followed the last tokens where they occurred before (Saxena 2023, prompt lookup decoding)."""
 
-    def __init__(self, longest_match: int = 3):
-        self.longest_match = longest_match
-
     def propose(self, text: Text, count: int, choose: Callable) -> Drafted:
         """Up to `count` tokens a row; none where the text does not repeat itself."""
-        found = []
-        for row, (start, end) in enumerate(zip(text.starts, text.ends, strict=True)):
-            found.append(self._lookup(text.tokens[row, start:end], count) if text.active[row] else [])
-        width = max(map(len, found))
-        tokens = torch.zeros(len(found), width, dtype=torch.long, device=text.tokens.device)
-        for row, continuation in enumerate(found):
-            tokens[row, : len(continuation)] = torch.as_tensor(continuation)
-        return Drafted(tokens, [len(continuation) for continuation in found])
+        rows = zip(text.tokens, text.starts, text.ends, text.active, strict=True)
+        found = [self._lookup(row[start:end], count if active else 0) for row, start, end, active in rows]
+        return Drafted(torch.nn.utils.rnn.pad_sequence(found, batch_first=True), [len(tokens) for tokens in found])
 
-    def _lookup(self, tokens: torch.Tensor, count: int) -> torch.Tensor | list:
+    def _lookup(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
         """The continuation of the latest earlier occurrence of the longest possible match."""
-        for size in range(min(self.longest_match, len(tokens) - 1), 0, -1):
+        for size in range(min(LONGEST_MATCH, len(tokens) - 1), 0, -1):
             same = (tokens[:-1].unfold(0, size, 1) == tokens[-size:]).all(1).nonzero()
             if len(same):
                 after = int(same[-1]) + size
                 return tokens[after : after + count]
-        return []
+        return tokens[:0]
 
     def accept(self, text: Text) -> None:
         """A lookup keeps nothing between calls."""
@@ -217,7 +186,7 @@ class ModelDraft:
 
     def accept(self, text: Text) -> None:
         """Go on behind the text as it is now; every row is left the same number of tokens behind."""
-        if self.track is None or not self.track.ahead or not any(text.active):
+        if not any(text.active):
             return
         rows = [row for row, active in enumerate(text.active) if active]
         seen = {row: min(text.length(row) - 1, self.track.lengths[row] + self.track.ahead) for row in rows}
@@ -249,128 +218,13 @@ def empty_cache(model: PreTrainedModel) -> Cache:
     return cache
 
 
-def first_layers(model: PreTrainedModel, layers: int | None = None) -> PreTrainedModel:
-    """The model's first layers (a third by default) under its own final norm and head; shares every weight with it.
-
-    Raises:
-        ValueError: there are not so many layers, or not fewer than all.
-    """
-    if not hasattr(getattr(model, "model", None), "layers"):
-        raise ValueError(
-            f"{type(model).__name__} does not keep its layers where draft='self' looks; name another draft."
-        )
-    total = len(model.model.layers)
-    layers = max(total // SELF_SHARE, 1) if layers is None else layers
-    if not 0 < layers < total:
-        raise ValueError(f"A draft of the model's own first layers takes 1 to {total - 1} of them, not {layers}.")
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = layers
-    for name in ("layer_types", "hybrid_full_heads"):
-        if getattr(config, name, None) is not None:
-            setattr(config, name, getattr(config, name)[:layers])
-    with torch.device("meta"):
-        draft = type(model)(config)
-    for name, module in model.model.named_children():
-        setattr(draft.model, name, nn.ModuleList(module[:layers]) if name == "layers" else module)
-    draft.lm_head = model.lm_head
-    return draft.train(model.training)
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Seconds of a plain step, what a pass over several tokens adds, what each of them adds, and of drafting one."""
-
-    step: float
-    several: float
-    token: float
-    draft: float
-
-    @staticmethod
-    def tokens(acceptance: float, length: int) -> float:
-        """Expected tokens of a pass that verifies `length` drafted ones."""
-        return sum(acceptance**i for i in range(length + 1))
-
-    def seconds(self, length: int) -> float:
-        """Predicted seconds to draft and verify `length` tokens."""
-        return self.step + (self.several + length * (self.token + self.draft) if length else 0.0)
-
-    def speedup(self, acceptance: float, length: int) -> float:
-        """Predicted speed relative to plain decoding; 1 at length 0."""
-        return self.tokens(acceptance, length) * self.step / self.seconds(length)
-
-    def best(self, acceptance: float, longest: int) -> int:
-        """The fastest length up to `longest`; 0 where no draft pays."""
-        return max(range(longest + 1), key=lambda length: self.speedup(acceptance, length))
-
-    def break_even(self, length: int) -> float | None:
-        """The acceptance above which drafts of this length pay; None where not even perfect ones do."""
-        if self.speedup(1.0, length) <= 1:
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.speedup(middle, length) > 1 else (middle, high)
-        return high
-
-
-@dataclass
-class DraftLength:
-    """Chooses the length of each draft from how the last ones did."""
-
-    longest: int = 8
-    rounds: int = 0
-    without: int = 0
-    steps: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    drafting: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    trials: list[float] = field(default_factory=lambda: [0.0, 0.0])
-
-    def next(self) -> int:
-        """How many tokens to draft now."""
-        if self.rounds < len(FIRST_LENGTHS):
-            return min(FIRST_LENGTHS[self.rounds], self.longest)
-        length = self.cost().best(self.acceptance(), self.longest)
-        if length == 0 and self.without >= PROBE_EVERY:
-            return min(2, self.longest)
-        return length
-
-    def note(self, length: int, accepted: int, rejected: int, draft_seconds: float, verify_seconds: float) -> None:
-        """Learn from a round that verified `length` drafted tokens; accepted and rejected are counted over all rows.
-
-        A row rejects at most one token: those behind it are not judged.
-        """
-        self.rounds += 1
-        self.without = 0 if length else self.without + 1
-        if length:
-            new = (1.0, length, length**2, verify_seconds, length * verify_seconds)
-            self.sums = [FORGET * old + value for old, value in zip(self.sums, new, strict=True)]
-            self.drafting = [FORGET * self.drafting[0] + draft_seconds, FORGET * self.drafting[1] + length]
-        else:
-            self.steps = [FORGET * self.steps[0] + verify_seconds, FORGET * self.steps[1] + 1]
-        if accepted + rejected:
-            self.trials = [FORGET * self.trials[0] + accepted, FORGET * self.trials[1] + accepted + rejected]
-
-    def acceptance(self) -> float:
-        """Estimated probability that a drafted token is accepted; 1/2 before anything is known."""
-        return (self.trials[0] + 1) / (self.trials[1] + 2)
-
-    def cost(self) -> CostModel:
-        """Costs from what was measured: the mean of plain steps, and a line fitted to the other passes."""
-        weight, k, kk, seconds, k_seconds = self.sums
-        spread = weight * kk - k * k
-        token = max((weight * k_seconds - k * seconds) / spread, 0.0) if spread > 1e-9 * weight * kk else 0.0
-        whole = (seconds - token * k) / weight if weight else 0.0
-        step = self.steps[0] / self.steps[1] if self.steps[1] else max(whole, 1e-9)
-        return CostModel(step, max(whole - step, 0.0), token, self.drafting[0] / max(self.drafting[1], 1e-9))
-
-
 @dataclass
 class Statistics:
     """Counts over one generation, without the prompt.
 
     passes: forward passes of the target, for all rows at once. row_passes: the same, counted per unfinished row.
-    tokens: generated. drafted: verified. accepted: kept. rejected: judged wrong; tokens behind a rejected one are not
-    judged. extra_bytes: memory that plain decoding does not need: the target's records and the draft's cache.
+    tokens: generated. drafted: verified. accepted: kept. extra_bytes: memory that plain decoding does not need: the
+    target's records and the draft's cache.
     """
 
     passes: int = 0
@@ -378,19 +232,11 @@ class Statistics:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    rejected: int = 0
     extra_bytes: int = 0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
 
-    def __add__(self, other: "Statistics") -> "Statistics":
-        return Statistics(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def summary(self) -> dict[str, Any]:
-        """All counts and three ratios; `acceptance`, which `CostModel` takes, is a share of the judged tokens."""
-        judged = self.accepted + self.rejected
+    def summary(self) -> dict[str, int | float | None]:
+        """All counts, and two ratios."""
         return asdict(self) | {
-            "acceptance": self.accepted / judged if judged else None,
             "tokens_per_target_pass": self.tokens / self.row_passes if self.row_passes else None,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
         }
@@ -411,17 +257,15 @@ def speculative_decoding(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     draft: PreTrainedModel | str = "prompt-lookup",
-    num_draft_tokens: int | str = "auto",
-    draft_layers: int | None = None,
+    num_draft_tokens: int = 5,
     token_streamer: Any = None,
     **model_kwargs,
 ) -> torch.LongTensor | SpeculativeOutput:
     """Decoding loop for `generate(..., custom_generate=speculative_decoding)`, which hands the other arguments over.
 
     Args:
-        draft: a model of the same vocabulary, "prompt-lookup", or "self" for the model's own first layers.
-        num_draft_tokens: verified per pass, or "auto" for as many as pay (`DraftLength`).
-        draft_layers: how many layers make a draft of "self"; a third of them by default.
+        draft: a model of the same vocabulary, or "prompt-lookup".
+        num_draft_tokens: tokens drafted and verified per pass, at most.
         token_streamer: gets tokens as they are accepted; `generate` keeps the one it calls `streamer` to itself.
 
     Returns:
@@ -432,21 +276,17 @@ def speculative_decoding(
             right, or something was asked for that does not exist here (beams, scores, a static cache).
     """
     mask = model_kwargs.get("attention_mask")
-    _check_request(model, input_ids, mask, generation_config, logits_processor, model_kwargs, token_streamer)
-    source = make_draft(model, draft, draft_layers)
-    lengths = DraftLength() if num_draft_tokens == "auto" else _fixed_length(num_draft_tokens)
-    limit = generation_config.max_length
-    longest = lengths.longest if isinstance(lengths, DraftLength) else lengths
-    text = Text(input_ids.to(model.device), mask, limit + longest + 1)
+    _check_request(input_ids, mask, generation_config, logits_processor, model_kwargs, token_streamer)
+    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens must be a whole number of at least 1; got {num_draft_tokens!r}.")
+    source = make_draft(model, draft)
+    text = Text(input_ids.to(model.device), mask, generation_config.max_length + num_draft_tokens + 1)
     cache = model_kwargs.get("past_key_values")
     target = Track(model, empty_cache(model) if cache is None else cache)
     loop = _Loop(text, target, source, logits_processor, stopping_criteria, generation_config, token_streamer)
     loop.begin()
     while loop.unfinished():
-        asked = lengths.next() if isinstance(lengths, DraftLength) else lengths
-        report = loop.round(min(asked, limit - 1 - loop.shortest_end()))
-        if isinstance(lengths, DraftLength):
-            lengths.note(*report)
+        loop.round(num_draft_tokens)
     sequences = loop.sequences().to(input_ids.device)
     if token_streamer is not None:
         token_streamer.end()
@@ -455,36 +295,27 @@ def speculative_decoding(
     # the caches of several rows are not where plain decoding would have left them
     stop_recording(target.cache)
     cache = target.cache if len(sequences) == 1 else None
-    return SpeculativeOutput(sequences=sequences, past_key_values=cache, statistics=loop.finished_statistics())
+    loop.statistics.extra_bytes = target.extra_bytes + source.extra_bytes()
+    return SpeculativeOutput(sequences=sequences, past_key_values=cache, statistics=loop.statistics)
 
 
-def make_draft(model: PreTrainedModel, draft: PreTrainedModel | str, layers: int | None) -> PromptLookup | ModelDraft:
+def make_draft(model: PreTrainedModel, draft: PreTrainedModel | str) -> PromptLookup | ModelDraft:
     """The source of drafts for `model`.
 
     Raises:
         ValueError: see `speculative_decoding`.
     """
-    if layers is not None and draft != "self":
-        raise ValueError("draft_layers belongs to draft='self'.")
     if draft == "prompt-lookup":
         return PromptLookup()
-    if draft == "self":
-        return ModelDraft(first_layers(model, layers))
     if not isinstance(draft, PreTrainedModel):
-        raise ValueError(f"draft must be a model, 'prompt-lookup' or 'self', not {draft!r}.")
+        raise ValueError(f"draft must be a model or 'prompt-lookup', not {draft!r}.")
     own, theirs = (m.get_output_embeddings().weight.shape[0] for m in (model, draft))
     if own != theirs:
         raise ValueError(f"The draft has a vocabulary of {theirs} tokens, the target of {own}; they must share it.")
     return ModelDraft(draft)
 
 
-def _fixed_length(length: int | str) -> int:
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"num_draft_tokens must be at least 1, or 'auto'; got {length!r}.")
-    return length
-
-
-def _check_request(model, input_ids, mask, config, processors, model_kwargs, streamer) -> None:
+def _check_request(input_ids, mask, config, processors, model_kwargs, streamer) -> None:
     unknown = sorted(name for name, value in model_kwargs.items() if name not in EXPECTED and value is not None)
     if unknown:
         raise ValueError(f"Speculative decoding takes no {', '.join(unknown)}.")
@@ -556,29 +387,26 @@ class _Loop:
         self.text.write(self.choose(logits[:, None])[0][:, None])
         self._commit([1] * len(self.text.ends))
 
-    def round(self, length: int) -> tuple[int, int, int, float, float]:
-        """Draft, verify and keep; returns the arguments of `DraftLength.note`."""
-        text, rows, began = self.text, len(self.text.ends), time.perf_counter()
-        if length > 0:
-            drafted = self.draft.propose(text, length, self.choose)
-        else:
-            drafted = Drafted(torch.zeros(rows, 0, dtype=torch.long, device=text.tokens.device), [0] * rows)
-        verifying = time.perf_counter()
+    def round(self, longest: int) -> None:
+        """Draft up to `longest` tokens, verify them and keep what is right."""
+        text = self.text
+        shortest = min(end for end, on in zip(text.ends, text.active, strict=True) if on)
+        # the token behind the draft is one more
+        drafted = self.draft.propose(text, max(min(longest, self.config.max_length - 1 - shortest), 1), self.choose)
         logits = self.target.feed(torch.cat([text.last(1), drafted.tokens], 1), text.active)
         text.write(drafted.tokens)
         counts, behind = judge(self.scores(logits), drafted, self.config.do_sample)
-        active, asked = list(text.active), sum(n for n, on in zip(drafted.counts, text.active, strict=True) if on)
+        active, known = list(text.active), self.statistics
         for row, count in enumerate(counts):
             text.tokens[row, text.ends[row] + count] = behind[row]
         kept = self._commit([count + 1 if on else 0 for count, on in zip(counts, active, strict=True)])
         self.target.accept(kept, text.active)
         self.draft.accept(text)
-        ended, accepted = time.perf_counter(), sum(n for n, on in zip(counts, active, strict=True) if on)
-        rejected = sum(on and n < of for n, of, on in zip(counts, drafted.counts, active, strict=True))
-        self.statistics += Statistics(
-            1, sum(active), sum(kept), asked, accepted, rejected, 0, verifying - began, ended - verifying
-        )
-        return drafted.tokens.shape[1], accepted, rejected, verifying - began, ended - verifying
+        known.passes += 1
+        known.row_passes += sum(active)
+        known.tokens += sum(kept)
+        known.drafted += sum(count for count, on in zip(drafted.counts, active, strict=True) if on)
+        known.accepted += sum(count for count, on in zip(counts, active, strict=True) if on)
 
     def scores(self, logits: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """(B, n, V) in float32 as `generate` has them, processed; logits[:, i] stands behind offset + i new tokens."""
@@ -623,10 +451,6 @@ class _Loop:
             return True
         return not self.fills_up and min(self.text.ends) < max(self.stopped)
 
-    def shortest_end(self) -> int:
-        """Length of the shortest unfinished row."""
-        return min(end for end, active in zip(self.text.ends, self.text.active, strict=True) if active)
-
     def sequences(self) -> torch.Tensor:
         """(B, length), finished rows filled up with padding."""
         length = max(self.stopped)
@@ -635,8 +459,3 @@ class _Loop:
             if self.fills_up and end < length:
                 sequences[row, end:] = self.config._pad_token_tensor
         return sequences
-
-    def finished_statistics(self) -> Statistics:
-        """The statistics, with the extra bytes filled in."""
-        self.statistics.extra_bytes = self.target.extra_bytes + self.draft.extra_bytes()
-        return self.statistics

@@ -17,14 +17,14 @@ import os
 import torch
 from torch import nn
 
-from .hub_kernels import hub_function
+from .hybrid_config import BACKENDS
 from .ssd_chunked import chunked_scan, full_precision
 
 # installed and yet unusable: Triton says in several ways that there is no GPU, kernels that they are for another torch
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 except (ImportError, RuntimeError, OSError, AttributeError):
-    mamba_chunk_scan_combined = hub_function("mamba_chunk_scan_combined")
+    mamba_chunk_scan_combined = None
 try:
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 except (ImportError, RuntimeError, OSError, AttributeError):
@@ -37,9 +37,13 @@ KERNEL_MIN_STEP = 1e-6
 # fla's kernel that goes token by token is the faster one up to about this many
 FLA_RECURRENT_TOKENS = 32
 
-SSD_BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 # overrides the configuration's mixer_backend
 BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
+
+
+def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
+    """(B, L) bool: the tokens at which a packed sequence follows another."""
+    return nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
 
 
 def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -51,8 +55,7 @@ def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> to
     """
     if seq_idx is None:
         return log_a
-    starts = torch.zeros_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    starts = sequence_starts(seq_idx)
     return log_a.masked_fill(starts.view(*starts.shape, *[1] * (log_a.ndim - 2)), RESET_LOG_DECAY)
 
 
@@ -181,7 +184,7 @@ def ssd_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same map as `ssd_recurrence`, in chunks, in float32 (float64 for float64 input).
 
-    `backend` is one of `SSD_BACKENDS`; see `choose_backend`, which raises a ValueError.
+    `backend` is one of `BACKENDS`; see `choose_backend`, which raises a ValueError.
     """
     backend = choose_backend(backend, x.is_cuda, recording=is_recorded(x, log_a, B, C, initial_state))
     if backend == "mamba_ssm":
@@ -209,9 +212,9 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
     Raises:
         ValueError: the backend is unknown, or asked for by name and not usable here.
     """
-    if asked not in SSD_BACKENDS:
+    if asked not in BACKENDS:
         raise ValueError(
-            f"Unknown SSD backend {asked!r}; choose one of {', '.join(SSD_BACKENDS)} "
+            f"Unknown SSD backend {asked!r}; choose one of {', '.join(BACKENDS)} "
             f"(mixer_backend in the configuration, or the environment variable {BACKEND_VARIABLE})."
         )
     kernels = {"mamba_ssm": mamba_chunk_scan_combined, "fla": chunk_simple_gla}
@@ -265,8 +268,8 @@ def _fla_scan(x, log_a, B, C, initial_state, seq_idx):
         initial_state = initial_state.float().repeat_interleave(shared, dim=1)
     offsets, first = None, None
     if seq_idx is not None:
-        starts = torch.ones_like(seq_idx, dtype=torch.bool)
-        starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+        starts = sequence_starts(seq_idx)
+        starts[:, 0] = True
         where = starts.flatten().nonzero()[:, 0]
         offsets = nn.functional.pad(where, (0, 1), value=batch * L)
         first = where % L == 0  # the sequences that begin a row and continue its state

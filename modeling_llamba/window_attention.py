@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.phi.modeling_phi import eager_attention_forward
 
-from .attention import eager_attention
-from .growing_keys import append_keys
+from .attention import append_keys
 from .norms import head_norm
 from .rotary import apply_rotary
 
@@ -66,11 +66,8 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.window, self.sinks = config.hybrid_window, config.hybrid_sinks
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
         self.scaling = self.head_dim**-0.5
         self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
@@ -265,7 +262,7 @@ class WindowAttention(nn.Module):
             key, value = append_keys(past.full, key, value)
         if self._kv_place is not None:
             key, value = _heads(key, self._kv_place), _heads(value, self._kv_place)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         of_full, _ = attend(
             self.full.train(self.training),
             _heads(query, self.full_heads),

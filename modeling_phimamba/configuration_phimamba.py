@@ -13,15 +13,12 @@ class PhiMambaConfig(HybridConfig):
 
     Args:
         hidden_act: activation of the MLP. layer_norm_eps: epsilon of every LayerNorm.
-        resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
     """
 
     model_type = "phimamba"
 
     hidden_act: str = "gelu_new"
     layer_norm_eps: float = 1e-5
-    resid_pdrop: float | int = 0.0
-    embd_pdrop: float | int = 0.0
     lm_head_bias: bool = True
     attention_bias: bool = True
     attention_out_bias: bool = True

@@ -8,7 +8,6 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from modeling_llamba.hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
-from modeling_llamba.rotary import RotaryEmbedding
 
 from .configuration_phimamba import PhiMambaConfig
 
@@ -51,24 +50,11 @@ class PhiMambaPreTrainedModel(HybridPreTrainedModel):
 
 
 class PhiMambaModel(PhiMambaPreTrainedModel, HybridModel):
-    def __init__(self, config: PhiMambaConfig):
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.embed_dropout = nn.Dropout(config.embd_pdrop)
-        self.layers = nn.ModuleList([PhiMambaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config)
-        self.gradient_checkpointing = False
-        self.post_init()
+    layer_class, norm_class = PhiMambaDecoderLayer, nn.LayerNorm
 
 
 class PhiMambaForCausalLM(PhiMambaPreTrainedModel, HybridForCausalLM):
-    def __init__(self, config: PhiMambaConfig):
-        super().__init__(config)
-        self.model = PhiMambaModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
-        self.post_init()
+    model_class = PhiMambaModel
 
 
 __all__ = ["PhiMambaForCausalLM", "PhiMambaModel", "PhiMambaPreTrainedModel"]

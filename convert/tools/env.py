@@ -11,7 +11,6 @@ from rich.console import Group
 from rich.table import Table
 from transformers.utils import is_flash_attn_2_available
 
-from modeling_llamba.hub_kernels import HUB_REPOSITORY, hub_function
 from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend
 
 LIBRARIES = (
@@ -25,10 +24,7 @@ KERNELS = {
     "flash-attn": "flash_attn",
     "fla-core": "fla.ops.simple_gla",
     "triton": "triton",
-    "kernels": "kernels",
 }
-
-SCAN = "mamba_chunk_scan_combined"
 
 
 def environment() -> dict[str, Any]:
@@ -71,21 +67,19 @@ def _kernel(package: str, module: str) -> dict[str, str | None]:
 def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str, dict[str, str]]:
     """Which implementation runs, and why, for each part that has more than one."""
 
-    def choose(name: str, package: str, on_hub: str = "") -> dict[str, str]:
+    def choose(name: str, package: str) -> dict[str, str]:
         problem = kernels[package]["problem"]
         if not cuda:
             return {"runs": "torch", "why": "no CUDA device"}
-        if problem and on_hub and hub_function(on_hub) is not None:
-            return {"runs": name, "why": f"{HUB_REPOSITORY} of the Hub, on CUDA"}
         if problem:
             return {"runs": "torch", "why": f"{package}: {problem}"}
         return {"runs": name, "why": f"{package} {kernels[package]['version']} on CUDA"}
 
-    inference, training = choose("mamba_ssm", "mamba-ssm", SCAN), choose("fla", "fla-core")
+    inference, training = choose("mamba_ssm", "mamba-ssm"), choose("fla", "fla-core")
     scan = training if inference["runs"] == "torch" and training["runs"] == "fla" else inference
     if scan["runs"] == "mamba_ssm":
         scan["why"] += f"; {training['runs']} where a gradient is wanted ({training['why']})"
-    conv = choose("causal_conv1d", "causal-conv1d", "causal_conv1d_fn")
+    conv = choose("causal_conv1d", "causal-conv1d")
     asked = os.environ.get(BACKEND_VARIABLE)
     if asked:
         try:

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-import modeling_llamba.growing_keys as growing_keys
-from modeling_llamba.growing_keys import append_keys
+from modeling_llamba import attention
+from modeling_llamba.attention import append_keys
 from modeling_llamba.ssd import ssd_recurrence, ssd_scan, ssd_step
 from tests.modeling.test_ssd import SHAPES, random_inputs, relative_error
 from tests.students import make_student
@@ -17,7 +17,7 @@ from tests.teachers import random_ids
 
 @pytest.fixture
 def little_room(monkeypatch):
-    monkeypatch.setattr(growing_keys, "MIN_ROOM", 3)
+    monkeypatch.setattr(attention, "MIN_ROOM", 3)
 
 
 def tokens(count, batch=2):
@@ -106,7 +106,7 @@ def test_generation_equals_that_of_a_concatenating_cache(monkeypatch, pattern):
     def concatenate(layer, keys, values):
         return layer.update(keys, values)
 
-    for module in ("growing_keys", "window_attention"):
+    for module in ("attention", "window_attention"):
         monkeypatch.setattr(f"modeling_llamba.{module}.append_keys", concatenate)
     assert torch.equal(grown, model.generate(ids, **options))
     assert torch.equal(beams, model.generate(ids, num_beams=3, **options))

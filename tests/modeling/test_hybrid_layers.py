@@ -216,22 +216,6 @@ def test_the_layer_is_its_matrices_times_its_values(overrides, packed):
     torch.testing.assert_close(m(u, rotary, seq_idx=seq_idx, window=window), out, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("full_heads", [[], [1, 3]])
-def test_window_dropout_leaves_what_the_mixer_cannot_replace(full_heads):
-    """In training only; the first tokens, which the window serves alone, and heads with full attention stay."""
-    m, u, rotary = layer_and_input(hybrid_full_heads=[full_heads] * 2)
-    m.window_dropout = 1.0
-    with_window = m(u, rotary)
-    m.train()
-    without, near = m(u, rotary), m.near_tokens
-    torch.testing.assert_close(without[:, :near], with_window[:, :near])
-    assert not torch.isclose(without[:, near:], with_window[:, near:]).all(-1).any()
-    m.eval()
-    for head in set(range(m.attention.heads)) - set(full_heads):
-        m.out_proj.weight.data[:, head * m.attention.head_dim : (head + 1) * m.attention.head_dim] = 0
-    torch.testing.assert_close(without, m(u, rotary))
-
-
 def test_caches_of_other_models_are_refused():
     model = make_student(pattern="beside-only")
     with pytest.raises(ValueError, match="cache made for them"):

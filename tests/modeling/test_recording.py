@@ -7,9 +7,10 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modeling_llamba.hybrid_cache import accept, cache_length, record, recorded_bytes, stop_recording, tensors_of
-from modeling_llamba.selective_scan import selective_advance, selective_read, selective_recurrence
+from modeling_llamba.selective_scan import selective_advance, selective_read
 from modeling_llamba.ssd import ssd_advance, ssd_read, ssd_recurrence
 from tests.modeling.test_models import CASES, CLOSE
+from tests.modeling.test_selective_scan import selective_recurrence
 from tests.modeling.test_ssd import SHAPES, random_inputs
 from tests.students import make_student
 from tests.teachers import TINY, random_ids

@@ -97,7 +97,7 @@ def test_choice_of_a_backend(monkeypatch, case):
     installed, asked, on_cuda, recording, expected = CHOICES[case]
     monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", object() if "mamba_ssm" in installed else None)
     monkeypatch.setattr(ssd, "chunk_simple_gla", object() if "fla" in installed else None)
-    if expected in ssd.SSD_BACKENDS:
+    if expected in ssd.BACKENDS:
         assert ssd.choose_backend(asked, on_cuda, recording) == expected
     else:
         with pytest.raises(ValueError, match=expected):

@@ -58,11 +58,14 @@ def test_loss_is_the_shifted_cross_entropy_over_labelled_tokens(mixer):
     torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family, pattern", [("phimamba", "pure"), ("llamba", "every")])
-def test_compiled_forward_and_backward(family, pattern):
+ONE_LAYER = dict(num_hidden_layers=1, layer_types=["linear_attention"], hybrid_full_heads=None)
+
+
+@pytest.mark.parametrize("family, options", [("phimamba", ONE_LAYER), ("llamba", dict(pattern="every"))])
+def test_compiled_forward_and_backward(family, options):
     """The whole graph, without breaks; the inductor backend is left to `make test-slow`."""
     torch.compiler.reset()
-    model = make_student(family, pattern=pattern)
+    model = make_student(family, **options)
     ids = random_ids(2, 20)
     loss, plain = gradients(model, ids)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
