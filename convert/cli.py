@@ -62,7 +62,6 @@ class Command:
     switches: Mapping[str, str] = field(default_factory=dict)
 
 
-
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
     """Convert, or print the plan."""
     from .pipeline import plan_conversion, run

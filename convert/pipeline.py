@@ -126,7 +126,7 @@ def write(
 
 
 def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptions) -> dict[str, Any]:
-    """What the hybrid's configuration records about where it comes from; nothing of where things lie on this machine."""
+    """What the hybrid's configuration records about where it comes from; no paths of this machine."""
     recorded = differences(dataclasses.replace(options, model="teacher", output=OutputOptions(folder="hybrid")))
     recorded.get("alignment", {}).pop("work_dir", None)
     if "text" in recorded.get("alignment", {}):

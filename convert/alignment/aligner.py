@@ -97,8 +97,8 @@ class Aligner:
         num_fitting = max(alignment.tokens // length - held_out, 0)
         if num_fitting < 1:
             raise ValueError(
-                f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge the "
-                f"fit. Give at least {(held_out + 1) * length}."
+                f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge "
+                f"the fit. Give at least {(held_out + 1) * length}."
             )
         prose = PROSE_SEQUENCES if self.options.scores_placement else 0
         fitting = num_fitting + held_out

@@ -208,9 +208,5 @@ def test_decoding_has_targets_where_models_were_measured():
     assert sum("over the teacher" in name for name in found) == len(HYBRIDS)
 
 
-
-
 def test_inputs_are_reproducible():
     assert all(map(torch.equal, inputs(2, 8), inputs(2, 8)))
-
-
