@@ -21,11 +21,11 @@ demo: install ## convert the embedded teacher to a 50 % hybrid, reload it elsewh
 pipeline: install ## teacher -> hybrid -> SeqKD data -> SFT -> DPO -> a stand-in Hub -> pulled -> answers
 	$(BIN)/python -m tests.doubles.hub runs/pipeline/hub $(BIN)/python -m recipes.pipeline --compare-losses --push-to-hub me/hybrid
 
-test: install ## what CI runs: CPU only, offline
+test: install ## the fast tests: CPU only, offline
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-slow: install
-	$(BIN)/python -m pytest -m slow
+test-slow: install ## what takes longer, such as the real teacher
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'slow and not gpu'
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu

@@ -53,12 +53,6 @@ class HybridMixer(nn.Module):
             bias = config.attention_out_bias
             self.near_proj = nn.Linear(self.attention_size, config.hidden_size, bias=bias)
 
-    def window_features(self) -> torch.Tensor:
-        """(attention_size,) bool: the features of the heads that see no more than window and sinks."""
-        seen = torch.ones(self.attention.heads, dtype=torch.bool)
-        seen[self.attention.full_heads] = False
-        return seen.repeat_interleave(self.attention.head_dim)
-
     def forward(
         self,
         hidden_states: torch.Tensor,
