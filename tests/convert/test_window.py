@@ -17,7 +17,7 @@ from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import layer_data, teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
-LENGTH = 40
+LENGTH, LAYERS = 40, 2
 every_teacher = pytest.mark.parametrize("name", TEACHERS)
 
 
@@ -34,12 +34,12 @@ def test_a_window_that_sees_everything_is_the_teacher(name, mixer, saved_teacher
     """Nothing is fitted, so out_proj holds the teacher's o_proj for the window and nothing for the mixer."""
     sliding = getattr(TEACHERS[name][1], "sliding_window", None)
     window = dict(window=sliding, sinks=0) if sliding else dict(window=LENGTH, sinks=3)
-    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", mixer=mixer, **window)
+    hybrid, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, **window)
     ids = random_ids(2, LENGTH)
     if sliding and "full_attention" in plan.config.conversion["teacher_layer_types"]:
         ids = ids[:, :sliding]
     assert set(plan.config.layer_types) == {"hybrid"}
-    torch.testing.assert_close(hybrid(ids).logits, make_teacher(name)(ids).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(hybrid(ids).logits, make_teacher(name, layers=LAYERS)(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
