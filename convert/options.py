@@ -327,6 +327,13 @@ class ConversionOptions:
                 raise ValueError("attention_heads stand beside a window; give one (window: 64).")
             if mixer.kind == "none":
                 raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
+        fitted = alignment.method != "none" and mixer.kind != "none"
+        if fitted and placement.window is not None and placement.window + placement.sinks >= self.sequence_length:
+            raise ValueError(
+                f"A window of {placement.window} and {placement.sinks} sinks leaves nothing of sequences of "
+                f"{self.sequence_length} tokens to fit a mixer on; set alignment.sequence_length higher, or say "
+                "--mixer none."
+            )
         if placement.window is not None and mixer.kind == "mamba1" and mixer.scope == "beyond":
             raise ValueError("mamba1 beside a window sees everything; say scope all, or choose another mixer.")
         if alignment.method == "none" and isinstance(placement.attention_heads, int | float):

@@ -83,8 +83,9 @@ class Budget:
         Raises:
             ValueError: not even what the user asks for fits.
         """
-        fixed = self.options.placement.window
-        count = self.asked_heads
+        fixed, count = self.options.placement.window, self.asked_heads
+        if fixed is None and count is None and self.nbytes >= asked_bytes(self.weights, self.options, whole=True):
+            return everywhere(Attention(), self.shape[0])
         if count is None:
             count = self._most(lambda n: self._bytes(ranked[:n], fixed or 1), self._heads_budget(), len(ranked))
         kept = ranked[:count]
