@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -142,23 +143,38 @@ def test_packages_are_listed_by_name():
 
 
 def test_readme_commands_exist():
-    """Every `make` target and every long flag that the README mentions is real."""
-    import inspect
+    """Every command, option and `make` target in the README, the guides and CONTRIBUTING is real."""
+    import dataclasses
 
-    readme = (ROOT / "README.md").read_text()
+    from convert.cli import COMMANDS
+    from recipes.evaluate import Options
+
+    evaluation = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    code = "\n".join(re.findall(r"`[^`\n]+`|```.*?```", text, re.S))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    mentioned = set(re.findall(r"\bmake ([a-z-]+)", "\n".join(re.findall(r"`[^`]+`|```.*?```", readme, re.S))))
+    mentioned = set(re.findall(r"\bmake ([a-z-]+)", code))
     assert mentioned and mentioned <= targets, mentioned - targets
-    parameters = [
-        name for command in app.registered_commands for name in inspect.signature(command.callback).parameters
-    ]
-    flags = {f"--{name.replace('_', '-')}" for name in parameters} | {"--set"}
-    flags |= {"--no-rotary", "--no-out-bias", "--no-decay-bias", "--share-kv-heads", "--json"}
-    for line in readme.splitlines():
-        if line.strip().startswith("convert-to-hybrid"):
-            assert set(re.findall(r"--[a-z-]+", line)) <= flags, line
-    for module in re.findall(r"python -m (recipes\.\w+)", readme):
-        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+    read = set()
+    for line in re.findall(r"(?:^|`)(convert-to-hybrid [^`\n]+|torchrun .+ -m convert\.cli [^`\n]+)", text, re.M):
+        words = shlex.split(re.sub(r".*convert(-to-hybrid|\.cli) ", "", line), comments=True)
+        name = words.pop(0) if words[0] in COMMANDS else "convert"
+        if "--config" in words:  # the file of the example does not exist
+            place = words.index("--config")
+            words[place : place + 2] = []
+        if not {"--help", "--set"} & set(words) and len(words) >= len(COMMANDS[name].positionals):
+            COMMANDS[name].parser(name).from_command_line(words)
+            read.add(name)
+    assert read == set(COMMANDS), set(COMMANDS) - read
+    modules = re.findall(r"python -m (recipes[.\w]+)([^`\n#]*)", text)
+    assert {module for module, _ in modules} >= {"recipes.sft", "recipes.evaluate"}
+    for module, arguments in modules:
+        assert module_path(module) is not None, module
+        if module == "recipes.evaluate":
+            assert set(re.findall(r"--[a-z-]+", arguments)) <= evaluation, arguments
+    for config in re.findall(r"recipes/configs/[\w/.]*\.yaml", text):
+        assert (ROOT / config).is_file(), config
 
 
 def test_workflow_and_hooks_are_valid_yaml():
