@@ -8,7 +8,7 @@ when it leaves the window, and a sink never does, so that no token is counted tw
 alone, and out_proj serves every token.
 
 near_proj is the teacher's own o_proj, so that the first tokens come out exactly as the teacher has them: everything
-after them attends to them, and a small error there costs more than any other (docs/hybrid_layers.md).
+after them attends to them, and a small error there costs more than any other (docs/guide/hybrid_layers.md).
 
 With mixer "none" the layer is the window and the sinks alone, out = out_proj(attention(u)), nothing of it changed.
 

@@ -4,7 +4,7 @@ python -m recipes.evaluate MODEL [--teacher T] [--output DIR] [--parts text reca
 python -m recipes.evaluate runs/demo/hybrid --lengths 512 2048 --tasks arc_easy piqa --update-card
 
 Results go to DIR/evaluation.json and DIR/evaluation.md. Every finished cell is kept in DIR, so the same command goes
-on where it was interrupted. docs/evaluation.md says what each figure is.
+on where it was interrupted. docs/guide/evaluation.md says what each figure is.
 """
 
 import dataclasses
@@ -300,8 +300,8 @@ class Evaluation:
 def narrate() -> Iterator:
     """Progress as bars in a terminal, and as lines elsewhere."""
     if console.is_terminal:
-        with progress_bars(quiet=False) as (_, _, on_align):
-            yield on_align
+        with progress_bars(quiet=False) as progress:
+            yield progress
     else:
         yield lambda what, done, total: console.print(f"{what}: {done}/{total}", markup=False)
 

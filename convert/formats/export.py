@@ -253,7 +253,7 @@ def _without_empty(*parts: Part | Fill) -> Parts:
 
 
 def engine_notes(source: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
-    """What limits the use of the export in other engines; docs/formats.md says how each was checked."""
+    """What limits the use of the export in other engines; docs/guide/formats.md says how each was checked."""
     notes = []
     if "linear_attention" not in source.layer_types:
         return notes

@@ -1,7 +1,7 @@
 """What every layer of a hybrid holds: one typed object, made once and stored in config.json.
 
-It is made from what the user says (`named`, `share`), by a published preset, or by a search (search.py), and read back
-from a hybrid's configuration. Nothing turns it into text that would have to be parsed again.
+It is made by decide.py, from what the user says, a published preset or scores, and read back from a hybrid's
+configuration. Nothing turns it into text that would have to be parsed again.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ SHORT = 8
 NEW_TOKENS = 8
 MOST_CACHE_BYTES = 4e9
 STEP_LIMIT, GENERATE_LIMIT, CONSTANT_LIMIT = 0.25, 1.6, 1.1
-# what the default chooses for SmolLM2 (docs/hybrid_layers.md); its search is not what is measured here
+# what the default chooses for SmolLM2 (docs/results/quality.md); its search is not what is measured here
 KEPT = ((3, 1), (4, 0), (5, 2), (7, 2), (8, 0), (14, 1), (15, 2), (17, 0), (17, 1), (18, 2), (19, 1), (20, 1), (20, 2),
         (22, 2), (23, 0), (23, 2), (24, 0))  # fmt: skip
 HYBRIDS = {

@@ -30,8 +30,6 @@ LABELS = {
     "eval_ce": "cross entropy, nats per token",
     "eval_kl": "KL(teacher ‖ model), nats per token",
     "eval_agreement": "agreement with the teacher's likeliest token",
-    "eval_loss_without_window": "loss without the windows",
-    "eval_loss_without_mixer": "loss without the mixers beside them",
     "eval_rewards/accuracies": "reward accuracy",
     "eval_rewards/margins": "reward margin",
 }

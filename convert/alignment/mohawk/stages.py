@@ -217,8 +217,12 @@ def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int
         stage = getattr(settings, name)
         wanted = (stage.tokens if tokens is None else tokens) if number in stages else 0
         if number in stages and wanted < 1:
-            raise ValueError(f"Stage {number} has no tokens; say --tokens, or {name}: {{tokens: ...}} in the file.")
+            raise ValueError(
+                f"Stage {number} has no tokens; say --stage-tokens, or alignment: {{{name}: {{tokens: ...}}}} in YAML."
+            )
         changed[name] = dataclasses.replace(stage, tokens=wanted)
     if not stages:
-        raise ValueError("No stage has tokens; name one with --stage and --tokens, or in the alignment file.")
+        raise ValueError(
+            "No stage has tokens; name one with --stages and --stage-tokens, or give it tokens in the YAML file."
+        )
     return dataclasses.replace(settings, **changed)
