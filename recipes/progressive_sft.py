@@ -11,15 +11,13 @@ Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every
 was made from.
 """
 
+import argparse
 import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from torch import nn
 
 from convert import convert
@@ -29,9 +27,7 @@ from convert.weights.students import MIXER_LAYERS, STUDENTS
 from . import sft
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
 from .training.load import load_student
-from .training.run import console, one_line_errors
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+from .training.run import console, script
 
 
 def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
@@ -163,21 +159,20 @@ def check_same_run(work: Path, what: list) -> None:
     path.write_text(key)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def command(
-    context: typer.Context,
-    schedule: Annotated[str, typer.Option(help="Order of the layers: stepwise or first-to-last.")] = "stepwise",
-    steps: Annotated[int | None, typer.Option(help="Number of steps; each layer is one by default.")] = None,
-    attention_from: Annotated[
-        str | None, typer.Option(help="Model whose attention the layers to come have (default: the teacher).")
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks.")] = False,
-) -> None:
-    """Replace layers step by step; the arguments after -- are those of recipes.sft."""
-    with one_line_errors(verbose):
-        for report in run(context.args, schedule, steps, attention_from):
-            print(json.dumps({key: report[key] for key in ("before", "after")}))
+def main(argv: list[str]) -> list[dict]:
+    """Run the recipe; returns what each step measured. The arguments that are not its own are those of recipes.sft."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.progressive_sft", description="Replace layers by steps.")
+    parser.add_argument("--schedule", default="stepwise", help="Order of the layers: stepwise or first-to-last.")
+    parser.add_argument("--steps", type=int, help="Number of steps; each layer is one by default.")
+    parser.add_argument(
+        "--attention-from", help="Model whose attention the layers to come have; default: the teacher."
+    )
+    own, of_sft = parser.parse_known_args(argv)
+    reports = run([part for part in of_sft if part != "--"], own.schedule, own.steps, own.attention_from)
+    for report in reports:
+        print(json.dumps({key: report[key] for key in ("before", "after")}))
+    return reports
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    script(main)
