@@ -96,6 +96,7 @@ def test_half_attention_generates_left_padded_without_this_project(half, tmp_pat
     assert done.stdout.startswith("transformers_modules")
 
 
+@pytest.mark.slow  # a tiny model: tests/recipes/test_evaluate.py
 def test_lm_eval_runs_on_the_folder(half, tmp_path):
     """`lm_eval --model hf` with no wrapper, on a task from a local file."""
     (tmp_path / "data.jsonl").write_text(
@@ -122,9 +123,8 @@ def test_lm_eval_runs_on_the_folder(half, tmp_path):
     assert 0 <= json.loads(results.read_text())["results"]["tiny_choice"]["acc,none"] <= 1
 
 
-@pytest.mark.parametrize(
-    "layers, tokens, steps", [((12,), 2560, 0), pytest.param((12, 24, 27), 5120, 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # tiny teachers: tests/alignment/test_closed_form.py
+@pytest.mark.parametrize("layers, tokens, steps", [((12,), 2560, 0), ((12, 24, 27), 5120, 8)])
 @torch.no_grad()
 def test_closed_form_makes_it_a_language_model(layers, tokens, steps, teacher, tokenizer, smollm2_gguf, tmp_path):
     """Layers replaced and fitted on a few thousand tokens of the text that ships; judged on other text.

@@ -205,7 +205,8 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
         (dict(attention_layers=[1], align="none"), "cache chooses how many layers keep attention"),
         (dict(cache=0.0001), "too little"),
         (dict(cache="1KB"), "too little"),
-        (dict(window=5000), "too little"),
+        (dict(window=5000, mixer="none"), "too little"),
+        (dict(window=5000), "leaves nothing of sequences"),
         (dict(attention_heads="9:0"), "layers are 0 to 3"),
     ],
 )

@@ -146,7 +146,7 @@ def test_readme_commands_exist():
     """Every command, option and `make` target in the README, the guides and CONTRIBUTING is real."""
     import dataclasses
 
-    from convert.cli import COMMANDS
+    from convert.cli import COMMANDS, parser_of
     from recipes.evaluate import Options
 
     evaluation = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)}
@@ -164,7 +164,7 @@ def test_readme_commands_exist():
             place = words.index("--config")
             words[place : place + 2] = []
         if not {"--help", "--set"} & set(words) and len(words) >= len(COMMANDS[name].positionals):
-            COMMANDS[name].parser(name).from_command_line(words)
+            parser_of(name).from_command_line(words)
             read.add(name)
     assert read == set(COMMANDS), set(COMMANDS) - read
     modules = re.findall(r"python -m (recipes[.\w]+)([^`\n#]*)", text)
