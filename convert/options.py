@@ -413,11 +413,7 @@ CONVERSION_FLAGS = {
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in "5GB", "500MB", "2GiB" or a plain number.
-
-    Raises:
-        ValueError: not a positive size.
-    """
+    """Bytes in "5GB", "500MB", "2GiB" or a plain number."""
     cleaned = str(text).strip().upper().replace(" ", "")
     unit = next((u for u in sorted(SIZE_UNITS, key=len, reverse=True) if cleaned.endswith(u)), "")
     try:
@@ -656,11 +652,7 @@ class OptionParser:
         return made, {flag[2:].replace("-", "_"): switch for flag, switch in on.items()}
 
     def from_values(self, values: Mapping[str, Any], config: str | Path | None = None) -> Any:
-        """The options from nested Python values, over those of a YAML file.
-
-        Raises:
-            ValueError: as from a command line.
-        """
+        """The options from nested Python values, over those of a YAML file."""
         self._check_names(values)
         with self._one_line_errors():
             base = None if config is None else self._from_file(config)

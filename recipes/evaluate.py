@@ -53,11 +53,7 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and how.
-
-    Raises:
-        ValueError: nothing to measure, or a number out of range.
-    """
+    """What to measure, and how."""
 
     model: str = field(metadata={"help": "Folder or Hub id of a hybrid, or of any causal language model."})
     teacher: str | None = option(None, "Model to compare with, or none. Default: the one that MODEL records.")
@@ -155,11 +151,7 @@ class Options:
 
 
 def fingerprint(model: str, trust_remote_code: bool) -> str | None:
-    """Changes when a checkpoint does: names, sizes and times of a local one's files; a Hub repository's commit.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
+    """Changes when a checkpoint does: names, sizes and times of a local one's files; a Hub repository's commit."""
     name, where = locate(model)
     path = Path(name)
     if not path.is_dir():
@@ -171,11 +163,7 @@ def fingerprint(model: str, trust_remote_code: bool) -> str | None:
 
 
 def find_teacher_of(options: Options) -> str | None:
-    """The teacher named, none, or the one the checkpoint records.
-
-    Raises:
-        ValueError: none is named and none recorded.
-    """
+    """The teacher named, none, or the one the checkpoint records."""
     if options.teacher is not None:
         return None if options.teacher == "none" else options.teacher
     try:

@@ -35,11 +35,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
-    """List of the layers that each step replaces, for `mixers`, the layers replaced in the end.
-
-    Raises:
-        ValueError: there is no such schedule.
-    """
+    """List of the layers that each step replaces, for `mixers`, the layers replaced in the end."""
     if schedule not in ("stepwise", "first-to-last"):
         raise ValueError(f"Schedule {schedule!r} is neither stepwise nor first-to-last.")
     return [[layer] for layer in sorted(mixers, key=_stepwise_rank if schedule == "stepwise" else None)]
@@ -51,11 +47,7 @@ def _stepwise_rank(layer: int) -> tuple[int, int]:
 
 
 def grouped(order: list[list[int]], steps: int | None) -> list[list[int]]:
-    """The same order in `steps` steps of nearly equal size; unchanged by default.
-
-    Raises:
-        ValueError: there are more steps than layers, or none.
-    """
+    """The same order in `steps` steps of nearly equal size; unchanged by default."""
     if steps is None:
         return order
     if not 1 <= steps <= len(order):
@@ -72,9 +64,6 @@ def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, m
         lender: hybrid with all mixers.
         attention: the teacher as a hybrid without mixers.
         before: model of the step before, whose weights are taken where it has them.
-
-    Raises:
-        ValueError: a weight is in none of them.
     """
     config = type(lender.config)(**lender.config.to_dict())
     kinds = zip(lender.config.layer_types, attention.config.layer_types, strict=True)

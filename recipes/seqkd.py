@@ -110,11 +110,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def check_replaceable(output: Path, overwrite: bool, *inputs: str | None) -> None:
-    """Refuse an output that holds anything but this recipe's data, or the data or the teacher that it is made from.
-
-    Raises:
-        ValueError: naming the way out.
-    """
+    """Refuse an output that holds anything but this recipe's data, or the data or the teacher that it is made from."""
     if not output.exists() or not any(output.iterdir()):
         return
     if not overwrite:
@@ -251,11 +247,7 @@ class Answerer:
 def split_rows(
     prompts: list[Prompt], answers: list[dict[str, Any]], arguments: SeqKDArguments
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows to keep, by split, in the order of the prompts.
-
-    Raises:
-        ValueError: no answer is left.
-    """
+    """The rows to keep, by split, in the order of the prompts."""
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
         if not answer["text"].strip() or (not answer["finished"] and arguments.truncated == "drop"):

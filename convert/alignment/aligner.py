@@ -52,9 +52,6 @@ class Aligner:
 
     Args:
         work: folder that keeps fits and scores, so that an interrupted run resumes; None keeps nothing.
-
-    Raises:
-        ValueError: the options contradict each other.
     """
 
     def __init__(
@@ -205,11 +202,7 @@ def _tensors(mixers: dict[int, torch.nn.Module]) -> dict[str, torch.Tensor]:
 def calibration_rows(
     teacher: Teacher, model: TeacherModel, options: ConversionOptions, count: int, at_least: int | None = None
 ) -> torch.Tensor:
-    """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough.
-
-    Raises:
-        ValueError: no text, too little of it, or no tokenizer to read it with.
-    """
+    """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough."""
     alignment, length = options.alignment, options.sequence_length
     if alignment.text == SAMPLED:
         if alignment.low_memory:
@@ -228,11 +221,7 @@ def calibration_rows(
 
 
 def load_tokenizer(teacher: Teacher, trust_remote_code: bool):
-    """The teacher's tokenizer.
-
-    Raises:
-        ValueError: it has none that loads.
-    """
+    """The teacher's tokenizer."""
     try:
         if teacher.gguf_file is not None:
             return gguf_tokenizer(teacher.folder, teacher.gguf_file)

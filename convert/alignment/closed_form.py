@@ -214,11 +214,7 @@ def feature_scale(mixer: nn.Module, squares: torch.Tensor) -> torch.Tensor:
 
 
 def first_fitted(mixer: nn.Module, data: LayerData) -> int:
-    """The first token that out_proj serves: the earlier ones are the window's alone, and exact.
-
-    Raises:
-        ValueError: there is none in sequences of this length.
-    """
+    """The first token that out_proj serves: the earlier ones are the window's alone, and exact."""
     start = mixer.near_tokens if isinstance(mixer, HybridMixer) else 0
     if start >= data.u.shape[1]:
         raise ValueError(

@@ -99,9 +99,6 @@ def fit_mixers(
     Args:
         solved: mixers that the same settings have solved already, to be refined.
         memory: bytes of activations; more goes to a temporary file in `folder`.
-
-    Raises:
-        ValueError: see `fit_layer`.
     """
     fitted: Fits = {}
     solved = solved or {}

@@ -24,9 +24,6 @@ def documents(source: str, column: str = "text", split: str = "train", config: s
         source: "default" for the text that ships, a .jsonl, .json, .txt or .parquet file, a folder of them, or the id
             of a Hub data set.
         column: the field that holds the text. split, config: of a Hub data set.
-
-    Raises:
-        ValueError: there is no such data set or no such column.
     """
     if source == "default":  # the core installation reads it, without `datasets`
         yield from (json.loads(line)["text"] for line in DEFAULT_TEXT.read_text().splitlines())
@@ -75,9 +72,6 @@ def token_rows(
 
     Args:
         source: what to call the text in a message. at_least: rows that are enough where the text has no more.
-
-    Raises:
-        ValueError: the text is too short.
     """
     ids: list[int] = []
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -13,11 +13,7 @@ from pathlib import Path
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse an output that exists or cannot be written, before any work.
-
-    Raises:
-        ValueError: naming the way out.
-    """
+    """Refuse an output that exists or cannot be written, before any work."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; OUT must be a folder that does not exist yet.")
     if output.is_dir() and any(output.iterdir()):

@@ -16,11 +16,7 @@ REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 
 
 def check_token() -> None:
-    """Refuse a push without a token before any work.
-
-    Raises:
-        ValueError: naming the way out.
-    """
+    """Refuse a push without a token before any work."""
     if get_token() is None:
         raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
 

@@ -23,11 +23,7 @@ DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 
 def locate(model: str) -> tuple[str, dict[str, str]]:
-    """The name and the arguments that `from_pretrained` takes for a folder, a GGUF file or a Hub id.
-
-    Raises:
-        ValueError: a path that does not exist or holds no checkpoint.
-    """
+    """The name and the arguments that `from_pretrained` takes for a folder, a GGUF file or a Hub id."""
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -43,11 +39,7 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
 
 
 def load_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a checkpoint.
-
-    Raises:
-        ValueError: it cannot be found or read.
-    """
+    """The configuration of a checkpoint."""
     name, where = locate(model)
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **where)
@@ -58,11 +50,7 @@ def load_config(model: str, revision: str | None = None, trust_remote_code: bool
 def load_tokenizer(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint; pads on the left.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The tokenizer of a checkpoint; pads on the left."""
     name, where = locate(model)
     try:
         if where:
@@ -110,11 +98,7 @@ def load_model(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], chat: bool) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask (B, L), padded on the left; each prompt as a chat message if there is a template.
-
-    Raises:
-        ValueError: a prompt is empty.
-    """
+    """input_ids and attention_mask (B, L), padded on the left; each prompt as a chat message if there is a template."""
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise ValueError("The prompt is empty; give --prompt some text.")
     if chat and tokenizer.chat_template:

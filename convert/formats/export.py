@@ -113,11 +113,7 @@ def check_holdable(config: PreTrainedConfig, target: str) -> None:
 
 
 def total_heads(source: PreTrainedConfig, expand: int | None) -> tuple[int, int]:
-    """Number of heads of an exported mixer, zero ones included, and its inner width over the model's width.
-
-    Raises:
-        ValueError: no number of heads makes the width that `expand` asks for.
-    """
+    """Number of heads of an exported mixer, zero ones included, and its inner width over the model's width."""
     hidden, width = source.hidden_size, source.mixer_head_dim
     least = -(-source.mixer_num_heads * width // hidden)
     tried = range(least, least + width) if expand is None else [expand]

@@ -92,11 +92,7 @@ def describe(plan: TransferPlan) -> str:
 
 
 def find_checkpoint(options: TransferOptions) -> tuple[Path, str | None]:
-    """The folder of the checkpoint, and the commit when it came from the Hub.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
+    """The folder of the checkpoint, and the commit when it came from the Hub."""
     path = Path(options.model).expanduser()
     if path.is_file():
         raise ValueError(f"{options.model} is a file; name the folder that holds config.json and the weights.")

@@ -79,9 +79,6 @@ class Budget:
 
         Args:
             ranked: key/value heads that are not given, the one to keep first in front.
-
-        Raises:
-            ValueError: not even what the user asks for fits.
         """
         fixed = self.options.placement.window
         count = self.asked_heads
@@ -154,11 +151,7 @@ def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool
 
 
 def num_layers_within(weights: TeacherWeights, options: ConversionOptions, replacement: Layer) -> int:
-    """The largest number of attention layers that keeps within the cache budget.
-
-    Raises:
-        ValueError: not even the recurrent states fit.
-    """
+    """The largest number of attention layers that keeps within the cache budget."""
     kinds, dtype = weights.config.layer_types, output_dtype(options.output.dtype, weights.checkpoint.tensors)
     budget = asked_bytes(weights, options)
     # the layers that keep most are counted, so that whichever are chosen, the budget holds

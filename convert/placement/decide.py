@@ -15,11 +15,7 @@ EVENLY_PLACED = "scores decide which {} keep their attention when this is run; h
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
-    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay.
-
-    Raises:
-        ValueError: the options say more about layers or heads than such a budget leaves open.
-    """
+    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay."""
     if not options.searches_budget or "sliding_attention" not in weights.config.layer_types:
         return options
     placement = options.placement

@@ -12,11 +12,7 @@ FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN
 
 
 def get_family(model_type: str) -> TeacherFamily:
-    """The family of a teacher.
-
-    Raises:
-        ValueError: the architecture is not supported; the message lists those that are.
-    """
+    """The family of a teacher."""
     if model_type not in FAMILIES:
         raise ValueError(
             f"Architecture {model_type!r} is not supported. Supported teachers: {', '.join(sorted(FAMILIES))}. "

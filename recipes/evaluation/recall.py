@@ -42,9 +42,6 @@ def questions(
     Args:
         prose: (R, L) token ids of text: as many questions of each kind, in which needle and passkey are hidden.
         depths: where, from 0 (the beginning) to 1 (right before the question).
-
-    Raises:
-        ValueError: L is too short for the passkey's words.
     """
     rows, length = prose.shape
     vocabulary = plain_tokens(vocabulary_size)
@@ -63,11 +60,7 @@ def questions(
 
 
 def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) -> tuple[Probe, int]:
-    """A five-digit number told somewhere in text and asked for at the end, and the tokens between.
-
-    Raises:
-        ValueError: the text is too short for the words.
-    """
+    """A five-digit number told somewhere in text and asked for at the end, and the tokens between."""
     rows, marks, distances, length = [], [], [], prose.shape[1]
     for i, text in enumerate(prose.tolist()):
         key = "".join(random.Random(f"{seed} {i}").choices("123456789", k=DIGITS))

@@ -64,9 +64,6 @@ class ResultsFolder:
 
     Args:
         settings: what the results of each part depend on, and under `common` what all of them depend on.
-
-    Raises:
-        ValueError: there is something else in that place.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):

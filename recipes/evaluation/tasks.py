@@ -14,11 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def task_manager(names: Sequence[str], include_path: str | None) -> Any:
-    """What loads lm-eval's tasks, and those of a folder of YAML files.
-
-    Raises:
-        ValueError: lm-eval is not installed, or one of the tasks is not there.
-    """
+    """What loads lm-eval's tasks, and those of a folder of YAML files."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -54,9 +50,6 @@ def run_task(
         Per task: `chance`, the mean of 1 / choices, None where there are no choices; `chances`, the same per document;
         `metrics`, each with its `value`, whether higher is `better`, and `values` per document, None where the metric
         is not their mean.
-
-    Raises:
-        ValueError: the task's data cannot be had, or the task cannot be run.
     """
     from datasets.exceptions import DatasetsError
     from lm_eval.evaluator import simple_evaluate

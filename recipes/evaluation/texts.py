@@ -41,9 +41,6 @@ class TextSource(NamedTuple):
 
         `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
         has not read; `python-docs` is the documentation inside Python, the longest documents first.
-
-        Raises:
-            ValueError: there is no such text.
         """
         if self.name == SHIPPED:
             everything = list(documents("default"))
@@ -62,11 +59,7 @@ class TextSource(NamedTuple):
         return hash_files(path) if path.exists() else None
 
     def rows(self, tokenizer: Any, length: int, count: int) -> torch.Tensor:
-        """(S, length) token ids, S = `count` or as many as the text has.
-
-        Raises:
-            ValueError: it does not fill one row.
-        """
+        """(S, length) token ids, S = `count` or as many as the text has."""
         return token_rows(self.documents(), tokenizer, length, count, self.name, at_least=1)
 
 

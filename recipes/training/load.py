@@ -29,11 +29,7 @@ LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError)
 
 
 def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A hybrid, of the installed class, and its tokenizer.
-
-    Raises:
-        ValueError: it does not load, or is no hybrid.
-    """
+    """A hybrid, of the installed class, and its tokenizer."""
     name = arguments.model_name_or_path
     if name is None:
         raise ValueError("model_name_or_path is missing; it names the hybrid to train.")
@@ -61,11 +57,7 @@ def conversion_of(student: Path) -> dict[str, Any]:
 
 
 def side_files(name: str, revision: str | None = None) -> Path:
-    """Folder of a student's configuration, card and training record; of a Hub repository they are downloaded.
-
-    Raises:
-        ValueError: there is no such repository, or it cannot be reached.
-    """
+    """Folder of a student's configuration, card and training record; of a Hub repository they are downloaded."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -76,11 +68,7 @@ def side_files(name: str, revision: str | None = None) -> Path:
 
 
 def teacher_name(arguments: TeacherArguments, source: Path | None) -> str:
-    """Name of the teacher: the one in the arguments, or the model that the hybrid was converted from.
-
-    Raises:
-        ValueError: neither is known.
-    """
+    """Name of the teacher: the one in the arguments, or the model that the hybrid was converted from."""
     name = arguments.teacher_model_name_or_path or (conversion_of(source) if source else {}).get("teacher")
     if name is None:
         raise ValueError(f"{source} does not say what it was converted from; name teacher_model_name_or_path.")
@@ -157,9 +145,6 @@ def load_splits(
     Args:
         evaluates: whether a test split is needed.
         columns: alternative sets of columns, one of which must be there.
-
-    Raises:
-        ValueError: no data set, no such split, or none of the alternatives.
     """
     try:
         if mixture.datasets:

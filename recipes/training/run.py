@@ -98,11 +98,7 @@ class Run(contextlib.AbstractContextManager):
         return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
-        """Say how many of the `given` rows the trainer's preparation left out.
-
-        Raises:
-            ValueError: no row is left.
-        """
+        """Say how many of the `given` rows the trainer's preparation left out."""
         left, packed = len(trainer.train_dataset), getattr(self.config, "packing", False)
         if not left:
             raise ValueError(

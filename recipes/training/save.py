@@ -79,11 +79,7 @@ def write_checkpoint(
     record: StageRecord,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from.
-
-    Raises:
-        ValueError: a weight is not finite. OSError: the disk.
-    """
+    """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from."""
     check_finite(model)
     with staged(output) as folder:
         tokenizer.save_pretrained(folder)

@@ -31,9 +31,6 @@ def matrix_orientation_loss(
 
     Args:
         u: (B, L, D), what both see. tile: rows compared at a time.
-
-    Raises:
-        ValueError: the mixer has no matrix per head.
     """
     check_comparable(mixer, attention)
     with torch.autocast(u.device.type, enabled=False):
@@ -62,11 +59,7 @@ def _send_back(parts, leaves, tiles, norms) -> None:
 
 
 def check_comparable(mixer: nn.Module, attention: nn.Module) -> None:
-    """Refuse a mixer whose matrices are not one per attention head.
-
-    Raises:
-        ValueError: saying which stages remain.
-    """
+    """Refuse a mixer whose matrices are not one per attention head."""
     check_has_matrix_per_head(mixer.config.mixer)
     heads = attention.q_proj.out_features // attention.head_dim
     if mixer.num_heads != heads:
@@ -74,11 +67,7 @@ def check_comparable(mixer: nn.Module, attention: nn.Module) -> None:
 
 
 def check_has_matrix_per_head(mixer: str) -> None:
-    """Refuse a kind of mixer that has none.
-
-    Raises:
-        ValueError: saying which stages remain.
-    """
+    """Refuse a kind of mixer that has none."""
     if mixer == "mamba1":
         raise ValueError(
             "mamba1 mixes every channel with a matrix of its own, so there is none per head to orient; leave stage 1 "

@@ -48,11 +48,7 @@ class Stages:
     progress: Progress = lambda what, done, total: None
 
     def run(self) -> dict[str, Any]:
-        """Run the stages that have tokens; what each reached.
-
-        Raises:
-            ValueError: there is nothing to train, the vocabularies differ, or a loss is not finite.
-        """
+        """Run the stages that have tokens; what each reached."""
         self.check()
         report = {}
         for number, name in STAGES.items():
@@ -61,11 +57,7 @@ class Stages:
         return report
 
     def check(self) -> None:
-        """Refuse a student that does not go with the teacher, and stages that cannot run.
-
-        Raises:
-            ValueError: no mixers, another vocabulary or depth, or a stage that this mixer or memory does not allow.
-        """
+        """Refuse a student that does not go with the teacher, and stages that cannot run."""
         windowed = "hybrid" in self.student.config.layer_types
         check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory, windowed)
         if not self.mixers():
@@ -153,11 +145,7 @@ class _ProgressCallback(TrainerCallback):
 
 
 def check_stages(settings: AlignmentOptions, mixer: str, low_memory: bool, windowed: bool) -> None:
-    """Refuse, before any work, stages that cannot run.
-
-    Raises:
-        ValueError: stage 1 for mamba1 or beside a window, or stage 3 with one block in memory.
-    """
+    """Refuse, before any work, stages that cannot run."""
     if settings.matrix_orientation.tokens:
         check_has_matrix_per_head(mixer)
         if windowed:
@@ -203,11 +191,7 @@ def _mean(values: dict[int, float]) -> float:
 
 
 def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int | None) -> AlignmentOptions:
-    """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them.
-
-    Raises:
-        ValueError: there is no such stage, or one to run has no tokens.
-    """
+    """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them."""
     for number in stages:
         if number not in STAGES:
             raise ValueError(f"There is no stage {number}; MOHAWK has 1, 2 and 3.")

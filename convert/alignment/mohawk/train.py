@@ -20,11 +20,7 @@ from .stages import STAGES, Stages
 
 
 def load_hybrid(folder: Path) -> nn.Module:
-    """A hybrid this project wrote, in float32; the code is the project's own, not the folder's.
-
-    Raises:
-        ValueError: the folder holds no hybrid.
-    """
+    """A hybrid this project wrote, in float32; the code is the project's own, not the folder's."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, so it is no hybrid.")
@@ -43,11 +39,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """Write the student's weights into `folder`, in place of those there.
-
-    Raises:
-        ValueError: a weight is not finite.
-    """
+    """Write the student's weights into `folder`, in place of those there."""
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
     rules = []

@@ -64,11 +64,7 @@ def choose_places(datasets: list[str], num_layers: int, num_heads: int, count: i
 def attention_matrices(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, places: list[Place], length: int
 ) -> torch.Tensor:
-    """Attention probabilities (M, L, L) of a teacher with eager attention, in float32.
-
-    Raises:
-        ValueError: a text that does not exist or is too short.
-    """
+    """Attention probabilities (M, L, L) of a teacher with eager attention, in float32."""
     found = {}
     for dataset in dict.fromkeys(place.dataset for place in places):
         of_dataset = [place for place in places if place.dataset == dataset]
@@ -147,11 +143,7 @@ def plot(matrix: torch.Tensor, to_toeplitz: torch.Tensor, found: dict[str, dict[
 
 
 def study(teacher: str, output: Path, datasets: list[str], num_matrices: int, states: list[int], length: int) -> str:
-    """Sample, approximate and write the results; returns the table.
-
-    Raises:
-        ValueError: a teacher, text or size that cannot be used.
-    """
+    """Sample, approximate and write the results; returns the table."""
     if num_matrices < 1:
         raise ValueError(f"--num-matrices must be at least 1, not {num_matrices}.")
     if not all(0 < state < length for state in states):
