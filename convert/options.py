@@ -35,7 +35,6 @@ from jsonargparse.typing import (
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_CACHE = 0.25
 MAPPING = "names with values"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

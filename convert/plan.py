@@ -62,15 +62,13 @@ class TeacherWeights:
         mapping = LayerMapping(config, layer, self.sources, options.mixer.initial_decay, options.seed)
         rules = mapping.rules(shapes)
         if f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
-            rules.append(self._folded_bias(layer))
+            if self.teacher.family.student != "phimamba":
+                raise ValueError(
+                    "This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true)."
+                )
+            target = f"model.layers.{layer}.mlp.fc2.bias"
+            rules.append(fold_out_bias(target, self.sources[target], mapping.attention["o_proj.bias"]))
         return rules
-
-    def _folded_bias(self, layer: int) -> Rule:
-        if self.teacher.family.student != "phimamba":
-            raise ValueError("This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true).")
-        target = f"model.layers.{layer}.mlp.fc2.bias"
-        bias = self.sources[f"model.layers.{layer}.self_attn.o_proj.bias"]
-        return fold_out_bias(target, self.sources[target], bias)
 
 
 @dataclass(frozen=True)

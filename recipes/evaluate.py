@@ -288,8 +288,8 @@ class Evaluation:
 def narrate() -> Iterator:
     """Progress as bars in a terminal, and as lines elsewhere."""
     if console.is_terminal:
-        with progress_bars(quiet=False) as (_, _, on_align):
-            yield on_align
+        with progress_bars(quiet=False) as progress:
+            yield progress
     else:
         yield lambda what, done, total: console.print(f"{what}: {done}/{total}", markup=False)
 

@@ -13,7 +13,6 @@ whole answers.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -39,7 +38,9 @@ from convert.teachers.teacher import embedded_teacher
 
 from . import dpo, seqkd, sft, validation_text
 from .evaluation.metrics import figures, per_token, reader
+from .load_elsewhere import run_elsewhere
 from .training.save import LABELS, read_record
+from .validation_text import write_lines
 
 CHATS = "llamafactory==0.9.5"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -106,14 +107,9 @@ def fetch_chats(folder: Path) -> None:
     pairs = sorted(pairs, key=lambda pair: len(json.dumps(pair)))[: PAIRS + HELD_OUT_PAIRS]
     every = len(pairs) // HELD_OUT_PAIRS  # long and short ones in both splits
     (folder / "pairs").mkdir(exist_ok=True)
-    write(folder / "pairs" / "train.jsonl", [pair for i, pair in enumerate(pairs) if i % every])
-    write(folder / "pairs" / "test.jsonl", pairs[::every])
-    write(folder / "prompts.jsonl", [{key: row[key] for key in ("instruction", "input")} for row in prompts])
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object per line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs" / "train.jsonl", [pair for i, pair in enumerate(pairs) if i % every])
+    write_lines(folder / "pairs" / "test.jsonl", pairs[::every])
+    write_lines(folder / "prompts.jsonl", [{key: row[key] for key in ("instruction", "input")} for row in prompts])
 
 
 def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path, *more: str) -> Path:
@@ -125,17 +121,10 @@ def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path,
 
 
 def push_and_pull(model: Path, repository: str, folder: Path) -> dict[str, Any]:
-    """Push to the Hub, pull in a process that knows nothing of this project, ask it the question; its answer."""
+    """Push to the Hub, load from there in a process that cannot import this project, and ask the question."""
     repository = prepare_repository(repository)
     upload(model, repository)
-    job, results = folder / "job.json", folder / "pulled.pt"
-    asked = {"folder": repository, "prompts": [QUESTION], "text": QUESTION, "max_tokens": 64, "max_new_tokens": 40}
-    job.write_text(json.dumps(asked | {"results": str(results)}))
-    environment = os.environ | {"HF_HOME": str(folder / "hub-cache"), "HF_MODULES_CACHE": str(folder / "hub-modules")}
-    environment.pop("HF_TOKEN", None)
-    command = [sys.executable, "-I", str(Path(__file__).with_name("load_elsewhere.py")), str(job)]
-    subprocess.run(command, check=True, env=environment)
-    pulled = torch.load(results)
+    pulled = run_elsewhere(repository, [QUESTION], QUESTION, 64, 40, HF_HOME=str(folder / "hub-cache"), HF_TOKEN="")
     return {"class": pulled["class"], "question": QUESTION, "answer": pulled["answers"][0].strip()}
 
 

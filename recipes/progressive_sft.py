@@ -11,15 +11,13 @@ Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every
 was made from.
 """
 
+import argparse
 import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from torch import nn
 
 from convert import convert
@@ -29,9 +27,7 @@ from convert.weights.students import MIXER_LAYERS, STUDENTS
 from . import sft
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
 from .training.load import load_student
-from .training.run import console, one_line_errors
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+from .training.run import console, script
 
 
 def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
@@ -122,7 +118,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
         mixers |= set(added)
         last = number == len(plan)
         target = output if last else work / f"{number}"
-        console.print(f"step {number} of {len(plan)}: layers {added}", highlight=False)
+        console.print(f"step {number} of {len(plan)}: layers {added}")
         if (target / "config.json").is_file() and not last:
             reports.append(json.loads((target / "training.json").read_text())[-1])
         else:
@@ -152,21 +148,19 @@ def check_same_run(work: Path, what: list) -> None:
     path.write_text(key)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def command(
-    context: typer.Context,
-    schedule: Annotated[str, typer.Option(help="Order of the layers: stepwise or first-to-last.")] = "stepwise",
-    steps: Annotated[int | None, typer.Option(help="Number of steps; each layer is one by default.")] = None,
-    attention_from: Annotated[
-        str | None, typer.Option(help="Model whose attention the layers to come have (default: the teacher).")
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks.")] = False,
-) -> None:
-    """Replace layers step by step; the arguments after -- are those of recipes.sft."""
-    with one_line_errors(verbose):
-        for report in run(context.args, schedule, steps, attention_from):
-            print(json.dumps({key: report[key] for key in ("before", "after")}))
+def main(arguments: list[str]) -> None:
+    """Read the command line: this recipe's own options, and after -- those of recipes.sft."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="stepwise", help="order of the layers: stepwise or first-to-last")
+    parser.add_argument("--steps", type=int, help="number of steps (default: one for each layer)")
+    parser.add_argument(
+        "--attention-from", help="model whose attention unconverted layers have (default: the teacher)"
+    )
+    given, of_sft = parser.parse_known_args(arguments)
+    of_sft = [argument for argument in of_sft if argument != "--"]
+    for report in run(of_sft, given.schedule, given.steps, given.attention_from):
+        print(json.dumps({key: report[key] for key in ("before", "after")}))
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    script(main)

@@ -54,7 +54,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             peft_config=get_peft_config(model_config),
         )
         run.note_teacher(teacher)
-        teacher = None  # the trainer has it, unless its figures are on disk
         run.check_rows(len(train), trainer)
         return run.train(trainer, tokenizer, data.dataset_name or "a mixture", dataclasses.asdict(loss.weights()))
 

@@ -4,12 +4,18 @@ Documents are joined by the end-of-sequence token and cut into rows of equal len
 token counts.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..options import ConversionOptions
+from ..teachers.teacher import Teacher, first_line, gguf_tokenizer
+from .teacher_model import TeacherModel
 
 DEFAULT_TEXT = Path(__file__).with_name("calibration_text.jsonl")
 SAMPLED = "sampled"
@@ -51,8 +57,7 @@ def documents(source: str, column: str = "text", split: str = "train", config: s
             if row[column].strip():
                 yield row[column]
     except (DatasetGenerationError, OSError, ValueError, TypeError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{source} cannot be read as text: {reason}") from error
+        raise ValueError(f"{source} cannot be read as text: {first_line(error)}") from error
 
 
 def _files(path: Path) -> list[Path]:
@@ -113,3 +118,35 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
     finally:
         torch.random.set_rng_state(state)
     return torch.cat(rows)
+
+
+def calibration_rows(
+    teacher: Teacher, model: TeacherModel, options: ConversionOptions, count: int, at_least: int | None = None
+) -> torch.Tensor:
+    """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough."""
+    alignment, length = options.alignment, options.sequence_length
+    if alignment.text == SAMPLED:
+        if alignment.low_memory:
+            raise ValueError("Sampling text from the teacher needs all of it in memory; leave out low_memory.")
+        return sample_rows(model.whole(), length, count, options.seed)
+    tokenizer = load_tokenizer(teacher, options.trust_remote_code)
+    with contextlib.closing(documents(alignment.text, alignment.column)) as texts:
+        rows = token_rows(texts, tokenizer, length, count, alignment.text, at_least)
+    if int(rows.max()) >= teacher.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
+            "they do not belong together."
+        )
+    return rows
+
+
+def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        if teacher.gguf_file is not None:
+            return gguf_tokenizer(teacher.folder, teacher.gguf_file)
+        return AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{teacher.name} has no tokenizer to read calibration text with ({first_line(error)}); calibrate "
+            "without text (--text sampled) or map only (--align none)."
+        ) from error

@@ -18,7 +18,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..options import ExportOptions
 from ..placement.cache import num_states
-from ..teachers import COMMON_FIELDS, get_family
+from ..teachers import get_family
+from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors
 from ..weights.reader import open_weights
 from ..weights.students import STUDENTS, meta_shapes

@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
+from ..checkpoint.code import versions
 from ..checkpoint.folder import check_apart, check_output, staged
-from ..checkpoint.provenance import versions
 from ..checkpoint.tokenizer import add_generation_config, add_tokenizer, has_tokenizer
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, download_model
@@ -59,34 +59,16 @@ class TransferPlan:
     provenance: dict[str, Any] | None = None
     """What the written configuration records about the source; None where it records nothing."""
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters that are written."""
-        return sum(math.prod(rule.shape) for rule in self.rules)
-
-    def summary(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        return {
-            "from_format": self.from_format,
-            "to_format": self.to_format,
-            "layer_types": self.source.config.layer_types,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "parameters": self.parameters,
-            "bytes_to_write": self.parameters * self.dtype.itemsize,
-            "dropped": self.dropped,
-            "notes": self.notes,
-        }
-
 
 def describe(plan: TransferPlan) -> str:
     """The plan in a few lines for the console."""
-    s = plan.summary()
+    parameters = sum(math.prod(rule.shape) for rule in plan.rules)
     lines = [
-        f"{s['from_format']} -> {s['to_format']}, {s['dtype']}",
-        f"layers      {layer_letters(s['layer_types'])}",
-        f"parameters  {s['parameters']:,} ({human_bytes(s['bytes_to_write'])})",
-        *(f"dropped     {name}: {reason}" for name, reason in s["dropped"].items()),
-        *(f"note        {note}" for note in s["notes"]),
+        f"{plan.from_format} -> {plan.to_format}, {str(plan.dtype).removeprefix('torch.')}",
+        f"layers      {layer_letters(plan.source.config.layer_types)}",
+        f"parameters  {parameters:,} ({human_bytes(parameters * plan.dtype.itemsize)})",
+        *(f"dropped     {name}: {reason}" for name, reason in plan.dropped.items()),
+        *(f"note        {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """A placement that keeps within so many bytes of cache.
 
-Every layer gets a window with sinks and a mixer's state beside it; the key/value heads that serve recall most see every
-token. Heads take HEADS_SHARE of what the states leave, the window takes the rest. What the user has fixed (window, heads,
-layers, no state) stays as it is, and the others take what is left.
+Every layer gets a window with sinks and a mixer's state beside it; the key/value heads that serve recall most see
+every token. Heads take HEADS_SHARE of what the states leave, and the window takes the rest. What the user has fixed
+(window, heads, layers, no state) stays as it is, and the others take what is left.
 """
 
 from dataclasses import dataclass
@@ -89,8 +89,9 @@ class Budget:
         if window < 1 or self._bytes(kept, window) > self.nbytes:
             least = self._bytes(ranked[: self.asked_heads or 0], fixed or 1)
             raise ValueError(
-                f"{human_bytes(self.nbytes)} of cache at {self.options.placement.context} tokens is too little: what was "
-                f"asked for takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, mixer)."
+                f"{human_bytes(self.nbytes)} of cache at {self.options.placement.context} tokens is too little: what "
+                f"was asked for takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, "
+                "mixer)."
             )
         if self.asked_heads is None and fixed is None and window == self.longest_window:
             # the window is as wide as it may be: heads take what is left

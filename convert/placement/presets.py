@@ -38,21 +38,6 @@ def pattern_attention_layers(num_layers: int, pattern: str) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if pattern[i % len(pattern)] == "A")
 
 
-def named_attention_layers(num_layers: int, name: str) -> tuple[int, ...]:
-    """A published choice by name."""
-    if name not in PUBLISHED_ATTENTION_LAYERS:
-        raise ValueError(
-            f"{name!r} is neither a list of layers (1,3,5), nor a pattern of M (mixer) and A (attention), nor a "
-            f"published choice: "
-            f"{', '.join(PUBLISHED_ATTENTION_LAYERS)}."
-        )
-    by_depth = PUBLISHED_ATTENTION_LAYERS[name]
-    if num_layers not in by_depth:
-        depths = " or ".join(str(depth) for depth in by_depth)
-        raise ValueError(f"{name} was published for {depths} layers; this teacher has {num_layers}.")
-    return by_depth[num_layers]
-
-
 def listed_attention_layers(num_layers: int, layers: list[int]) -> tuple[int, ...]:
     """Explicit 0-based indices, sorted."""
     outside = [i for i in layers if not 0 <= i < num_layers]
@@ -82,7 +67,16 @@ def attention_layers(num_layers: int, asked: int | list[int] | str) -> tuple[int
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if all(part.lstrip("-").isdigit() for part in parts):
         return listed_attention_layers(num_layers, [int(part) for part in parts])
-    return named_attention_layers(num_layers, text)
+    if text not in PUBLISHED_ATTENTION_LAYERS:
+        raise ValueError(
+            f"{text!r} is neither a list of layers (1,3,5), nor a pattern of M (mixer) and A (attention), nor a "
+            f"published choice: {', '.join(PUBLISHED_ATTENTION_LAYERS)}."
+        )
+    by_depth = PUBLISHED_ATTENTION_LAYERS[text]
+    if num_layers not in by_depth:
+        depths = " or ".join(str(depth) for depth in by_depth)
+        raise ValueError(f"{text} was published for {depths} layers; this teacher has {num_layers}.")
+    return by_depth[num_layers]
 
 
 def kept_heads(
@@ -116,7 +110,7 @@ def kept_heads(
 
 
 def counted_heads(asked: int | float, total: int) -> int:
-    """How many key/value heads the option `attention_heads` asks for: 12, or a share (0.05) of the teacher's `total`."""
+    """How many of the teacher's key/value heads `attention_heads` asks for: a number, or a share of their `total`."""
     count = round(asked * total) if isinstance(asked, float) else asked
     if count == 0 and asked > 0:
         raise ValueError(f"attention_heads {asked} of {total} key/value heads is less than one; give a larger share.")

@@ -1,6 +1,6 @@
 """The teachers this project converts, by the `model_type` of their configuration."""
 
-from .base import COMMON_FIELDS, TeacherFamily
+from .base import TeacherFamily
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .phi import PHI
@@ -19,6 +19,3 @@ def get_family(model_type: str) -> TeacherFamily:
             "Adding one is a table: see CONTRIBUTING.md."
         )
     return FAMILIES[model_type]
-
-
-__all__ = ["COMMON_FIELDS", "FAMILIES", "TeacherFamily", "get_family"]

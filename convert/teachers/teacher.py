@@ -28,7 +28,8 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights
-from . import COMMON_FIELDS, TeacherFamily, get_family
+from . import get_family
+from .base import COMMON_FIELDS, TeacherFamily
 
 SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -171,12 +172,13 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     except HFValidationError as error:
         raise ValueError(f"{model!r} is neither a local folder nor a valid Hub id.") from error
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise ValueError(f"{model}: {_first_line(error)}") from error
+        raise ValueError(f"{model}: {first_line(error)}") from error
     except (HfHubHTTPError, httpx2.HTTPError) as error:
-        raise ValueError(f"The Hub did not answer for {model}: {_first_line(error)}") from error
+        raise ValueError(f"The Hub did not answer for {model}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -248,6 +250,6 @@ def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:
     try:
         raw = load_gguf_checkpoint(os.fspath(folder / gguf_file), return_tensors=False)["config"]
     except (ValueError, KeyError, IndexError) as error:
-        raise ValueError(f"{gguf_file} is not a GGUF file this project can read: {_first_line(error)}") from error
+        raise ValueError(f"{gguf_file} is not a GGUF file this project can read: {first_line(error)}") from error
     family = get_family(raw.pop("model_type", "?"))
     return AutoConfig.for_model(family.model_type, **{k: v for k, v in raw.items() if not k.startswith("_")})

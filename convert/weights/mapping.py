@@ -87,7 +87,7 @@ class LayerMapping:
         if name == "in_proj.bias":
             return biases, lambda c: iter([self._in_proj_bias(c)])
         if name == "conv1d.bias" and self.has_bias and not self.config.mixer_in_bias:
-            return biases, lambda c: iter([self._conv_bias(c)])
+            return biases, lambda c: iter([torch.cat(list(self._projections(c, "bias").values()))])
         if name.startswith("attention."):
             source = name.removeprefix("attention.")
             return (source,), lambda c: c.blocks(*self._rows(source))
@@ -170,9 +170,6 @@ class LayerMapping:
         streams = list(self._projections(checkpoint, "bias").values())
         in_order = [*streams, gate, steps] if self.config.mixer == "discrete_mamba2" else [gate, *streams, steps]
         return torch.cat(in_order)
-
-    def _conv_bias(self, checkpoint: Checkpoint) -> torch.Tensor:
-        return torch.cat(list(self._projections(checkpoint, "bias").values()))
 
     def _initialised(self, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
         """Values of parameters no teacher has: open gates, an identity convolution, the decay that was asked for."""

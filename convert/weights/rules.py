@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ..teachers import TeacherFamily
+from ..teachers.base import TeacherFamily
 from .reader import BLOCK_BYTES, Checkpoint, TensorInfo
 
 

@@ -12,7 +12,7 @@ import torch
 
 from convert.alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 
-from .metrics import Advance, Reader
+from .metrics import Reader
 
 NEEDLE = 8
 DIGITS = 5
@@ -78,9 +78,9 @@ def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) 
 
 
 @torch.no_grad()
-def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device, advance: Advance = lambda done: None):
-    """(R, L) bool: which tokens the model says as they are, where they are asked for; False elsewhere."""
-    found, done = torch.zeros_like(probe.answers), 0
+def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device) -> torch.Tensor:
+    """(R, L) bool: which of the tokens that are asked for the model predicts; False elsewhere."""
+    found = torch.zeros_like(probe.answers)
     for start in range(0, len(probe.ids), batch_size):
         rows = slice(start, start + batch_size)
         ids, answers = probe.ids[rows].to(device), probe.answers[rows].to(device)
@@ -88,8 +88,6 @@ def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device, adv
         states = model.states(ids)[before]
         said = torch.cat([model.head(s).argmax(-1) for s in states.split(256)])
         found[rows][probe.answers[rows]] = (said == ids[answers]).cpu()
-        done += len(ids)
-        advance(done)
     return found
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from convert.teachers.teacher import first_line
+
 
 def task_manager(names: Sequence[str], include_path: str | None) -> Any:
     """What loads lm-eval's tasks, and those of a folder of YAML files."""
@@ -71,8 +73,7 @@ def run_task(
             fewshot_random_seed=seed,
         )
     except (DatasetsError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"The task {name} cannot be run: {reason}") from error
+        raise ValueError(f"The task {name} cannot be run: {first_line(error)}") from error
     return {task: _results_of(loaded["tasks"][task], task, found) for task in found["samples"]}
 
 

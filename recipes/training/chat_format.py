@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-SAMPLED_ROWS = 64
 BETWEEN_TURNS = "\n\n"
 
 
@@ -20,7 +19,7 @@ def content_of(turn: dict[str, Any]) -> str:
 
 
 def question_of(row: dict[str, Any]) -> list[dict[str, str]]:
-    """The messages before the first answer, of `instruction` and `input`, `messages`, or `prompt`; empty without any."""
+    """The messages before the first answer, from `instruction` and `input`, `messages`, or `prompt`; may be empty."""
     if "instruction" in row:
         parts = (row["instruction"], row.get("input"))
         return [{"role": "user", "content": BETWEEN_TURNS.join(p for p in parts if p)}]

@@ -7,19 +7,17 @@ model went through; the card's section on training is made from it.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
 from convert.checkpoint.folder import staged
 from convert.checkpoint.pictures import CACHE, LAYERS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RECORD, PLOT = "training.json", "training.png"
 SECTION = "## Training"
@@ -30,8 +28,6 @@ LABELS = {
     "eval_ce": "cross entropy, nats per token",
     "eval_kl": "KL(teacher ‖ model), nats per token",
     "eval_agreement": "agreement with the teacher's likeliest token",
-    "eval_loss_without_window": "loss without the windows",
-    "eval_loss_without_mixer": "loss without the mixers beside them",
     "eval_rewards/accuracies": "reward accuracy",
     "eval_rewards/margins": "reward margin",
 }
@@ -159,10 +155,8 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def loss_curves(stages: list[dict[str, Any]]) -> "Figure":
+def loss_curves(stages: list[dict[str, Any]]) -> Figure:
     """Loss against steps, a panel per stage."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(4.5 * len(stages), 3), layout="constrained")
     for axes, stage in zip(figure.subplots(1, len(stages), squeeze=False)[0], stages, strict=True):
         for key, label in (("loss", "training"), ("eval_loss", "held out")):

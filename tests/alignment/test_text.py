@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert import convert
-from convert.alignment.aligner import Aligner, calibration_rows
-from convert.alignment.text import DEFAULT_TEXT, documents, sample_rows, token_rows
+from convert.alignment.aligner import Aligner
+from convert.alignment.text import DEFAULT_TEXT, calibration_rows, documents, sample_rows, token_rows
 from convert.options import PlacementOptions, make_options
 from convert.plan import TeacherWeights
 from convert.teachers.teacher import find_teacher

@@ -73,9 +73,6 @@ class DistilledSFTTrainer(SFTTrainer):
             return prepare_deepspeed(teacher, self.accelerator)
         if self.is_fsdp_enabled:
             return prepare_fsdp(teacher, self.accelerator)
-        return self._placed(teacher)
-
-    def _placed(self, teacher: nn.Module) -> nn.Module:
         if getattr(teacher, "is_loaded_in_8bit", False) or getattr(teacher, "is_loaded_in_4bit", False):
             return teacher  # placed when it was loaded
         return teacher.to(self.args.device)

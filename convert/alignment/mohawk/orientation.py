@@ -32,7 +32,10 @@ def matrix_orientation_loss(
     Args:
         u: (B, L, D), what both see. tile: rows compared at a time.
     """
-    check_comparable(mixer, attention)
+    check_has_matrix_per_head(mixer.config.mixer)
+    heads = attention.q_proj.out_features // attention.head_dim
+    if mixer.num_heads != heads:
+        raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
     with torch.autocast(u.device.type, enabled=False):
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         tiles = partial(attention_rows, attention, u, rotary, tile)
@@ -56,14 +59,6 @@ def _send_back(parts, leaves, tiles, norms) -> None:
         (squares * weights.to(squares.dtype)).sum().backward()
     reached = [(part, leaf.grad) for part, leaf in zip(parts, leaves, strict=True) if part.requires_grad]
     torch.autograd.backward([part for part, _ in reached], [grad for _, grad in reached])
-
-
-def check_comparable(mixer: nn.Module, attention: nn.Module) -> None:
-    """Refuse a mixer whose matrices are not one per attention head."""
-    check_has_matrix_per_head(mixer.config.mixer)
-    heads = attention.q_proj.out_features // attention.head_dim
-    if mixer.num_heads != heads:
-        raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
 
 
 def check_has_matrix_per_head(mixer: str) -> None:

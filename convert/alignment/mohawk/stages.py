@@ -192,17 +192,14 @@ def _mean(values: dict[int, float]) -> float:
 
 def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int | None) -> AlignmentOptions:
     """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them."""
-    for number in stages:
-        if number not in STAGES:
-            raise ValueError(f"There is no stage {number}; MOHAWK has 1, 2 and 3.")
     stages = stages or tuple(number for number, name in STAGES.items() if getattr(settings, name).tokens)
     changed = {}
     for number, name in STAGES.items():
         stage = getattr(settings, name)
         wanted = (stage.tokens if tokens is None else tokens) if number in stages else 0
         if number in stages and wanted < 1:
-            raise ValueError(f"Stage {number} has no tokens; say --tokens, or {name}: {{tokens: ...}} in the file.")
+            raise ValueError(f"Stage {number} has no tokens; say --stage-tokens, or {name}: {{tokens: ...}} in YAML.")
         changed[name] = dataclasses.replace(stage, tokens=wanted)
     if not stages:
-        raise ValueError("No stage has tokens; name one with --stage and --tokens, or in the alignment file.")
+        raise ValueError("No stage has tokens; name one with --stages and --stage-tokens, or in the YAML file.")
     return dataclasses.replace(settings, **changed)

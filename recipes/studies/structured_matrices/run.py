@@ -4,8 +4,7 @@ python -m recipes.studies.structured_matrices.run [TEACHER] [--dataset TEXT ...]
 
 Samples causal self-attention matrices, one random head per layer, and approximates each by a Toeplitz matrix (exact
 projection), a low-rank one (LR), the same with one decay per token (SSD), and a general semiseparable one (SSM,
-balanced truncation). Writes distances.json, distances.md and distances.png. Needs matplotlib, and `datasets` to read
-texts of your own.
+balanced truncation). Writes distances.json, distances.md and distances.png. Needs `datasets` for texts of your own.
 """
 
 import argparse
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from convert.alignment.text import documents, token_rows
@@ -118,13 +118,9 @@ def as_table(norms: torch.Tensor, to_toeplitz: torch.Tensor, found: dict[str, di
 
 def plot(matrix: torch.Tensor, to_toeplitz: torch.Tensor, found: dict[str, dict[int, torch.Tensor]], path: Path):
     """Distance over state size, and one matrix (L, L) with what Toeplitz and SSM make of it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sizes, example = list(found["ssm"]), matrix[None].double()
-    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4), layout="constrained")
+    figure = Figure(figsize=(16, 4), layout="constrained")
+    axes = figure.subplots(1, 4)
     for name, values in found.items():
         means = [value.mean().item() for value in values.values()]
         axes[0].plot(sizes, means, "o:" if name == "lower_bound" else "o-", label=LABELS[name])
@@ -139,7 +135,6 @@ def plot(matrix: torch.Tensor, to_toeplitz: torch.Tensor, found: dict[str, dict[
         axis.imshow(values[0].clamp_min(0).sqrt().numpy(), vmin=0, vmax=1, cmap="magma")
         axis.set_title(title)
     figure.savefig(path, dpi=80)
-    pyplot.close(figure)
 
 
 def study(teacher: str, output: Path, datasets: list[str], num_matrices: int, states: list[int], length: int) -> str:
