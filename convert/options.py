@@ -1,4 +1,4 @@
-"""Every option of a conversion: its name, type, default and help stand here and nowhere else.
+"""Every option of a conversion: its name, type, default and help are defined here and nowhere else.
 
 The command line, the YAML file, the Python function `convert` and docs/guide/options.md are all made from these
 dataclasses. A YAML file has the same sections and names; `CONVERSION_FLAGS` lists the few that the command line
@@ -711,7 +711,7 @@ class OptionParser:
 
 
 def _nearest(wrong: str, names: Sequence[str]) -> str:
-    """The known name that is nearest to a wrong one, wherever its section is."""
+    """A hint at the known name that is most similar to a wrong one, whatever section it is in."""
     leaves = {re.split(r"[.]|--", name)[-1].replace("-", "_"): name for name in reversed(names)}
     leaf = re.split(r"[.]|--", wrong)[-1].replace("-", "_")
     found = difflib.get_close_matches(leaf, leaves, 1, 0.6)
@@ -729,7 +729,7 @@ class Documented(NamedTuple):
 
 @functools.cache
 def documented(options_class: type, prefix: str = "") -> tuple[Documented, ...]:
-    """Every option of a dataclass and of its sections, with the docstring that stands below its field."""
+    """Every option of a dataclass and of its sections, with the docstring below its field."""
     texts: dict[str, str] = {}
     for cls in reversed(options_class.__mro__[:-1]):
         parsed = docstring_parser.parse_from_object(cls)

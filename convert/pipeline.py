@@ -46,7 +46,7 @@ def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
 def plan_conversion(options: ConversionOptions) -> Plan:
     """What `run` would do; reads the configuration and the headers of the weights only.
 
-    What only scores decide stands evenly placed; the numbers of layers, heads and bytes are right.
+    Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
     """
     weights = open_teacher(options, with_weights=False)
     options = options_for_teacher(options, weights)
@@ -62,7 +62,7 @@ def run(
     """Carry out a conversion.
 
     Args:
-        on_plan: called once the plan stands; nothing is written yet.
+        on_plan: called once the plan is made, before anything is written.
         progress: called with what is being done, how much of it is done, and of how much.
 
     Raises:

@@ -132,7 +132,7 @@ class Options:
         return count if self.limit is None else min(count, self.limit)
 
     def settings(self) -> dict[str, Any]:
-        """What the results of each part depend on, beside what stands in each row of them."""
+        """What the results of each part depend on, besides what their rows record."""
         first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
         examples = {"num_fewshot": self.num_fewshot, "apply_chat_template": self.apply_chat_template}
         own = {

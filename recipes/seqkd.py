@@ -209,7 +209,7 @@ def finished_answer(ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: s
     """The text of an answer, and whether the teacher ended it itself."""
     end = next((n for n, token in enumerate(ids) if token in stops), None)
     text = tokenizer.decode(ids[:end], skip_special_tokens=True)
-    # a continued text goes on where it was, its first space included; a turn of a chat stands by itself
+    # a continued text keeps its first space; a turn of a chat needs none
     return {"text": text if tokenizer.chat_template is None else text.strip(), "finished": end is not None}
 
 

@@ -65,9 +65,9 @@ class Aligner:
             check_stages(options.alignment, options.mixer.kind, options.alignment.low_memory, hybrid)
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
-        # layers are scored one by one, so their quick fits know of no other
+        # layers are scored one by one, so a quick fit must not depend on other replaced layers
         self.quick = dataclasses.replace(options.alignment.fit, refine_steps=0, stream="teacher")
-        self._solved: Fits = {}  # quick fits, which a longer one goes on from
+        self._solved: Fits = {}  # quick fits, which a longer fit continues
         self._caches: list[FitCache] = []
 
     def follow(self, layer: Layer, full_heads: Placement | None = None) -> None:
@@ -189,6 +189,6 @@ def public_text_name(source: str) -> str:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder above a path that is there: on the disk that the result goes to."""
+    """The nearest parent of a path that exists, which is on the disk that the result goes to."""
     path = path.expanduser().absolute().parent
     return path if path.is_dir() else existing_parent(path)

@@ -114,7 +114,9 @@ def fit_mixers(
     with contextlib.ExitStack() as stack:
         streams = 2 if settings.stream == "student" else 1
         stream, *others = (
-            stack.enter_context(ActivationStream(teacher, ids, held_out, memory // streams, folder))
+            stack.enter_context(
+                contextlib.closing(ActivationStream(teacher, ids, held_out, memory // streams, folder))
+            )
             for _ in range(streams)
         )
         student = others[0] if others else None

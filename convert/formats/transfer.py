@@ -96,7 +96,7 @@ def write_checkpoint(
 
     Args:
         write_config: writes config.json, last of all files, and the code it refers to.
-        on_plan: called once the plan stands.
+        on_plan: called once the plan is made, before anything is written.
         progress: called with what is being done, how much of it is done, and of how much.
 
     Raises:

@@ -122,7 +122,7 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
 
 def relative_recall(rows: list[dict[str, Any]]) -> float | None:
     """What the model recalls over what the teacher recalls, a mean over all probes; None if the latter is nothing."""
-    # associative recall stands in its rows twice: over all distances, which counts, and by distance
+    # the rows hold associative recall twice: over all distances, which counts, and by distance
     counted = [row for row in rows if row["probe"] != "associative" or row["distance"] is None]
     total = sum(row["teacher"] for row in counted)
     return sum(row["model"] for row in counted) / total if total else None
@@ -138,7 +138,7 @@ def _score(found: torch.Tensor, answers: torch.Tensor, whole: bool) -> tuple[flo
 
 
 def _distances(probe: Probe) -> torch.Tensor:
-    """(R, L): how far before a value its key's first value stands, at the answers of an associative probe."""
+    """(R, L): distance from each answer of an associative probe back to where its value was given first."""
     distances = torch.zeros_like(probe.ids)
     for row, (ids, answers) in enumerate(zip(probe.ids.tolist(), probe.answers.tolist(), strict=True)):
         value_of: dict[int, int] = {}

@@ -127,7 +127,7 @@ def load_teacher(
 
 
 def check_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError where more than a few ids stand for other tokens; chat models rename reserved ones."""
+    """Raise ValueError where more than a few ids mean different tokens; chat models rename some reserved ones."""
     known = {number: token for token, number in theirs.get_vocab().items()}
     other = [(n, token, known[n]) for token, n in ours.get_vocab().items() if n in known and known[n] != token]
     if len(other) > RENAMED_TOKENS * len(known):

@@ -22,7 +22,7 @@ from ..fit import Progress
 from ..probes import plain_tokens, with_needles
 from ..teacher_model import TeacherModel
 from .distillation import check_can_train, distil
-from .layerwise import LayerwiseStage, append_jsonl, hidden_state_loss, orientation_loss, split_layers
+from .layerwise import LayerwiseStage, StageReport, append_jsonl, hidden_state_loss, orientation_loss, split_layers
 from .orientation import check_has_matrix_per_head
 
 STAGES = {1: "matrix_orientation", 2: "hidden_state_alignment", 3: "distillation"}
@@ -85,7 +85,7 @@ class Stages:
         for layer in mine:
             mixers[layer].requires_grad_(True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        before, after, seconds, tokens = {}, {}, 0.0, 0
+        done = StageReport({}, {}, 0, 0.0)
         if mine:
             stage = LayerwiseStage(
                 self.teacher,
@@ -97,14 +97,14 @@ class Stages:
                 append_jsonl(self.folder / f"{name}-rank{rank}.jsonl"),
             )
             done = stage.run(self.train, self.held_out, self.progress)
-            before, after, seconds, tokens = done.before, done.after, done.seconds, done.tokens
+        before, after = done.before, done.after
         if world_size > 1:
             before, after = _share(mixers, sorted(mixers), before, after)
         return {
-            "tokens": tokens,
-            "seconds": round(seconds, 1),
-            "held_out_loss_before": _mean(before),
-            "held_out_loss_after": _mean(after),
+            "tokens": done.tokens,
+            "seconds": round(done.seconds, 1),
+            "held_out_loss_before": sum(before.values()) / len(before),
+            "held_out_loss_after": sum(after.values()) / len(after),
             "layers": {layer: [before[layer], after[layer]] for layer in sorted(before)},
         }
 
@@ -184,10 +184,6 @@ def _share(mixers: dict[int, nn.Module], layers: list[int], before: dict, after:
         for whole, piece in zip(merged, part, strict=True):
             whole.update(piece)
     return merged
-
-
-def _mean(values: dict[int, float]) -> float:
-    return sum(values.values()) / max(len(values), 1)
 
 
 def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int | None) -> AlignmentOptions:

@@ -1,4 +1,4 @@
-"""How near Toeplitz, low-rank, SSD and semiseparable matrices come to a teacher's attention matrices.
+"""How well Toeplitz, low-rank, SSD and semiseparable matrices approximate a teacher's attention matrices.
 
 python -m recipes.studies.structured_matrices.run [TEACHER] [--dataset TEXT ...] [--output runs/matrices]
 
