@@ -120,7 +120,7 @@ class Options:
     @property
     def sources(self) -> list[TextSource]:
         """The texts."""
-        return [TextSource.parse(text, self.text_column) for text in self.text]
+        return [TextSource(text, self.text_column) for text in self.text]
 
     @property
     def chances(self) -> dict[str, float]:
@@ -136,7 +136,7 @@ class Options:
         first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
         examples = {"num_fewshot": self.num_fewshot, "apply_chat_template": self.apply_chat_template}
         own = {
-            "text": {"sequences": self.sequences, "from": sorted({str(source[1:]) for source in self.sources})},
+            "text": {"sequences": self.sequences, "column": self.text_column},
             "recall": {"text": [*first, first.fingerprint()], "sequences": self.sequences, "depths": self.depths},
             "generation": {"max_new_tokens": self.max_new_tokens},
             "tasks": {"include_path": [self.include_path, own_tasks]} | examples,

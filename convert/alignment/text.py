@@ -23,13 +23,13 @@ LOADERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parqu
 SAMPLE_BATCH = 64
 
 
-def documents(source: str, column: str = "text", split: str = "train", config: str | None = None) -> Iterator[str]:
+def documents(source: str, column: str = "text") -> Iterator[str]:
     """The texts of a data set, in order.
 
     Args:
-        source: "default" for the text that ships, a .jsonl, .json, .txt or .parquet file, a folder of them, or the id
-            of a Hub data set.
-        column: the field that holds the text. split, config: of a Hub data set.
+        source: "default" for the text that ships, a .jsonl, .json, .txt or .parquet file, a folder of them, or a Hub
+            data set as NAME:CONFIG:SPLIT, where CONFIG and SPLIT (train) may be left out.
+        column: the field that holds the text.
     """
     if source == "default":  # the core installation reads it, without `datasets`
         yield from (json.loads(line)["text"] for line in DEFAULT_TEXT.read_text().splitlines())
@@ -50,7 +50,8 @@ def documents(source: str, column: str = "text", split: str = "train", config: s
             options = {"sample_by": "document"} if kind == "text" else {}
             rows = load_dataset(kind, data_files=files, split="train", streaming=True, **options)
         else:
-            rows = load_dataset(source, config, split=split, streaming=True)
+            name, config, split = (*source.split(":", 2), "", "")[:3]
+            rows = load_dataset(name, config or None, split=split or "train", streaming=True)
         for row in rows:
             if not isinstance(row.get(column), str):
                 raise TypeError(f"no text in column {column!r}; it has {', '.join(sorted(row))}")

@@ -219,7 +219,7 @@ def card_results(evaluation: Evaluation) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=dataset,
+            dataset_type=dataset.partition(":")[0],
             dataset_name=dataset if config is None else f"{dataset}, {config}",
             dataset_config=config,
             metric_type=metric,

@@ -15,20 +15,11 @@ PYTHON_DOCS = "python-docs"
 
 
 class TextSource(NamedTuple):
-    """A text, and where in a data set it lies."""
+    """A text, and the column of a data set that holds it."""
 
     name: str
+    """A file's or folder's path, `shipped`, `python-docs`, or NAME:CONFIG:SPLIT of a Hub data set."""
     column: str = "text"
-    config: str | None = None
-    split: str = "train"
-
-    @classmethod
-    def parse(cls, text: str, column: str = "text") -> "TextSource":
-        """A file's or folder's path, `shipped`, `python-docs`, or name:config:split of a Hub data set."""
-        if Path(text).expanduser().exists():
-            return cls(text, column)
-        name, config, split = (*text.split(":", 2), "", "")[:3]
-        return cls(name, column, config or None, split or "train")
 
     @property
     def label(self) -> str:
@@ -51,7 +42,7 @@ class TextSource(NamedTuple):
             except ImportError as error:
                 raise ValueError("This Python comes without its documentation; name another --text.") from error
             return iter(sorted(topics.values(), key=len, reverse=True))
-        return documents(self.name, self.column, self.split, self.config)
+        return documents(self.name, self.column)
 
     def fingerprint(self) -> str | None:
         """Changes when a local file or folder does; None of other texts."""

@@ -43,6 +43,18 @@ def test_files_are_read_in_order(tmp_path, kind):
     assert list(documents(str(tmp_path / "folder"))) == texts
 
 
+@pytest.mark.parametrize(
+    "source, asked", [("org/name:en:test", ("org/name", "en", "test")), ("org/name", ("org/name", None, "train"))]
+)
+def test_a_data_set_of_the_hub_may_name_its_configuration_and_split(source, asked, monkeypatch):
+    def load_dataset(name, config, split, streaming):
+        assert (name, config, split) == asked and streaming
+        return [{"body": "a text"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert list(documents(source, "body")) == ["a text"]
+
+
 def test_rows_join_documents_by_the_end_token():
     found = token_rows(iter(TEXTS), tokenizer(), 4, 2, "text")
     assert found.tolist() == [[5, 6, 7, 2], [8, 9, 2, 40]]
