@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from convert.alignment.mohawk.existing import train_existing
+from convert.alignment.mohawk.train import train_existing
 from transformers import AutoModelForCausalLM
 
 from convert import convert
