@@ -2,6 +2,8 @@
 
 from convert import convert
 convert("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", attention_layers=0.5)
+
+Whatever a user can mend (options, files, checkpoints, the Hub) is a ValueError of one line that says how.
 """
 
 import importlib

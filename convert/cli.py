@@ -51,6 +51,11 @@ VERBOSE = {"-v --verbose": "Print tracebacks and the libraries' messages."}
 WRITING = {"--dtype": "output.dtype", "--max-shard-size": "output.max_shard_size", "--overwrite": "output.overwrite"}
 
 
+def flags_of(*names: str) -> dict[str, str]:
+    """The flags of options that the command line calls by their own names."""
+    return {f"--{name.replace('_', '-')}": name for name in names}
+
+
 @dataclass(frozen=True)
 class Command:
     """A command: its options, what the command line offers of them, and what it does with them."""
@@ -63,7 +68,6 @@ class Command:
 
 
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
-    """Convert, or print the plan."""
     from .pipeline import plan_conversion, run
     from .plan import describe
     from .weights.writer import human_bytes
@@ -83,8 +87,7 @@ def convert_command(options: ConversionOptions, switches: Switches) -> None:
 
 
 def mohawk_command(options: MohawkOptions, switches: Switches) -> None:
-    """Run stages on an existing hybrid."""
-    from .alignment.mohawk.existing import train_existing
+    from .alignment.mohawk.train import train_existing
 
     with progress_bars(switches["quiet"]) as progress:
         report = train_existing(options, progress)
@@ -94,35 +97,30 @@ def mohawk_command(options: MohawkOptions, switches: Switches) -> None:
 
 
 def import_command(options: ImportOptions, switches: Switches) -> None:
-    """Import a published hybrid."""
     from .formats.import_ import import_checkpoint, plan_import
 
     _carry_out(options, plan_import, import_checkpoint, switches)
 
 
 def export_command(options: ExportOptions, switches: Switches) -> None:
-    """Export to an architecture of transformers."""
     from .formats.export import export_checkpoint, plan_export
 
     _carry_out(options, plan_export, export_checkpoint, switches)
 
 
 def inspect_command(options: InspectOptions, switches: Switches) -> None:
-    """Say what a checkpoint is."""
     from .tools.inspect import describe_model, inspect_model
 
     _print_report(inspect_model(options.model, options.revision), describe_model, switches["json"])
 
 
 def env_command(options: EnvOptions, switches: Switches) -> None:
-    """Say what this machine has."""
     from .tools.env import describe_environment, environment
 
     _print_report(environment(), describe_environment, switches["json"])
 
 
 def generate_command(options: GenerateOptions, switches: Switches) -> None:
-    """Answer a prompt."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the bar of dequantising
     from .tools.generate import answer
 
@@ -145,48 +143,26 @@ COMMANDS = {
         ImportOptions,
         import_command,
         {"SOURCE": "model", "OUT": "output.folder"},
-        {
-            "--base": "base",
-            "--revision": "revision",
-            "--trust-remote-code": "trust_remote_code",
-            "--set": "fields",
-            **WRITING,
-        },
+        {**flags_of("base", "revision", "trust_remote_code"), "--set": "fields", **WRITING},
         {**DRY_RUN, **QUIET},
     ),
     "export": Command(
         ExportOptions,
         export_command,
         {"MODEL": "model", "OUT": "output.folder"},
-        {
-            "--to": "to",
-            "--expand": "expand",
-            "--revision": "revision",
-            "--trust-remote-code": "trust_remote_code",
-            **WRITING,
-        },
+        {**flags_of("to", "expand", "revision", "trust_remote_code"), **WRITING},
         {**DRY_RUN, **QUIET},
     ),
-    "inspect": Command(InspectOptions, inspect_command, {"MODEL": "model"}, {"--revision": "revision"}, AS_JSON),
+    "inspect": Command(InspectOptions, inspect_command, {"MODEL": "model"}, flags_of("revision"), AS_JSON),
     "env": Command(EnvOptions, env_command, {}, {}, AS_JSON),
     "generate": Command(
         GenerateOptions,
         generate_command,
         {"MODEL": "model"},
-        {
-            "--prompt": "prompt",
-            "--teacher": "teacher",
-            "--max-new-tokens": "max_new_tokens",
-            "--temperature": "temperature",
-            "--seed": "seed",
-            "--raw": "raw",
-            "--dtype": "dtype",
-            "--device": "device",
-            "--revision": "revision",
-            "--trust-remote-code": "trust_remote_code",
-        },
+        flags_of("prompt", "teacher", "max_new_tokens", "temperature", "seed", "raw", "dtype", "device", "revision",
+                 "trust_remote_code"),
     ),
-}
+}  # fmt: skip
 OTHERS = ", ".join(name for name in COMMANDS if name != "convert")
 
 
@@ -224,14 +200,10 @@ def _carry_out(options: Any, plan: Callable, run: Callable, switches: Switches) 
     if switches["dry_run"]:
         console.print(describe(plan(options)), markup=False)
         return
-    with progress_bars(switches["quiet"]) as progress:
-
-        def on_plan(plan) -> None:
-            if not switches["quiet"]:
-                console.print(describe(plan), markup=False)
-
-        run(options, on_plan, progress)
-    if not switches["quiet"]:
+    quiet = switches["quiet"]
+    with progress_bars(quiet) as progress:
+        run(options, lambda plan: _print(plan, describe, False, quiet), progress)
+    if not quiet:
         console.print(f"[green]done[/] {escape(options.output.folder)}")
 
 
@@ -280,7 +252,10 @@ def one_line_errors(verbose: bool, interrupted: str = "no half-written checkpoin
     except RuntimeError as error:
         if verbose or "out of memory" not in str(error):
             raise
-        _fail("out of memory; use fewer calibration tokens, shorter sequences, or alignment.low_memory.", 1)
+        _fail(
+            "out of memory; use shorter sequences or smaller batches, or alignment.low_memory in a conversion.",
+            1,
+        )
 
 
 def _message(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Every option of a conversion: its name, type, default and help stand here and nowhere else.
+"""Every option of a conversion: its name, type, default and help are defined here and nowhere else.
 
 The command line, the YAML file, the Python function `convert` and docs/guide/options.md are all made from these
 dataclasses. A YAML file has the same sections and names; `CONVERSION_FLAGS` lists the few that the command line
@@ -35,7 +35,6 @@ from jsonargparse.typing import (
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_CACHE = 0.25
 MAPPING = "names with values"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -420,11 +419,7 @@ CONVERSION_FLAGS = {
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in "5GB", "500MB", "2GiB" or a plain number.
-
-    Raises:
-        ValueError: not a positive size.
-    """
+    """Bytes in "5GB", "500MB", "2GiB" or a plain number."""
     cleaned = str(text).strip().upper().replace(" ", "")
     unit = next((u for u in sorted(SIZE_UNITS, key=len, reverse=True) if cleaned.endswith(u)), "")
     try:
@@ -663,11 +658,7 @@ class OptionParser:
         return made, {flag[2:].replace("-", "_"): switch for flag, switch in on.items()}
 
     def from_values(self, values: Mapping[str, Any], config: str | Path | None = None) -> Any:
-        """The options from nested Python values, over those of a YAML file.
-
-        Raises:
-            ValueError: as from a command line.
-        """
+        """The options from nested Python values, over those of a YAML file."""
         self._check_names(values)
         with self._one_line_errors():
             base = None if config is None else self._from_file(config)
@@ -727,7 +718,7 @@ class OptionParser:
 
 
 def _nearest(wrong: str, names: Sequence[str]) -> str:
-    """The known name that is nearest to a wrong one, wherever its section is."""
+    """A hint at the known name that is most similar to a wrong one, whatever section it is in."""
     leaves = {re.split(r"[.]|--", name)[-1].replace("-", "_"): name for name in reversed(names)}
     leaf = re.split(r"[.]|--", wrong)[-1].replace("-", "_")
     found = difflib.get_close_matches(leaf, leaves, 1, 0.6)
@@ -745,7 +736,7 @@ class Documented(NamedTuple):
 
 @functools.cache
 def documented(options_class: type, prefix: str = "") -> tuple[Documented, ...]:
-    """Every option of a dataclass and of its sections, with the docstring that stands below its field."""
+    """Every option of a dataclass and of its sections, with the docstring below its field."""
     texts: dict[str, str] = {}
     for cls in reversed(options_class.__mro__[:-1]):
         parsed = docstring_parser.parse_from_object(cls)

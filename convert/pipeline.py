@@ -13,10 +13,9 @@ from typing import Any
 
 from .alignment.aligner import Aligner, Alignment, public_text_name
 from .checkpoint.card import write_card
-from .checkpoint.code import add_code
+from .checkpoint.code import add_code, versions
 from .checkpoint.folder import check_apart, check_output, staged
 from .checkpoint.hub import prepare_repository, upload
-from .checkpoint.provenance import versions
 from .checkpoint.tokenizer import add_generation_config, add_tokenizer
 from .formats.export import check_holdable
 from .options import ConversionOptions, OutputOptions, differences, make_options, parse_size
@@ -47,7 +46,7 @@ def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
 def plan_conversion(options: ConversionOptions) -> Plan:
     """What `run` would do; reads the configuration and the headers of the weights only.
 
-    What only scores decide stands evenly placed; the numbers of layers, heads and bytes are right.
+    Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
     """
     weights = open_teacher(options, with_weights=False)
     options = options_for_teacher(options, weights)
@@ -63,7 +62,7 @@ def run(
     """Carry out a conversion.
 
     Args:
-        on_plan: called once the plan stands; nothing is written yet.
+        on_plan: called once the plan is made, before anything is written.
         progress: called with what is being done, how much of it is done, and of how much.
 
     Raises:
@@ -113,7 +112,7 @@ def write(
     plan: Plan, alignment: Alignment | None, options: ConversionOptions, folder: Path, progress: Progress
 ) -> None:
     """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
-    rules = plan.rules if alignment is None else alignment.applied_to(plan).rules
+    rules = plan.rules if alignment is None else alignment.rules(plan)
     shards = plan_shards(rules, plan.dtype, parse_size(options.output.max_shard_size))
     hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
     add_tokenizer(plan.teacher, folder, options.trust_remote_code)

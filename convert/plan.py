@@ -37,11 +37,7 @@ class TeacherWeights:
 
     @classmethod
     def of(cls, teacher: Teacher) -> "TeacherWeights":
-        """Read the headers of a teacher's weights and give every tensor its place.
-
-        Raises:
-            ValueError: the weights are missing, damaged, or do not match the configuration.
-        """
+        """Read the headers of a teacher's weights and give every tensor its place."""
         checkpoint, config = teacher.open_weights(), attention_config(teacher)
         sources, dropped = canonical_sources(
             teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
@@ -66,15 +62,13 @@ class TeacherWeights:
         mapping = LayerMapping(config, layer, self.sources, options.mixer.initial_decay, options.seed)
         rules = mapping.rules(shapes)
         if f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
-            rules.append(self._folded_bias(layer))
+            if self.teacher.family.student != "phimamba":
+                raise ValueError(
+                    "This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true)."
+                )
+            target = f"model.layers.{layer}.mlp.fc2.bias"
+            rules.append(fold_out_bias(target, self.sources[target], mapping.attention["o_proj.bias"]))
         return rules
-
-    def _folded_bias(self, layer: int) -> Rule:
-        if self.teacher.family.student != "phimamba":
-            raise ValueError("This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true).")
-        target = f"model.layers.{layer}.mlp.fc2.bias"
-        bias = self.sources[f"model.layers.{layer}.self_attn.o_proj.bias"]
-        return fold_out_bias(target, self.sources[target], bias)
 
 
 @dataclass(frozen=True)
@@ -167,11 +161,7 @@ def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> Mix
 
 
 def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
-    """The hybrid's configuration.
-
-    Raises:
-        ValueError: a window, heads or a mixer that this teacher cannot have.
-    """
+    """The hybrid's configuration."""
     hybrid, teacher_types = placement.hybrid, weights.config.layer_types
     if hybrid is not None and "sliding_attention" in teacher_types:
         if hybrid.window > weights.config.sliding_window:
@@ -195,9 +185,6 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
 
     Args:
         teacher: the configuration of the hybrid with every layer kept as attention.
-
-    Raises:
-        ValueError: the state size cannot go with the rotary embedding or the norms of this teacher.
     """
     head_dim, heads = teacher.head_dim, teacher.num_attention_heads
     default_state = min(16, head_dim) if mixer.kind == "mamba1" else head_dim

@@ -5,10 +5,6 @@ make demo        or        python -m recipes.demo [--output runs/demo/hybrid]
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,27 +22,11 @@ from convert.teachers.teacher import embedded_teacher
 from convert.weights.writer import human_bytes
 
 from .evaluation.metrics import Reader, figures, per_token, reader
-from .load_elsewhere import answer
+from .load_elsewhere import answer, run_elsewhere
 
 PROMPTS = ["What is the capital of France?", "Why is the sky blue? Answer in one sentence."]
 MAX_NEW_TOKENS, MAX_TOKENS = 40, 512
 HELD_OUT = Path(__file__).with_name("held_out.txt")
-
-
-def elsewhere(folder: Path, text: str) -> dict:
-    """Load a folder in a fresh process that cannot import this project.
-
-    Returns:
-        class, parameters, answers to the prompts, and logits (L, V) over the text's first tokens.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        job, results = Path(scratch) / "job.json", Path(scratch) / "results.pt"
-        asked = {"folder": str(folder.absolute()), "prompts": PROMPTS, "text": text, "results": str(results)}
-        job.write_text(json.dumps(asked | {"max_tokens": MAX_TOKENS, "max_new_tokens": MAX_NEW_TOKENS}))
-        script = Path(__file__).with_name("load_elsewhere.py").absolute()
-        environment = os.environ | {"HF_MODULES_CACHE": f"{scratch}/modules", "TRANSFORMERS_VERBOSITY": "error"}
-        subprocess.run([sys.executable, "-I", str(script), str(job)], cwd=scratch, check=True, env=environment)
-        return torch.load(results)
 
 
 def main(output: Path) -> dict:
@@ -67,7 +47,7 @@ def main(output: Path) -> dict:
     console.rule("teacher, and the hybrid in a process without this project")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
-    hybrid = elsewhere(output, text)
+    hybrid = run_elsewhere(str(output.absolute()), PROMPTS, text, MAX_TOKENS, MAX_NEW_TOKENS)
     table = Table("prompt", "teacher", "hybrid")
     for prompt, of_hybrid in zip(PROMPTS, hybrid["answers"], strict=True):
         table.add_row(prompt, answer(teacher, tokenizer, prompt, MAX_NEW_TOKENS).strip(), of_hybrid.strip())

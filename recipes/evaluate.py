@@ -53,11 +53,7 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and how.
-
-    Raises:
-        ValueError: nothing to measure, or a number out of range.
-    """
+    """What to measure, and how."""
 
     model: str = field(metadata={"help": "Folder or Hub id of a hybrid, or of any causal language model."})
     teacher: str | None = option(None, "Model to compare with, or none. Default: the one that MODEL records.")
@@ -124,7 +120,7 @@ class Options:
     @property
     def sources(self) -> list[TextSource]:
         """The texts."""
-        return [TextSource.parse(text, self.text_column) for text in self.text]
+        return [TextSource(text, self.text_column) for text in self.text]
 
     @property
     def chances(self) -> dict[str, float]:
@@ -136,11 +132,11 @@ class Options:
         return count if self.limit is None else min(count, self.limit)
 
     def settings(self) -> dict[str, Any]:
-        """What the results of each part depend on, beside what stands in each row of them."""
+        """What the results of each part depend on, besides what their rows record."""
         first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
         examples = {"num_fewshot": self.num_fewshot, "apply_chat_template": self.apply_chat_template}
         own = {
-            "text": {"sequences": self.sequences, "from": sorted({str(source[1:]) for source in self.sources})},
+            "text": {"sequences": self.sequences, "column": self.text_column},
             "recall": {"text": [*first, first.fingerprint()], "sequences": self.sequences, "depths": self.depths},
             "generation": {"max_new_tokens": self.max_new_tokens},
             "tasks": {"include_path": [self.include_path, own_tasks]} | examples,
@@ -155,11 +151,7 @@ class Options:
 
 
 def fingerprint(model: str, trust_remote_code: bool) -> str | None:
-    """Changes when a checkpoint does: names, sizes and times of a local one's files; a Hub repository's commit.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
+    """Changes when a checkpoint does: names, sizes and times of a local one's files; a Hub repository's commit."""
     name, where = locate(model)
     path = Path(name)
     if not path.is_dir():
@@ -171,11 +163,7 @@ def fingerprint(model: str, trust_remote_code: bool) -> str | None:
 
 
 def find_teacher_of(options: Options) -> str | None:
-    """The teacher named, none, or the one the checkpoint records.
-
-    Raises:
-        ValueError: none is named and none recorded.
-    """
+    """The teacher named, none, or the one the checkpoint records."""
     if options.teacher is not None:
         return None if options.teacher == "none" else options.teacher
     try:

@@ -1,13 +1,18 @@
-"""Load a converted folder as somebody does who has never heard of this project; run by path, not imported.
+"""Load a hybrid in a process that cannot import this project, so that only the code that it ships is used.
 
     python -I recipes/load_elsewhere.py JOB.json
 
-JOB names a folder, chat prompts, a text and a file for the results: what the model answers, and its logits over the
-text. The finder below makes this project's packages impossible to import, so only what the folder ships is used.
+JOB names a folder or Hub id, chat prompts, a text and a file for the results: what the model answers, and its logits
+over the text.
 """
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 
 class ProjectNotInstalled:
@@ -51,6 +56,24 @@ def main(job: dict) -> None:
         "logits": model(ids).logits[0],
     }
     torch.save(results, job["results"])
+
+
+def run_elsewhere(
+    model: str, prompts: list[str], text: str, max_tokens: int, max_new_tokens: int, **environment: str
+) -> dict[str, Any]:
+    """Load a folder or a Hub repository in such a process, with these changes to its environment.
+
+    Returns:
+        class, parameters, answers to the prompts, and logits (L, V) over the text's first `max_tokens` tokens.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        job, results = Path(scratch) / "job.json", Path(scratch) / "results.pt"
+        asked = {"folder": model, "prompts": prompts, "text": text, "max_tokens": max_tokens}
+        job.write_text(json.dumps(asked | {"max_new_tokens": max_new_tokens, "results": str(results)}))
+        changed = {"HF_MODULES_CACHE": f"{scratch}/modules", "TRANSFORMERS_VERBOSITY": "error"} | environment
+        command = [sys.executable, "-I", str(Path(__file__).absolute()), str(job)]
+        subprocess.run(command, cwd=scratch, check=True, env=os.environ | changed)
+        return torch.load(results)
 
 
 if __name__ == "__main__":

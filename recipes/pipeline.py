@@ -1,19 +1,17 @@
 """The whole way on real data, on a CPU: teacher -> hybrid -> SeqKD data -> SFT -> DPO -> Hub -> pulled -> answers.
 
-make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--compare-losses] [--push-to-hub me/hybrid]
+make pipeline        or        python -m recipes.pipeline [runs/pipeline] [--push-to-hub me/hybrid]
 
 Every step leaves a folder, and a step whose folder is there is not done again. After each, KL to the teacher and
 perplexity are measured on held-out web text; training reports KL on the teacher's held-out answers (SFT) and reward
 accuracy and margin on held-out preference pairs (DPO). `make pipeline` pushes to a stand-in Hub on this machine.
 
-Answers are short, so that this takes an hour or two on two cores; most are cut off. To the KL that is no difference.
-Cross entropy learns from them to stop anywhere: `--compare-losses` shows what it costs in KL, not how it would do on
-whole answers.
+Answers are short, so that this takes an hour or two on two cores. Most are cut off, which makes no difference to the
+KL.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -39,7 +37,9 @@ from convert.teachers.teacher import embedded_teacher
 
 from . import dpo, seqkd, sft, validation_text
 from .evaluation.metrics import figures, per_token, reader
+from .load_elsewhere import run_elsewhere
 from .training.save import LABELS, read_record
+from .validation_text import write_lines
 
 CHATS = "llamafactory==0.9.5"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -54,7 +54,6 @@ COMMON = [
     "--lr_scheduler_type", "cosine", "--warmup_steps", "0.1", "--gradient_checkpointing", "false",
 ]  # fmt: skip
 SFT = ["--learning_rate", "2e-4", "--other_learning_rate", "2e-5", "--max_length", "256"]
-LOSSES = {"KL": ("1", "0"), "KL + CE": ("1", "1"), "CE": ("0", "1")}
 
 
 def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[str, float]:
@@ -106,14 +105,9 @@ def fetch_chats(folder: Path) -> None:
     pairs = sorted(pairs, key=lambda pair: len(json.dumps(pair)))[: PAIRS + HELD_OUT_PAIRS]
     every = len(pairs) // HELD_OUT_PAIRS  # long and short ones in both splits
     (folder / "pairs").mkdir(exist_ok=True)
-    write(folder / "pairs" / "train.jsonl", [pair for i, pair in enumerate(pairs) if i % every])
-    write(folder / "pairs" / "test.jsonl", pairs[::every])
-    write(folder / "prompts.jsonl", [{key: row[key] for key in ("instruction", "input")} for row in prompts])
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object per line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs" / "train.jsonl", [pair for i, pair in enumerate(pairs) if i % every])
+    write_lines(folder / "pairs" / "test.jsonl", pairs[::every])
+    write_lines(folder / "prompts.jsonl", [{key: row[key] for key in ("instruction", "input")} for row in prompts])
 
 
 def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path, *more: str) -> Path:
@@ -125,21 +119,14 @@ def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path,
 
 
 def push_and_pull(model: Path, repository: str, folder: Path) -> dict[str, Any]:
-    """Push to the Hub, pull in a process that knows nothing of this project, ask it the question; its answer."""
+    """Push to the Hub, load from there in a process that cannot import this project, and ask the question."""
     repository = prepare_repository(repository)
     upload(model, repository)
-    job, results = folder / "job.json", folder / "pulled.pt"
-    asked = {"folder": repository, "prompts": [QUESTION], "text": QUESTION, "max_tokens": 64, "max_new_tokens": 40}
-    job.write_text(json.dumps(asked | {"results": str(results)}))
-    environment = os.environ | {"HF_HOME": str(folder / "hub-cache"), "HF_MODULES_CACHE": str(folder / "hub-modules")}
-    environment.pop("HF_TOKEN", None)
-    command = [sys.executable, "-I", str(Path(__file__).with_name("load_elsewhere.py")), str(job)]
-    subprocess.run(command, check=True, env=environment)
-    pulled = torch.load(results)
+    pulled = run_elsewhere(repository, [QUESTION], QUESTION, 64, 40, HF_HOME=str(folder / "hub-cache"), HF_TOKEN="")
     return {"class": pulled["class"], "question": QUESTION, "answer": pulled["answers"][0].strip()}
 
 
-def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[str, Any]:
+def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     """Run the steps whose results are missing; returns everything that was measured."""
     logging.set_verbosity_error()
     gguf, started, folder = embedded_teacher(), time.perf_counter(), folder.absolute()
@@ -154,17 +141,12 @@ def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[st
     teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
     held_out = str(folder / "text" / "owt_5.jsonl")
     text = token_rows(documents(held_out), load_tokenizer(str(gguf)), 512, 4, held_out)
-    models = {"teacher": teacher} | {path.name: load(path) for path in (hybrid, finetuned, preferred)}
+    models = {"teacher": teacher}
+    for path in (hybrid, finetuned, preferred):
+        models[path.name] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     steps = [{"name": name} | measure(model, teacher, text) for name, model in models.items()]
     training = [{key: stage[key] for key in ("stage", "before", "after")} for stage in read_record(preferred)]
     report: dict[str, Any] = {"steps": steps, "training": training}
-    if compare_losses:
-        report["losses"] = []
-        for name, (kl, ce) in LOSSES.items():
-            loss = ["--kl_weight", kl, "--ce_weight", ce]
-            path = finetuned if name == "KL" else folder / f"sft-{name.replace(' ', '')}"
-            train(sft.main, hybrid, gguf, folder / "seqkd", path, *SFT, *loss)
-            report["losses"].append({"name": name} | measure(load(path), teacher, text))
     if push_to_hub is not None:
         pulled = push_and_pull(preferred, push_to_hub, folder)
         report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
@@ -175,19 +157,13 @@ def main(folder: Path, compare_losses: bool, push_to_hub: str | None) -> dict[st
     return report
 
 
-def load(folder: Path) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def show(report: dict[str, Any]) -> None:
     """Print the tables."""
     console = Console()
-    for title in ("steps", "losses"):
-        table = Table("after", "KL", "perplexity", title=f"{title}, on held-out text")
-        for row in report.get(title, []):
-            table.add_row(row["name"], f"{row['kl']:.3f}", f"{row['perplexity']:.3f}")
-        if table.rows:
-            console.print(table)
+    table = Table("after", "KL", "perplexity", title="steps, on held-out text")
+    for row in report["steps"]:
+        table.add_row(row["name"], f"{row['kl']:.3f}", f"{row['perplexity']:.3f}")
+    console.print(table)
     table = Table("stage", "", "before", "after", title="training, on held-out answers and pairs")
     for stage in report["training"]:
         for key in sorted(LABELS.keys() & stage["before"].keys() & stage["after"].keys()):
@@ -200,6 +176,5 @@ def show(report: dict[str, Any]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/pipeline"))
-    parser.add_argument("--compare-losses", action="store_true", help="also SFT with KL + CE and with CE alone")
     parser.add_argument("--push-to-hub", metavar="REPOSITORY", help="push the model, pull it and ask it a question")
     main(**vars(parser.parse_args()))

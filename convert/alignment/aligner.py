@@ -1,6 +1,5 @@
 """What a conversion asks of alignment: fits of any layers under any placement, and MOHAWK's stages after them."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from ..options import ConversionOptions, FitOptions, differences, parse_size
 from ..placement.placement import Layer, Placement, everywhere
 from ..plan import Plan, TeacherWeights, hybrid_config
-from ..teachers.teacher import Teacher, gguf_tokenizer
+from ..weights.rules import Rule
 from .fit import FitCache, Fits, Progress, fit_mixers
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .teacher_model import TeacherModel
-from .text import SAMPLED, documents, sample_rows, token_rows
+from .text import calibration_rows
 
 PROSE_SEQUENCES = 2
 """Sequences of prose on which layers are scored, not used for fitting."""
@@ -36,15 +34,15 @@ class Alignment:
     report: dict[str, Any] = field(default_factory=dict)
     """Text, tokens, errors and scores, for the record."""
 
-    def applied_to(self, plan: Plan) -> Plan:
-        """The plan that writes the aligned tensors."""
+    def rules(self, plan: Plan) -> list[Rule]:
+        """The plan's rules, of which those for aligned tensors write these."""
 
-        def aligned(rule):
+        def aligned(rule: Rule) -> Rule:
             tensor = self.tensors.get(rule.target)
             return rule if tensor is None else dataclasses.replace(rule, blocks=lambda checkpoint: iter([tensor]))
 
         assert self.tensors.keys() <= {rule.target for rule in plan.rules}
-        return dataclasses.replace(plan, rules=[aligned(rule) for rule in plan.rules])
+        return [aligned(rule) for rule in plan.rules]
 
 
 class Aligner:
@@ -52,9 +50,6 @@ class Aligner:
 
     Args:
         work: folder that keeps fits and scores, so that an interrupted run resumes; None keeps nothing.
-
-    Raises:
-        ValueError: the options contradict each other.
     """
 
     def __init__(
@@ -70,9 +65,9 @@ class Aligner:
             check_stages(options.alignment, options.mixer.kind, options.alignment.low_memory, hybrid)
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
-        # layers are scored one by one, so their quick fits know of no other
+        # layers are scored one by one, so a quick fit must not depend on other replaced layers
         self.quick = dataclasses.replace(options.alignment.fit, refine_steps=0, stream="teacher")
-        self._solved: Fits = {}  # quick fits, which a longer one goes on from
+        self._solved: Fits = {}  # quick fits, which a longer fit continues
         self._caches: list[FitCache] = []
 
     def follow(self, layer: Layer, full_heads: Placement | None = None) -> None:
@@ -136,7 +131,7 @@ class Aligner:
         return fits
 
     def align(self, plan: Plan) -> Alignment:
-        """The mixers of a plan's replaced layers: fitted, or as another method initialises them."""
+        """Fit the mixers of a plan's replaced layers."""
         started, layers = time.perf_counter(), list(plan.placement.replaced_layers)
         self.follow(plan.placement.layers[layers[0]], plan.placement)
         alignment = self.options.alignment
@@ -145,7 +140,12 @@ class Aligner:
             "held_out_error": {layer: dataclasses.asdict(fit) for layer, (_, fit) in sorted(fits.items())},
             "fit_seconds": round(time.perf_counter() - started),
         }
-        return Alignment(_tensors({layer: mixer for layer, (mixer, _) in fits.items()}), self.report)
+        tensors = {
+            f"model.layers.{layer}.mixer.{name}": tensor.detach().cpu()
+            for layer, (mixer, _) in fits.items()
+            for name, tensor in mixer.state_dict().items()
+        }
+        return Alignment(tensors, self.report)
 
     def train(self, folder: Path, stages_folder: Path, dtype: torch.dtype) -> None:
         """Run MOHAWK's stages on the hybrid in `folder`, and put the trained weights in place of its own."""
@@ -189,57 +189,6 @@ def public_text_name(source: str) -> str:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder above a path that is there: on the disk that the result goes to."""
+    """The nearest parent of a path that exists, which is on the disk that the result goes to."""
     path = path.expanduser().absolute().parent
     return path if path.is_dir() else existing_parent(path)
-
-
-def _tensors(mixers: dict[int, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    return {
-        f"model.layers.{layer}.mixer.{name}": tensor.detach().cpu()
-        for layer, mixer in mixers.items()
-        for name, tensor in mixer.state_dict().items()
-    }
-
-
-def calibration_rows(
-    teacher: Teacher, model: TeacherModel, options: ConversionOptions, count: int, at_least: int | None = None
-) -> torch.Tensor:
-    """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough.
-
-    Raises:
-        ValueError: no text, too little of it, or no tokenizer to read it with.
-    """
-    alignment, length = options.alignment, options.sequence_length
-    if alignment.text == SAMPLED:
-        if alignment.low_memory:
-            raise ValueError("Sampling text from the teacher needs all of it in memory; leave out low_memory.")
-        return sample_rows(model.whole(), length, count, options.seed)
-    tokenizer = load_tokenizer(teacher, options.trust_remote_code)
-    texts = documents(alignment.text, alignment.column)
-    with contextlib.closing(texts):
-        rows = token_rows(texts, tokenizer, length, count, alignment.text, at_least)
-    if int(rows.max()) >= teacher.config.vocab_size:
-        raise ValueError(
-            f"The tokenizer has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
-            "they do not belong together."
-        )
-    return rows
-
-
-def load_tokenizer(teacher: Teacher, trust_remote_code: bool):
-    """The teacher's tokenizer.
-
-    Raises:
-        ValueError: it has none that loads.
-    """
-    try:
-        if teacher.gguf_file is not None:
-            return gguf_tokenizer(teacher.folder, teacher.gguf_file)
-        return AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{teacher.name} has no tokenizer to read calibration text with ({reason}); calibrate without text "
-            "(--text sampled) or map only (--align none)."
-        ) from error

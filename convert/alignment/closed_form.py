@@ -132,7 +132,7 @@ def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple
 
 
 def candidate_decays(mixer: nn.Module, settings: FitOptions) -> tuple[float, ...]:
-    """Long memories beside a window; beside a narrow one, which relieves the mixer of little, short ones, too."""
+    """Candidate decays of a mixer: slow ones beside a window, plus the fast ones if the window is narrow."""
     if not isinstance(mixer, HybridMixer):
         return settings.decays
     short = settings.decays if mixer.config.hybrid_window < NARROW_WINDOW else ()
@@ -196,9 +196,9 @@ def balance_features(mixer: HybridMixer, data: LayerData) -> None:
     if config.mixer != "discrete_mamba2" or config.mixer_activation != "identity" or config.mixer_qk_norm:
         return
     u, _ = data.batch(data.judging())
-    near, far = features(mixer, u, data.rotary)[:, first_fitted(mixer, data) :].split(mixer.sizes, dim=-1)
-    heads = far.unflatten(-1, (ssd.num_heads, -1)).pow(2).mean((0, 1, 3)).sqrt()
-    scale = (heads / near.pow(2).mean().sqrt().clamp_min(TINY)).clamp_min(1e-3)
+    window, state = features(mixer, u, data.rotary)[:, first_fitted(mixer, data) :].split(mixer.sizes, dim=-1)
+    heads = state.unflatten(-1, (ssd.num_heads, -1)).pow(2).mean((0, 1, 3)).sqrt()
+    scale = (heads / window.pow(2).mean().sqrt().clamp_min(TINY)).clamp_min(1e-3)
     of_C = (scale.repeat_interleave(ssd.C_size // ssd.num_heads))[:, None]
     ssd.conv1d.weight[-ssd.C_size :] /= of_C[..., None]
     ssd.conv1d.bias[-ssd.C_size :] /= of_C[:, 0]
@@ -214,11 +214,7 @@ def feature_scale(mixer: nn.Module, squares: torch.Tensor) -> torch.Tensor:
 
 
 def first_fitted(mixer: nn.Module, data: LayerData) -> int:
-    """The first token that out_proj serves: the earlier ones are the window's alone, and exact.
-
-    Raises:
-        ValueError: there is none in sequences of this length.
-    """
+    """Index of the first token that out_proj affects; the window alone computes the earlier ones, exactly."""
     start = mixer.near_tokens if isinstance(mixer, HybridMixer) else 0
     if start >= data.u.shape[1]:
         raise ValueError(

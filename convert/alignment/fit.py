@@ -99,9 +99,6 @@ def fit_mixers(
     Args:
         solved: mixers that the same settings have solved already, to be refined.
         memory: bytes of activations; more goes to a temporary file in `folder`.
-
-    Raises:
-        ValueError: see `fit_layer`.
     """
     fitted: Fits = {}
     solved = solved or {}
@@ -115,11 +112,9 @@ def fit_mixers(
     if not missing:
         return fitted
     with contextlib.ExitStack() as stack:
-        streams = 2 if settings.stream == "student" else 1
-        stream, *others = (
-            stack.enter_context(ActivationStream(teacher, ids, held_out, memory // streams, folder))
-            for _ in range(streams)
-        )
+        count = 2 if settings.stream == "student" else 1
+        opened = (ActivationStream(teacher, ids, held_out, memory // count, folder) for _ in range(count))
+        stream, *others = (stack.enter_context(contextlib.closing(each)) for each in opened)
         student = others[0] if others else None
         for layer in range(max(missing) + 1):
             progress("aligning", layer, max(missing) + 1)

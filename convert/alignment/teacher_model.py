@@ -50,11 +50,7 @@ class TeacherModel:
         self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
 
     def follow(self, mixer_config: PreTrainedConfig) -> None:
-        """Make mixers by this configuration from now on.
-
-        Raises:
-            ValueError: the teacher's bias on o_proj would have no place.
-        """
+        """Make mixers by this configuration from now on."""
         if mixer_config.hybrid_window is None and self.weights.has_out_bias and not mixer_config.mixer_out_bias:
             raise ValueError(
                 "This teacher has a bias on o_proj, and a mixer without one (out_bias: false) leaves it to the MLP, "

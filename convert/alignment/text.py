@@ -4,12 +4,18 @@ Documents are joined by the end-of-sequence token and cut into rows of equal len
 token counts.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..options import ConversionOptions
+from ..teachers.teacher import Teacher, first_line, gguf_tokenizer
+from .teacher_model import TeacherModel
 
 DEFAULT_TEXT = Path(__file__).with_name("calibration_text.jsonl")
 SAMPLED = "sampled"
@@ -17,16 +23,13 @@ LOADERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parqu
 SAMPLE_BATCH = 64
 
 
-def documents(source: str, column: str = "text", split: str = "train", config: str | None = None) -> Iterator[str]:
+def documents(source: str, column: str = "text") -> Iterator[str]:
     """The texts of a data set, in order.
 
     Args:
-        source: "default" for the text that ships, a .jsonl, .json, .txt or .parquet file, a folder of them, or the id
-            of a Hub data set.
-        column: the field that holds the text. split, config: of a Hub data set.
-
-    Raises:
-        ValueError: there is no such data set or no such column.
+        source: "default" for the text that ships, a .jsonl, .json, .txt or .parquet file, a folder of them, or a Hub
+            data set as NAME:CONFIG:SPLIT, where CONFIG and SPLIT (train) may be left out.
+        column: the field that holds the text.
     """
     if source == "default":  # the core installation reads it, without `datasets`
         yield from (json.loads(line)["text"] for line in DEFAULT_TEXT.read_text().splitlines())
@@ -47,15 +50,15 @@ def documents(source: str, column: str = "text", split: str = "train", config: s
             options = {"sample_by": "document"} if kind == "text" else {}
             rows = load_dataset(kind, data_files=files, split="train", streaming=True, **options)
         else:
-            rows = load_dataset(source, config, split=split, streaming=True)
+            name, config, split = (*source.split(":", 2), "", "")[:3]
+            rows = load_dataset(name, config or None, split=split or "train", streaming=True)
         for row in rows:
             if not isinstance(row.get(column), str):
                 raise TypeError(f"no text in column {column!r}; it has {', '.join(sorted(row))}")
             if row[column].strip():
                 yield row[column]
     except (DatasetGenerationError, OSError, ValueError, TypeError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{source} cannot be read as text: {reason}") from error
+        raise ValueError(f"{source} cannot be read as text: {first_line(error)}") from error
 
 
 def _files(path: Path) -> list[Path]:
@@ -75,9 +78,6 @@ def token_rows(
 
     Args:
         source: what to call the text in a message. at_least: rows that are enough where the text has no more.
-
-    Raises:
-        ValueError: the text is too short.
     """
     ids: list[int] = []
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -119,3 +119,35 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
     finally:
         torch.random.set_rng_state(state)
     return torch.cat(rows)
+
+
+def calibration_rows(
+    teacher: Teacher, model: TeacherModel, options: ConversionOptions, count: int, at_least: int | None = None
+) -> torch.Tensor:
+    """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough."""
+    alignment, length = options.alignment, options.sequence_length
+    if alignment.text == SAMPLED:
+        if alignment.low_memory:
+            raise ValueError("Sampling text from the teacher needs all of it in memory; leave out low_memory.")
+        return sample_rows(model.whole(), length, count, options.seed)
+    tokenizer = load_tokenizer(teacher, options.trust_remote_code)
+    with contextlib.closing(documents(alignment.text, alignment.column)) as texts:
+        rows = token_rows(texts, tokenizer, length, count, alignment.text, at_least)
+    if int(rows.max()) >= teacher.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
+            "they do not belong together."
+        )
+    return rows
+
+
+def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        if teacher.gguf_file is not None:
+            return gguf_tokenizer(teacher.folder, teacher.gguf_file)
+        return AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{teacher.name} has no tokenizer to read calibration text with ({first_line(error)}); calibrate "
+            "without text (--text sampled) or map only (--align none)."
+        ) from error

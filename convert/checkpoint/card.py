@@ -99,11 +99,7 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
 
 
 def write_card(plan: Plan, name: str, folder: Path) -> None:
-    """Write README.md and its pictures into the folder of a model that will be called `name`.
-
-    Raises:
-        KeyError: the alignment has no note; whoever adds one says what it did.
-    """
+    """Write README.md and its pictures into the folder of a model that will be called `name`."""
     make_card(plan, name).save(folder / "README.md")
     save_pictures(plan.config, plan.dtype, folder)
 

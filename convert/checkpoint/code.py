@@ -1,8 +1,10 @@
 """The configuration of a finished checkpoint, and the model code that it refers to."""
 
+import importlib.metadata
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 
 from ..weights.students import STUDENTS
@@ -13,3 +15,12 @@ def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None
     config.architectures = [STUDENTS[config.model_type][1].__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that write a checkpoint, which its configuration records."""
+    return {
+        "convert-to-hybrid": importlib.metadata.version("convert-to-hybrid"),
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }

@@ -13,11 +13,7 @@ from pathlib import Path
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse an output that exists or cannot be written, before any work.
-
-    Raises:
-        ValueError: naming the way out.
-    """
+    """Refuse an output that exists or cannot be written, before any work."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; OUT must be a folder that does not exist yet.")
     if output.is_dir() and any(output.iterdir()):
@@ -35,7 +31,7 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def check_apart(output: Path, teacher_folder: Path) -> None:
-    """Refuse an output whose replacement would take the teacher, or the folder we stand in, with it.
+    """Refuse an output folder whose replacement would delete the teacher or the working directory.
 
     Raises:
         ValueError: OUT is the teacher's folder or contains it, or contains the working directory.
@@ -57,7 +53,8 @@ def staged(output: Path) -> Iterator[Path]:
     _clean_up_after_killed_runs(output)
     folder = output.with_name(f".{output.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
-    previous = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main_thread else None
     try:
         yield folder
         _put_in_place(folder, output)
@@ -92,21 +89,13 @@ def _clean_up_after_killed_runs(output: Path) -> None:
             shutil.rmtree(stale, ignore_errors=True)
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _interrupt(signum, frame) -> None:
-    raise KeyboardInterrupt
-
-
 def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it belongs to somebody else
+        pass
     return True
 
 

@@ -15,23 +15,14 @@ REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 """Files of an earlier upload that are removed, because with other shards they would win over the new ones."""
 
 
-def check_token() -> None:
-    """Refuse a push without a token before any work.
-
-    Raises:
-        ValueError: naming the way out.
-    """
-    if get_token() is None:
-        raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
-
-
 def prepare_repository(name: str, private: bool = False) -> str:
     """Make sure the Hub will take the result, before the work rather than after it; the repository's full name.
 
     Raises:
         ValueError: there is no token, the Hub refuses, or the repository is public and was to be private.
     """
-    check_token()
+    if get_token() is None:
+        raise ValueError("Pushing needs a Hub token: set HF_TOKEN or run `hf auth login`.")
     with push_errors(name):
         api = HfApi()
         repository = api.create_repo(name, private=private or None, exist_ok=True).repo_id

@@ -17,17 +17,13 @@ from transformers import (
 import modeling_llamba  # noqa: F401  registers its classes
 import modeling_phimamba  # noqa: F401
 
-from ..teachers.teacher import gguf_tokenizer
+from ..teachers.teacher import first_line, gguf_tokenizer
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def locate(model: str) -> tuple[str, dict[str, str]]:
-    """The name and the arguments that `from_pretrained` takes for a folder, a GGUF file or a Hub id.
-
-    Raises:
-        ValueError: a path that does not exist or holds no checkpoint.
-    """
+    """The name and the arguments that `from_pretrained` takes for a folder, a GGUF file or a Hub id."""
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -43,26 +39,18 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
 
 
 def load_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a checkpoint.
-
-    Raises:
-        ValueError: it cannot be found or read.
-    """
+    """The configuration of a checkpoint."""
     name, where = locate(model)
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **where)
     except (OSError, ValueError, HFValidationError) as error:
-        raise ValueError(f"{model} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"{model} cannot be read: {first_line(error)}") from error
 
 
 def load_tokenizer(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint; pads on the left.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The tokenizer of a checkpoint; pads on the left."""
     name, where = locate(model)
     try:
         if where:
@@ -70,7 +58,7 @@ def load_tokenizer(
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{model} has no tokenizer that can be read: {_first_line(error)}") from error
+        raise ValueError(f"{model} has no tokenizer that can be read: {first_line(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -100,21 +88,17 @@ def load_model(
             name, dtype=wanted, revision=revision, trust_remote_code=trust_remote_code, **where
         )
     except SafetensorError as error:
-        raise ValueError(f"The weights of {model} are damaged: {_first_line(error)}") from error
+        raise ValueError(f"The weights of {model} are damaged: {first_line(error)}") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{model} cannot be loaded: {_first_line(error)}") from error
+        raise ValueError(f"{model} cannot be loaded: {first_line(error)}") from error
     try:
         return loaded.eval().to(device)
     except RuntimeError as error:
-        raise ValueError(f"The model cannot be put on --device {device}: {_first_line(error)}") from error
+        raise ValueError(f"The model cannot be put on --device {device}: {first_line(error)}") from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], chat: bool) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask (B, L), padded on the left; each prompt as a chat message if there is a template.
-
-    Raises:
-        ValueError: a prompt is empty.
-    """
+    """input_ids and attention_mask (B, L), padded on the left; prompts are chat messages if there is a template."""
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise ValueError("The prompt is empty; give --prompt some text.")
     if chat and tokenizer.chat_template:
@@ -125,7 +109,3 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], chat: bool) -
     else:
         encoded = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1)
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

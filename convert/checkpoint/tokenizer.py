@@ -32,11 +32,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
-    """Copy the tokenizer files unchanged; the tokenizer of a GGUF file is read out of it.
-
-    Raises:
-        ValueError: the tokenizer needs code that may not be copied.
-    """
+    """Copy the tokenizer files unchanged; the tokenizer of a GGUF file is read out of it."""
     if teacher.gguf_file is not None:
         gguf_tokenizer(teacher.folder, teacher.gguf_file).save_pretrained(folder)
         return

@@ -23,11 +23,7 @@ KINDS = {
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file.
-
-    Raises:
-        ValueError: the file is not JSON, or holds something other than an object.
-    """
+    """The object in a JSON file; None where there is no such file."""
     if not path.is_file():
         return None
     try:
@@ -126,11 +122,7 @@ class ForeignCheckpoint:
         return f"--base {named}" if named and isinstance(named, str) else "--base"
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """Shape of a tensor.
-
-        Raises:
-            ValueError: there is no such tensor, or it does not have that many dimensions.
-        """
+        """Shape of a tensor."""
         if name not in self.tensors:
             raise ValueError(f"{self.name} has no tensor {name}; the checkpoint is incomplete.")
         shape = self.tensors[name].shape

@@ -18,7 +18,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..options import ExportOptions
 from ..placement.cache import num_states
-from ..teachers import COMMON_FIELDS, get_family
+from ..teachers import get_family
+from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors
 from ..weights.reader import open_weights
 from ..weights.students import STUDENTS, meta_shapes
@@ -113,11 +114,7 @@ def check_holdable(config: PreTrainedConfig, target: str) -> None:
 
 
 def total_heads(source: PreTrainedConfig, expand: int | None) -> tuple[int, int]:
-    """Number of heads of an exported mixer, zero ones included, and its inner width over the model's width.
-
-    Raises:
-        ValueError: no number of heads makes the width that `expand` asks for.
-    """
+    """Number of heads of an exported mixer, zero ones included, and its inner width over the model's width."""
     hidden, width = source.hidden_size, source.mixer_head_dim
     least = -(-source.mixer_num_heads * width // hidden)
     tried = range(least, least + width) if expand is None else [expand]

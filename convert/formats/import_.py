@@ -31,11 +31,7 @@ SUPPORTED = "; ".join(f"{known.name} ({known.sign})" for known in FORMATS)
 
 
 def recognise(source: ForeignCheckpoint) -> Format:
-    """The format of a checkpoint.
-
-    Raises:
-        ValueError: it is in none, or in more than one; the message says what was found and what is supported.
-    """
+    """The format of a checkpoint."""
     scales = [name for name in source.tensors if name.endswith((".scales", ".qweight", ".SCB", ".absmax"))]
     if scales:
         raise ValueError(f"{source.name} is quantised (it has {scales[0]}); import the full-precision weights.")

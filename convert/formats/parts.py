@@ -96,9 +96,6 @@ def make_rules(
     Args:
         shapes: shapes of the targets. tensors: the sources. dropped: sources left out, and why.
         what: name of the source's format, for errors.
-
-    Raises:
-        ValueError: sources are missing, unexpected, quantised or of the wrong shape.
     """
     assert table.keys() == shapes.keys(), sorted(table.keys() ^ shapes.keys())
     faults = []

@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
+from ..checkpoint.code import versions
 from ..checkpoint.folder import check_apart, check_output, staged
-from ..checkpoint.provenance import versions
 from ..checkpoint.tokenizer import add_generation_config, add_tokenizer, has_tokenizer
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, download_model
@@ -59,44 +59,22 @@ class TransferPlan:
     provenance: dict[str, Any] | None = None
     """What the written configuration records about the source; None where it records nothing."""
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters that are written."""
-        return sum(math.prod(rule.shape) for rule in self.rules)
-
-    def summary(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        return {
-            "from_format": self.from_format,
-            "to_format": self.to_format,
-            "layer_types": self.source.config.layer_types,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "parameters": self.parameters,
-            "bytes_to_write": self.parameters * self.dtype.itemsize,
-            "dropped": self.dropped,
-            "notes": self.notes,
-        }
-
 
 def describe(plan: TransferPlan) -> str:
     """The plan in a few lines for the console."""
-    s = plan.summary()
+    parameters = sum(math.prod(rule.shape) for rule in plan.rules)
     lines = [
-        f"{s['from_format']} -> {s['to_format']}, {s['dtype']}",
-        f"layers      {layer_letters(s['layer_types'])}",
-        f"parameters  {s['parameters']:,} ({human_bytes(s['bytes_to_write'])})",
-        *(f"dropped     {name}: {reason}" for name, reason in s["dropped"].items()),
-        *(f"note        {note}" for note in s["notes"]),
+        f"{plan.from_format} -> {plan.to_format}, {str(plan.dtype).removeprefix('torch.')}",
+        f"layers      {layer_letters(plan.source.config.layer_types)}",
+        f"parameters  {parameters:,} ({human_bytes(parameters * plan.dtype.itemsize)})",
+        *(f"dropped     {name}: {reason}" for name, reason in plan.dropped.items()),
+        *(f"note        {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
 
 
 def find_checkpoint(options: TransferOptions) -> tuple[Path, str | None]:
-    """The folder of the checkpoint, and the commit when it came from the Hub.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
+    """The folder of the checkpoint, and the commit when it came from the Hub."""
     path = Path(options.model).expanduser()
     if path.is_file():
         raise ValueError(f"{options.model} is a file; name the folder that holds config.json and the weights.")
@@ -118,7 +96,7 @@ def write_checkpoint(
 
     Args:
         write_config: writes config.json, last of all files, and the code it refers to.
-        on_plan: called once the plan stands.
+        on_plan: called once the plan is made, before anything is written.
         progress: called with what is being done, how much of it is done, and of how much.
 
     Raises:

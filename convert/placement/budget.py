@@ -1,7 +1,7 @@
 """A placement that keeps within so many bytes of cache.
 
 Every layer gets a window with sinks and a mixer's state beside it; the key/value heads that serve recall most see
-every token. Heads take HEADS_SHARE of what the states leave, the window takes the rest. What the user has fixed
+every token. Heads take HEADS_SHARE of what the states leave, and the window takes the rest. What the user has fixed
 (window, heads, layers, no state) stays as it is, and the others take what is left.
 """
 
@@ -79,9 +79,6 @@ class Budget:
 
         Args:
             ranked: key/value heads that are not given, the one to keep first in front.
-
-        Raises:
-            ValueError: not even what the user asks for fits.
         """
         fixed, count = self.options.placement.window, self.asked_heads
         if fixed is None and count is None and self.nbytes >= asked_bytes(self.weights, self.options, whole=True):
@@ -94,7 +91,8 @@ class Budget:
             least = self._bytes(ranked[: self.asked_heads or 0], fixed or 1)
             raise ValueError(
                 f"{human_bytes(self.nbytes)} of cache at {self.options.placement.context} tokens is too little: what "
-                f"was asked for takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers)."
+                f"was asked for takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, "
+                "mixer)."
             )
         if self.asked_heads is None and fixed is None and window == self.longest_window:
             # the window is as wide as it may be: heads take what is left
@@ -155,11 +153,7 @@ def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool
 
 
 def num_layers_within(weights: TeacherWeights, options: ConversionOptions, replacement: Layer) -> int:
-    """The largest number of attention layers that keeps within the cache budget.
-
-    Raises:
-        ValueError: not even the recurrent states fit.
-    """
+    """The largest number of attention layers that keeps within the cache budget."""
     kinds, dtype = weights.config.layer_types, output_dtype(options.output.dtype, weights.checkpoint.tensors)
     budget = asked_bytes(weights, options)
     # the layers that keep most are counted, so that whichever are chosen, the budget holds

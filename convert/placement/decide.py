@@ -15,11 +15,7 @@ EVENLY_PLACED = "scores decide which {} keep their attention when this is run; h
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
-    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay.
-
-    Raises:
-        ValueError: the options say more about layers or heads than such a budget leaves open.
-    """
+    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay."""
     if not options.searches_budget or "sliding_attention" not in weights.config.layer_types:
         return options
     placement = options.placement
@@ -38,7 +34,7 @@ def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligne
 
     Args:
         aligner: fits the mixers that are scored, and has the text. Without one (a dry run, or no alignment) layers and
-            heads that scores would choose stand evenly placed: their number and bytes are the same.
+            heads that scores would choose are placed evenly: their number and bytes are the same.
 
     Raises:
         ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
@@ -77,7 +73,7 @@ def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligne
 
 
 def replaced_layer(options: ConversionOptions) -> Layer:
-    """What stands in the place of a layer's attention."""
+    """What replaces a layer's attention."""
     if options.placement.window is None:
         return Mixer()
     return Hybrid(options.placement.window, options.placement.sinks, state=options.mixer.kind != "none")

@@ -1,6 +1,6 @@
-"""Which heads fetch what is far away: an induction score per key/value head, from one pass of the teacher.
+"""Which heads copy from distant tokens: an induction score per head, from one pass of the teacher.
 
-Recall sits in a few heads (arXiv 2602.11374 keeps 2 % of them). Where a sequence of random tokens repeats, a head that
+Few heads serve recall (arXiv 2602.11374 keeps 2 % of them). Where a sequence of random tokens repeats, a head that
 serves recall looks at the token that followed the last time. Its score is the attention that it pays there. Heads that
 look back by a step or two, which recall needs as well, are served by the window.
 """

@@ -29,19 +29,18 @@ class Scores:
 
 
 class LayerEvaluator:
-    """Prose and probes that every candidate model sits, against the teacher's own scores.
+    """Scores candidate models on prose and probes, against the teacher's own scores.
 
     Args:
         prose: (B, L) token ids that were not used for fitting.
-        probe_length: random tokens of the copy probe before they repeat.
     """
 
-    def __init__(self, teacher: TeacherModel, prose: torch.Tensor, seed: int = 0, probe_length: int = PROBE_LENGTH):
+    def __init__(self, teacher: TeacherModel, prose: torch.Tensor, seed: int = 0):
         self.teacher, self.prose = teacher, prose
         vocabulary = plain_tokens(teacher.config.vocab_size)
         self.probes: dict[str, Probe] = {
-            "copy": copy_probe(vocabulary, 2, probe_length, seed),
-            "associative": associative_probe(vocabulary, 2, probe_length // 4, seed),
+            "copy": copy_probe(vocabulary, 2, PROBE_LENGTH, seed),
+            "associative": associative_probe(vocabulary, 2, PROBE_LENGTH // 4, seed),
             "needle": needle_probe(prose, vocabulary, seed),
         }
         states = self._states({})
@@ -102,15 +101,10 @@ class LayerEvaluator:
         for name, probe in self.probes.items():
             # only the positions before an answer need the head
             hidden, before = self._final(states[name]), probe.answers.roll(-1, 1)
-            nats, hits = _loss_and_hits(head(hidden[before]), probe.ids[probe.answers].to(hidden.device))
-            loss[name], accuracy[name] = nats.mean().item(), hits.mean().item()
+            logits, truth = head(hidden[before]), probe.ids[probe.answers].to(hidden.device)
+            loss[name] = nn.functional.cross_entropy(logits.float(), truth, reduction="none").mean().item()
+            accuracy[name] = (logits.argmax(-1) == truth).float().mean().item()
         return Scores(kl, loss, accuracy)
-
-
-def _loss_and_hits(logits: torch.Tensor, truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy in nats and hits of logits (T, V) against tokens (T,)."""
-    nats = nn.functional.cross_entropy(logits.float(), truth, reduction="none")
-    return nats, (logits.argmax(-1) == truth).float()
 
 
 @dataclass(frozen=True)

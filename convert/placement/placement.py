@@ -1,7 +1,7 @@
 """What every layer of a hybrid holds: one typed object, made once and stored in config.json.
 
-It is made by decide.py, from what the user says, a published preset or scores, and read back from a hybrid's
-configuration. Nothing turns it into text that would have to be parsed again.
+It is made from what the user says, from a published preset, or by scores (decide.py), and can be read back from the
+hybrid's configuration. Nothing turns it into text that would have to be parsed again.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Hybrid:
     full_heads: tuple[int, ...] = ()
     """Query heads that see every token."""
     state: bool = True
-    """Whether a mixer with a recurrent state stands beside the window."""
+    """Whether there is a mixer with a recurrent state beside the window."""
 
 
 Layer = Attention | Mixer | Hybrid

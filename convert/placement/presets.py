@@ -23,11 +23,7 @@ PUBLISHED_ATTENTION_LAYERS: dict[str, dict[int, tuple[int, ...]]] = {
 
 
 def uniform_attention_layers(num_layers: int, ratio: float) -> tuple[int, ...]:
-    """`round(ratio * num_layers)` layers, evenly spread, the last layer of each stretch: 1, 3, 5, ... at 0.5.
-
-    Raises:
-        ValueError: ratio is not between 0 and 1.
-    """
+    """`round(ratio * num_layers)` layers, evenly spread, the last layer of each stretch: 1, 3, 5, ... at 0.5."""
     if not 0 <= ratio <= 1:
         raise ValueError(f"The attention ratio must lie between 0 and 1, not {ratio}.")
     count = round(ratio * num_layers)
@@ -35,42 +31,15 @@ def uniform_attention_layers(num_layers: int, ratio: float) -> tuple[int, ...]:
 
 
 def pattern_attention_layers(num_layers: int, pattern: str) -> tuple[int, ...]:
-    """A pattern of M (mixer) and A (attention), repeated over the layers: "MA", "MMMA", or one letter per layer.
-
-    Raises:
-        ValueError: a pattern longer than the model.
-    """
+    """A pattern of M (mixer) and A (attention), repeated over the layers: "MA", "MMMA", or one letter per layer."""
     pattern = pattern.upper()
     if len(pattern) > num_layers:
         raise ValueError(f"The layer pattern has {len(pattern)} letters, but the teacher has {num_layers} layers.")
     return tuple(i for i in range(num_layers) if pattern[i % len(pattern)] == "A")
 
 
-def named_attention_layers(num_layers: int, name: str) -> tuple[int, ...]:
-    """A published choice by name.
-
-    Raises:
-        ValueError: no such name, or it was published for another number of layers.
-    """
-    if name not in PUBLISHED_ATTENTION_LAYERS:
-        raise ValueError(
-            f"{name!r} is neither a list of layers (1,3,5), nor a pattern of M (mixer) and A (attention), nor a "
-            f"published choice: "
-            f"{', '.join(PUBLISHED_ATTENTION_LAYERS)}."
-        )
-    by_depth = PUBLISHED_ATTENTION_LAYERS[name]
-    if num_layers not in by_depth:
-        depths = " or ".join(str(depth) for depth in by_depth)
-        raise ValueError(f"{name} was published for {depths} layers; this teacher has {num_layers}.")
-    return by_depth[num_layers]
-
-
 def listed_attention_layers(num_layers: int, layers: list[int]) -> tuple[int, ...]:
-    """Explicit 0-based indices, sorted.
-
-    Raises:
-        ValueError: an index out of range or given twice.
-    """
+    """Explicit 0-based indices, sorted."""
     outside = [i for i in layers if not 0 <= i < num_layers]
     if outside:
         raise ValueError(
@@ -87,9 +56,6 @@ def attention_layers(num_layers: int, asked: int | list[int] | str) -> tuple[int
     Args:
         asked: a layer, a list of them (also as text: "1,3,5"), "all", "none", a pattern of M and A, or a published
             choice by name.
-
-    Raises:
-        ValueError: a layer that the teacher does not have, or a text that is none of these.
     """
     if isinstance(asked, int | list):
         return listed_attention_layers(num_layers, asked if isinstance(asked, list) else [asked])
@@ -101,18 +67,22 @@ def attention_layers(num_layers: int, asked: int | list[int] | str) -> tuple[int
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if all(part.lstrip("-").isdigit() for part in parts):
         return listed_attention_layers(num_layers, [int(part) for part in parts])
-    return named_attention_layers(num_layers, text)
+    if text not in PUBLISHED_ATTENTION_LAYERS:
+        raise ValueError(
+            f"{text!r} is neither a list of layers (1,3,5), nor a pattern of M (mixer) and A (attention), nor a "
+            f"published choice: {', '.join(PUBLISHED_ATTENTION_LAYERS)}."
+        )
+    by_depth = PUBLISHED_ATTENTION_LAYERS[text]
+    if num_layers not in by_depth:
+        depths = " or ".join(str(depth) for depth in by_depth)
+        raise ValueError(f"{text} was published for {depths} layers; this teacher has {num_layers}.")
+    return by_depth[num_layers]
 
 
 def kept_heads(
     asked: str | int | float | Mapping[int, Sequence[int]], num_layers: int, num_heads: int
 ) -> Heads | None:
-    """The query heads that the option `attention_heads` names, by layer; None where it only says how many.
-
-    Raises:
-        ValueError: a layer or head that the teacher does not have, or a text that is neither pairs, a number nor a
-            JSON file.
-    """
+    """The query heads that the option `attention_heads` names, by layer; None where it only says how many."""
     if isinstance(asked, int | float):
         return None
     try:
@@ -140,11 +110,7 @@ def kept_heads(
 
 
 def counted_heads(asked: int | float, total: int) -> int:
-    """How many key/value heads the option `attention_heads` asks for: 12, or a share (0.05) of the teacher's `total`.
-
-    Raises:
-        ValueError: more than there are, or a share that is less than one.
-    """
+    """How many of the teacher's key/value heads `attention_heads` asks for: a number, or a share of their `total`."""
     count = round(asked * total) if isinstance(asked, float) else asked
     if count == 0 and asked > 0:
         raise ValueError(f"attention_heads {asked} of {total} key/value heads is less than one; give a larger share.")

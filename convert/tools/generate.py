@@ -30,11 +30,7 @@ class PieceStreamer(TextStreamer):
 
 
 def recorded_teacher(config: PreTrainedConfig) -> str:
-    """The teacher that a checkpoint names.
-
-    Raises:
-        ValueError: no teacher is recorded, or it was a local path, of which only the last part is recorded.
-    """
+    """The teacher that a checkpoint names."""
     conversion = getattr(config, "conversion", None) or {}
     name = conversion.get("teacher")
     if name is None:
@@ -106,9 +102,6 @@ def answer(options: GenerateOptions) -> dict[str, float]:
 
     Returns:
         The tokens per second of each model, by its title.
-
-    Raises:
-        ValueError: the prompt is empty, or a model cannot be found or loaded.
     """
     logging.disable_progress_bar()
     chat, trusted = not options.raw, options.trust_remote_code

@@ -24,11 +24,7 @@ MIXER_FIELDS = (
 
 
 def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data.
-
-    Raises:
-        ValueError: there is no such checkpoint, it is no hybrid of this project, or its weights are cut short.
-    """
+    """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data."""
     config = load_config(model, revision)
     if config.model_type not in ("llamba", "phimamba"):
         raise ValueError(

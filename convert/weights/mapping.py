@@ -68,11 +68,7 @@ class LayerMapping:
         self.q_scale = 1.0 if config.mixer_qk_norm else self.d**-0.5
 
     def rules(self, shapes: dict[str, tuple[int, ...]]) -> list[Rule]:
-        """A rule for each of the mixer's parameters.
-
-        Raises:
-            ValueError: a bias of the teacher has no place in this mixer.
-        """
+        """A rule for each of the mixer's parameters."""
         rules = []
         for target, shape in shapes.items():
             name = target.removeprefix(f"{self.prefix}mixer.")
@@ -91,7 +87,7 @@ class LayerMapping:
         if name == "in_proj.bias":
             return biases, lambda c: iter([self._in_proj_bias(c)])
         if name == "conv1d.bias" and self.has_bias and not self.config.mixer_in_bias:
-            return biases, lambda c: iter([self._conv_bias(c)])
+            return biases, lambda c: iter([torch.cat(list(self._projections(c, "bias").values()))])
         if name.startswith("attention."):
             source = name.removeprefix("attention.")
             return (source,), lambda c: c.blocks(*self._rows(source))
@@ -174,9 +170,6 @@ class LayerMapping:
         streams = list(self._projections(checkpoint, "bias").values())
         in_order = [*streams, gate, steps] if self.config.mixer == "discrete_mamba2" else [gate, *streams, steps]
         return torch.cat(in_order)
-
-    def _conv_bias(self, checkpoint: Checkpoint) -> torch.Tensor:
-        return torch.cat(list(self._projections(checkpoint, "bias").values()))
 
     def _initialised(self, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
         """Values of parameters no teacher has: open gates, an identity convolution, the decay that was asked for."""

@@ -69,11 +69,7 @@ class Checkpoint(ABC):
         return BLOCK_BYTES
 
     def blocks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Rows start..stop in consecutive blocks, checked to be finite; each takes the place of the one before.
-
-        Raises:
-            ValueError: a value is NaN or infinite.
-        """
+        """Rows start..stop in consecutive blocks, checked to be finite; each takes the place of the one before."""
         info = self.tensors[name]
         rows = info.shape[0] if info.shape else 1
         stop = rows if stop is None else stop
@@ -101,11 +97,7 @@ def _own_pages(nbytes: int) -> torch.Tensor:
 
 
 def check_finite(values: torch.Tensor, name: str) -> None:
-    """Refuse NaN and infinity. They show in the sum, which is fast; the extremes then tell them from an overflow.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse NaN and infinity. They show in the sum, which is fast; the extremes then tell them from an overflow."""
     if not values.is_floating_point() or values.numel() == 0 or math.isfinite(values.sum().item()):
         return
     if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(values)):

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ..teachers import TeacherFamily
+from ..teachers.base import TeacherFamily
 from .reader import BLOCK_BYTES, Checkpoint, TensorInfo
 
 
@@ -65,9 +65,6 @@ def canonical_sources(
     Args:
         attention_shapes: names and shapes of a hybrid that keeps all its attention; a name that is absent
             (a tied head, a bias the configuration does without) is not expected from the teacher.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected, of the wrong shape, or not a floating-point one.
     """
     table = expand_templates(family, num_layers)
     sources, dropped, faults = {}, {}, []

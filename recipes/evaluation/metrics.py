@@ -65,9 +65,6 @@ def per_token(
 
     Args:
         advance: called with the number of sequences that are done.
-
-    Raises:
-        ValueError: logits that are not finite.
     """
     parts, done = [], 0
     for batch in ids.split(batch_size):

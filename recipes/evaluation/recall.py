@@ -12,7 +12,7 @@ import torch
 
 from convert.alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 
-from .metrics import Advance, Reader
+from .metrics import Reader
 
 NEEDLE = 8
 DIGITS = 5
@@ -42,9 +42,6 @@ def questions(
     Args:
         prose: (R, L) token ids of text: as many questions of each kind, in which needle and passkey are hidden.
         depths: where, from 0 (the beginning) to 1 (right before the question).
-
-    Raises:
-        ValueError: L is too short for the passkey's words.
     """
     rows, length = prose.shape
     vocabulary = plain_tokens(vocabulary_size)
@@ -63,11 +60,7 @@ def questions(
 
 
 def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) -> tuple[Probe, int]:
-    """A five-digit number told somewhere in text and asked for at the end, and the tokens between.
-
-    Raises:
-        ValueError: the text is too short for the words.
-    """
+    """A five-digit number told somewhere in text and asked for at the end, and the tokens between."""
     rows, marks, distances, length = [], [], [], prose.shape[1]
     for i, text in enumerate(prose.tolist()):
         key = "".join(random.Random(f"{seed} {i}").choices("123456789", k=DIGITS))
@@ -85,9 +78,9 @@ def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) 
 
 
 @torch.no_grad()
-def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device, advance: Advance = lambda done: None):
-    """(R, L) bool: which tokens the model says as they are, where they are asked for; False elsewhere."""
-    found, done = torch.zeros_like(probe.answers), 0
+def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device) -> torch.Tensor:
+    """(R, L) bool: which of the tokens that are asked for the model predicts; False elsewhere."""
+    found = torch.zeros_like(probe.answers)
     for start in range(0, len(probe.ids), batch_size):
         rows = slice(start, start + batch_size)
         ids, answers = probe.ids[rows].to(device), probe.answers[rows].to(device)
@@ -95,8 +88,6 @@ def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device, adv
         states = model.states(ids)[before]
         said = torch.cat([model.head(s).argmax(-1) for s in states.split(256)])
         found[rows][probe.answers[rows]] = (said == ids[answers]).cpu()
-        done += len(ids)
-        advance(done)
     return found
 
 
@@ -131,7 +122,7 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
 
 def relative_recall(rows: list[dict[str, Any]]) -> float | None:
     """What the model recalls over what the teacher recalls, a mean over all probes; None if the latter is nothing."""
-    # associative recall stands in its rows twice: over all distances, which counts, and by distance
+    # the rows hold associative recall twice: over all distances, which counts, and by distance
     counted = [row for row in rows if row["probe"] != "associative" or row["distance"] is None]
     total = sum(row["teacher"] for row in counted)
     return sum(row["model"] for row in counted) / total if total else None
@@ -147,7 +138,7 @@ def _score(found: torch.Tensor, answers: torch.Tensor, whole: bool) -> tuple[flo
 
 
 def _distances(probe: Probe) -> torch.Tensor:
-    """(R, L): how far before a value its key's first value stands, at the answers of an associative probe."""
+    """(R, L): distance from each answer of an associative probe back to where its value was given first."""
     distances = torch.zeros_like(probe.ids)
     for row, (ids, answers) in enumerate(zip(probe.ids.tolist(), probe.answers.tolist(), strict=True)):
         value_of: dict[int, int] = {}

@@ -64,9 +64,6 @@ class ResultsFolder:
 
     Args:
         settings: what the results of each part depend on, and under `common` what all of them depend on.
-
-    Raises:
-        ValueError: there is something else in that place.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
@@ -222,7 +219,7 @@ def card_results(evaluation: Evaluation) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=dataset,
+            dataset_type=dataset.partition(":")[0],
             dataset_name=dataset if config is None else f"{dataset}, {config}",
             dataset_config=config,
             metric_type=metric,

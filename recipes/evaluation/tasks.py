@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from convert.teachers.teacher import first_line
+
 
 def task_manager(names: Sequence[str], include_path: str | None) -> Any:
-    """What loads lm-eval's tasks, and those of a folder of YAML files.
-
-    Raises:
-        ValueError: lm-eval is not installed, or one of the tasks is not there.
-    """
+    """What loads lm-eval's tasks, and those of a folder of YAML files."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -54,9 +52,6 @@ def run_task(
         Per task: `chance`, the mean of 1 / choices, None where there are no choices; `chances`, the same per document;
         `metrics`, each with its `value`, whether higher is `better`, and `values` per document, None where the metric
         is not their mean.
-
-    Raises:
-        ValueError: the task's data cannot be had, or the task cannot be run.
     """
     from datasets.exceptions import DatasetsError
     from lm_eval.evaluator import simple_evaluate
@@ -78,8 +73,7 @@ def run_task(
             fewshot_random_seed=seed,
         )
     except (DatasetsError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"The task {name} cannot be run: {reason}") from error
+        raise ValueError(f"The task {name} cannot be run: {first_line(error)}") from error
     return {task: _results_of(loaded["tasks"][task], task, found) for task in found["samples"]}
 
 

@@ -15,20 +15,11 @@ PYTHON_DOCS = "python-docs"
 
 
 class TextSource(NamedTuple):
-    """A text, and where in a data set it lies."""
+    """A text, and the column of a data set that holds it."""
 
     name: str
+    """A file's or folder's path, `shipped`, `python-docs`, or NAME:CONFIG:SPLIT of a Hub data set."""
     column: str = "text"
-    config: str | None = None
-    split: str = "train"
-
-    @classmethod
-    def parse(cls, text: str, column: str = "text") -> "TextSource":
-        """A file's or folder's path, `shipped`, `python-docs`, or name:config:split of a Hub data set."""
-        if Path(text).expanduser().exists():
-            return cls(text, column)
-        name, config, split = (*text.split(":", 2), "", "")[:3]
-        return cls(name, column, config or None, split or "train")
 
     @property
     def label(self) -> str:
@@ -41,9 +32,6 @@ class TextSource(NamedTuple):
 
         `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
         has not read; `python-docs` is the documentation inside Python, the longest documents first.
-
-        Raises:
-            ValueError: there is no such text.
         """
         if self.name == SHIPPED:
             everything = list(documents("default"))
@@ -54,7 +42,7 @@ class TextSource(NamedTuple):
             except ImportError as error:
                 raise ValueError("This Python comes without its documentation; name another --text.") from error
             return iter(sorted(topics.values(), key=len, reverse=True))
-        return documents(self.name, self.column, self.split, self.config)
+        return documents(self.name, self.column)
 
     def fingerprint(self) -> str | None:
         """Changes when a local file or folder does; None of other texts."""
@@ -62,11 +50,7 @@ class TextSource(NamedTuple):
         return hash_files(path) if path.exists() else None
 
     def rows(self, tokenizer: Any, length: int, count: int) -> torch.Tensor:
-        """(S, length) token ids, S = `count` or as many as the text has.
-
-        Raises:
-            ValueError: it does not fill one row.
-        """
+        """(S, length) token ids, S = `count` or as many as the text has."""
         return token_rows(self.documents(), tokenizer, length, count, self.name, at_least=1)
 
 

@@ -58,11 +58,7 @@ class RunArguments:
     )
 
     def chunk_of(self, rows: Any) -> Any:
-        """The part of the rows that data_chunk names, all of them by default.
-
-        Raises:
-            ValueError: data_chunk is not N/M with 1 <= N <= M, or there are fewer rows than parts.
-        """
+        """The part of the rows that data_chunk names, all of them by default."""
         if self.data_chunk is None:
             return rows
         match = re.fullmatch(r"(\d+)/(\d+)", self.data_chunk)
@@ -102,11 +98,7 @@ def parse(config_class: type, *more: type, argv: list[str] | None = None) -> tup
 
 
 def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[Any, ...]:
-    """Objects of `classes` from flags and `--config FILE.yaml`.
-
-    Raises:
-        ValueError: an unknown key or flag, or a value that cannot be.
-    """
+    """Objects of `classes` from flags and `--config FILE.yaml`."""
     parser = TrlParser(classes)
     try:
         return parser.parse_args_and_config(argv)

@@ -4,16 +4,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-SAMPLED_ROWS = 64
 BETWEEN_TURNS = "\n\n"
 
 
 def content_of(turn: dict[str, Any]) -> str:
-    """The text of a message.
-
-    Raises:
-        ValueError: it is none (a picture, a call of a tool).
-    """
+    """The text of a message."""
     content = turn.get("content")
     if not isinstance(content, str):
         raise ValueError(
@@ -24,11 +19,7 @@ def content_of(turn: dict[str, Any]) -> str:
 
 
 def question_of(row: dict[str, Any]) -> list[dict[str, str]]:
-    """The messages before the first answer, of `instruction` and `input`, `messages`, or `prompt`; empty without any.
-
-    Raises:
-        ValueError: see `content_of`.
-    """
+    """The messages before the first answer, from `instruction` and `input`, `messages`, or `prompt`; may be empty."""
     if "instruction" in row:
         parts = (row["instruction"], row.get("input"))
         return [{"role": "user", "content": BETWEEN_TURNS.join(p for p in parts if p)}]
@@ -52,11 +43,7 @@ def question_ids(question: list[dict[str, str]] | str, tokenizer: PreTrainedToke
 
 
 def questions(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A data set of prompts alone: messages, or text for a tokenizer without a chat template.
-
-    Raises:
-        ValueError: there is no question in any row.
-    """
+    """A data set of prompts alone: messages, or text for a tokenizer without a chat template."""
 
     def question(row: dict[str, Any]) -> dict[str, Any]:
         turns = question_of(row)
@@ -69,11 +56,7 @@ def questions(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def not_too_long(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> Any:
-    """The questions of at most `limit` tokens.
-
-    Raises:
-        ValueError: there are none, or an answer alone leaves no room.
-    """
+    """The questions of at most `limit` tokens."""
     if limit < 1:
         raise ValueError("max_completion_length takes all of the model's context; lower it.")
 

@@ -19,6 +19,7 @@ import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid lo
 import modeling_phimamba  # noqa: F401
 from convert.alignment.distillation.trainer import check_vocabulary_sizes
 from convert.checkpoint.load import load_tokenizer
+from convert.teachers.teacher import first_line
 from convert.weights.students import STUDENTS
 
 from .arguments import TeacherArguments
@@ -29,11 +30,7 @@ LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError)
 
 
 def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A hybrid, of the installed class, and its tokenizer.
-
-    Raises:
-        ValueError: it does not load, or is no hybrid.
-    """
+    """A hybrid, of the installed class, and its tokenizer."""
     name = arguments.model_name_or_path
     if name is None:
         raise ValueError("model_name_or_path is missing; it names the hybrid to train.")
@@ -46,7 +43,7 @@ def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizer
         model = AutoModelForCausalLM.from_pretrained(name, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=arguments.model_revision)
     except LOADING_ERRORS as error:
-        raise ValueError(f"{name} does not load: {_first_line(error)}") from error
+        raise ValueError(f"{name} does not load: {first_line(error)}") from error
     if model.config.model_type not in STUDENTS:
         raise ValueError(
             f"{name} is a {model.config.model_type} model, not a hybrid; make one with convert-to-hybrid first."
@@ -61,26 +58,18 @@ def conversion_of(student: Path) -> dict[str, Any]:
 
 
 def side_files(name: str, revision: str | None = None) -> Path:
-    """Folder of a student's configuration, card and training record; of a Hub repository they are downloaded.
-
-    Raises:
-        ValueError: there is no such repository, or it cannot be reached.
-    """
+    """Folder of a student's configuration, card and training record; of a Hub repository they are downloaded."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.md"]))
     except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError, ValueError) as error:
-        raise ValueError(f"{name} does not load: {_first_line(error)}") from error
+        raise ValueError(f"{name} does not load: {first_line(error)}") from error
 
 
 def teacher_name(arguments: TeacherArguments, source: Path | None) -> str:
-    """Name of the teacher: the one in the arguments, or the model that the hybrid was converted from.
-
-    Raises:
-        ValueError: neither is known.
-    """
+    """Name of the teacher: the one in the arguments, or the model that the hybrid was converted from."""
     name = arguments.teacher_model_name_or_path or (conversion_of(source) if source else {}).get("teacher")
     if name is None:
         raise ValueError(f"{source} does not say what it was converted from; name teacher_model_name_or_path.")
@@ -125,7 +114,7 @@ def load_teacher(
         teacher = AutoModelForCausalLM.from_pretrained(name, **options)
     except LOADING_ERRORS as error:
         hint = "" if arguments.teacher_model_name_or_path else "; name teacher_model_name_or_path if it has moved"
-        raise ValueError(f"The teacher {name} does not load: {_first_line(error)}{hint}") from error
+        raise ValueError(f"The teacher {name} does not load: {first_line(error)}{hint}") from error
     if student is not None:
         check_vocabulary_sizes(student, teacher)
         try:
@@ -138,7 +127,7 @@ def load_teacher(
 
 
 def check_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError where more than a few ids stand for other tokens; chat models rename reserved ones."""
+    """Raise ValueError where more than a few ids mean different tokens; chat models rename some reserved ones."""
     known = {number: token for token, number in theirs.get_vocab().items()}
     other = [(n, token, known[n]) for token, n in ours.get_vocab().items() if n in known and known[n] != token]
     if len(other) > RENAMED_TOKENS * len(known):
@@ -157,9 +146,6 @@ def load_splits(
     Args:
         evaluates: whether a test split is needed.
         columns: alternative sets of columns, one of which must be there.
-
-    Raises:
-        ValueError: no data set, no such split, or none of the alternatives.
     """
     try:
         if mixture.datasets:
@@ -169,7 +155,7 @@ def load_splits(
         else:
             raise ValueError("Name the data: dataset_name, or datasets in the YAML file.")
     except (DatasetGenerationError, DatasetNotFoundError, OSError) as error:
-        raise ValueError(f"{script.dataset_name} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"{script.dataset_name} cannot be read: {first_line(error)}") from error
     wanted = [script.dataset_train_split] + ([script.dataset_test_split] if evaluates else [])
     for split in wanted:
         if split not in splits:
@@ -209,7 +195,3 @@ def check_completions(rows: Any, fields: tuple[str, ...]) -> None:
             text = answer[-1]["content"] if isinstance(answer, list) and answer else answer
             if not (isinstance(text, str) and text.strip()):
                 raise ValueError(f"Row {i} of the data has an empty {name}; leave such rows out.")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

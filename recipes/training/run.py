@@ -9,14 +9,12 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from rich.console import Console
-from rich.markup import escape
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl import ModelConfig
@@ -24,12 +22,12 @@ from trl import ModelConfig
 from convert.alignment.distillation.trainer import last_whole_checkpoint, train_and_evaluate, whole_model
 from convert.checkpoint.folder import check_apart, check_output
 from convert.checkpoint.hub import prepare_repository, upload
+from convert.cli import console, one_line_errors
 
 from .arguments import RunArguments
 from .load import conversion_of, side_files
 from .save import StageRecord, hyperparameters, write_checkpoint
 
-console = Console(stderr=True)
 NO_PART_OF_THE_RESULT = (
     "hub_token", "hub_private_repo", "hub_model_id", "push_to_hub", "logging_dir", "output_dir",
     "overwrite", "report_to", "resume_from_checkpoint", "run_name",
@@ -98,11 +96,7 @@ class Run(contextlib.AbstractContextManager):
         return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
-        """Say how many of the `given` rows the trainer's preparation left out.
-
-        Raises:
-            ValueError: no row is left.
-        """
+        """Say how many of the `given` rows the trainer's preparation left out."""
         left, packed = len(trainer.train_dataset), getattr(self.config, "packing", False)
         if not left:
             raise ValueError(
@@ -163,7 +157,7 @@ class Run(contextlib.AbstractContextManager):
     def say(self, text: str) -> None:
         """Print a line, once for all processes."""
         if self.state.is_main_process:
-            console.print(text, highlight=False)
+            console.print(text)
 
 
 def local_files(name: str | None) -> list[tuple[str, int, int]]:
@@ -175,26 +169,12 @@ def local_files(name: str | None) -> list[tuple[str, int, int]]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-@contextlib.contextmanager
-def one_line_errors(verbose: bool) -> Iterator[None]:
-    """Print an error that the user can mend in one line and exit with code 1; with `verbose` let it through."""
+def script(main: Callable[[list[str]], Any]) -> Any:
+    """Run a recipe on the command line's arguments; an error is one line, and `--verbose` shows its traceback."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
+    verbose = len(arguments) < len(sys.argv) - 1
     if not verbose:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         warnings.simplefilter("ignore", FutureWarning)  # the libraries' to one another
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("[red]error:[/] interrupted; the same command goes on from the last checkpoint.")
-        sys.exit(130)
-    except (ValueError, OSError) as error:
-        if verbose:
-            raise
-        console.print(f"[red]error:[/] {escape(' '.join(str(error).split()) or type(error).__name__)}", soft_wrap=True)
-        sys.exit(1)
-
-
-def script(main: Callable[[list[str]], Any]) -> Any:
-    """Run a recipe on the command line's arguments; `--verbose` shows tracebacks."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
-    with one_line_errors(verbose=len(arguments) < len(sys.argv) - 1):
+    with one_line_errors(verbose, "the same command goes on from the last checkpoint"):
         return main(arguments)

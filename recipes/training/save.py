@@ -7,19 +7,17 @@ model went through; the card's section on training is made from it.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
 from convert.checkpoint.folder import staged
 from convert.checkpoint.pictures import CACHE, LAYERS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RECORD, PLOT = "training.json", "training.png"
 SECTION = "## Training"
@@ -77,11 +75,7 @@ def write_checkpoint(
     record: StageRecord,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from.
-
-    Raises:
-        ValueError: a weight is not finite. OSError: the disk.
-    """
+    """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from."""
     check_finite(model)
     with staged(output) as folder:
         tokenizer.save_pretrained(folder)
@@ -161,10 +155,8 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def loss_curves(stages: list[dict[str, Any]]) -> "Figure":
+def loss_curves(stages: list[dict[str, Any]]) -> Figure:
     """Loss against steps, a panel per stage."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(4.5 * len(stages), 3), layout="constrained")
     for axes, stage in zip(figure.subplots(1, len(stages), squeeze=False)[0], stages, strict=True):
         for key, label in (("loss", "training"), ("eval_loss", "held out")):

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.alignment import aligner as alignment
 from convert.alignment.aligner import Aligner
 from convert.options import make_options
 from convert.pipeline import plan_conversion
@@ -118,7 +117,9 @@ def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(low_memor
     assert len(placement.attention_layers) == 2 and placement.hybrid is None and not placement.full_heads
     assert options.sequence_length == 512 and options.selection == ("uniform" if low_memory else "kl+recall")
     if not low_memory:
-        monkeypatch.setattr(alignment, "sample_rows", lambda model, length, count, seed: random_ids(count, length))
+        monkeypatch.setattr(
+            "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
+        )
         aligner = Aligner(weights, options)
         assert aligner.ids.shape == (10, 512) and aligner.prose.shape == (2, 512)
     for said in (dict(attention_layers=[1]), dict(attention_heads=2), dict(mixer="none")):
@@ -181,7 +182,9 @@ def test_a_configuration_stores_every_kind_of_placement(name, layers, saved_teac
 
 def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
     """What lies beyond a window that the budget chooses has to be long, unless the length is said."""
-    monkeypatch.setattr(alignment, "sample_rows", lambda model, length, count, seed: random_ids(count, length))
+    monkeypatch.setattr(
+        "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
+    )
     for said, shape in ((dict(), (5, 1024)), (dict(sequence_length=640), (8, 640)), (dict(selection="kl"), (10, 512))):
         spent = budget(saved_teacher("llama-gqa"), text="sampled", tokens=5120, **said)
         assert Aligner(spent.weights, spent.options).ids.shape == shape

@@ -79,7 +79,7 @@ def test_a_share_is_between_none_and_all():
 
 CORE_ONLY = """
 import sys
-import convert.cli, convert.pipeline, convert.alignment.mohawk.existing
+import convert.cli, convert.pipeline, convert.alignment.mohawk.train
 print(sorted({"trl", "datasets", "matplotlib"} & set(sys.modules)))
 """
 

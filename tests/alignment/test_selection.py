@@ -65,11 +65,12 @@ def test_needles_are_hidden_in_a_share_of_the_rows():
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi"])
-def test_scores_are_those_of_the_whole_model(saved_teacher, name):
+def test_scores_are_those_of_the_whole_model(saved_teacher, name, monkeypatch):
     """A layer scored from the remembered block inputs equals the model run from its start."""
     model = teacher_model(saved_teacher(name))
     prose = rows(2)
-    evaluator = LayerEvaluator(model, prose, probe_length=12)
+    monkeypatch.setattr("convert.placement.layer_scores.PROBE_LENGTH", 12)
+    evaluator = LayerEvaluator(model, prose)
     nothing = evaluator.base({})
     assert nothing.kl < 1e-6 and nothing == evaluator.teacher_scores
     evaluator.base({1: model.mixer(1)})

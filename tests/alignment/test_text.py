@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert import convert
-from convert.alignment.aligner import Aligner, calibration_rows
-from convert.alignment.text import DEFAULT_TEXT, documents, sample_rows, token_rows
+from convert.alignment.aligner import Aligner
+from convert.alignment.text import DEFAULT_TEXT, calibration_rows, documents, sample_rows, token_rows
 from convert.options import PlacementOptions, make_options
 from convert.plan import TeacherWeights
 from convert.teachers.teacher import find_teacher
@@ -41,6 +41,18 @@ def test_files_are_read_in_order(tmp_path, kind):
     (tmp_path / "folder").mkdir()
     path.rename(tmp_path / "folder" / path.name)
     assert list(documents(str(tmp_path / "folder"))) == texts
+
+
+@pytest.mark.parametrize(
+    "source, asked", [("org/name:en:test", ("org/name", "en", "test")), ("org/name", ("org/name", None, "train"))]
+)
+def test_a_data_set_of_the_hub_may_name_its_configuration_and_split(source, asked, monkeypatch):
+    def load_dataset(name, config, split, streaming):
+        assert (name, config, split) == asked and streaming
+        return [{"body": "a text"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert list(documents(source, "body")) == ["a text"]
 
 
 def test_rows_join_documents_by_the_end_token():

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
+from convert.alignment.mohawk.train import train_existing
 from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.closed_form import balance_features, features, fit_layer, held_out_error, refine
-from convert.alignment.mohawk.existing import train_existing
 from convert.cli import parser_of
 from convert.options import FitOptions, make_options
 from convert.placement.cache import cache_bytes

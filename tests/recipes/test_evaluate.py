@@ -459,8 +459,6 @@ def test_every_rule_tells_a_followed_instruction_from_a_broken_one():
 def test_texts():
     shipped = TextSource("shipped").rows(chat_tokenizer(), 32, 2)
     assert shipped.shape == (2, 32) and TextSource("shipped").label == "shipped"
-    assert TextSource.parse("org/name:en:test") == ("org/name", "text", "en", "test")
-    assert TextSource.parse("org/name", "body") == ("org/name", "body", None, "train")
     longest = next(TextSource("python-docs").documents())
     assert len(longest) > 20_000
     with pytest.raises(ValueError, match="needs? "):

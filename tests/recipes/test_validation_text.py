@@ -30,5 +30,5 @@ def test_passages_are_whole(tmp_path):
     made = archive({"evals/registry/data/schelling_point/owt_5.jsonl": "\n".join(lines)})
     texts = validation_text.passages(made, "owt_5")
     assert texts == ["text 0\nend", "text 1\nend", "text 2\nend"]
-    validation_text.write(tmp_path / "out.jsonl", texts)
+    validation_text.write_lines(tmp_path / "out.jsonl", [{"text": text} for text in texts])
     assert [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == texts

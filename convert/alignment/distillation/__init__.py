@@ -1,1 +1,1 @@
-"""Training end to end against a teacher: the loss, TRL's trainer with it, and the teacher's figures on disk."""
+"""Training end to end against a teacher: the loss, and TRL's trainer with it."""

@@ -40,9 +40,6 @@ class DistilledSFTTrainer(SFTTrainer):
         weights: weights of the loss's terms.
         other_learning_rate: peak learning rate of everything but the mixers; `args.learning_rate` if None.
         sft_options: the other arguments of `SFTTrainer`, such as its data sets and callbacks.
-
-    Raises:
-        ValueError: the loss asks for a teacher and there is none, or the vocabularies differ.
     """
 
     _tag_names = ["trl", "sft", "distillation"]
@@ -76,9 +73,6 @@ class DistilledSFTTrainer(SFTTrainer):
             return prepare_deepspeed(teacher, self.accelerator)
         if self.is_fsdp_enabled:
             return prepare_fsdp(teacher, self.accelerator)
-        return self._placed(teacher)
-
-    def _placed(self, teacher: nn.Module) -> nn.Module:
         if getattr(teacher, "is_loaded_in_8bit", False) or getattr(teacher, "is_loaded_in_4bit", False):
             return teacher  # placed when it was loaded
         return teacher.to(self.args.device)
@@ -178,11 +172,7 @@ def set_trainable(model: nn.Module, what: Trainable) -> None:
 
 
 def check_vocabulary_sizes(student: nn.Module, teacher: nn.Module) -> None:
-    """Refuse a teacher that predicts over another number of tokens.
-
-    Raises:
-        ValueError: naming both numbers.
-    """
+    """Refuse a teacher that predicts over another number of tokens."""
     ours, theirs = (model.get_output_embeddings().weight.shape[0] for model in (student, teacher))
     if ours != theirs:
         raise ValueError(f"The teacher has {theirs} tokens and the student {ours}; distillation needs one vocabulary.")

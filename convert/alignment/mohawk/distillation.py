@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_can_train() -> None:
-    """Refuse stage 3 where its trainer is not installed.
-
-    Raises:
-        ValueError: naming what to install.
-    """
+    """Refuse stage 3 where its trainer is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise ValueError("Distillation (stage 3) trains with TRL: pip install 'convert-to-hybrid[train]'.")
 

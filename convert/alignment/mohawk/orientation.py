@@ -31,11 +31,11 @@ def matrix_orientation_loss(
 
     Args:
         u: (B, L, D), what both see. tile: rows compared at a time.
-
-    Raises:
-        ValueError: the mixer has no matrix per head.
     """
-    check_comparable(mixer, attention)
+    check_has_matrix_per_head(mixer.config.mixer)
+    heads = attention.q_proj.out_features // attention.head_dim
+    if mixer.num_heads != heads:
+        raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
     with torch.autocast(u.device.type, enabled=False):
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         tiles = partial(attention_rows, attention, u, rotary, tile)
@@ -61,24 +61,8 @@ def _send_back(parts, leaves, tiles, norms) -> None:
     torch.autograd.backward([part for part, _ in reached], [grad for _, grad in reached])
 
 
-def check_comparable(mixer: nn.Module, attention: nn.Module) -> None:
-    """Refuse a mixer whose matrices are not one per attention head.
-
-    Raises:
-        ValueError: saying which stages remain.
-    """
-    check_has_matrix_per_head(mixer.config.mixer)
-    heads = attention.q_proj.out_features // attention.head_dim
-    if mixer.num_heads != heads:
-        raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
-
-
 def check_has_matrix_per_head(mixer: str) -> None:
-    """Refuse a kind of mixer that has none.
-
-    Raises:
-        ValueError: saying which stages remain.
-    """
+    """Refuse a kind of mixer that has none."""
     if mixer == "mamba1":
         raise ValueError(
             "mamba1 mixes every channel with a matrix of its own, so there is none per head to orient; leave stage 1 "

@@ -22,7 +22,7 @@ from ..fit import Progress
 from ..probes import plain_tokens, with_needles
 from ..teacher_model import TeacherModel
 from .distillation import check_can_train, distil
-from .layerwise import LayerwiseStage, append_jsonl, hidden_state_loss, orientation_loss, split_layers
+from .layerwise import LayerwiseStage, StageReport, append_jsonl, hidden_state_loss, orientation_loss, split_layers
 from .orientation import check_has_matrix_per_head
 
 STAGES = {1: "matrix_orientation", 2: "hidden_state_alignment", 3: "distillation"}
@@ -48,11 +48,7 @@ class Stages:
     progress: Progress = lambda what, done, total: None
 
     def run(self) -> dict[str, Any]:
-        """Run the stages that have tokens; what each reached.
-
-        Raises:
-            ValueError: there is nothing to train, the vocabularies differ, or a loss is not finite.
-        """
+        """Run the stages that have tokens; what each reached."""
         self.check()
         report = {}
         for number, name in STAGES.items():
@@ -61,11 +57,7 @@ class Stages:
         return report
 
     def check(self) -> None:
-        """Refuse a student that does not go with the teacher, and stages that cannot run.
-
-        Raises:
-            ValueError: no mixers, another vocabulary or depth, or a stage that this mixer or memory does not allow.
-        """
+        """Refuse a student that does not go with the teacher, and stages that cannot run."""
         windowed = "hybrid" in self.student.config.layer_types
         check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory, windowed)
         if not self.mixers():
@@ -93,7 +85,7 @@ class Stages:
         for layer in mine:
             mixers[layer].requires_grad_(True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        before, after, seconds, tokens = {}, {}, 0.0, 0
+        done = StageReport({}, {}, 0, 0.0)
         if mine:
             stage = LayerwiseStage(
                 self.teacher,
@@ -105,14 +97,14 @@ class Stages:
                 append_jsonl(self.folder / f"{name}-rank{rank}.jsonl"),
             )
             done = stage.run(self.train, self.held_out, self.progress)
-            before, after, seconds, tokens = done.before, done.after, done.seconds, done.tokens
+        before, after = done.before, done.after
         if world_size > 1:
             before, after = _share(mixers, sorted(mixers), before, after)
         return {
-            "tokens": tokens,
-            "seconds": round(seconds, 1),
-            "held_out_loss_before": _mean(before),
-            "held_out_loss_after": _mean(after),
+            "tokens": done.tokens,
+            "seconds": round(done.seconds, 1),
+            "held_out_loss_before": sum(before.values()) / len(before),
+            "held_out_loss_after": sum(after.values()) / len(after),
             "layers": {layer: [before[layer], after[layer]] for layer in sorted(before)},
         }
 
@@ -153,11 +145,7 @@ class _ProgressCallback(TrainerCallback):
 
 
 def check_stages(settings: AlignmentOptions, mixer: str, low_memory: bool, windowed: bool) -> None:
-    """Refuse, before any work, stages that cannot run.
-
-    Raises:
-        ValueError: stage 1 for mamba1 or beside a window, or stage 3 with one block in memory.
-    """
+    """Refuse, before any work, stages that cannot run."""
     if settings.matrix_orientation.tokens:
         check_has_matrix_per_head(mixer)
         if windowed:
@@ -198,31 +186,16 @@ def _share(mixers: dict[int, nn.Module], layers: list[int], before: dict, after:
     return merged
 
 
-def _mean(values: dict[int, float]) -> float:
-    return sum(values.values()) / max(len(values), 1)
-
-
 def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int | None) -> AlignmentOptions:
-    """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them.
-
-    Raises:
-        ValueError: there is no such stage, or one to run has no tokens.
-    """
-    for number in stages:
-        if number not in STAGES:
-            raise ValueError(f"There is no stage {number}; MOHAWK has 1, 2 and 3.")
+    """The settings with tokens for `stages` alone, or for all that have some; `tokens` is for each of them."""
     stages = stages or tuple(number for number, name in STAGES.items() if getattr(settings, name).tokens)
     changed = {}
     for number, name in STAGES.items():
         stage = getattr(settings, name)
         wanted = (stage.tokens if tokens is None else tokens) if number in stages else 0
         if number in stages and wanted < 1:
-            raise ValueError(
-                f"Stage {number} has no tokens; say --stage-tokens, or alignment: {{{name}: {{tokens: ...}}}} in YAML."
-            )
+            raise ValueError(f"Stage {number} has no tokens; say --stage-tokens, or {name}: {{tokens: ...}} in YAML.")
         changed[name] = dataclasses.replace(stage, tokens=wanted)
     if not stages:
-        raise ValueError(
-            "No stage has tokens; name one with --stages and --stage-tokens, or give it tokens in the YAML file."
-        )
+        raise ValueError("No stage has tokens; name one with --stages and --stage-tokens, or in the YAML file.")
     return dataclasses.replace(settings, **changed)

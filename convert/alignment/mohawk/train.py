@@ -1,7 +1,14 @@
-"""Run the stages of MOHAWK on a hybrid in a folder and put the trained weights in place of its own."""
+"""Run the stages of MOHAWK on a hybrid in a folder and put the trained weights in place of its own.
+
+A conversion does so at its end; `convert-to-hybrid mohawk` does so with a hybrid that exists already. With `torchrun
+--nproc-per-node N -m convert.cli mohawk ...`, stages 1 and 2 spread their layers over the processes and stage 3 is
+data-parallel.
+"""
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +17,21 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_figures
-from ...options import AlignmentOptions, parse_size
+from ...checkpoint.folder import check_apart, check_output, staged
+from ...options import AlignmentOptions, MohawkOptions, parse_size
+from ...plan import TeacherWeights
+from ...teachers.teacher import find_teacher
 from ...weights.rules import Rule
 from ...weights.students import STUDENTS
 from ...weights.writer import plan_shards, write_shards
 from ..fit import Progress
 from ..teacher_model import TeacherModel
-from .stages import STAGES, Stages
+from ..text import calibration_rows
+from .stages import STAGES, Stages, only_stages
 
 
 def load_hybrid(folder: Path) -> nn.Module:
-    """A hybrid this project wrote, in float32; the code is the project's own, not the folder's.
-
-    Raises:
-        ValueError: the folder holds no hybrid.
-    """
+    """A hybrid this project wrote, in float32; the code is the project's own, not the folder's."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, so it is no hybrid.")
@@ -43,11 +50,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """Write the student's weights into `folder`, in place of those there.
-
-    Raises:
-        ValueError: a weight is not finite.
-    """
+    """Write the student's weights into `folder`, in place of those there."""
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
     rules = []
@@ -109,3 +112,39 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
             text = text.replace(note, ALIGNMENT_NOTES["mohawk"])
         card.write_text(text)
     config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def train_existing(options: MohawkOptions, progress: Progress = lambda what, done, total: None) -> dict[str, Any]:
+    """Train a copy of a hybrid and put it in place; what each stage reached.
+
+    Raises:
+        ValueError: bad options, or a hybrid and a teacher that do not go together.
+        OSError: the disk.
+    """
+    hybrid, output = Path(options.hybrid).expanduser(), Path(options.output.folder).expanduser().resolve()
+    writes = int(os.environ.get("RANK", 0)) == 0
+    settings = only_stages(options.alignment, options.chosen_stages, options.stage_tokens)
+    local_rank = os.environ.get("LOCAL_RANK")
+    if settings.device == "cuda" and local_rank is not None:  # each process has its own GPU
+        settings = dataclasses.replace(settings, device=f"cuda:{local_rank}")
+    found = find_teacher(options.teacher, options.revision, options.gguf_file, options.trust_remote_code)
+    if writes:
+        check_output(output, options.output.overwrite)
+        check_apart(output, hybrid)
+        check_apart(output, found.folder)
+    student = load_hybrid(hybrid)
+    conversion = dataclasses.replace(options.conversion, alignment=dataclasses.replace(settings, method="mohawk"))
+    teacher = TeacherModel(TeacherWeights.of(found), conversion)
+    length, held_out = conversion.sequence_length, settings.held_out_sequences
+    count = training_rows_needed(settings, length) + held_out
+    rows = calibration_rows(found, teacher, conversion, count, at_least=held_out + 1)
+    work = Path(settings.work_dir).expanduser() if settings.work_dir else output.with_name(f"{output.name}.work")
+    student, report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
+    if writes:
+        with staged(output) as folder:
+            shutil.copytree(hybrid, folder, dirs_exist_ok=True)
+            replace_weights(student, folder, stored_dtype(hybrid), options.output.max_shard_size)
+            record_stages(folder, report)
+        if settings.work_dir is None:  # a folder of the user's own stays: it holds the logs, too
+            shutil.rmtree(work, ignore_errors=True)
+    return report

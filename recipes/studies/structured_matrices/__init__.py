@@ -1,1 +1,1 @@
-"""How near structured matrices come to a teacher's attention matrices."""
+"""How well structured matrices approximate a teacher's attention matrices."""

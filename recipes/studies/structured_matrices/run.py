@@ -1,11 +1,10 @@
-"""How near Toeplitz, low-rank, SSD and semiseparable matrices come to a teacher's attention matrices.
+"""How well Toeplitz, low-rank, SSD and semiseparable matrices approximate a teacher's attention matrices.
 
 python -m recipes.studies.structured_matrices.run [TEACHER] [--dataset TEXT ...] [--output runs/matrices]
 
 Samples causal self-attention matrices, one random head per layer, and approximates each by a Toeplitz matrix (exact
 projection), a low-rank one (LR), the same with one decay per token (SSD), and a general semiseparable one (SSM,
-balanced truncation). Writes distances.json, distances.md and distances.png. Needs matplotlib, and `datasets` to read
-texts of your own.
+balanced truncation). Writes distances.json, distances.md and distances.png. Needs `datasets` for texts of your own.
 """
 
 import argparse
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from convert.alignment.text import documents, token_rows
@@ -64,11 +64,7 @@ def choose_places(datasets: list[str], num_layers: int, num_heads: int, count: i
 def attention_matrices(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, places: list[Place], length: int
 ) -> torch.Tensor:
-    """Attention probabilities (M, L, L) of a teacher with eager attention, in float32.
-
-    Raises:
-        ValueError: a text that does not exist or is too short.
-    """
+    """Attention probabilities (M, L, L) of a teacher with eager attention, in float32."""
     found = {}
     for dataset in dict.fromkeys(place.dataset for place in places):
         of_dataset = [place for place in places if place.dataset == dataset]
@@ -122,13 +118,9 @@ def as_table(norms: torch.Tensor, to_toeplitz: torch.Tensor, found: dict[str, di
 
 def plot(matrix: torch.Tensor, to_toeplitz: torch.Tensor, found: dict[str, dict[int, torch.Tensor]], path: Path):
     """Distance over state size, and one matrix (L, L) with what Toeplitz and SSM make of it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sizes, example = list(found["ssm"]), matrix[None].double()
-    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4), layout="constrained")
+    figure = Figure(figsize=(16, 4), layout="constrained")
+    axes = figure.subplots(1, 4)
     for name, values in found.items():
         means = [value.mean().item() for value in values.values()]
         axes[0].plot(sizes, means, "o:" if name == "lower_bound" else "o-", label=LABELS[name])
@@ -143,15 +135,10 @@ def plot(matrix: torch.Tensor, to_toeplitz: torch.Tensor, found: dict[str, dict[
         axis.imshow(values[0].clamp_min(0).sqrt().numpy(), vmin=0, vmax=1, cmap="magma")
         axis.set_title(title)
     figure.savefig(path, dpi=80)
-    pyplot.close(figure)
 
 
 def study(teacher: str, output: Path, datasets: list[str], num_matrices: int, states: list[int], length: int) -> str:
-    """Sample, approximate and write the results; returns the table.
-
-    Raises:
-        ValueError: a teacher, text or size that cannot be used.
-    """
+    """Sample, approximate and write the results; returns the table."""
     if num_matrices < 1:
         raise ValueError(f"--num-matrices must be at least 1, not {num_matrices}.")
     if not all(0 < state < length for state in states):
