@@ -140,8 +140,9 @@ class FitOptions:
     stream: Literal["teacher", "student"] = "teacher"
     """Fit on the teacher's own layer inputs, which keeps layers independent, or on those of the hybrid so far, so that
     later mixers make up for the errors of earlier ones."""
-    refine_steps: NonNegativeInt = 120
-    """Number of gradient steps after the closed form, on each mixer by itself."""
+    refine_steps: NonNegativeInt | None = None
+    """Number of gradient steps after the closed form, on each mixer by itself; by default 120 for a mixer alone and
+    none beside a window, where they take ten times as long as the fit and gain little."""
     refine_learning_rate: PositiveFloat = 2e-3
     """Peak learning rate of those steps."""
     refine_attention: bool = False

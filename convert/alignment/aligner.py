@@ -45,6 +45,10 @@ class Alignment:
         return [aligned(rule) for rule in plan.rules]
 
 
+REFINE_STEPS = 120
+"""Gradient steps after the closed form on a mixer that stands alone."""
+
+
 class Aligner:
     """One conversion's alignment: the text, the teacher as a model, and the folder that keeps fits.
 
@@ -134,8 +138,11 @@ class Aligner:
         """Fit the mixers of a plan's replaced layers."""
         started, layers = time.perf_counter(), list(plan.placement.replaced_layers)
         self.follow(plan.placement.layers[layers[0]], plan.placement)
-        alignment = self.options.alignment
-        fits = self.fit(layers, alignment.fit)
+        settings = self.options.alignment.fit
+        if settings.refine_steps is None:
+            beside_window = plan.placement.hybrid is not None
+            settings = dataclasses.replace(settings, refine_steps=0 if beside_window else REFINE_STEPS)
+        fits = self.fit(layers, settings)
         self.report |= {
             "held_out_error": {layer: dataclasses.asdict(fit) for layer, (_, fit) in sorted(fits.items())},
             "fit_seconds": round(time.perf_counter() - started),
