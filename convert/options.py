@@ -55,7 +55,7 @@ class PlacementOptions:
     KL to the teacher (kl), or most KL and recall (kl+recall, the default when mixers are aligned)."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
-    heads, window and state are then chosen together. The default is 0.25 if nothing else about layers is said."""
+    heads, window and state are then chosen together. By default 0.25, unless layers, window, heads or another mixer are given, or --align is not closed-form."""
     context: PositiveInt = 4096
     """Context length for which the cache is counted."""
     window: PositiveInt | None = None
@@ -272,13 +272,22 @@ class OutputOptions:
     """Size of the largest weights file."""
     overwrite: bool = False
     """Replace the output folder if it holds a checkpoint, once the new one is complete."""
+
+    def __post_init__(self):
+        parse_size(self.max_shard_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedOutputOptions(OutputOptions):
+    """Where the hybrid goes, and the repository to which it is uploaded."""
+
     push_to_hub: str | None = None
     """Hub repository to which the result is uploaded."""
     private: bool = False
     """Make that repository private."""
 
     def __post_init__(self):
-        parse_size(self.max_shard_size)
+        super().__post_init__()
         if self.private and self.push_to_hub is None:
             raise ValueError("private says who may see the uploaded repository; it needs push_to_hub.")
 
@@ -300,7 +309,7 @@ class ConversionOptions:
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     mixer: MixerOptions = field(default_factory=MixerOptions)
     alignment: AlignmentOptions = field(default_factory=AlignmentOptions)
-    output: OutputOptions = field(default_factory=OutputOptions)
+    output: PublishedOutputOptions = field(default_factory=PublishedOutputOptions)
 
     def __post_init__(self):
         placement, alignment, mixer = self.placement, self.alignment, self.mixer
@@ -311,6 +320,7 @@ class ConversionOptions:
             raise ValueError(f"cache {placement.cache} is no share of the teacher's cache; give 0.25, or 50MB.")
         if isinstance(placement.cache, str):
             parse_size(placement.cache)
+        self._refuse_without_effect()
         by_score = placement.selection in ("kl", "kl+recall")
         if by_score and (alignment.method == "none" or alignment.low_memory):
             way_out = "an alignment" if alignment.method == "none" else "the whole teacher in memory (no low_memory)"
@@ -341,19 +351,32 @@ class ConversionOptions:
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
             )
 
+    def _refuse_without_effect(self) -> None:
+        """Refuse options that nothing here would read."""
+        changed = differences(self)
+        of_placement, of_alignment = changed.get("placement", {}), changed.get("alignment", {})
+        if self.alignment.method == "none":
+            unread = {f"alignment.{name}": "an alignment" for name in of_alignment if name != "method"}
+        else:
+            stages = ("matrix_orientation", "hidden_state_alignment", "distillation")
+            unread = {f"alignment.{name}": "--align mohawk" for name in stages if name in of_alignment}
+            unread = {} if self.alignment.method == "mohawk" else unread
+        if "context" in of_placement and self.cache is None:
+            unread["placement.context"] = "a cache budget"
+        if self.placement.window is None and self.cache is None:
+            unread |= {f"{name}": "a window" for name in ("placement.sinks", "mixer.scope") if _named(changed, name)}
+        for name, needed in unread.items():
+            raise ValueError(f"{name} has no effect without {needed}; leave it out.")
+
     @property
     def cache(self) -> float | str | None:
         """The cache budget: the one given, or the default where nothing is said about what layers hold."""
-        given = self.placement.cache
-        told_nothing = dataclasses.replace(
-            self.placement, context=PlacementOptions.context
-        ) == PlacementOptions() and self.mixer in (
-            MixerOptions(),
-            MixerOptions(initial_decay=self.mixer.initial_decay),
-        )
-        if given is None and told_nothing and self.alignment.method == "closed-form":
+        placement, mixer = self.placement, self.mixer
+        said = (placement.attention_layers, placement.selection, placement.window, placement.attention_heads)
+        told_nothing = said == (None,) * 4 and mixer.kind == MixerOptions.kind
+        if placement.cache is None and told_nothing and self.alignment.method == "closed-form":
             return DEFAULT_CACHE
-        return given
+        return placement.cache
 
     @property
     def names_layers(self) -> bool:
@@ -396,6 +419,12 @@ def differences(options: Any) -> dict[str, Any]:
     return found
 
 
+def _named(changed: Mapping[str, Any], name: str) -> bool:
+    """Whether an option is among those that differ from their defaults."""
+    section, _, leaf = name.partition(".")
+    return leaf in changed.get(section, {})
+
+
 CONVERSION_FLAGS = {
     "--revision": "revision",
     "--gguf-file": "gguf_file",
@@ -416,7 +445,7 @@ CONVERSION_FLAGS = {
     "--push-to-hub": "output.push_to_hub",
     "--private": "output.private",
 }
-"""What the command line offers; every other option is YAML."""
+"""What `--help` lists; every other option is set in YAML, or by its dotted name."""
 
 
 def parse_size(text: str | int) -> int:
@@ -459,6 +488,9 @@ class MohawkOptions:
         for name, value in (("hybrid", self.hybrid), ("teacher", self.teacher), ("output folder", self.output.folder)):
             if not value:
                 raise ValueError(f"No {name} given: convert-to-hybrid mohawk HYBRID OUT --teacher MODEL.")
+        unread = {"method", "tokens", "fit", "low_memory", "activation_memory"} & differences(self.alignment).keys()
+        for name in sorted(unread - {"method"} if self.alignment.method == "mohawk" else unread):
+            raise ValueError(f"alignment.{name} is for a conversion; the stages of an existing hybrid do not read it.")
 
     @property
     def chosen_stages(self) -> tuple[int, ...]:
@@ -471,7 +503,7 @@ class MohawkOptions:
 
     @property
     def conversion(self) -> ConversionOptions:
-        """The same as options of a conversion."""
+        """The options of the conversion that these amount to."""
         return ConversionOptions(
             model=self.teacher,
             revision=self.revision,
@@ -480,7 +512,7 @@ class MohawkOptions:
             seed=self.seed,
             placement=PlacementOptions(attention_layers="none"),
             alignment=dataclasses.replace(self.alignment, method="mohawk"),
-            output=self.output,
+            output=PublishedOutputOptions(**dataclasses.asdict(self.output)),
         )
 
 
@@ -606,11 +638,13 @@ class OptionParser:
             shown.add_argument(metavar, help=self.options[name].help, nargs="?")
         for flag, name in self.flags.items():
             option = self.options[name]
-            default = f" (default: {option.default})" if option.default else ""
+            notes = [option.kind] if " or " in option.kind and not isinstance(option.default, bool) else []
+            notes += [f"default: {option.default}"] if option.default else []
+            default = f" ({'; '.join(notes)})" if notes else ""
             metavar = "NAME=VALUE" if option.kind == MAPPING else flag[2:].upper()
             kind = {"action": "store_true"} if option.default is False else {"metavar": metavar}
             shown.add_argument(flag, help=(option.help + default).replace("%", "%%"), **kind)
-        shown.add_argument("--config", metavar="FILE", help="YAML file with any option: see docs/guide/options.md.")
+        shown.add_argument("--config", metavar="FILE", help="YAML file with any of the options.")
         for switch, text in self.switches.items():
             shown.add_argument(*switch.split(), action="store_true", help=text)
         return shown.format_help()

@@ -18,7 +18,7 @@ from .checkpoint.folder import check_apart, check_output, staged
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import add_generation_config, add_tokenizer
 from .formats.export import check_holdable
-from .options import ConversionOptions, OutputOptions, differences, make_options, parse_size
+from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
 from .plan import Plan, TeacherWeights, make_plan
 from .teachers.teacher import find_teacher
@@ -126,7 +126,9 @@ def write(
 
 def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptions) -> dict[str, Any]:
     """What the hybrid's configuration records about where it comes from; no paths of this machine."""
-    recorded = differences(dataclasses.replace(options, model="teacher", output=OutputOptions(folder="hybrid")))
+    recorded = differences(
+        dataclasses.replace(options, model="teacher", output=PublishedOutputOptions(folder="hybrid"))
+    )
     recorded.get("alignment", {}).pop("work_dir", None)
     if "text" in recorded.get("alignment", {}):
         recorded["alignment"]["text"] = public_text_name(options.alignment.text)

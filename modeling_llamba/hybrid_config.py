@@ -155,8 +155,9 @@ class HybridConfig(PreTrainedConfig):
             "AutoModel": f"modeling_{name}.{family}Model",
             "AutoModelForCausalLM": f"modeling_{name}.{family}ForCausalLM",
         }
-        super().save_pretrained(save_directory, **kwargs)
+        os.makedirs(save_directory, exist_ok=True)
         ship_code(type(self), save_directory)
+        super().save_pretrained(save_directory, **kwargs)  # last: config.json makes the folder a checkpoint
         if push_to_hub:  # not the inherited way, which would upload config.json alone
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import is_torchdynamo_compiling, logging
+from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -32,8 +32,6 @@ from .short_conv import ShortConv
 from .speculative_decoding import speculative_decoding
 from .ssd import sequence_starts
 from .window_attention import WindowInputs
-
-logger = logging.get_logger(__name__)
 
 # rotary embeddings whose angles depend on the longest position in the call; a sink cannot be moved nearer under them
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")

@@ -1,4 +1,4 @@
-"""Convert the embedded teacher to an aligned 50 % hybrid, load it where this project is not installed, compare.
+"""Convert the embedded teacher as the command does by default, load it where this project is not installed, compare.
 
 make demo        or        python -m recipes.demo [--output runs/demo/hybrid]
 """
@@ -37,7 +37,7 @@ def main(output: Path) -> dict:
 
     console.rule("convert")
     started = time.perf_counter()
-    options = make_options(str(gguf), str(output), attention_layers=0.5, overwrite=True, work_dir=f"{output}.work")
+    options = make_options(str(gguf), str(output), overwrite=True, work_dir=f"{output}.work")
     with progress_bars(quiet=False) as progress:
         plan = run(options, progress=progress)
     seconds = time.perf_counter() - started

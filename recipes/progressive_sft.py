@@ -22,7 +22,8 @@ from torch import nn
 
 from convert import convert
 from convert.checkpoint.folder import staged
-from convert.weights.students import MIXER_LAYERS, STUDENTS
+from convert.placement.placement import Placement
+from convert.weights.students import STUDENTS
 
 from . import sft
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
@@ -103,7 +104,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
         raise ValueError("model_name_or_path must be a folder here; download the hybrid first.")
     if teaching.teacher_model_name_or_path is None and attention_from is None:
         raise ValueError("teacher_model_name_or_path is missing; the layers to come have its attention.")
-    replaced = [i for i, kind in enumerate(lender.config.layer_types) if kind in MIXER_LAYERS]
+    replaced = list(Placement.of(lender.config).replaced_layers)
     plan = grouped(order_of(schedule, replaced), steps)
     work = output.with_name(f"{output.name}.steps")
     check_same_run(work, [plan, arguments, attention_from])

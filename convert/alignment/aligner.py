@@ -15,7 +15,8 @@ from ..options import ConversionOptions, FitOptions, differences, parse_size
 from ..placement.placement import Layer, Placement, everywhere
 from ..plan import Plan, TeacherWeights, hybrid_config
 from ..weights.rules import Rule
-from .fit import FitCache, Fits, Progress, fit_mixers
+from ..weights.writer import Progress
+from .fit import FitCache, Fits, fit_mixers
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .teacher_model import TeacherModel

@@ -53,7 +53,6 @@ class FitCache:
         return LayerFit(**fit)
 
     def save_mixer(self, layer: int, mixer: nn.Module, fit: LayerFit) -> None:
-        """Keep a fit."""
         if self.folder is None:
             return
         report = json.dumps(dataclasses.asdict(fit))
@@ -67,7 +66,6 @@ class FitCache:
         return json.loads(path.read_text()) if path is not None and path.is_file() else {}
 
     def save_json(self, name: str, content: dict) -> None:
-        """Keep something small."""
         if self.folder is not None:
             write_beside(self._path(name), lambda path: path.write_text(json.dumps(content)))
 

@@ -62,7 +62,7 @@ class TeacherModel:
 
     @property
     def num_layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return self.config.num_hidden_layers
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class TeacherModel:
 
 
 def layer_type(mixer: nn.Module) -> str:
-    """Of a layer that holds this mixer."""
+    """The type of layer that holds this mixer."""
     return "hybrid" if isinstance(mixer, HybridMixer) else "linear_attention"
 
 

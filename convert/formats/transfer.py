@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint.code import versions
 from ..checkpoint.folder import check_apart, check_output, staged
+from ..checkpoint.pictures import CACHE, LAYERS, save_pictures
 from ..checkpoint.tokenizer import add_generation_config, add_tokenizer, has_tokenizer
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, download_model
@@ -29,6 +30,7 @@ CARD = """---
 {{ description }}
 
 {{ notes }}
+{{ pictures }}
 """
 PROJECT = "[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/)"
 
@@ -123,8 +125,12 @@ def write_checkpoint(
         add_generation_config((with_settings or models)[0], folder)
         card = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"])
         notes = "\n".join(f"- {note}" for note in plan.notes)
+        pictures = ""
+        if plan.provenance is not None:  # a hybrid of ours, whose layers and cache can be drawn
+            save_pictures(plan.config, plan.dtype, folder)
+            pictures = f"![layers and heads]({LAYERS})\n![cache against length]({CACHE})"
         ModelCard.from_template(
-            card, template_str=CARD, title=output.name, description=plan.description, notes=notes
+            card, template_str=CARD, title=output.name, description=plan.description, notes=notes, pictures=pictures
         ).save(folder / "README.md")
         write_config(plan.config, folder, plan.dtype)
     return plan

@@ -10,9 +10,10 @@ from torch import nn
 
 from ..alignment.aligner import Aligner
 from ..alignment.divergence import kl_of_hidden
-from ..alignment.fit import FitCache, Progress
+from ..alignment.fit import FitCache
 from ..alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel, replaced
+from ..weights.writer import Progress
 
 MIN_TEACHER_ACCURACY = 0.2
 PROBE_LENGTH = 96

@@ -58,7 +58,7 @@ class Placement:
 
     @property
     def replaced_layers(self) -> tuple[int, ...]:
-        """The other layers."""
+        """Layers that hold a mixer or a window instead."""
         return tuple(i for i, layer in enumerate(self.layers) if not isinstance(layer, Attention))
 
     @property

@@ -25,7 +25,7 @@ PUBLISHED_ATTENTION_LAYERS: dict[str, dict[int, tuple[int, ...]]] = {
 def uniform_attention_layers(num_layers: int, ratio: float) -> tuple[int, ...]:
     """`round(ratio * num_layers)` layers, evenly spread, the last layer of each stretch: 1, 3, 5, ... at 0.5."""
     if not 0 <= ratio <= 1:
-        raise ValueError(f"The attention ratio must lie between 0 and 1, not {ratio}.")
+        raise ValueError(f"attention_layers as a share must lie between 0 and 1, not {ratio}.")
     count = round(ratio * num_layers)
     return tuple((j + 1) * num_layers // count - 1 for j in range(count))
 

@@ -50,7 +50,7 @@ def compress_pair(q: torch.Tensor, k: torch.Tensor, rank: int) -> tuple[torch.Te
 
 
 class LayerMapping:
-    """The rules of one replaced layer. Method names are the mixer's parameter names."""
+    """The rules of one replaced layer."""
 
     def __init__(self, config, layer: int, sources: dict[str, Source], initial_decay: float, seed: int):
         self.config, self.seed, self.decay = config, seed, initial_decay

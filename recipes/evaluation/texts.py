@@ -10,7 +10,7 @@ import torch
 
 from convert.alignment.text import documents, token_rows
 
-SHIPPED = "shipped"
+SHIPPED = "default"
 PYTHON_DOCS = "python-docs"
 
 

@@ -1,1 +1,1 @@
-"""What carries the training recipes: data, loss, trainer, checkpoints."""
+"""What carries the training recipes: arguments, data, the run around a trainer, checkpoints."""

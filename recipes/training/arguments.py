@@ -1,5 +1,7 @@
 """Arguments of the training recipes: TRL's own, and what a teacher and a hybrid add. YAML keys are the field names."""
 
+import dataclasses
+import difflib
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +108,10 @@ def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[An
         unknown = re.match(r"Unknown arguments from config file: \['--(\w+)'", str(error))
         if unknown is None:
             raise
-        raise ValueError(f"Unknown key {unknown[1]!r} in the configuration file.") from error
+        known = [item.name for each in classes for item in dataclasses.fields(each)]
+        nearest = difflib.get_close_matches(unknown[1], known, 1, 0.5)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "."
+        raise ValueError(f"Unknown key {unknown[1]!r} in the configuration file{hint}") from error
     except (TypeError, yaml.YAMLError) as error:
         raise ValueError(f"The arguments do not parse: {' '.join(str(error).split())}") from error
     except FileNotFoundError as error:

@@ -220,7 +220,7 @@ def test_contradictions(said, expected, saved_teacher):
 
 SAID = (
     {"window": 32}, {"mixer": "mamba2"}, {"align": "none"}, {"align": "mohawk"}, {"attention_layers": 0.5},
-    {"selection": "uniform"}, {"shared_state": True}, {"export_ready": True},
+    {"selection": "uniform"}, {"attention_heads": "0:1", "window": 8}, {"export_ready": True},
 )  # fmt: skip
 
 
@@ -228,3 +228,4 @@ SAID = (
 def test_a_quarter_of_the_cache_where_nothing_is_said_of_the_layers(said):
     assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.25
     assert make_options("m", "o", **said).cache is None
+    assert make_options("m", "o", sinks=2, shared_state=True).cache == 0.25

@@ -8,6 +8,7 @@ their size is kept for the backward pass.
 import contextlib
 import functools
 import math
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -44,7 +45,7 @@ class LossWeights:
             )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, not {self.temperature}.")
-        if self.divergence not in ("forward", "reverse", "js"):
+        if self.divergence not in typing.get_args(Divergence):
             raise ValueError(f"divergence must be forward, reverse or js, not {self.divergence!r}.")
 
 

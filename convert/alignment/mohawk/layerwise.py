@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from ...checkpoint.folder import write_beside
 from ...options import HiddenStateOptions, OrientationOptions, StageOptions
-from ..fit import Progress, write_beside
+from ...weights.writer import Progress
 from ..teacher_model import TeacherModel, replaced
 from .orientation import matrix_orientation_loss
 

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ...options import AlignmentOptions
-from ...weights.students import MIXER_LAYERS
-from ..fit import Progress
+from ...placement.placement import Placement
+from ...weights.writer import Progress
 from ..probes import plain_tokens, with_needles
 from ..teacher_model import TeacherModel
 from .distillation import check_can_train, distil
@@ -58,7 +58,7 @@ class Stages:
 
     def check(self) -> None:
         """Refuse a student that does not go with the teacher, and stages that cannot run."""
-        windowed = "hybrid" in self.student.config.layer_types
+        windowed = Placement.of(self.student.config).hybrid is not None
         check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory, windowed)
         if not self.mixers():
             raise ValueError("Every layer of this hybrid is attention: there is no mixer to align.")
@@ -71,8 +71,7 @@ class Stages:
 
     def mixers(self) -> dict[int, nn.Module]:
         """The student's mixers by layer."""
-        layers = enumerate(self.student.model.layers)
-        return {i: block.mixer for i, block in layers if block.layer_type in MIXER_LAYERS}
+        return {i: self.student.model.layers[i].mixer for i in Placement.of(self.student.config).replaced_layers}
 
     def layerwise(self, name: str) -> dict[str, Any]:
         """Stage 1 or 2. With several processes each trains its share of the layers; then all have all."""
@@ -125,7 +124,7 @@ class Stages:
             use_cpu=self.teacher.device.type == "cpu",
         )
         self.student.requires_grad_(True)
-        per_step = settings.sequences * self.train.shape[1]
+        per_step = settings.sequences * self.train.shape[1] * int(os.environ.get("WORLD_SIZE", 1))
         seconds = next((entry["train_runtime"] for entry in outcome.log if "train_runtime" in entry), 0.0)
         return {
             "tokens": max(settings.tokens // per_step, 1) * per_step,

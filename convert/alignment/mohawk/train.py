@@ -23,8 +23,7 @@ from ...plan import TeacherWeights
 from ...teachers.teacher import find_teacher
 from ...weights.rules import Rule
 from ...weights.students import STUDENTS
-from ...weights.writer import plan_shards, write_shards
-from ..fit import Progress
+from ...weights.writer import Progress, plan_shards, write_shards
 from ..teacher_model import TeacherModel
 from ..text import calibration_rows
 from .stages import STAGES, Stages, only_stages
@@ -133,6 +132,8 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
         check_apart(output, hybrid)
         check_apart(output, found.folder)
     student = load_hybrid(hybrid)
+    asked = options.output.dtype
+    dtype = stored_dtype(hybrid) if asked == "auto" else getattr(torch, asked)
     conversion = dataclasses.replace(options.conversion, alignment=dataclasses.replace(settings, method="mohawk"))
     teacher = TeacherModel(TeacherWeights.of(found), conversion)
     length, held_out = conversion.sequence_length, settings.held_out_sequences
@@ -143,7 +144,7 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
     if writes:
         with staged(output) as folder:
             shutil.copytree(hybrid, folder, dirs_exist_ok=True)
-            replace_weights(student, folder, stored_dtype(hybrid), options.output.max_shard_size)
+            replace_weights(student, folder, dtype, options.output.max_shard_size)
             record_stages(folder, report)
         if settings.work_dir is None:  # a folder of the user's own stays: it holds the logs, too
             shutil.rmtree(work, ignore_errors=True)
