@@ -55,7 +55,8 @@ class PlacementOptions:
     KL to the teacher (kl), or most KL and recall (kl+recall, the default when mixers are aligned)."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
-    heads, window and state are then chosen together. By default 0.25, unless layers, window, heads or another mixer are given, or --align is not closed-form."""
+    heads and window are then chosen together. By default 0.25, unless layers, a window, heads or another mixer are
+    given, or --align is not closed-form."""
     context: PositiveInt = 4096
     """Context length for which the cache is counted."""
     window: PositiveInt | None = None
@@ -320,7 +321,6 @@ class ConversionOptions:
             raise ValueError(f"cache {placement.cache} is no share of the teacher's cache; give 0.25, or 50MB.")
         if isinstance(placement.cache, str):
             parse_size(placement.cache)
-        self._refuse_without_effect()
         by_score = placement.selection in ("kl", "kl+recall")
         if by_score and (alignment.method == "none" or alignment.low_memory):
             way_out = "an alignment" if alignment.method == "none" else "the whole teacher in memory (no low_memory)"
@@ -350,6 +350,7 @@ class ConversionOptions:
             raise ValueError(
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
             )
+        self._refuse_without_effect()
 
     def _refuse_without_effect(self) -> None:
         """Refuse options that nothing here would read."""

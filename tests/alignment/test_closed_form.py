@@ -212,7 +212,9 @@ def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
     """Closer to the teacher than the mapping alone, on text that was not used, for every family and mixer."""
     aligned = {"text": "sampled", "tokens": 768, "selection": "uniform"}
     aligned["alignment"] = {"sequence_length": 32, "fit": {"refine_steps": 10}}
-    if "low_memory" in options:
+    if low_memory := options.get("low_memory"):
+        options = {name: value for name, value in options.items() if name != "low_memory"}
+        aligned["low_memory"] = low_memory
         aligned["text"] = str(tmp_path / "text.txt")
         (tmp_path / "text.txt").write_text(
             "\n".join(" ".join(f"w{(i * j) % 90}" for i in range(40)) for j in range(60))

@@ -248,7 +248,8 @@ def test_contradictions(two_layer_teacher, tmp_path, said, expected):
 
 def test_a_bias_that_a_mixer_cannot_hold_is_said_before_any_work(two_layer_teacher, tmp_path):
     """On the command line, in one line."""
-    (tmp_path / "options.yaml").write_text(yaml.safe_dump({"alignment": ALIGNMENT, "mixer": {"out_bias": False}}))
+    options = {"alignment": ALIGNMENT, "mixer": {"out_bias": False}, "placement": {"attention_layers": 0.5}}
+    (tmp_path / "options.yaml").write_text(yaml.safe_dump(options))
     done = run_as_is(
         two_layer_teacher("phi"), tmp_path / "out", "--config", tmp_path / "options.yaml", "--text", "sampled"
     )

@@ -166,12 +166,14 @@ def test_options_file_with_a_mistake(tmp_path, text, expected):
 def test_options_file_is_read(tmp_path):
     path = tmp_path / "options.yaml"
     path.write_text(
-        "alignment:\n  fit:\n    decays: [0.5, 0.9]\n    refine_learning_rate: 1e-3\n  distillation: {tokens: 7}\n"
+        "alignment:\n  method: mohawk\n  fit:\n"
+        "    decays: [0.5, 0.9]\n    refine_learning_rate: 1e-3\n  distillation: {tokens: 7}\n"
     )
     options = make_options("m", "o", config=path)
     assert options.alignment.fit.decays == (0.5, 0.9) and options.alignment.fit.refine_learning_rate == 1e-3
     assert options.alignment.distillation.tokens == 7 and options.placement == PlacementOptions()
-    assert options.sequence_length == 1024 and make_options("m", "o", attention_layers=0.5).sequence_length == 512
+    assert make_options("m", "o").sequence_length == 1024
+    assert make_options("m", "o", attention_layers=0.5).sequence_length == 512
     path.write_text("alignment: {sequence_length: 32}\n")
     assert make_options("m", "o", config=path).sequence_length == 32, "what the file says counts"
     with pytest.raises(ValueError, match="nowhere.yaml"):
