@@ -26,6 +26,7 @@ CASES += [
     ("llamba", "none", "beside-only"),
 ]
 CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
+CASES += [("llamba", "discrete_mamba2", "normalised"), ("phimamba", "mamba2", "normalised-only")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
 
 
