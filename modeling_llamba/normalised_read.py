@@ -8,19 +8,21 @@ w_j = a^(number of tokens that left the window after it), 0 < a <= 1:
 and for each query q, which holds the factor 1 / sqrt(D):
 
     tilt = Cov(v, k) q = S q / n - v_mean (k_mean . q)
-    log mass = c0 + c1 log n + sum_d alpha_d q_d k_mean_d + sum_d beta_d q_d^2
+    log mass = c0 + c1 log n + sum_f alpha_f (q . k_mean)_f + sum_f beta_f (q . q)_f
     gate = sigmoid(log mass - log-sum-exp of the scores of window and sinks), 0 while nothing is beyond the window
     features = [(1 - gate) y_window, gate v_mean, gate tilt]
 
 Were far keys and values jointly Gaussian, softmax over them would be v_mean + tilt, with the log mass
 log n + q . k_mean + q^T Cov(k, k) q / 2, and the sum of the three features the head's output. Keys are not Gaussian:
-the 2 D + 2 numbers c0, c1, alpha, beta of each query head can be fitted to the true log mass, and so can the map that
-follows the features.
+c0, c1, alpha and beta of each query head can be fitted to the true log mass, and so can the map that follows the
+features. (.)_f is the part of a product in plane f of the rotary embedding, two dimensions each, or in a dimension
+that is not rotated: one number for both dimensions of a plane, so that the mass depends on distances alone.
 
 Keys, values and queries are the attention's own. A token reaches the state when it leaves the window, so the window's
 cache is all that has to wait, and the state one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the sums and S in it.
 
-Shapes: B batch, L length, H query heads, K key/value heads, R = H // K, D head dim, n columns that leave the window.
+Shapes: B batch, L length, H query heads, K key/value heads, D head dim, F planes and dimensions that are not rotated,
+n columns that leave the window.
 """
 
 from typing import NamedTuple
@@ -49,16 +51,17 @@ class Far(NamedTuple):
     tilt: torch.Tensor
 
 
-def gaussian_mass(heads: int, head_dim: int) -> torch.Tensor:
-    """The mass of far keys that are all alike: c0 = 0, c1 = 1, alpha = 1, beta = 0; (H, 2 D + 2)."""
-    ones, zeros = torch.ones(heads, 1 + head_dim), torch.zeros(heads, head_dim)
-    return torch.cat([zeros[:, :1], ones, zeros], dim=1)
+def theory_mass(shape: tuple[int, int]) -> torch.Tensor:
+    """The mass of far keys that are all alike: c0 = 0, c1 = 1, alpha = 1, beta = 0; (H, 2 + 2 F)."""
+    mass = torch.zeros(shape)
+    mass[:, 1 : 1 + shape[1] // 2] = 1.0
+    return mass
 
 
 class NormalisedRead(nn.Module):
     """The equations above, as a scan over many tokens or a step over one.
 
-    log_decay (K,): log a; what is above 0 counts as 0. mass (H, 2 D + 2): c0, c1, alpha, beta of each query head.
+    log_decay (K,): log a; what is above 0 counts as 0. mass (H, 2 + 2 F): c0, c1, alpha, beta of each query head.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -68,7 +71,8 @@ class NormalisedRead(nn.Module):
         self.head_dim = config.head_dim
         self.full_heads = list(config.hybrid_full_heads[layer_idx]) if config.hybrid_full_heads else []
         self.log_decay = nn.Parameter(torch.zeros(self.kv_heads))
-        self.mass = nn.Parameter(gaussian_mass(self.heads, self.head_dim))
+        self.planes = int(self.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
+        self.mass = nn.Parameter(theory_mass((self.heads, 2 + 2 * (self.head_dim - self.planes))))
 
     def forward(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> torch.Tensor:
         """The features (B, L, 3 H D), for out_proj."""
@@ -87,15 +91,19 @@ class NormalisedRead(nn.Module):
 
     def log_mass(self, far: Far) -> torch.Tensor:
         """(B, L, H), the product of `mass` with `mass_features`, which are not made."""
-        c0, c1, alpha, beta = self.mass.to(far.query.dtype).split([1, 1, self.head_dim, self.head_dim], dim=1)
+        parts = self.head_dim - self.planes
+        c0, c1, alpha, beta = self.mass.to(far.query.dtype).split([1, 1, parts, parts], dim=1)
+        alpha, beta = (torch.cat([t[:, : self.planes], t], dim=1) for t in (alpha, beta))  # (H, D)
         key_mean, log_count = repeat_groups(far.key_mean, self.heads), _of_heads(_log(far.count), self.heads)
         return c0[:, 0] + c1[:, 0] * log_count + (far.query * (alpha * key_mean + beta * far.query)).sum(-1)
 
     def mass_features(self, far: Far) -> torch.Tensor:
-        """[1, log n, q_d k_mean_d, q_d^2] of each head, (B, L, H, 2 D + 2)."""
+        """[1, log n, (q . k_mean)_f, (q . q)_f] of each head, (B, L, H, 2 + 2 F)."""
         key_mean, log_count = repeat_groups(far.key_mean, self.heads), _of_heads(_log(far.count), self.heads)
         counts = torch.stack([torch.ones_like(log_count), log_count], dim=-1)
-        return torch.cat([counts, far.query * key_mean, far.query.square()], dim=-1)
+        products, half = (far.query * key_mean, far.query.square()), self.planes
+        by_plane = [t[..., half:] + F.pad(t[..., :half], (0, self.head_dim - 2 * half)) for t in products]
+        return torch.cat([counts, *by_plane], dim=-1)
 
     def far(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> Far:
         """What each of the tokens reads; the cache's state then takes up what has left the window after the last."""

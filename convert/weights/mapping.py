@@ -16,7 +16,7 @@ import torch
 
 from modeling_llamba.hybrid_mixer import HybridMixer
 from modeling_llamba.matrix_mixer import OPEN_GATE
-from modeling_llamba.normalised_read import gaussian_mass
+from modeling_llamba.normalised_read import theory_mass
 
 from .reader import Checkpoint
 from .rules import Rule, Source, in_blocks
@@ -190,7 +190,7 @@ class LayerMapping:
             value = torch.zeros(shape)
             value[..., -1] = 1.0
         elif name == "read.mass":
-            value = gaussian_mass(self.H, self.d)
+            value = theory_mass(shape)
         else:
             constants = {
                 "A_log_bias": decay_logit(self.decay),
