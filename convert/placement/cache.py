@@ -22,9 +22,10 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
     if config.mixer == "none":
         state = 0
-    beside = config.num_key_value_heads * (config.head_dim + 1) ** 2 * 4 if config.hybrid_read == "normalised" else state
     window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
-    states = {"linear_attention": state, "hybrid": beside + window}
+    states = {"linear_attention": state, "hybrid": state + window}
+    if config.hybrid_read == "normalised":
+        states["hybrid"] = config.num_key_value_heads * (config.head_dim + 1) ** 2 * 4 + window
 
     def tokens(layer_type: str) -> int:
         return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
