@@ -100,8 +100,8 @@ class HybridMixer(nn.Module):
         seq_idx: torch.Tensor | None = None,
         window: WindowInputs | None = None,
     ) -> tuple[Unrolled, Unrolled | None]:
-        """Both halves unrolled, before the mixer's gate and out_proj: the attention's (M, v), and the mixer's (M, x), that
-        of the normalised read, v_mean and tilt added up, or None.
+        """Both halves unrolled, before the mixer's gate and out_proj: the attention's (M, v); and the mixer's (M, x),
+        that of the normalised read, v_mean and tilt added up, or None.
 
         M (B, H, L, L), v and x (B, H, L, head dim).
         """

@@ -201,7 +201,7 @@ class WindowAttention(nn.Module):
         sinks: Tokens,
         seq_idx: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One softmax over the sinks and the window: (B, H, L, D), and if a read asks for it the log-sum-exp (B, H, L).
+        """One softmax over sinks and window: (B, H, L, D), and if a read asks for it the log-sum-exp (B, H, L).
 
         Args:
             query, sink_query: (B, H, L, D). context: columns before the queries', W - 1 of which count, then theirs.

@@ -12,6 +12,7 @@ from convert.options import make_options
 from convert.placement.cache import cache_bytes
 from convert.placement.placement import Placement
 from convert.plan import describe
+from convert.tools.inspect import inspect_model
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.normalised_read import theory_mass
 from tests.convert.test_window import LENGTH, converted
@@ -52,6 +53,9 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(heads, window, saved_teach
     state = 4 * 2 * (8 * 8 + 2 * 8 + 1) * 4  # layers, key/value heads, numbers, bytes
     assert plan.summary()["state_bytes"] == state == sum(layer.recurrent_states[0].nbytes for layer in cache.layers)
     assert "a state read as softmax would beside a window" in describe(plan)
+    card, report = (tmp_path / "out" / "README.md").read_text(), inspect_model(str(tmp_path / "out"))
+    assert "if keys and values were Gaussian" in card and "mamba" not in card.partition("# ")[0]
+    assert report["mixer"] is None and report["window"]["mixer"] is None
     assert Placement.of(plan.config) == plan.placement and plan.placement.hybrid.read == "normalised"
 
 
