@@ -108,6 +108,9 @@ class MixerOptions:
     """Add a bias to the output projection."""
     scope: Literal["beyond", "all"] | None = None
     """Beside a window, what the mixer sees: the tokens beyond the window (the default) or all of them."""
+    read: Literal["linear", "normalised"] = "linear"
+    """Beside a window, how the tokens beyond it are read: linear, by the mixer, whose output is added to the window's;
+    or normalised, without a mixer, as softmax over window and far tokens together would read them."""
     initial_decay: Decay = 0.9
     """Decay per token of every head before alignment."""
 
@@ -126,6 +129,12 @@ class MixerOptions:
             raise ValueError(f"Mixer {self.kind} has no state that heads could share; choose another mixer.")
         if self.kind == "none" and self.scope is not None:
             raise ValueError("Mixer none sees nothing; leave out scope, or choose another mixer.")
+        if self.read == "normalised":
+            if self.kind == "none" or self.scope == "all":
+                clash = "mixer none" if self.kind == "none" else "scope all"
+                raise ValueError(f"read normalised reads what lies beyond the window, and {clash} leaves that out.")
+            if self.export_ready:
+                raise ValueError("No architecture of transformers has read normalised; leave out export_ready.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +346,10 @@ class ConversionOptions:
                 raise ValueError("attention_heads stand beside a window; give one (window: 64).")
             if mixer.kind == "none":
                 raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
+            if mixer.read == "normalised":
+                raise ValueError("read normalised reads what lies beyond a window; say how wide it is (window: 64).")
+        if mixer.read == "normalised" and alignment.method != "none":
+            raise ValueError("read normalised is mapped from the teacher and has no fit yet; say --align none.")
         fitted = alignment.method != "none" and mixer.kind != "none"
         if fitted and placement.window is not None and placement.window + placement.sinks >= self.sequence_length:
             raise ValueError(

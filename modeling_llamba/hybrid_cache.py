@@ -107,7 +107,8 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
     """The cache of a hybrid layer, of constant size except for heads with full attention.
 
     recent: the last W - 1 columns. first: the S sinks. leaving: what has not left the window for the mixer's state.
-    full: all keys and values of the heads with full attention. Besides, the mixer's conv and recurrent states.
+    full: all keys and values of the heads with full attention. Besides, the mixer's conv and recurrent states, or the
+    state of the normalised read.
     """
 
     is_compileable = False  # its tensors begin absent
@@ -137,6 +138,11 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recent = Tokens(keys, values, context.index[:, start:].clone())
         self.first = sinks
         self.seen_tokens += new_tokens
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """transformers' own, which leaves it to a convolution to say that there is a state, and where."""
+        self.device, self.has_previous_state[state_idx] = recurrent_states.device, True
+        return LinearAttentionLayer.update_recurrent_state(self, recurrent_states, state_idx, **kwargs)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Not used: keys go through `keep`, which knows which token is which."""
@@ -318,10 +324,11 @@ def tensors_of(layer) -> list[torch.Tensor]:
 def _replay(layer: LinearAttentionLayer, counts: Sequence[int]) -> None:
     """Advance the recurrent state by the accepted inputs, and the conv state and what waits for the state with it."""
     noted, layer.recorded = layer.recorded, Recorded()
-    if noted.conv is None:
+    if noted.inputs is None:
         return
-    kernel = layer.conv_states[0].shape[-1]
-    layer.conv_states[0].copy_(ending_at(noted.conv, [kernel + count for count in counts], kernel, axis=2))
+    if noted.conv is not None:
+        kernel = layer.conv_states[0].shape[-1]
+        layer.conv_states[0].copy_(ending_at(noted.conv, [kernel + count for count in counts], kernel, axis=2))
     if max(counts):
         inputs = [t[:, : max(counts)] for t in noted.inputs]
         if min(counts) < max(counts):

@@ -53,6 +53,8 @@ class HybridConfig(PreTrainedConfig):
         mixer_sees: in hybrid layers, "beyond" (what is neither in the window nor a sink) or "all".
         hybrid_window, hybrid_sinks: columns and first tokens that a hybrid layer's attention sees.
         hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
+        hybrid_read: how hybrid layers read what lies beyond the window: "linear", by the mixer, or "normalised", as
+            softmax would (normalised_read.py), without a mixer.
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
         mixer_chunk_size: tokens per chunk of the scan, on a CPU fewer where heads are many.
@@ -107,6 +109,7 @@ class HybridConfig(PreTrainedConfig):
     hybrid_window: int | None = None
     hybrid_sinks: int = 4
     hybrid_sink_reach: int | None = None
+    hybrid_read: str = "linear"
     hybrid_full_heads: list[list[int]] | None = None
     mixer_chunk_size: int = 64
     mixer_backend: str = "auto"
@@ -137,7 +140,8 @@ class HybridConfig(PreTrainedConfig):
         if self.mixer_dt_rank is None and self.mixer == "mamba1":
             self.mixer_dt_rank = -(-self.hidden_size // 16)
         if self.mixer_sees is None:
-            self.mixer_sees = "all" if self.mixer in ("mamba1", "none") else "beyond"
+            all_of_them = self.mixer in ("mamba1", "none") and self.hybrid_read == "linear"
+            self.mixer_sees = "all" if all_of_them else "beyond"
         if self.hybrid_sink_reach is None:
             self.hybrid_sink_reach = self.max_position_embeddings
         super().__post_init__(**kwargs)
@@ -175,6 +179,7 @@ class HybridConfig(PreTrainedConfig):
             "mixer_qk_norm": QK_NORMS,
             "mixer_backend": BACKENDS,
             "mixer_sees": ("all", "beyond"),
+            "hybrid_read": ("linear", "normalised"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
@@ -239,7 +244,13 @@ class HybridConfig(PreTrainedConfig):
                 raise ValueError(
                     "layer_types has hybrid: set hybrid_window to at least 1 and hybrid_sinks to at least 0."
                 )
-            if self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
+            if self.hybrid_read == "normalised":
+                if self.mixer == "none" or self.mixer_sees == "all":
+                    raise ValueError(
+                        "hybrid_read 'normalised' reads what lies beyond the window: leave out mixer 'none' and "
+                        "mixer_sees 'all', or use hybrid_read 'linear'."
+                    )
+            elif self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
                 raise ValueError(f"With mixer {self.mixer!r} nothing reaches a state late; use mixer_sees 'all'.")
         if self.hybrid_full_heads is None:
             return

@@ -10,6 +10,10 @@ alone, and out_proj serves every token.
 near_proj is the teacher's own o_proj, so that the first tokens come out exactly as the teacher has them: everything
 after them attends to them, and a small error there costs more than any other (docs/guide/hybrid_layers.md).
 
+With `hybrid_read` "normalised" there is no mixer, and the far past is read as softmax would (normalised_read.py):
+
+    out = out_proj([(1 - gate) attention(u), gate v_mean, gate tilt])
+
 With mixer "none" the layer is the window and the sinks alone, out = out_proj(attention(u)), nothing of it changed.
 
 Shapes: B batch, L length, H heads, E features of the mixer, D head dim.
@@ -21,6 +25,7 @@ from transformers.cache_utils import Cache
 
 from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
+from .normalised_read import NormalisedRead
 from .window_attention import WindowAttention, WindowInputs
 
 Unrolled = tuple[torch.Tensor, torch.Tensor]
@@ -36,15 +41,18 @@ class HybridMixer(nn.Module):
         self.config, self.layer_idx = config, layer_idx
         self.attention = WindowAttention(config, layer_idx)
         self.attention_size = self.attention.heads * self.attention.head_dim
-        self.ssd, features = None, 0
-        if config.mixer != "none":
+        self.ssd, self.read, features = None, None, 0
+        if config.hybrid_read == "normalised":
+            self.read = NormalisedRead(config, layer_idx)
+            features = 2 * self.attention_size
+        elif config.mixer != "none":
             self.ssd = MIXER_CLASSES[config.mixer](config, layer_idx)
             features = self.ssd.out_proj.in_features
             self.ssd.out_proj = nn.Identity()
-        if config.mixer_sees == "beyond":
+        if self.ssd is not None and config.mixer_sees == "beyond":
             self.ssd.delay, self.ssd.skipped = config.hybrid_window, config.hybrid_sinks
         self.sizes = [self.attention_size, features]
-        with_bias = config.attention_out_bias or (config.mixer_out_bias and self.ssd is not None)
+        with_bias = config.attention_out_bias or (config.mixer_out_bias and features > 0)
         self.out_proj = nn.Linear(self.attention_size + features, config.hidden_size, bias=with_bias)
         # how many tokens of a sequence the window serves alone
         self.near_tokens = 0
@@ -68,12 +76,18 @@ class HybridMixer(nn.Module):
         `kwargs` go to transformers' attention function, for heads with full attention.
         """
         window = unpadded(hidden_states) if window is None else window
-        near = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values, **kwargs)
-        if self.ssd is None:
-            return self.out_proj(near)
-        index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
-        far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
-        mixed = self.out_proj(torch.cat([near, far], dim=-1))
+        inputs = (hidden_states, position_embeddings, window, seq_idx, past_key_values)
+        if self.read is not None:
+            seen = self.attention.look(*inputs, **kwargs)
+            near, features = seen.output.flatten(2), self.read(seen, seq_idx, past_key_values)
+        else:
+            near = self.attention(*inputs, **kwargs)
+            if self.ssd is None:
+                return self.out_proj(near)
+            index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
+            far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
+            features = torch.cat([near, far], dim=-1)
+        mixed = self.out_proj(features)
         if not self.near_tokens or window.all_behind(self.near_tokens):
             return mixed
         return torch.where((window.index < self.near_tokens)[..., None], self.near_proj(near), mixed)
@@ -86,12 +100,18 @@ class HybridMixer(nn.Module):
         seq_idx: torch.Tensor | None = None,
         window: WindowInputs | None = None,
     ) -> tuple[Unrolled, Unrolled | None]:
-        """Both halves unrolled, before gate and out_proj: the attention's (M, v), and the mixer's (M, x) or None.
+        """Both halves unrolled, before the mixer's gate and out_proj: the attention's (M, v); and the mixer's (M, x),
+        that of the normalised read, v_mean and tilt added up, or None.
 
         M (B, H, L, L), v and x (B, H, L, head dim).
         """
         window = unpadded(hidden_states) if window is None else window
         near = self.attention.materialize(hidden_states, position_embeddings, window, seq_idx)
+        if self.read is not None:
+            seen = self.attention.look(hidden_states, position_embeddings, window, seq_idx)
+            gate, (mean, tilt) = self.read.matrices(seen, seq_idx)
+            gate = gate.transpose(1, 2)[..., None]
+            return ((1 - gate) * near[0], near[1]), (gate * (mean + tilt), near[1])
         if self.ssd is None:
             return near, None
         index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}

@@ -27,6 +27,7 @@ from .hybrid_mixer import make_mixer
 from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
 from .matrix_mixer import OPEN_GATE
+from .normalised_read import NormalisedRead, theory_mass
 from .rotary import RotaryEmbedding
 from .short_conv import ShortConv
 from .speculative_decoding import speculative_decoding
@@ -106,6 +107,9 @@ class HybridPreTrainedModel(PreTrainedModel):
             init.ones_(module.D)
             if module.z_bias is not None:
                 init.constant_(module.z_bias, OPEN_GATE)
+        if isinstance(module, NormalisedRead):
+            init.zeros_(module.log_decay)
+            init.copy_(module.mass, theory_mass(module.mass.shape).to(module.mass))
         if isinstance(module, DiscreteMamba2) and module.A_log_bias is not None:
             init.zeros_(module.A_log_bias)
         if isinstance(module, Mamba2):

@@ -50,6 +50,19 @@ class Tokens(NamedTuple):
     index: torch.Tensor
 
 
+class Near(NamedTuple):
+    """The attention to window and sinks: what a read of the far past is weighed against, and fed with.
+
+    output (B, L, H, D). log_mass (B, L, H): log-sum-exp of the scores, or None where no read asks for it.
+    query (B, L, H, D), after norm and rotary embedding. context: the columns that the cache remembers, then the new.
+    """
+
+    output: torch.Tensor
+    log_mass: torch.Tensor | None
+    query: torch.Tensor
+    context: Tokens
+
+
 class FullHeads(nn.Module):
     """The attributes that transformers' attention functions read of a module, for heads with full attention."""
 
@@ -93,6 +106,19 @@ class WindowAttention(nn.Module):
         **kwargs,
     ) -> torch.Tensor:
         """(B, L, hidden) -> the heads' outputs (B, L, H D); `kwargs` go to transformers' attention function."""
+        inputs = (hidden_states, position_embeddings, inputs, seq_idx, past_key_values)
+        return self.look(*inputs, **kwargs).output.flatten(2)
+
+    def look(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        inputs: WindowInputs,
+        seq_idx: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> Near:
+        """`forward`, with everything that a read of the far past needs."""
         query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
         new = Tokens(key, value, inputs.index)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -100,15 +126,16 @@ class WindowAttention(nn.Module):
         context = with_past(new, recent)
         if recent is not None and key.shape[2] == 1 and inputs.all_behind(self.sinks) and not self.training:
             sinks = past.first
-            output = self.attend_one(query, sink_query, context, sinks)
+            output, log_mass = self.attend_one(query, sink_query, context, sinks)
         else:
             sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
-            output = self.attend(query, sink_query, context, sinks, seq_idx)
+            output, log_mass = self.attend(query, sink_query, context, sinks, seq_idx)
         if self.full_heads:
             output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past, **kwargs)
         if past is not None:
             past.keep(context, sinks, new.index.shape[1])
-        return output.transpose(1, 2).flatten(2)
+        log_mass = None if log_mass is None else log_mass.transpose(1, 2)
+        return Near(output.transpose(1, 2), log_mass, query.transpose(1, 2), context)
 
     def materialize(
         self,
@@ -123,7 +150,7 @@ class WindowAttention(nn.Module):
         for some in unit.split(self.head_dim, dim=1):  # whose outputs are columns of M
             values = F.pad(some, (0, self.head_dim - some.shape[1])).expand(*key.shape[:2], -1, -1)
             new = Tokens(key, values, inputs.index)
-            output = self.attend(query, sink_query, new, self.find_sinks(new, seq_idx, None), seq_idx)
+            output, _ = self.attend(query, sink_query, new, self.find_sinks(new, seq_idx, None), seq_idx)
             if self.full_heads:
                 output = self._with_full_heads(output, query, key, values, inputs.causal_mask, None)
             parts.append(output[..., : some.shape[1]])
@@ -173,8 +200,8 @@ class WindowAttention(nn.Module):
         context: Tokens,
         sinks: Tokens,
         seq_idx: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One softmax over the sinks and the window: (B, H, L, D).
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One softmax over sinks and window: (B, H, L, D), and if a read asks for it the log-sum-exp (B, H, L).
 
         Args:
             query, sink_query: (B, H, L, D). context: columns before the queries', W - 1 of which count, then theirs.
@@ -206,28 +233,40 @@ class WindowAttention(nn.Module):
             own = F.pad(context.index[:, -length:], (0, right), value=-1).reshape(batch, blocks, block)
             sink_scores = self._sink_scores(sink_query, sinks, own, right)
             scores = torch.cat([sink_scores, scores], dim=-1)
-        probabilities = scores.softmax(-1).to(query.dtype)
+        probabilities, log_mass = self._softmax(scores, query.dtype)
         probabilities = F.dropout(probabilities, self.config.attention_dropout, self.training)
         output = probabilities[..., self.sinks :] @ values[:, :, None].transpose(-1, -2)
         if self.sinks:
             output = output + self._sink_values(probabilities[..., : self.sinks], sinks, right)
-        return output.reshape(batch, heads, blocks * block, dim)[:, :, :length]
+        if log_mass is not None:
+            log_mass = log_mass.reshape(batch, heads, -1)[:, :, :length]
+        return output.reshape(batch, heads, blocks * block, dim)[:, :, :length], log_mass
 
     def attend_one(
         self, query: torch.Tensor, sink_query: torch.Tensor, context: Tokens, sinks: Tokens
-    ) -> torch.Tensor:
-        """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D) and (B, H, 1)."""
         batch, heads, _, dim = query.shape
         keys, values = (t[:, :, -self.window :] for t in (context.keys, context.values))
         query, sink_query = (t.view(batch, self.kv_heads, -1, dim) for t in (query, sink_query))
         seen = (context.index[:, -self.window :] >= self.sinks)[:, None, None]
         scores = self._scores(query, keys.mT, seen)
-        if not self.sinks:
-            return (scores.softmax(-1).to(query.dtype) @ values).view(batch, heads, 1, dim)
-        of_sinks = (sink_query @ sinks.keys.mT).to(scores.dtype) * self.scaling
-        probabilities = torch.cat([of_sinks, scores], dim=-1).softmax(-1).to(query.dtype)
-        output = probabilities[..., self.sinks :] @ values + probabilities[..., : self.sinks] @ sinks.values
-        return output.view(batch, heads, 1, dim)
+        if self.sinks:
+            of_sinks = (sink_query @ sinks.keys.mT).to(scores.dtype) * self.scaling
+            scores = torch.cat([of_sinks, scores], dim=-1)
+        probabilities, log_mass = self._softmax(scores, query.dtype)
+        output = probabilities[..., self.sinks :] @ values
+        if self.sinks:
+            output = output + probabilities[..., : self.sinks] @ sinks.values
+        log_mass = None if log_mass is None else log_mass.view(batch, heads, 1)
+        return output.view(batch, heads, 1, dim), log_mass
+
+    def _softmax(self, scores, dtype):
+        """Probabilities in `dtype`, and the log-sum-exp of the scores if a read asks for it."""
+        probabilities, log_mass = scores.softmax(-1), None
+        if self.config.hybrid_read == "normalised":  # without a second exponential of every score
+            log_mass = scores.amax(-1) - probabilities.amax(-1).log()
+        return probabilities.to(dtype), log_mass
 
     def _scores(self, query, keys, seen):
         """Scaled products in float32 or wider; the least number where a key is not seen."""

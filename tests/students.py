@@ -16,6 +16,8 @@ PATTERNS = {
     "beside": ["hybrid", "full_attention", "hybrid", "linear_attention"],
     "beside-only": ["hybrid"] * 2,
     "shared": ["linear_attention", "hybrid"],
+    "normalised": ["hybrid", "full_attention", "hybrid"],
+    "normalised-only": ["hybrid"] * 2,
     "every": ["linear_attention", "full_attention", "hybrid"],
     "attention-first": ["full_attention", "linear_attention"],
 }
@@ -36,6 +38,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         hybrid_window=6,
         mixer_shared_state=pattern == "shared",
         hybrid_sinks=2,
+        hybrid_read="normalised" if pattern.startswith("normalised") else "linear",
         hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )
     return FAMILIES[family][0](**TINY | options | overrides)
@@ -58,6 +61,8 @@ def make_student(
                 parameter.copy_(-2 + torch.randn_like(parameter))
             elif name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
                 parameter.copy_(-1 + 0.5 * torch.randn_like(parameter))
+            elif name.endswith("log_decay"):
+                parameter.copy_(-0.2 * torch.rand_like(parameter))
             elif "conv1d" in name:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif parameter.ndim == 1:

@@ -79,14 +79,21 @@ MAPPED_BESIDE_WINDOW_NOTE = (
     "first few. The mixers beside it were mapped and nothing was fitted: they add nothing until alignment gives them "
     "weights in out_proj."
 )
-NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, MAPPED_BESIDE_WINDOW_NOTE)
+UNFITTED_READ_NOTE = (
+    "**Not aligned.** The replaced layers are the teacher's own attention, restricted to the last tokens and the "
+    "first few. What lies beyond is read from a state as softmax would read it if keys and values were Gaussian; "
+    "nothing was fitted to those that are."
+)
+NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, MAPPED_BESIDE_WINDOW_NOTE, UNFITTED_READ_NOTE)
 """One of them is in every card, until training puts its own in the place."""
 
 
-def alignment_note(align: str, mixer: str, window: int | None) -> str:
+def alignment_note(align: str, mixer: str, window: int | None, read: str | None = None) -> str:
     """What a card says of how the weights came about."""
     if mixer == "none" and align != "mohawk":
         return WINDOW_NOTE
+    if read == "normalised" and align == "none":
+        return UNFITTED_READ_NOTE
     return MAPPED_BESIDE_WINDOW_NOTE if window and align == "none" else ALIGNMENT_NOTES[align]
 
 
@@ -107,7 +114,12 @@ def write_card(plan: Plan, name: str, folder: Path) -> None:
 def make_card(plan: Plan, name: str) -> ModelCard:
     """The card of the model in folder or repository `name`."""
     summary, conversion = plan.summary(), plan.config.conversion
-    replaced, has_mixer = summary["mixer_layers"], summary["mixer"] != "none"
+    replaced = summary["mixer_layers"]
+    replacement, beside = "attention to a window", ""
+    if summary["read"] == "normalised":
+        replacement, beside = "attention to a window and a state", "a state read as softmax would beside "
+    elif summary["mixer"] != "none":
+        replacement, beside = f"a {summary['mixer']} mixer", "a mixer beside "
     cache_rows = [
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()
@@ -121,15 +133,15 @@ def make_card(plan: Plan, name: str) -> ModelCard:
             library_name="transformers",
             pipeline_tag="text-generation",
             base_model=plan.teacher.name if is_hub_id else None,
-            tags=["convert-to-hybrid", "hybrid", "mamba", summary["mixer"]],
+            tags=["convert-to-hybrid", "hybrid"]
+            + (["normalised-read"] if summary["read"] == "normalised" else ["mamba", summary["mixer"]]),
         ),
         template_str=TEMPLATE,
         title=name.split("/")[-1],
         path=name,
         teacher=plan.teacher.public_name,
-        replacement=f"a {summary['mixer']} mixer" if has_mixer else "attention to a window",
-        window=f", H {'a mixer beside ' if has_mixer else ''}softmax attention to {summary['window']} tokens and "
-        f"{summary['sinks']} sinks"
+        replacement=replacement,
+        window=f", H {beside}softmax attention to {summary['window']} tokens and {summary['sinks']} sinks"
         if summary["window"]
         else "",
         num_mixer=len(replaced),
@@ -137,7 +149,7 @@ def make_card(plan: Plan, name: str) -> ModelCard:
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
-        alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"])
+        alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"], summary["read"])
         if replaced
         else "Every layer is the teacher's own.",
         provenance_rows="\n".join(

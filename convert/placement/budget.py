@@ -113,7 +113,8 @@ class Budget:
 
     def layer(self, window: int) -> Hybrid:
         """What a replaced layer holds, heads apart."""
-        return Hybrid(window, self.options.placement.sinks, state=self.options.mixer.kind != "none")
+        state, read = self.options.mixer.kind != "none", self.options.mixer.read
+        return Hybrid(window, self.options.placement.sinks, state=state, read=read)
 
     def _bytes(self, kept: list[KVHead], window: int) -> int:
         placement = self._placed(kept, window)

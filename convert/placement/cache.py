@@ -24,6 +24,8 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
         state = 0
     window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
     states = {"linear_attention": state, "hybrid": state + window}
+    if config.hybrid_read == "normalised":
+        states["hybrid"] = config.num_key_value_heads * (config.head_dim + 1) ** 2 * 4 + window
 
     def tokens(layer_type: str) -> int:
         return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
@@ -42,7 +44,7 @@ def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> i
     key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     sinks = config.hybrid_sinks if length else 0  # room for all of them from the first token on
     size = key_and_value * (min(length, config.hybrid_window - 1) + sinks)
-    if config.mixer_sees == "beyond":
+    if config.mixer_sees == "beyond" and config.hybrid_read == "linear":
         heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else num_states(config)
         stepped = dtype.itemsize if config.mixer == "discrete_mamba2" else 4  # the step size is float32
         waiting = heads * (config.mixer_head_dim * stepped + config.mixer_d_state * dtype.itemsize)

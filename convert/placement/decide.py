@@ -76,7 +76,8 @@ def replaced_layer(options: ConversionOptions) -> Layer:
     """What replaces a layer's attention."""
     if options.placement.window is None:
         return Mixer()
-    return Hybrid(options.placement.window, options.placement.sinks, state=options.mixer.kind != "none")
+    state, read = options.mixer.kind != "none", options.mixer.read
+    return Hybrid(options.placement.window, options.placement.sinks, state=state, read=read)
 
 
 def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Layer) -> float:

@@ -7,7 +7,7 @@ hybrid's configuration. Nothing turns it into text that would have to be parsed 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
@@ -33,7 +33,9 @@ class Hybrid:
     full_heads: tuple[int, ...] = ()
     """Query heads that see every token."""
     state: bool = True
-    """Whether there is a mixer with a recurrent state beside the window."""
+    """Whether a recurrent state stands beside the window."""
+    read: Literal["linear", "normalised"] = "linear"
+    """How that state is read: by a mixer, or as softmax would read it."""
 
 
 Layer = Attention | Mixer | Hybrid
@@ -96,7 +98,11 @@ class Placement:
                 for layer, teacher in zip(self.layers, teacher_layer_types, strict=True)
             ],
             "hybrid_full_heads": heads if any(heads) else None,
-        } | ({} if hybrid is None else {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks})
+        } | (
+            {}
+            if hybrid is None
+            else {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks, "hybrid_read": hybrid.read}
+        )
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Placement":
@@ -104,7 +110,9 @@ class Placement:
         full, state = config.hybrid_full_heads or [[]] * config.num_hidden_layers, config.mixer != "none"
         kinds = {
             "linear_attention": lambda i: Mixer(),
-            "hybrid": lambda i: Hybrid(config.hybrid_window, config.hybrid_sinks, tuple(full[i]), state),
+            "hybrid": lambda i: Hybrid(
+                config.hybrid_window, config.hybrid_sinks, tuple(full[i]), state, config.hybrid_read
+            ),
         }
         return cls(
             tuple(kinds[kind](i) if kind in kinds else Attention() for i, kind in enumerate(config.layer_types))

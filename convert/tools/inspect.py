@@ -53,10 +53,13 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         "provenance": dict(config.conversion or {}),
         "alignment": _alignment(model, revision),
     }
-    if any(kind in MIXER_LAYERS for kind in layers) and config.mixer != "none":
+    normalised = config.hybrid_read == "normalised" and "linear_attention" not in layers
+    if any(kind in MIXER_LAYERS for kind in layers) and config.mixer != "none" and not normalised:
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
     if "hybrid" in layers:
         report["window"] = {"tokens": config.hybrid_window, "sinks": config.hybrid_sinks, "mixer": config.mixer_sees}
+        if normalised:
+            report["window"]["mixer"] = None
         report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())
     attention = {"teacher_layer_types": ["full_attention"] * config.num_hidden_layers}
     config.conversion = attention | (config.conversion or {})  # the cache's size is compared with the teacher's
@@ -89,6 +92,7 @@ def describe_model(report: dict[str, Any]) -> Group:
     if "window" in report:
         window = report["window"]
         mixer = f"the mixer sees {window['mixer']}" if report["mixer"] else "no mixer"
+        mixer = "a state read as softmax would" if window["mixer"] is None else mixer
         line = f"{window['tokens']} tokens and {window['sinks']} sinks; {mixer}; "
         facts.add_row("window", f"{line}{report['full_heads']} query heads see everything")
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")

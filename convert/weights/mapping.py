@@ -16,6 +16,7 @@ import torch
 
 from modeling_llamba.hybrid_mixer import HybridMixer
 from modeling_llamba.matrix_mixer import OPEN_GATE
+from modeling_llamba.normalised_read import theory_mass
 
 from .reader import Checkpoint
 from .rules import Rule, Source, in_blocks
@@ -107,9 +108,14 @@ class LayerMapping:
         return (), lambda c: self._initialised(name, shape)
 
     def _shared_out_proj(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> torch.Tensor:
-        """The teacher's o_proj for the window, and zeros for the mixer, which has not been fitted yet."""
+        """The teacher's o_proj for the window, and zeros for the mixer, which has not been fitted yet.
+
+        The parts of the normalised read are those of a head's output, and each has the teacher's o_proj.
+        """
         weight = torch.zeros(shape)
         o_proj = self.attention["o_proj.weight"].read(checkpoint).float()
+        if self.config.hybrid_read == "normalised":
+            return o_proj.repeat(1, shape[1] // o_proj.shape[1])
         weight[:, : o_proj.shape[1]] = o_proj
         return weight
 
@@ -176,6 +182,8 @@ class LayerMapping:
         if name == "conv1d.weight":  # the last tap is the current token
             value = torch.zeros(shape)
             value[..., -1] = 1.0
+        elif name == "read.mass":
+            value = theory_mass(shape)
         else:
             constants = {
                 "A_log_bias": decay_logit(self.decay),
@@ -185,6 +193,7 @@ class LayerMapping:
                 "z_bias": OPEN_GATE,
                 "norm.weight": 1.0,
                 "D": 0.0,
+                "read.log_decay": 0.0,
                 "conv1d.bias": 0.0,
                 "out_proj.bias": 0.0,
                 "dt_proj.weight": 0.0,

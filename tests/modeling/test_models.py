@@ -26,6 +26,7 @@ CASES += [
     ("llamba", "none", "beside-only"),
 ]
 CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
+CASES += [("llamba", "discrete_mamba2", "normalised"), ("phimamba", "mamba2", "normalised-only")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
 
 
@@ -168,7 +169,8 @@ def test_batched_generation_equals_one_at_a_time(family, mixer, pattern):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "mixer, pattern", [("discrete_mamba2", p) for p in ("pure", "hybrid", "beside")] + [("none", "beside-only")]
+    "mixer, pattern",
+    [("discrete_mamba2", p) for p in ("pure", "hybrid", "beside", "normalised")] + [("none", "beside-only")],
 )
 @torch.no_grad()
 def test_beam_search_and_sampling(family, mixer, pattern):
@@ -183,7 +185,7 @@ def test_beam_search_and_sampling(family, mixer, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", ["pure", "hybrid", "window", "beside"])
+@pytest.mark.parametrize("pattern", ["pure", "hybrid", "window", "beside", "normalised"])
 @torch.no_grad()
 def test_static_cache_generates_the_same(family, pattern):
     model = make_student(family, pattern=pattern)
@@ -194,7 +196,7 @@ def test_static_cache_generates_the_same(family, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", ["pure", "hybrid", "attention", "beside"])
+@pytest.mark.parametrize("pattern", ["pure", "hybrid", "attention", "beside", "normalised"])
 @torch.no_grad()
 def test_generation_continues_from_a_returned_cache(family, pattern):
     model = make_student(family, pattern=pattern)

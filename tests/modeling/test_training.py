@@ -35,7 +35,7 @@ def test_every_parameter_gets_a_gradient_and_the_loss_falls(family, mixer):
 
 
 @every_family
-@pytest.mark.parametrize("mixer, pattern", [*MIXERS_AND_BESIDE, ("none", "beside-only")])
+@pytest.mark.parametrize("mixer, pattern", [*MIXERS_AND_BESIDE, ("none", "beside-only"), ("mamba2", "normalised")])
 def test_gradient_checkpointing_changes_nothing(family, mixer, pattern):
     model = make_student(family, mixer, pattern).train()
     ids = random_ids(2, 20)

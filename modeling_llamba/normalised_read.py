@@ -1,0 +1,214 @@
+"""What lies beyond the window, read as softmax would read it.
+
+Per key/value head, over the tokens j that have left the window and are no sinks, each with the weight
+w_j = a^(number of tokens that left the window after it), 0 < a <= 1:
+
+    n = sum_j w_j      k_mean = sum_j w_j k_j / n      v_mean = sum_j w_j v_j / n      S = sum_j w_j v_j k_j^T
+
+and for each query q, which holds the factor 1 / sqrt(D):
+
+    tilt = Cov(v, k) q = S q / n - v_mean (k_mean . q)
+    log mass = c0 + c1 log n + sum_f alpha_f (q . k_mean)_f + sum_f beta_f (q . q)_f
+    gate = sigmoid(log mass - log-sum-exp of the scores of window and sinks), 0 while nothing is beyond the window
+    features = [(1 - gate) y_window, gate v_mean, gate tilt]
+
+Were far keys and values jointly Gaussian, softmax over them would be v_mean + tilt, with the log mass
+log n + q . k_mean + q^T Cov(k, k) q / 2, and the sum of the three features the head's output. Keys are not Gaussian:
+c0, c1, alpha and beta of each query head can be fitted to the true log mass, and so can the map that follows the
+features. (.)_f is the part of a product in plane f of the rotary embedding, two dimensions each, or in a dimension
+that is not rotated: one number for both dimensions of a plane, so that the mass depends on distances alone.
+
+Keys, values and queries are the attention's own. A token reaches the state when it leaves the window, so the window's
+cache is all that has to wait, and the state one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the sums and S in it.
+
+Shapes: B batch, L length, H query heads, K key/value heads, D head dim, F planes and dimensions that are not rotated,
+n columns that leave the window.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from .hybrid_cache import recorded_by
+from .ssd import is_recorded, repeat_groups, ssd_advance, ssd_read, ssd_scan
+from .ssd_chunked import full_precision
+from .window_attention import Near, Tokens
+
+
+class Far(NamedTuple):
+    """The far past as each token sees it, in float32 or wider.
+
+    query (B, L, H, D), scaled. count (B, L, K): n. key_mean, value_mean (B, L, K, D). tilt (B, L, H, D).
+    """
+
+    query: torch.Tensor
+    count: torch.Tensor
+    key_mean: torch.Tensor
+    value_mean: torch.Tensor
+    tilt: torch.Tensor
+
+
+def theory_mass(shape: tuple[int, int]) -> torch.Tensor:
+    """The mass of far keys that are all alike: c0 = 0, c1 = 1, alpha = 1, beta = 0; (H, 2 + 2 F)."""
+    mass = torch.zeros(shape)
+    mass[:, 1 : 1 + shape[1] // 2] = 1.0
+    return mass
+
+
+class NormalisedRead(nn.Module):
+    """The equations above, as a scan over many tokens or a step over one.
+
+    log_decay (K,): log a; what is above 0 counts as 0. mass (H, 2 + 2 F): c0, c1, alpha, beta of each query head.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.full_heads = list(config.hybrid_full_heads[layer_idx]) if config.hybrid_full_heads else []
+        self.log_decay = nn.Parameter(torch.zeros(self.kv_heads))
+        self.planes = int(self.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
+        self.mass = nn.Parameter(theory_mass((self.heads, 2 + 2 * (self.head_dim - self.planes))))
+
+    def forward(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> torch.Tensor:
+        """The features (B, L, 3 H D), for out_proj."""
+        far = self.far(near, seq_idx, cache)
+        gate = self.gate(near, far)[..., None]
+        features = (1 - gate) * near.output, gate * repeat_groups(far.value_mean, self.heads), gate * far.tilt
+        return torch.cat([part.to(near.output.dtype).flatten(2) for part in features], dim=-1)
+
+    def gate(self, near: Near, far: Far) -> torch.Tensor:
+        """The share of the far past in each head's attention (B, L, H); 0 on heads with full attention."""
+        gate = torch.sigmoid(self.log_mass(far) - near.log_mass)
+        gate = torch.where(_of_heads(far.count, self.heads) > 0.5, gate, 0.0)
+        if self.full_heads:
+            gate = gate.index_fill(2, torch.tensor(self.full_heads, device=gate.device), 0.0)
+        return gate
+
+    def log_mass(self, far: Far) -> torch.Tensor:
+        """(B, L, H), the product of `mass` with `mass_features`, which are not made."""
+        parts = self.head_dim - self.planes
+        c0, c1, alpha, beta = self.mass.to(far.query.dtype).split([1, 1, parts, parts], dim=1)
+        alpha, beta = (torch.cat([t[:, : self.planes], t], dim=1) for t in (alpha, beta))  # (H, D)
+        key_mean, log_count = repeat_groups(far.key_mean, self.heads), _of_heads(_log(far.count), self.heads)
+        return c0[:, 0] + c1[:, 0] * log_count + (far.query * (alpha * key_mean + beta * far.query)).sum(-1)
+
+    def mass_features(self, far: Far) -> torch.Tensor:
+        """[1, log n, (q . k_mean)_f, (q . q)_f] of each head, (B, L, H, 2 + 2 F)."""
+        key_mean, log_count = repeat_groups(far.key_mean, self.heads), _of_heads(_log(far.count), self.heads)
+        counts = torch.stack([torch.ones_like(log_count), log_count], dim=-1)
+        products, half = (far.query * key_mean, far.query.square()), self.planes
+        by_plane = [t[..., half:] + F.pad(t[..., :half], (0, self.head_dim - 2 * half)) for t in products]
+        return torch.cat([counts, *by_plane], dim=-1)
+
+    def far(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> Far:
+        """What each of the tokens reads; the cache's state then takes up what has left the window after the last."""
+        batch, length, _, D = near.query.shape
+        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        recorded = recorded_by(cache, self.layer_idx)
+        since = 0 if recorded is None or recorded.inputs is None else recorded.inputs[0].shape[1]
+        query = near.query.to(torch.promote_types(near.query.dtype, torch.float32)) * D**-0.5
+        tokens, log_a = self._leaving(near.context, length + since, query.dtype, seq_idx)
+        S, sums = (None, None) if state is None else (state[..., :D, 1:], _sums(state)[..., None])
+        if length == 1 and state is not None and recorded is None:
+            with full_precision(query):
+                product = (query.view(batch, self.kv_heads, -1, D) @ S.mT).view(batch, 1, -1, D)
+            seen = sums.view(batch, 1, self.kv_heads, -1)
+        else:
+            before, decays = tokens[:, :-1], log_a[:, :-1]  # one column before each query's own
+            ones = before.new_ones(*before.shape[:3], 1)
+            of_S = before[..., :D], decays, before[..., D + 1 :], query
+            of_sums = before, decays, ones, ones[:, -length:]
+            if recorded is not None:
+                product, seen = ssd_read(S, *of_S), ssd_read(sums, *of_sums)
+            else:
+                product, S = ssd_scan(*of_S, S, seq_idx, self.config.mixer_chunk_size, "torch")
+                seen, sums = ssd_scan(*of_sums, sums, seq_idx, self.config.mixer_chunk_size, "torch")
+                above = torch.cat([sums[:, :, :D], S], dim=-1)
+                state = torch.cat([above, sums[:, :, D:].mT], dim=-2)
+        inputs = tokens[:, 1:, :, : D + 1], log_a[:, 1:], tokens[:, 1:, :, D:]
+        if recorded is not None:
+            recorded.inputs, recorded.advance = inputs, ssd_advance
+        elif cache is not None:
+            entered = _enter(state, *(t[:, -1] for t in inputs))
+            if entered is not cache.get_recurrent_state(self.layer_idx):
+                cache.update_recurrent_state(entered, self.layer_idx)
+        values, count, keys = seen.split([D, 1, D], dim=-1)
+        value_mean, key_mean = (t / count.clamp(min=1) for t in (values, keys))
+        spread = repeat_groups(torch.cat([value_mean, key_mean, count.clamp(min=1)], dim=-1), self.heads)
+        mean, key, count_of_head = spread.split([D, D, 1], dim=-1)
+        tilt = product / count_of_head - mean * (query * key).sum(-1, keepdim=True)
+        return Far(query, count[..., 0], key_mean, value_mean, tilt)
+
+    def _leaving(self, context: Tokens, columns: int, dtype: torch.dtype, seq_idx: torch.Tensor | None):
+        """Nothing, then the tokens that leave the window after each of the last `columns` columns, and log decays.
+
+        Returns:
+            [v, 1, k] (B, n + 1, K, 2 D + 1), zero where nothing enters the state, and log a (B, n + 1, K), 0 where
+            there is no token.
+        """
+        window, sinks = self.config.hybrid_window, self.config.hybrid_sinks
+        taken = max(context.index.shape[1] - window + 1, 0)
+        index = F.pad(context.index[:, :taken], (columns + 1 - taken, 0), value=-1)
+        if seq_idx is not None:
+            same = seq_idx[:, window:] == seq_idx[:, :-window]
+            index = index.masked_fill(~F.pad(same, (index.shape[1] - same.shape[1] - 1, 1)), -1)
+        keys, values = (t[:, :, :taken].transpose(1, 2).to(dtype) for t in context[:2])
+        tokens = torch.cat([values, torch.ones_like(keys[..., :1]), keys], dim=-1)
+        tokens = F.pad(tokens, (0, 0, 0, 0, columns + 1 - taken, 0)) * (index >= sinks)[..., None, None].to(dtype)
+        decay = self.log_decay.to(dtype)
+        decay = decay + (decay.clamp(max=0) - decay).detach()  # at a = 1 a gradient still gets through
+        return tokens, decay * (index >= 0)[..., None].to(dtype)
+
+    def matrices(self, near: Near, seq_idx: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gate (B, L, H) and the far past unrolled, in float64, without a cache.
+
+        Returns:
+            gate and M (2, B, H, L, L): v_mean is M[0] v, tilt M[1] v.
+        """
+        keys, _, index = near.context
+        window, shared = self.config.hybrid_window, self.heads // self.kv_heads
+        keys, query = keys.double(), near.query.transpose(1, 2).double() * self.head_dim**-0.5
+        position = torch.arange(index.shape[1], device=index.device)
+        far = (position[:, None] - position >= window) & (index >= self.config.hybrid_sinks)[:, None]
+        if seq_idx is not None:
+            far = far & (seq_idx[:, :, None] == seq_idx[:, None])
+        left = (index >= 0).cumsum(1)  # of the tokens up to each, how many there are
+        passed = F.pad(left, (window, 0))[:, : index.shape[1], None] - left[:, None]
+        log_weight = self.log_decay.double().clamp(max=0)[:, None, None] * passed[:, None]
+        weight = log_weight.exp() * far[:, None]  # (B, K, L, L)
+        count = weight.sum(-1)
+        share = weight / count.clamp(min=1)[..., None]
+        key_mean = share @ keys
+        share, spread = (t.repeat_interleave(shared, dim=1) for t in (share, key_mean))
+        scores = query @ keys.repeat_interleave(shared, dim=1).mT
+        tilt = share * (scores - (query * spread).sum(-1, keepdim=True))
+        read = Far(query.transpose(1, 2), count.mT, key_mean.transpose(1, 2), None, None)
+        return self.gate(near, read), torch.stack([share, tilt])
+
+
+def _of_heads(t: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, L, K) -> (B, L, H)."""
+    return repeat_groups(t[..., None], heads)[..., 0]
+
+
+def _log(count: torch.Tensor) -> torch.Tensor:
+    """Every far token adds 1, so a count below 1 is none."""
+    return count.clamp(min=1).log()
+
+
+def _sums(state: torch.Tensor) -> torch.Tensor:
+    """[sum of v, n, sum of k] (B, K, 2 D + 1) of a state (B, K, D + 1, D + 1)."""
+    return torch.cat([state[..., 0], state[..., -1, 1:]], dim=-1)
+
+
+def _enter(state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """One more token in the state, in place unless autograd is recording."""
+    decay = log_a.exp()[..., None, None]
+    if is_recorded(state, x, log_a, B):
+        return decay * state + x[..., None] * B[..., None, :]
+    return state.mul_(decay).addcmul_(x[..., None], B[..., None, :])
