@@ -10,7 +10,7 @@ import torch
 
 from convert.alignment.text import documents, token_rows
 
-SHIPPED = "default"
+SHIPPED = "shipped"
 PYTHON_DOCS = "python-docs"
 
 
