@@ -146,17 +146,9 @@ def side_by_side(
                 chance, source, chances = ours["chance"], "choices", ours["chances"]
             else:
                 chance, source, chances = 0.0, "assumed", 0.0
-            row = {
-                "task": task,
-                "metric": metric,
-                "model": mine["value"],
-                "teacher": None if other is None else other["value"],
-                "chance": chance,
-                "chance_from": source,
-                "relative": None,
-                "relative_error": None,
-                "documents": ours["documents"],
-            }
+            row = {"task": task, "metric": metric, "documents": ours["documents"], "model": mine["value"]}
+            row |= {"teacher": None if other is None else other["value"], "chance": chance, "chance_from": source}
+            row |= {"relative": None, "relative_error": None}
             if other is not None and mine["better"] and mine["values"] is not None and other["values"] is not None:
                 found = relative_score(mine["values"], other["values"], chances)
                 row["relative"], row["relative_error"] = found or (None, None)
