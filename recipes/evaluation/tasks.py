@@ -43,7 +43,6 @@ def run_task(
     batch_size: int,
     limit: int | None = None,
     num_fewshot: int | None = None,
-    apply_chat_template: bool = False,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """One model's results on a task or a group of tasks.
@@ -65,7 +64,6 @@ def run_task(
             task_manager=manager,
             limit=limit,
             num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
             bootstrap_iters=0,
             random_seed=seed,
             numpy_random_seed=seed,
