@@ -11,11 +11,9 @@ from typing import Any
 
 from trl import DistillationConfig, DistillationTrainer, get_peft_config
 
-from convert.alignment.distillation.trainer import set_trainable
-
 from .training.arguments import RunArguments, TeacherArguments, TeacherLoadingArguments, parse
 from .training.chat_format import not_too_long, questions
-from .training.load import load_splits, load_student, load_teacher
+from .training.load import load_teacher
 from .training.run import Run, script
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
@@ -32,12 +30,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         **vars(loading),
     )
     with Run("distillation", config, model_config, run_arguments, data, mixture, teaching) as run:
-        train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
-        train = run_arguments.chunk_of(train)
-        student, tokenizer = load_student(model_config)
+        train, held_out, student, tokenizer = run.load(data, mixture, COLUMNS)
         teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
-        if not model_config.use_peft:
-            set_trainable(student, run_arguments.trainable)
         train, held_out = (None if rows is None else questions(rows, tokenizer) for rows in (train, held_out))
         limit = student.config.max_position_embeddings - config.max_completion_length
         given, train = len(train), not_too_long(train, tokenizer, limit)

@@ -13,11 +13,9 @@ from typing import Any, Literal
 
 from trl import DPOConfig, DPOTrainer, get_peft_config
 
-from convert.alignment.distillation.trainer import set_trainable
-
 from .training.arguments import RunArguments, TeacherArguments, parse
 from .training.chat_format import pairs
-from .training.load import check_completions, load_splits, load_student, load_teacher
+from .training.load import load_student, load_teacher
 from .training.run import Run, script
 
 COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
@@ -38,18 +36,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         DPOConfig, TeacherArguments, ReferenceArguments, RunArguments, argv=argv
     )
     with Run("dpo", config, model_config, run_arguments, data, mixture, teaching, reference) as run:
-        train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
-        train = run_arguments.chunk_of(train)
-        check_completions(train, ("chosen", "rejected"))
-        student, tokenizer = load_student(model_config)
+        train, held_out, student, tokenizer = run.load(data, mixture, COLUMNS, ("chosen", "rejected"))
         if reference.reference == "teacher":
             teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         elif model_config.use_peft:
             teacher = None  # the student without its adapters
         else:
             teacher = load_student(model_config)[0].eval().requires_grad_(False)
-        if not model_config.use_peft:
-            set_trainable(student, run_arguments.trainable)
         train, held_out = (None if rows is None else pairs(rows, tokenizer) for rows in (train, held_out))
         trainer = DPOTrainer(
             student,

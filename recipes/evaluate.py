@@ -69,7 +69,6 @@ class Options:
     tasks: list[str] | None = option(None, "Names of lm-eval tasks.")
     include_path: str | None = option(None, "Folder with lm-eval tasks of your own as YAML files.")
     num_fewshot: int | None = option(None, "Number of examples before each question of a task.")
-    apply_chat_template: bool = option(False, "Ask the questions of tasks in the model's chat format.")
     chance: list[str] = option([], "TASK=0.25: the score of guessing, where a task does not tell it.")
     contexts: list[int] | None = option(None, "Numbers of tokens in the cache for speed. Default: --lengths.")
     speed_batches: list[int] = option([1], "Numbers of sequences at once for speed.")
@@ -134,12 +133,11 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """What the results of each part depend on, besides what their rows record."""
         first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
-        examples = {"num_fewshot": self.num_fewshot, "apply_chat_template": self.apply_chat_template}
         own = {
             "text": {"sequences": self.sequences, "column": self.text_column},
             "recall": {"text": [*first, first.fingerprint()], "sequences": self.sequences, "depths": self.depths},
             "generation": {"max_new_tokens": self.max_new_tokens},
-            "tasks": {"include_path": [self.include_path, own_tasks]} | examples,
+            "tasks": {"include_path": [self.include_path, own_tasks], "num_fewshot": self.num_fewshot},
             "speed": {"speed_tokens": self.speed_tokens},
         }
         names = {"model": self.model, "teacher": self.teacher}
@@ -271,8 +269,7 @@ class Evaluation:
 
     def _task(self, task: str, which: str) -> dict[str, Any]:
         o, model = self.options, self.models[which]
-        how = (o.batch_size, o.limit, o.num_fewshot, o.apply_chat_template, o.seed)
-        return run_task(self.manager, task, model, self.tokenizer, *how)
+        return run_task(self.manager, task, model, self.tokenizer, o.batch_size, o.limit, o.num_fewshot, o.seed)
 
     def speed(self) -> list[dict[str, Any]]:
         """Rows per context, batch and model."""

@@ -1,14 +1,13 @@
-"""Replace layers step by step, training after each: Mamba in the Llama's schedules (Wang et al. 2024, section 3.2).
+"""Replace layers step by step, training after each: Mamba in the Llama's order (Wang et al. 2024, section 3.2).
 
-    python -m recipes.progressive_sft --schedule stepwise --steps 4 -- --config sft.yaml --output_dir OUT ...
+    python -m recipes.progressive_sft --steps 4 -- --config sft.yaml --output_dir OUT ...
 
 What follows `--` goes to recipes.sft. `model_name_or_path` there is the hybrid with all its mixers, aligned, which
 lends them to the steps; layers whose turn has not come yet have the teacher's attention. Every step starts from the
 step before, on its own part of the data (the n-th of the steps), and lies in OUT.steps/; the last one is OUT.
 
-Schedules: `stepwise`, Mamba in the Llama's order (even layers first, then every fourth, every eighth, ...), or
-`first-to-last`; `--steps` groups an order. With a larger teacher, `--attention-from` names the model that the hybrid
-was made from.
+The order is Mamba in the Llama's: even layers first, then every fourth, every eighth, and so on; `--steps` groups it.
+With a larger teacher, `--attention-from` names the model that the hybrid was made from.
 """
 
 import argparse
@@ -31,26 +30,19 @@ from .training.load import load_student
 from .training.run import console, script
 
 
-def order_of(schedule: str, mixers: list[int]) -> list[list[int]]:
-    """List of the layers that each step replaces, for `mixers`, the layers replaced in the end."""
-    if schedule not in ("stepwise", "first-to-last"):
-        raise ValueError(f"Schedule {schedule!r} is neither stepwise nor first-to-last.")
-    return [[layer] for layer in sorted(mixers, key=_stepwise_rank if schedule == "stepwise" else None)]
-
-
-def _stepwise_rank(layer: int) -> tuple[int, int]:
+def stepwise_rank(layer: int) -> tuple[int, int]:
     """Sort key for 0, 2, 4, ..., then 1, 5, 9, ..., then 3, 11, 19, ...: the number of ones that a layer ends in."""
     return ((layer + 1) & ~layer).bit_length(), layer
 
 
-def grouped(order: list[list[int]], steps: int | None) -> list[list[int]]:
-    """The same order in `steps` steps of nearly equal size; unchanged by default."""
-    if steps is None:
-        return order
+def in_steps(mixers: list[int], steps: int | None) -> list[list[int]]:
+    """The layers that each of `steps` steps of nearly equal size replaces; one layer in each by default."""
+    order = sorted(mixers, key=stepwise_rank)
+    steps = len(order) if steps is None else steps
     if not 1 <= steps <= len(order):
         raise ValueError(f"--steps must lie between 1 and {len(order)}, not {steps}.")
     edges = [round(i * len(order) / steps) for i in range(steps + 1)]
-    return [[layer for entry in order[a:b] for layer in entry] for a, b in zip(edges, edges[1:], strict=False)]
+    return [order[a:b] for a, b in zip(edges, edges[1:], strict=False)]
 
 
 @torch.no_grad()
@@ -91,7 +83,7 @@ def write_step(model: nn.Module, lender: Path, before: Path | None, folder: Path
         model.save_pretrained(staging)
 
 
-def run(arguments: list[str], schedule: str, steps: int | None, attention_from: str | None = None) -> list[dict]:
+def run(arguments: list[str], steps: int | None, attention_from: str | None = None) -> list[dict]:
     """Train all steps; returns what each measured before and after."""
     _, config, model_config, _, teaching, _, run_arguments = parse(
         sft.SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=arguments
@@ -104,8 +96,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
         raise ValueError("model_name_or_path must be a folder here; download the hybrid first.")
     if teaching.teacher_model_name_or_path is None and attention_from is None:
         raise ValueError("teacher_model_name_or_path is missing; the layers to come have its attention.")
-    replaced = list(Placement.of(lender.config).replaced_layers)
-    plan = grouped(order_of(schedule, replaced), steps)
+    plan = in_steps(list(Placement.of(lender.config).replaced_layers), steps)
     work = output.with_name(f"{output.name}.steps")
     check_same_run(work, [plan, arguments, attention_from])
     if not (work / "attention" / "config.json").is_file():
@@ -139,7 +130,7 @@ def run(arguments: list[str], schedule: str, steps: int | None, attention_from: 
 
 
 def check_same_run(work: Path, what: list) -> None:
-    """Raise ValueError where the steps in `work` are those of another schedule or other arguments."""
+    """Raise ValueError where the steps in `work` are those of other arguments."""
     path, key = work / "run.json", json.dumps(what)
     if path.is_file() and path.read_text() != key:
         raise ValueError(f"{work} holds the steps of another run; delete it, or choose another output_dir.")
@@ -152,14 +143,13 @@ def check_same_run(work: Path, what: list) -> None:
 def main(arguments: list[str]) -> None:
     """Read the command line: this recipe's own options, and after -- those of recipes.sft."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", default="stepwise", help="order of the layers: stepwise or first-to-last")
     parser.add_argument("--steps", type=int, help="number of steps (default: one for each layer)")
     parser.add_argument(
         "--attention-from", help="model whose attention unconverted layers have (default: the teacher)"
     )
     given, of_sft = parser.parse_known_args(arguments)
     of_sft = [argument for argument in of_sft if argument != "--"]
-    for report in run(of_sft, given.schedule, given.steps, given.attention_from):
+    for report in run(of_sft, given.steps, given.attention_from):
         print(json.dumps({key: report[key] for key in ("before", "after")}))
 
 

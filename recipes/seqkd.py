@@ -37,9 +37,6 @@ class SeqKDArguments:
     """How the teacher answers, and which answers are kept."""
 
     output_dir: str = field(metadata={"help": "Folder to write."})
-    format: Literal["messages", "prompt-completion"] = field(
-        default="prompt-completion", metadata={"help": "Format of the rows, as TRL names it."}
-    )
     max_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to answer; all by default."})
     max_prompt_length: int = field(default=1024, metadata={"help": "Longest prompt in tokens."})
     max_new_tokens: int = field(default=1024, metadata={"help": "Longest answer in tokens."})
@@ -48,9 +45,7 @@ class SeqKDArguments:
         metadata={"help": "Answers cut off at max_new_tokens, which teach to stop anywhere."},
     )
     batch_size: int = field(default=16, metadata={"help": "Number of prompts answered at once."})
-    do_sample: bool = field(default=False, metadata={"help": "Sample instead of taking the likeliest token."})
-    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
-    top_p: float = field(default=1.0, metadata={"help": "Share of the probability that sampling draws from."})
+    temperature: float = field(default=0.0, metadata={"help": "Temperature of sampling; 0 takes the likeliest token."})
     test_share: float = field(default=0.05, metadata={"help": "Share of the rows that become the test split."})
     seed: int = field(default=0, metadata={"help": "Seed of sampling and of the choice of test rows."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code from the teacher's repository."})
@@ -62,8 +57,8 @@ class SeqKDArguments:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not 0 <= self.test_share < 1:
             raise ValueError(f"test_share must lie in [0, 1), not {self.test_share}.")
-        if not self.do_sample and (self.temperature != 1.0 or self.top_p != 1.0):
-            raise ValueError("temperature and top_p are for sampling; say do_sample: true.")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 or more, not {self.temperature}.")
 
 
 @dataclass
@@ -89,8 +84,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
     except ValueError as error:
         raise ValueError(f"The teacher's tokenizer does not load: {error}") from error
-    if arguments.format == "messages" and tokenizer.chat_template is None:
-        raise ValueError("The teacher has no chat template, so there are no messages; say format: prompt-completion.")
     prompts, counts = read_prompts(rows, tokenizer, arguments)
     if not prompts:
         raise ValueError(f"No prompt is left: {counts}; raise max_prompt_length or check the data.")
@@ -181,7 +174,7 @@ def answer_all(
 
 def run_key(prompts: list[Prompt], teaching: TeacherArguments, arguments: SeqKDArguments) -> str:
     """A hash of everything the answers depend on."""
-    shown = {k: v for k, v in vars(arguments).items() if k not in ("output_dir", "overwrite", "format", "test_share")}
+    shown = {k: v for k, v in vars(arguments).items() if k not in ("output_dir", "overwrite", "test_share")}
     files = local_files(teaching.teacher_model_name_or_path)
     text = json.dumps([shown, vars(teaching), files, [prompt.ids for prompt in prompts]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -230,15 +223,14 @@ class Answerer:
     @torch.no_grad()
     def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
         inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.model.device)
-        sampling: dict[str, Any] = {"do_sample": False}
-        if self.arguments.do_sample:
-            sampling = {"do_sample": True, "temperature": self.arguments.temperature, "top_p": self.arguments.top_p}
-            sampling["top_k"] = 0
+        temperature = self.arguments.temperature
+        sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
         drawn = self.model.generate(
             **inputs,
             max_new_tokens=self.arguments.max_new_tokens,
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=sorted(self.stops),
+            do_sample=temperature > 0,
             **sampling,
         )
         return [row.tolist() for row in drawn[:, inputs["input_ids"].shape[1] :]]
@@ -252,13 +244,10 @@ def split_rows(
     for prompt, answer in zip(prompts, answers, strict=True):
         if not answer["text"].strip() or (not answer["finished"] and arguments.truncated == "drop"):
             continue
-        reply = [{"role": "assistant", "content": answer["text"]}]
-        if isinstance(prompt.turns, str):
-            rows.append({"prompt": prompt.turns, "completion": answer["text"]})
-        elif arguments.format == "messages":
-            rows.append({"messages": prompt.turns + reply})
-        else:
-            rows.append({"prompt": prompt.turns, "completion": reply})
+        text = answer["text"]
+        is_text = isinstance(prompt.turns, str)
+        completion = text if is_text else [{"role": "assistant", "content": text}]
+        rows.append({"prompt": prompt.turns, "completion": completion})
     if not rows:
         cut_off = sum(not answer["finished"] for answer in answers)
         raise ValueError(
@@ -275,9 +264,7 @@ def card(report: dict[str, Any], arguments: SeqKDArguments, teaching: TeacherArg
     teacher = Path(teaching.teacher_model_name_or_path)
     teacher_name = teacher.name if teacher.exists() else teaching.teacher_model_name_or_path
     source_name = Path(source).name if Path(source).exists() else source
-    how = (
-        f"sampled at temperature {arguments.temperature}, top-p {arguments.top_p}" if arguments.do_sample else "greedy"
-    )
+    how = f"sampled at temperature {arguments.temperature}" if arguments.temperature else "greedy"
     files = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name, n in report["rows"].items() if n)
     left_out = ", ".join(f"{n} {why}" for why, n in report["left out"].items())
     return f"""---
@@ -297,7 +284,7 @@ tags:
 Sequence-level knowledge distillation data, made with `recipes.seqkd` of convert-to-hybrid: the teacher's
 own answers to the prompts of {source_name}, {how}, at most {arguments.max_new_tokens} tokens, seed {arguments.seed}.
 
-{", ".join(f"{n} rows in {name}" for name, n in report["rows"].items())}, in TRL's {arguments.format} format.
+{", ".join(f"{n} rows in {name}" for name, n in report["rows"].items())}, in TRL's prompt-completion format.
 Left out or counted: {left_out}; answers cut off were {"left out" if arguments.truncated == "drop" else "kept"}.
 
 The prompts are under the licence of their source, the answers under the terms of the teacher.

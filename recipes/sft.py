@@ -14,10 +14,10 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
-from convert.alignment.distillation.trainer import DistilledSFTTrainer, set_trainable
+from convert.alignment.distillation.trainer import DistilledSFTTrainer
 
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
-from .training.load import check_completions, load_splits, load_student, load_teacher
+from .training.load import load_teacher
 from .training.run import Run, script
 
 COLUMNS = [{"messages"}, {"prompt", "completion"}, {"text"}, {"conversations"}, {"input_ids"}]
@@ -29,19 +29,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         SFTConfig, TeacherArguments, LossArguments, RunArguments, argv=argv
     )
     with Run("sft", config, model_config, run_arguments, data, mixture, teaching, loss) as run:
-        train, held_out = load_splits(data, mixture, config.eval_strategy != "no", COLUMNS)
-        train = run_arguments.chunk_of(train)
-        check_completions(train, ("completion", "messages"))
         check_options(config, model_config)
+        train, held_out, student, tokenizer = run.load(data, mixture, COLUMNS, ("completion", "messages"))
         if not config.assistant_only_loss and {"messages", "conversations"} & set(train.column_names):
             run.say("[yellow]messages: every token counts, the questions' too;[/] say assistant_only_loss: true where "
                     "the chat template marks answers, or use prompt and completion.")  # fmt: skip
-        student, tokenizer = load_student(model_config)
         teacher = None
         if loss.kl_weight:
             teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
-        if not model_config.use_peft:
-            set_trainable(student, run_arguments.trainable)
         trainer = DistilledSFTTrainer(
             student,
             config,

@@ -1,44 +1,41 @@
 """One token at a time on one thread: the recurrent step, whole models at several contexts, what the cache takes.
 
-CPU time. The models are SmolLM2-135M and what it becomes with no and with half of its attention, and with the layers
-that the default chooses (mapped, not fitted: the same operations). The teacher has transformers' dynamic cache, as
+CPU time. The models are SmolLM2-135M and what it becomes without attention, and with the layers that the default
+chooses (mapped, not fitted: the same operations). The teacher has transformers' dynamic cache, as
 `generate` gives it one. Caches of a long context are filled with random numbers; the time of a step does not depend on
 what is in them.
 """
 
+import itertools
 import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
-import modeling_llamba  # noqa: F401 (registers the model)
+from convert.checkpoint.load import load_model
 from convert.pipeline import convert
-from convert.placement.cache import cache_bytes
 from convert.placement.presets import query_heads
 from convert.teachers.teacher import embedded_teacher
-from convert.weights.writer import human_bytes
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
 from ..evaluation.speed import fill_cache
 from .measure import Report, Table, Timing, interleaved
 
-CONTEXTS = (512, 4096, 32768)
+SIZES = ((512, 1), (4096, 1), (32768, 1), (4096, 8))  # context and batch
 SHORT = 8
 NEW_TOKENS = 8
-MOST_CACHE_BYTES = 4e9
 STEP_LIMIT, GENERATE_LIMIT, CONSTANT_LIMIT = 0.25, 1.6, 1.1
 # what the default chooses for SmolLM2 (docs/results/quality.md); its search is not what is measured here
 KEPT = ((3, 1), (4, 0), (5, 2), (7, 2), (8, 0), (14, 1), (15, 2), (17, 0), (17, 1), (18, 2), (19, 1), (20, 1), (20, 2),
         (22, 2), (23, 0), (23, 2), (24, 0))  # fmt: skip
 HYBRIDS = {
     "0 % attention": {"attention_layers": "none"},
-    "50 % attention": {"attention_layers": 0.5},
     "window, state, 17 heads": {
         "attention_layers": "none", "window": 102, "shared_state": True, "attention_heads": query_heads(list(KEPT), 3),
     },
@@ -69,18 +66,11 @@ def step_timings(heads: int, calls_per_sample: int = 200) -> dict[str, Timing]:
 
 def load_models(scratch: Path) -> dict[str, PreTrainedModel]:
     """The teacher and its hybrids in float32."""
-    gguf = embedded_teacher()
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # in safetensors: a GGUF file takes ten seconds each time it is read
-    plain = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    models = {"teacher": LlamaForCausalLM(LlamaConfig(**plain))}
-    models["teacher"].load_state_dict(loaded.state_dict())
-    models["teacher"].save_pretrained(scratch / "teacher")
-    del loaded
-    for i, (name, options) in enumerate(HYBRIDS.items()):
-        folder = scratch / f"hybrid-{i}"
-        convert(str(scratch / "teacher"), folder, align="none", overwrite=True, **options)
-        models[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    gguf = str(embedded_teacher())
+    models = {"teacher": load_model(gguf)}
+    for name, options in HYBRIDS.items():
+        convert(gguf, scratch, align="none", overwrite=True, **options)
+        models[name] = load_model(str(scratch), "float32")
     for model in models.values():
         model.eval().generation_config.eos_token_id = None  # go on whatever comes
     return models
@@ -123,38 +113,22 @@ def matrix_vector_products(model: PreTrainedModel, batch: int) -> Callable[[], N
     return run
 
 
-def needed_bytes(model: PreTrainedModel, context: int, batch: int) -> int:
-    """Bytes of a model's cache in float32."""
-    config = model.config
-    if hasattr(config, "mixer"):  # a hybrid
-        return batch * cache_bytes(config, context, torch.float32)[1]
-    return batch * context * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-
-
 @torch.no_grad()
-def whole_models(models: dict[str, PreTrainedModel], contexts: tuple[int, ...], report: Report) -> None:
+def whole_models(models: dict[str, PreTrainedModel], report: Report) -> None:
     """Milliseconds per step of generate(), tokens per second and cache bytes for each model, context and batch."""
     rows, alone = [], {}
-    for batch in (1, 8):
-        for context in contexts:
-            caches = {}
-            for name, model in models.items():
-                needed = needed_bytes(model, context, batch)
-                if needed <= MOST_CACHE_BYTES:
-                    caches[name] = filled_cache(model, context, batch)
-                else:
-                    reason = f"the cache takes {human_bytes(needed)}"
-                    report.skipped[f"{name}, context {context}, batch {batch}"] = reason
-            sizes = {name: f"{cache_nbytes(cache) / 1e6:.1f}" for name, cache in caches.items()}
-            calls = {name: generating(models[name], cache, batch) for name, cache in caches.items()}
-            calls[PRODUCTS] = matrix_vector_products(models["0 % attention"], batch)
-            timings = interleaved(calls, 5 if batch == 1 and context < CONTEXTS[-1] else 3)
-            for name, timing in timings.items():
-                step = Timing(*(value / NEW_TOKENS for value in (timing.median, timing.least, timing.most)))
-                speed = f"{1e3 * batch / step.median:.1f}" if name in sizes else ""
-                rows.append([f"{context}, {batch}", name, str(step), speed, sizes.get(name, "")])
-            if batch == 1:
-                alone[context] = {name: timing.median for name, timing in timings.items()}
+    for context, batch in SIZES:
+        caches = {name: filled_cache(model, context, batch) for name, model in models.items()}
+        sizes = {name: f"{cache_nbytes(cache) / 1e6:.1f}" for name, cache in caches.items()}
+        calls = {name: generating(models[name], cache, batch) for name, cache in caches.items()}
+        calls[PRODUCTS] = matrix_vector_products(models["0 % attention"], batch)
+        timings = interleaved(calls, 3)
+        for name, timing in timings.items():
+            step = Timing(*(value / NEW_TOKENS for value in (timing.median, timing.least, timing.most)))
+            speed = f"{1e3 * batch / step.median:.1f}" if name in sizes else ""
+            rows.append([f"{context}, {batch}", name, str(step), speed, sizes.get(name, "")])
+        if batch == 1:
+            alone[context] = {name: timing.median for name, timing in timings.items()}
     columns = ["context, batch", "model", "ms per step (least, most)", "tokens/s", "cache MB"]
     report.tables.append(Table(columns, rows))
     add_targets(alone, report)
@@ -164,22 +138,18 @@ def add_targets(alone: dict[int, dict[str, float]], report: Report) -> None:
     """Context to model to milliseconds at batch 1, as ratios."""
     without = "0 % attention"
     shortest, longest = min(alone), max(alone)
-    for context in dict.fromkeys((shortest, longest)):
+    for context in (shortest, longest):
         ratio = alone[context][without] / alone[context][PRODUCTS]
         name = f"generate, no attention, context {context}: time over its matrix-vector products"
         report.add(name, ratio, GENERATE_LIMIT)
-    if longest > shortest:
-        ratio = alone[longest][without] / alone[shortest][without]
-        report.add(f"generate, no attention: time at {longest} over {shortest}", ratio, CONSTANT_LIMIT)
-    for context, times in alone.items():
-        for name in HYBRIDS:
-            if name in times and "teacher" in times:
-                ratio = times[name] / times["teacher"]
-                report.add(f"generate, {name}, context {context}: time over the teacher", ratio, 1.0)
+    ratio = alone[longest][without] / alone[shortest][without]
+    report.add(f"generate, no attention: time at {longest} over {shortest}", ratio, CONSTANT_LIMIT)
+    for (context, times), name in itertools.product(alone.items(), HYBRIDS):
+        report.add(f"generate, {name}, context {context}: time over the teacher", times[name] / times["teacher"], 1.0)
 
 
-def measure(output: Path, contexts: tuple[int, ...] = CONTEXTS) -> Report:
-    """The recurrent step, and generate() at the contexts."""
+def measure(output: Path) -> Report:
+    """The recurrent step, and generate()."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -191,7 +161,7 @@ def measure(output: Path, contexts: tuple[int, ...] = CONTEXTS) -> Report:
     scratch = output / "scratch-decode"
     try:
         models = load_models(scratch)
-        whole_models(models, contexts, report)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    whole_models(models, report)
     return report

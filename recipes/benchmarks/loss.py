@@ -11,7 +11,7 @@ from torch import nn
 
 from convert.alignment.distillation.loss import IGNORED, LossWeights, chunk_loss, distillation_loss
 
-from .measure import Report, Table, extra_peak_bytes, interleaved
+from .measure import Report, Table, in_own_process, interleaved, peak_bytes
 
 WEIGHTS = LossWeights(ce_weight=1.0, kl_weight=1.0)
 TOKENS, VOCABULARY, WIDTH = (512, 2048), 49152, 576
@@ -63,7 +63,7 @@ def measure(output: Path) -> Report:
     rows = []
     for tokens in TOKENS:
         timings = interleaved(steps(tokens), 3)
-        sizes = [extra_peak_bytes(_memory_call, name, tokens) / 1e6 for name in (CHUNKED, WRITTEN_OUT)]
+        sizes = [in_own_process(peak_bytes, _memory_call, (name, tokens)) / 1e6 for name in (CHUNKED, WRITTEN_OUT)]
         ratios = [timings[CHUNKED].median / timings[WRITTEN_OUT].median, sizes[0] / sizes[1]]
         rows.append([f"{tokens} tokens", *(f"{r:.2f}" for r in ratios), *(f"{size:.0f}" for size in sizes)])
     columns = [f"distillation loss, {VOCABULARY} logits", "time in chunks over written out", "memory, the same",

@@ -92,16 +92,12 @@ def forget_peak() -> None:
         file.write("5")
 
 
-def extra_peak_bytes(prepare: Callable[..., tuple[Callable, Callable]], *arguments: Any) -> int:
-    """Peak memory of a call above what its inputs and the interpreter take, in a process of its own.
-
-    `prepare(*arguments)` returns the call, and a small one of the same kind for what any first call leaves behind.
-    """
-    return in_own_process(peak_bytes, prepare, arguments)
-
-
 def peak_bytes(prepare: Callable[..., tuple[Callable, Callable]], arguments: tuple) -> int:
-    """The same in this process, which should be a fresh one: memory that was freed before hides some of a call's."""
+    """Peak memory of a call above what its inputs and the interpreter take.
+
+    To be called in a process of its own: memory that was freed before hides some of a call's. `prepare(*arguments)`
+    returns the call, and a small one of the same kind for what any first call leaves behind.
+    """
     torch.set_num_threads(1)
     function, small = prepare(*arguments)
     small()  # code, thread-local buffers of the matrix library
@@ -111,20 +107,3 @@ def peak_bytes(prepare: Callable[..., tuple[Callable, Callable]], arguments: tup
     peak = status_bytes("VmHWM")
     del kept  # until here, so that results count
     return peak - before
-
-
-def allocated_peak(function: Callable[[], object]) -> int:
-    """Most bytes of tensors that a call holds at once, with its results and without what was there before it.
-
-    As PyTorch's allocator counts them, the same every time; `extra_peak_bytes` depends on what was freed before.
-    What the matrix library takes for itself is not in it.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = function()
-    del kept  # until here, so that results count
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak

@@ -12,17 +12,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import torch
 
 Prepare = Callable[..., tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]
-# where `make bench` puts what is read, not imported: beside the environment, so that no model finds it
-FOLDER = Path(sys.prefix) / "bench-peers"
 
 
-def transformers_scan(chunk_size: int) -> Prepare:
-    """transformers' own chunked scan of Mamba-2, in PyTorch."""
+def transformers_scan() -> Prepare:
+    """transformers' own chunked scan of Mamba-2, in PyTorch, chunk 64."""
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
     # it says once that it is slow without mamba-ssm, which is what is to be measured
@@ -30,11 +27,7 @@ def transformers_scan(chunk_size: int) -> Prepare:
 
     def prepare(x, log_a, B, C):
         A, dt = -torch.ones(x.shape[2]), -log_a
-
-        def scan(divided, dt, B, C):
-            return mamba2_chunk_scan(divided, dt, A, B, C, chunk_size=chunk_size)
-
-        return scan, (x / dt[..., None], dt, B, C)
+        return lambda x, dt, B, C: mamba2_chunk_scan(x, dt, A, B, C, chunk_size=64), (x / dt[..., None], dt, B, C)
 
     return prepare
 
@@ -49,17 +42,6 @@ def fla_naive() -> Prepare:
     return lambda *tensors: (scan, tensors)
 
 
-def ssd_minimal() -> Prepare:
-    """The listing of the Mamba-2 paper, which mamba-ssm ships, chunk 64."""
-    # it imports, for a comparison of its own, a kernel that only CUDA has
-    parts = "mamba_ssm ops triton ssd_combined".split()
-    absent = {".".join(parts[: i + 1]): ModuleType(part) for i, part in enumerate(parts)}
-    absent[".".join(parts)].mamba_chunk_scan_combined = None
-    with mock.patch.dict(sys.modules, absent):
-        discrete = _module("mamba_ssm", "modules/ssd_minimal.py").ssd_minimal_discrete
-    return lambda *tensors: (lambda x, log_a, B, C: discrete(x, log_a, B, C, 64)[0], tensors)
-
-
 def causal_attention() -> Prepare:
     """Softmax attention of the same shape: more work, and what the scan replaces."""
 
@@ -71,7 +53,7 @@ def causal_attention() -> Prepare:
 
 def _module(package: str, path: str) -> ModuleType:
     """One file of a package, without its __init__, which on a machine without Triton cannot be imported."""
-    spec = importlib.machinery.PathFinder.find_spec(package, [*sys.path, str(FOLDER)])
+    spec = importlib.machinery.PathFinder.find_spec(package, sys.path)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"no package {package}")
     file = Path(spec.submodule_search_locations[0]) / path
@@ -84,10 +66,8 @@ def _module(package: str, path: str) -> ModuleType:
 
 
 PEERS: dict[str, Callable[[], Prepare]] = {
-    "transformers Q256": lambda: transformers_scan(256),
-    "transformers Q64": lambda: transformers_scan(64),
+    "transformers": transformers_scan,
     "fla naive": fla_naive,
-    "ssd_minimal": ssd_minimal,
     "causal SDPA": causal_attention,
 }
 

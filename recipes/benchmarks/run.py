@@ -2,8 +2,8 @@
 
     make bench        or        python -m recipes.benchmarks.run [--only scan] [--output runs/bench]
 
-Each topic runs in a process of its own. Writes results.md, and results.json with the same figures; a run of a few
-topics keeps what was measured of the others. Smaller is better everywhere.
+Each topic runs in a process of its own. Writes TOPIC.json of each, and results.md of all; a run of a
+few topics keeps what was measured of the others. Smaller is better everywhere.
 """
 
 import argparse
@@ -94,7 +94,6 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
             print(f"{topic} failed with exit code {code}.", file=sys.stderr)
     paths = {topic: output / f"{topic}.json" for topic in TOPICS}
     reports = {topic: json.loads(path.read_text()) for topic, path in paths.items() if path.is_file()}
-    (output / "results.json").write_text(json.dumps(reports, indent=2) + "\n")
     text = as_markdown(reports)
     (output / "results.md").write_text(text)
     Console().print(Markdown(text))

@@ -105,18 +105,9 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
     for distance, asked in groups.items():
         ours, error, samples = _score(model, asked, question.whole)
         theirs, teacher_error, _ = (None, None, 0) if teacher is None else _score(teacher, asked, question.whole)
-        rows.append(
-            {
-                "probe": question.name,
-                "length": question.length,
-                "distance": distance,
-                "model": ours,
-                "teacher": theirs,
-                "model_error": error,
-                "teacher_error": teacher_error,
-                "samples": samples,
-            }
-        )
+        row = {"probe": question.name, "length": question.length, "distance": distance, "samples": samples}
+        row |= {"model": ours, "teacher": theirs, "model_error": error, "teacher_error": teacher_error}
+        rows.append(row)
     return rows
 
 

@@ -18,7 +18,7 @@ from convert.checkpoint.folder import write_beside
 from convert.checkpoint.pictures import KL, kl_picture
 from convert.weights.writer import human_bytes
 
-from ..training.save import EVALUATION, new_card
+from ..training.save import EVALUATION, eval_results, new_card
 from .recall import relative_recall
 
 CELLS, RESULTS, REPORT = "parts", "evaluation.json", "evaluation.md"
@@ -216,16 +216,8 @@ def card_results(evaluation: Evaluation) -> list[EvalResult]:
         metric, share = row["metric"], "share of the teacher's score over chance"
         figures.append((row["task"], None, metric, metric, row["model"]))
         figures.append((row["task"], None, f"{metric}_relative", f"{metric}: {share}", row["relative"]))
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=dataset.partition(":")[0],
-            dataset_name=dataset if config is None else f"{dataset}, {config}",
-            dataset_config=config,
-            metric_type=metric,
-            metric_name=name,
-            metric_value=round(value, 6),
-        )
-        for dataset, config, metric, name, value in figures
+    return eval_results(
+        (f"{data}, {config}" if config else data, data.partition(":")[0], config, None, metric, name, value)
+        for data, config, metric, name, value in figures
         if value is not None
-    ]
+    )

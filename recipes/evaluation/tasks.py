@@ -43,7 +43,6 @@ def run_task(
     batch_size: int,
     limit: int | None = None,
     num_fewshot: int | None = None,
-    apply_chat_template: bool = False,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """One model's results on a task or a group of tasks.
@@ -65,7 +64,6 @@ def run_task(
             task_manager=manager,
             limit=limit,
             num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
             bootstrap_iters=0,
             random_seed=seed,
             numpy_random_seed=seed,
@@ -146,17 +144,9 @@ def side_by_side(
                 chance, source, chances = ours["chance"], "choices", ours["chances"]
             else:
                 chance, source, chances = 0.0, "assumed", 0.0
-            row = {
-                "task": task,
-                "metric": metric,
-                "model": mine["value"],
-                "teacher": None if other is None else other["value"],
-                "chance": chance,
-                "chance_from": source,
-                "relative": None,
-                "relative_error": None,
-                "documents": ours["documents"],
-            }
+            row = {"task": task, "metric": metric, "documents": ours["documents"], "model": mine["value"]}
+            row |= {"teacher": None if other is None else other["value"], "chance": chance, "chance_from": source}
+            row |= {"relative": None, "relative_error": None}
             if other is not None and mine["better"] and mine["values"] is not None and other["values"] is not None:
                 found = relative_score(mine["values"], other["values"], chances)
                 row["relative"], row["relative_error"] = found or (None, None)

@@ -17,15 +17,20 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer
-from trl import ModelConfig
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
-from convert.alignment.distillation.trainer import last_whole_checkpoint, train_and_evaluate, whole_model
+from convert.alignment.distillation.trainer import (  # fmt: skip
+    last_whole_checkpoint,
+    set_trainable,
+    train_and_evaluate,
+    whole_model,
+)
 from convert.checkpoint.folder import check_apart, check_output
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.cli import console, one_line_errors
 
 from .arguments import RunArguments
-from .load import conversion_of, side_files
+from .load import check_completions, conversion_of, load_splits, load_student, side_files
 from .save import StageRecord, hyperparameters, write_checkpoint
 
 NO_PART_OF_THE_RESULT = (
@@ -94,6 +99,23 @@ class Run(contextlib.AbstractContextManager):
         # another student, teacher or text at the same path is another run
         kept += [local_files(v) for values in kept for k, v in sorted(values.items()) if k in LOCAL_INPUTS]
         return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
+
+    def load(
+        self, script: ScriptArguments, mixture: DatasetMixtureConfig, columns: list[set[str]], answers: tuple = ()
+    ) -> tuple[Any, Any, nn.Module, PreTrainedTokenizerBase]:
+        """Rows to train and to evaluate on, the student and its tokenizer.
+
+        Args:
+            columns: alternative sets of columns, one of which the data must have.
+            answers: the columns in which no row may be empty.
+        """
+        train, held_out = load_splits(script, mixture, self.config.eval_strategy != "no", columns)
+        train = self.arguments.chunk_of(train)
+        check_completions(train, answers)
+        student, tokenizer = load_student(self.model_config)
+        if not self.model_config.use_peft:
+            set_trainable(student, self.arguments.trainable)
+        return train, held_out, student, tokenizer
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
         """Say how many of the `given` rows the trainer's preparation left out."""

@@ -5,6 +5,7 @@ model went through; the card's section on training is made from it.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,26 +126,24 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
     parts += ["", f"![loss against steps]({PLOT})", ""]
     card.text = f"{text}\n\n{SECTION}\n\n" + "\n".join(parts)
     card.data.tags = sorted({*(card.data.tags or []), "trl", *(stage["stage"] for stage in stages)})
-    _add_results(card, stages[-1], name)
+    last = stages[-1]
+    results = eval_results(
+        (last["data"], last["data"], None, "held-out", key.removeprefix("eval_").replace("/", "_"), LABELS[key], value)
+        for key, value in last["after"].items()
+        if key in LABELS
+    )
+    card.data.eval_results, card.data.model_name = (results, name) if results else (None, None)
     card.content = f"---\n{card.data.to_yaml()}\n---\n{card.text}"
     return card
 
 
-def _add_results(card: ModelCard, stage: dict[str, Any], name: str) -> None:
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=stage["data"],
-            dataset_name=stage["data"],
-            dataset_split="held-out",
-            metric_type=key.removeprefix("eval_").replace("/", "_"),
-            metric_name=LABELS[key],
-            metric_value=round(value, 6),
-        )
-        for key, value in stage["after"].items()
-        if key in LABELS
+def eval_results(figures: Iterable[tuple]) -> list[EvalResult]:
+    """A card's results from (data set, its type, configuration, split, metric, metric's name, value)."""
+    keys = ("dataset_name", "dataset_type", "dataset_config", "dataset_split", "metric_type", "metric_name")
+    return [
+        EvalResult(task_type="text-generation", metric_value=round(value, 6), **dict(zip(keys, about, strict=True)))
+        for *about, value in figures
     ]
-    card.data.eval_results, card.data.model_name = (results, name) if results else (None, None)
 
 
 def _settings(settings: dict[str, Any]) -> str:

@@ -197,7 +197,7 @@ def test_step_by_step_replacement(world, tmp_path, monkeypatch):
         return report
 
     monkeypatch.setattr(sft, "main", watched)
-    progressive_sft.run(arguments(world, tmp_path / "out"), "stepwise", None)
+    progressive_sft.run(arguments(world, tmp_path / "out"), None)
     assert [(n, chunk) for n, chunk, _ in steps] == [(1, "1/2"), (2, "2/2")]
     out = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert out.config.layer_types == AutoModelForCausalLM.from_pretrained(world["llamba"]).config.layer_types
@@ -220,16 +220,14 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
     torch.testing.assert_close(none(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_schedules():
+def test_order_of_the_layers():
     """Mamba in the Llama's own list for 32 layers ends so."""
-    order = [layer for (layer,) in progressive_sft.order_of("stepwise", list(range(32)))]
+    order = [layer for (layer,) in progressive_sft.in_steps(list(range(32)), None)]
     assert order[16:] == [1, 5, 9, 13, 17, 21, 25, 29, 3, 11, 19, 27, 7, 23, 15, 31]
-    assert progressive_sft.order_of("stepwise", list(range(8))) == [[i] for i in (0, 2, 4, 6, 1, 5, 3, 7)]
-    assert progressive_sft.grouped([[i] for i in range(5)], 2) == [[0, 1], [2, 3, 4]]
+    assert progressive_sft.in_steps(list(range(8)), None) == [[i] for i in (0, 2, 4, 6, 1, 5, 3, 7)]
+    assert progressive_sft.in_steps(list(range(5)), 2) == [[0, 2], [4, 1, 3]]
     with pytest.raises(ValueError, match="between 1 and 2"):
-        progressive_sft.grouped([[0], [1]], 3)
-    with pytest.raises(ValueError, match="neither stepwise"):
-        progressive_sft.order_of("backwards", [0])
+        progressive_sft.in_steps([0, 1], 3)
 
 
 @pytest.mark.parametrize(
