@@ -32,8 +32,6 @@ test-gpu: install
 
 bench: install ## speed and memory, as ratios measured side by side, some of them with other people's code
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	-test -d $(VENV)/bench-peers/mamba_ssm || MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip install \
-		--quiet --disable-pip-version-check --no-deps --no-build-isolation --target $(VENV)/bench-peers mamba-ssm
 	TQDM_DISABLE=1 $(BIN)/python -m recipes.benchmarks.run
 
 quality: install

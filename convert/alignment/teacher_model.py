@@ -100,34 +100,6 @@ class TeacherModel:
                 parameter.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))
         return mixer.to(self.device)
 
-    @torch.no_grad()
-    def hybrid(self, mixers: dict[int, nn.Module]) -> nn.Module:
-        """A causal language model with `mixers` in place of those layers' attention.
-
-        It shares every tensor with the teacher and the mixers, so train it only where the rest is frozen.
-        """
-        teacher = self.whole()
-        fields = self.mixer_config.to_dict()
-        kinds = enumerate(self.config.layer_types)
-        fields["layer_types"] = [layer_type(mixers[i]) if i in mixers else kind for i, kind in kinds]
-        if fields["hybrid_full_heads"] is not None:
-            fields["hybrid_full_heads"] = [
-                heads if i in mixers else [] for i, heads in enumerate(fields["hybrid_full_heads"])
-            ]
-        config = type(self.config)(**{k: v for k, v in fields.items() if k != "model_type"})
-        with torch.device("meta"):
-            student = type(teacher)(config).eval()
-        state = dict(teacher.named_parameters())
-        for layer, mixer in mixers.items():
-            state |= {f"model.layers.{layer}.mixer.{name}": p for name, p in mixer.named_parameters()}
-        for name, _ in list(student.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            setattr(student.get_submodule(owner), leaf, state[name])
-        if config.tie_word_embeddings:
-            student.lm_head.weight = student.model.embed_tokens.weight
-        student.model.rotary_emb = RotaryEmbedding(config).to(self.device)
-        return student
-
     def rotary(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (1, L, rotary dims)."""
         return self.model.model.rotary_emb(

@@ -24,7 +24,7 @@ from ..commit import project_commit
 from .measure import Report
 
 # each is a module of this package with `measure(output) -> Report`
-TOPICS = ("scan", "decode", "conversion", "loss")
+TOPICS = ("scan", "decode", "conversion")
 
 
 def run_topic(topic: str, output: Path) -> int | None:

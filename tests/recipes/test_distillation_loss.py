@@ -9,10 +9,10 @@ from convert.alignment.distillation.loss import (
     IGNORED,
     LossWeights,
     add_distillation_head,
+    chunk_loss,
     distillation_loss,
     divergence,
 )
-from recipes.benchmarks.loss import naive_loss
 from tests.students import make_student
 from tests.teachers import make_teacher, random_ids
 
@@ -24,6 +24,15 @@ WEIGHTS = [
     LossWeights(divergence="js", temperature=2.0),
     LossWeights(divergence="reverse", temperature=0.5),
 ]
+
+
+def naive_loss(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor, weights: LossWeights
+) -> torch.Tensor:
+    """The mean loss with all logits (B, L, V) at once and labels (B, L)."""
+    keep = labels[:, 1:] != IGNORED
+    s, t, y = student_logits[:, :-1][keep], teacher_logits[:, :-1][keep], labels[:, 1:][keep]
+    return chunk_loss(s, y, t, weights)[0] / keep.sum()
 
 
 @pytest.fixture(autouse=True)

@@ -457,12 +457,12 @@ def test_every_rule_tells_a_followed_instruction_from_a_broken_one():
 
 
 def test_texts():
-    shipped = TextSource("default").rows(chat_tokenizer(), 32, 2)
-    assert shipped.shape == (2, 32) and TextSource("default").label == "default"
+    shipped = TextSource("shipped").rows(chat_tokenizer(), 32, 2)
+    assert shipped.shape == (2, 32) and TextSource("shipped").label == "shipped"
     longest = next(TextSource("python-docs").documents())
     assert len(longest) > 20_000
     with pytest.raises(ValueError, match="needs? "):
-        TextSource("default").rows(chat_tokenizer(), 10_000_000, 1)
+        TextSource("shipped").rows(chat_tokenizer(), 10_000_000, 1)
 
 
 def test_speed_counts_the_cache(folder):
