@@ -21,12 +21,12 @@ from convert.plan import describe
 from convert.teachers.teacher import embedded_teacher
 from convert.weights.writer import human_bytes
 
+from .evaluation.load_elsewhere import answer, run_elsewhere
 from .evaluation.metrics import Reader, figures, per_token, reader
-from .load_elsewhere import answer, run_elsewhere
 
 PROMPTS = ["What is the capital of France?", "Why is the sky blue? Answer in one sentence."]
 MAX_NEW_TOKENS, MAX_TOKENS = 40, 512
-HELD_OUT = Path(__file__).with_name("held_out.txt")
+HELD_OUT = Path(__file__).parent / "evaluation" / "held_out.txt"
 
 
 def main(output: Path) -> dict:

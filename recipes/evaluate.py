@@ -30,7 +30,7 @@ from convert.checkpoint.load import load_config, load_model, load_tokenizer, loc
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.tools.generate import recorded_teacher
 
-from .commit import project_commit
+from .evaluation.commit import project_commit
 from .evaluation.generation import PROMPTS, continuations, judge
 from .evaluation.metrics import SHORTEST, Reader, by_position, figures, per_token, reader
 from .evaluation.recall import hits, questions, scores

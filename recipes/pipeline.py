@@ -35,11 +35,12 @@ from convert.checkpoint.hub import prepare_repository, upload
 from convert.checkpoint.load import load_tokenizer
 from convert.teachers.teacher import embedded_teacher
 
-from . import dpo, seqkd, sft, validation_text
+from . import dpo, seqkd, sft
+from .evaluation import validation_text
+from .evaluation.load_elsewhere import run_elsewhere
 from .evaluation.metrics import figures, per_token, reader
-from .load_elsewhere import run_elsewhere
+from .evaluation.validation_text import write_lines
 from .training.save import LABELS, read_record
-from .validation_text import write_lines
 
 CHATS = "llamafactory==0.9.5"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}

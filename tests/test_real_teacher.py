@@ -16,7 +16,7 @@ from convert.alignment.divergence import kl_of_logits
 from convert.alignment.probes import copy_probe
 from modeling_llamba import LlambaForCausalLM
 from recipes.demo import HELD_OUT, MAX_NEW_TOKENS, PROMPTS
-from recipes.load_elsewhere import ProjectNotInstalled, answer, run_elsewhere
+from recipes.evaluation.load_elsewhere import ProjectNotInstalled, answer, run_elsewhere
 
 
 @pytest.fixture(scope="module")

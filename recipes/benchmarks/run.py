@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from ..commit import project_commit
+from ..evaluation.commit import project_commit
 from .measure import Report
 
 # each is a module of this package with `measure(output) -> Report`

@@ -4,7 +4,7 @@ import io
 import json
 import zipfile
 
-from recipes import validation_text
+from recipes.evaluation import validation_text
 
 
 def archive(files):

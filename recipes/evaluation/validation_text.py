@@ -1,6 +1,6 @@
 """Fetch the texts the measurements use: short passages, and plays for what depends on long contexts.
 
-python -m recipes.validation_text runs/text
+python -m recipes.evaluation.validation_text runs/text
 
 wikipedia_5 (CC BY-SA 3.0) to fit and train on and owt_5 (CC0, web text) to validate on are passages of a few hundred
 tokens from the PyPI package `evals`; in a row of them little depends on what lies far back. plays_fit and plays_val

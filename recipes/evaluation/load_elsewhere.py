@@ -1,6 +1,6 @@
 """Load a hybrid in a process that cannot import this project, so that only the code that it ships is used.
 
-    python -I recipes/load_elsewhere.py JOB.json
+    python -I recipes/evaluation/load_elsewhere.py JOB.json
 
 JOB names a folder or Hub id, chat prompts, a text and a file for the results: what the model answers, and its logits
 over the text.

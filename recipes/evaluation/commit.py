@@ -6,7 +6,7 @@ from pathlib import Path
 
 def project_commit() -> str | None:
     """Short hash, with + where tracked files had changes; None outside a clone or without git."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
