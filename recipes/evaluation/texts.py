@@ -18,7 +18,7 @@ class TextSource(NamedTuple):
     """A text, and the column of a data set that holds it."""
 
     name: str
-    """A file's or folder's path, `default`, `python-docs`, or NAME:CONFIG:SPLIT of a Hub data set."""
+    """A file's or folder's path, `shipped`, `python-docs`, or NAME:CONFIG:SPLIT of a Hub data set."""
     column: str = "text"
 
     @property
@@ -30,7 +30,7 @@ class TextSource(NamedTuple):
     def documents(self) -> Iterator[str]:
         """The documents in order.
 
-        `default` is the second half of the text that ships for calibration, which a conversion with default settings
+        `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
         has not read; `python-docs` is the documentation inside Python, the longest documents first.
         """
         if self.name == SHIPPED:
