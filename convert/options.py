@@ -378,7 +378,7 @@ class ConversionOptions:
         if "context" in of_placement and self.cache is None:
             unread["placement.context"] = "a cache budget"
         if self.placement.window is None and self.cache is None:
-            unread |= {f"{name}": "a window" for name in ("placement.sinks", "mixer.scope") if _named(changed, name)}
+            unread |= {name: "a window" for name in ("placement.sinks", "mixer.scope") if _named(changed, name)}
         for name, needed in unread.items():
             raise ValueError(f"{name} has no effect without {needed}; leave it out.")
 
@@ -502,8 +502,10 @@ class MohawkOptions:
         for name, value in (("hybrid", self.hybrid), ("teacher", self.teacher), ("output folder", self.output.folder)):
             if not value:
                 raise ValueError(f"No {name} given: convert-to-hybrid mohawk HYBRID OUT --teacher MODEL.")
-        unread = {"method", "tokens", "fit", "low_memory", "activation_memory"} & differences(self.alignment).keys()
-        for name in sorted(unread - {"method"} if self.alignment.method == "mohawk" else unread):
+        unread = {"tokens", "fit", "low_memory", "activation_memory"}
+        if self.alignment.method != "mohawk":
+            unread.add("method")
+        for name in sorted(unread & differences(self.alignment).keys()):
             raise ValueError(f"alignment.{name} is for a conversion; the stages of an existing hybrid do not read it.")
 
     @property

@@ -77,13 +77,13 @@ class HybridMixer(nn.Module):
         """
         window = unpadded(hidden_states) if window is None else window
         inputs = (hidden_states, position_embeddings, window, seq_idx, past_key_values)
+        seen = self.attention(*inputs, **kwargs)
+        near = seen.output.flatten(2)
         if self.read is not None:
-            seen = self.attention.look(*inputs, **kwargs)
-            near, features = seen.output.flatten(2), self.read(seen, seq_idx, past_key_values)
+            features = self.read(seen, seq_idx, past_key_values)
+        elif self.ssd is None:
+            return self.out_proj(near)
         else:
-            near = self.attention(*inputs, **kwargs)
-            if self.ssd is None:
-                return self.out_proj(near)
             index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
             far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
             features = torch.cat([near, far], dim=-1)
@@ -108,7 +108,7 @@ class HybridMixer(nn.Module):
         window = unpadded(hidden_states) if window is None else window
         near = self.attention.materialize(hidden_states, position_embeddings, window, seq_idx)
         if self.read is not None:
-            seen = self.attention.look(hidden_states, position_embeddings, window, seq_idx)
+            seen = self.attention(hidden_states, position_embeddings, window, seq_idx)
             gate, (mean, tilt) = self.read.matrices(seen, seq_idx)
             gate = gate.transpose(1, 2)[..., None]
             return ((1 - gate) * near[0], near[1]), (gate * (mean + tilt), near[1])

@@ -104,21 +104,12 @@ class WindowAttention(nn.Module):
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
-    ) -> torch.Tensor:
-        """(B, L, hidden) -> the heads' outputs (B, L, H D); `kwargs` go to transformers' attention function."""
-        inputs = (hidden_states, position_embeddings, inputs, seq_idx, past_key_values)
-        return self.look(*inputs, **kwargs).output.flatten(2)
-
-    def look(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        inputs: WindowInputs,
-        seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
     ) -> Near:
-        """`forward`, with everything that a read of the far past needs."""
+        """The heads' outputs, and what a read of the far past needs beside them.
+
+        Args:
+            hidden_states: (B, L, hidden). kwargs: for transformers' attention function.
+        """
         query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
         new = Tokens(key, value, inputs.index)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]

@@ -108,13 +108,8 @@ class Budget:
     def _placed(self, kept: list[KVHead], window: int) -> Placement:
         heads = (*self.given_heads, *kept)
         whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
-        base = everywhere(self.layer(window), self.shape[0])
+        base = everywhere(hybrid_layer(self.options, window), self.shape[0])
         return base.with_full_heads(query_heads(list(heads), self.shared)).keeping(whole)
-
-    def layer(self, window: int) -> Hybrid:
-        """What a replaced layer holds, heads apart."""
-        state, read = self.options.mixer.kind != "none", self.options.mixer.read
-        return Hybrid(window, self.options.placement.sinks, state=state, read=read)
 
     def _bytes(self, kept: list[KVHead], window: int) -> int:
         placement = self._placed(kept, window)
@@ -126,7 +121,7 @@ class Budget:
 
     @cached_property
     def _config(self):
-        return hybrid_config(self.weights, everywhere(self.layer(1), self.shape[0]), self.options)
+        return hybrid_config(self.weights, everywhere(hybrid_layer(self.options, 1), self.shape[0]), self.options)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -140,6 +135,12 @@ class Budget:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if nbytes(middle) <= limit else (low, middle - 1)
         return low
+
+
+def hybrid_layer(options: ConversionOptions, window: int) -> Hybrid:
+    """A layer with a window of this width, heads with full attention apart."""
+    state, read = options.mixer.kind != "none", options.mixer.read
+    return Hybrid(window, options.placement.sinks, state=state, read=read)
 
 
 def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool = False) -> int:

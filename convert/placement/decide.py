@@ -5,10 +5,10 @@ import dataclasses
 from ..alignment.aligner import Aligner
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
-from .budget import Budget, KVHead, num_layers_within
+from .budget import Budget, KVHead, hybrid_layer, num_layers_within
 from .induction import induction_scores, ranked_heads
 from .layer_scores import choose_layers
-from .placement import Decision, Hybrid, Layer, Mixer, everywhere
+from .placement import Decision, Layer, Mixer, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
 
 EVENLY_PLACED = "scores decide which {} keep their attention when this is run; here they are evenly placed"
@@ -74,10 +74,8 @@ def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligne
 
 def replaced_layer(options: ConversionOptions) -> Layer:
     """What replaces a layer's attention."""
-    if options.placement.window is None:
-        return Mixer()
-    state, read = options.mixer.kind != "none", options.mixer.read
-    return Hybrid(options.placement.window, options.placement.sinks, state=state, read=read)
+    window = options.placement.window
+    return Mixer() if window is None else hybrid_layer(options, window)
 
 
 def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Layer) -> float:

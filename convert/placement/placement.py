@@ -7,6 +7,7 @@ hybrid's configuration. Nothing turns it into text that would have to be parsed 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -92,31 +93,28 @@ class Placement:
         kinds = {Mixer: "linear_attention", Hybrid: "hybrid"}
         hybrid = self.hybrid
         heads = [list(layer.full_heads) if isinstance(layer, Hybrid) else [] for layer in self.layers]
-        return {
-            "layer_types": [
-                kinds.get(type(layer), teacher)
-                for layer, teacher in zip(self.layers, teacher_layer_types, strict=True)
-            ],
+        layers = zip(self.layers, teacher_layer_types, strict=True)
+        fields = {
+            "layer_types": [kinds.get(type(layer), teacher) for layer, teacher in layers],
             "hybrid_full_heads": heads if any(heads) else None,
-        } | (
-            {}
-            if hybrid is None
-            else {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks, "hybrid_read": hybrid.read}
-        )
+        }
+        if hybrid is not None:
+            fields |= {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks, "hybrid_read": hybrid.read}
+        return fields
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Placement":
         """The placement that a hybrid's configuration stores."""
-        full, state = config.hybrid_full_heads or [[]] * config.num_hidden_layers, config.mixer != "none"
-        kinds = {
-            "linear_attention": lambda i: Mixer(),
-            "hybrid": lambda i: Hybrid(
-                config.hybrid_window, config.hybrid_sinks, tuple(full[i]), state, config.hybrid_read
-            ),
-        }
-        return cls(
-            tuple(kinds[kind](i) if kind in kinds else Attention() for i, kind in enumerate(config.layer_types))
-        )
+        layers: list[Layer] = []
+        for kind, full in zip(config.layer_types, config.hybrid_full_heads or repeat(()), strict=False):
+            if kind == "hybrid":
+                state = config.mixer != "none"
+                layers.append(
+                    Hybrid(config.hybrid_window, config.hybrid_sinks, tuple(full), state, config.hybrid_read)
+                )
+            else:
+                layers.append(Mixer() if kind == "linear_attention" else Attention())
+        return cls(tuple(layers))
 
 
 @dataclass(frozen=True)

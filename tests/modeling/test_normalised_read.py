@@ -98,7 +98,7 @@ def test_the_layer_from_its_equations(name):
         real = torch.ones(2, LENGTH, dtype=torch.bool) if real is None else real
         torch.testing.assert_close(got[real], expected[real], **EXACT)
         near, far = m.materialize(u, rotary, seq_idx=ids, window=inputs)
-        seen = m.attention.look(u, rotary, inputs, ids)
+        seen = m.attention(u, rotary, inputs, ids)
         y, mean, tilt = m.read(seen, ids).unflatten(-1, (3, m.attention.heads, -1)).unbind(2)
         torch.testing.assert_close((near[0] @ near[1]).transpose(1, 2)[real], y[real], **EXACT)
         torch.testing.assert_close((far[0] @ far[1]).transpose(1, 2)[real], (mean + tilt)[real], **EXACT)
@@ -108,7 +108,7 @@ def test_the_layer_from_its_equations(name):
 def test_heads_with_full_attention_stand_in_the_first_block():
     m, u, rotary = layer_and_input(hybrid_full_heads=[[1, 3]] * 2)
     mask = torch.full((LENGTH, LENGTH), float("-inf"), dtype=u.dtype).triu(1)[None, None]
-    near = m.attention.look(u, rotary, WindowInputs(torch.arange(LENGTH).expand(2, -1), None, mask))
+    near = m.attention(u, rotary, WindowInputs(torch.arange(LENGTH).expand(2, -1), None, mask))
     y, mean, tilt = m.read(near).unflatten(-1, (3, m.attention.heads, -1)).unbind(2)
     assert torch.equal(y[:, :, [1, 3]], near.output[:, :, [1, 3]])
     assert not mean[:, :, [1, 3]].any() and not tilt[:, :, [1, 3]].any()
@@ -140,7 +140,7 @@ def test_far_tokens_drawn_from_a_gaussian_are_read_exactly():
 @torch.no_grad()
 def test_mass_is_linear_in_its_features():
     m, u, rotary = layer_and_input(rope_parameters=PARTIAL_ROPE)
-    far = m.read.far(m.attention.look(u, rotary, WindowInputs(torch.arange(LENGTH).expand(2, -1))))
+    far = m.read.far(m.attention(u, rotary, WindowInputs(torch.arange(LENGTH).expand(2, -1))))
     features = m.read.mass_features(far)
     assert features.shape[-1] == m.read.mass.shape[1] == 2 + 2 * (8 - 2)
     torch.testing.assert_close((features * m.read.mass).sum(-1), m.read.log_mass(far), **EXACT)
@@ -180,14 +180,14 @@ def test_extreme_masses_and_decays(shift, log_decay):
 def test_gradients_are_those_of_the_equations():
     m, u, rotary = layer_and_input()
     inputs = WindowInputs(torch.arange(LENGTH).expand(2, -1))
-    near = m.attention.look(u, rotary, inputs)
+    near = m.attention(u, rotary, inputs)
     names = [name for name, _ in m.named_parameters() if name.startswith(("read.", "attention."))]
     parameters = [m.get_parameter(name) for name in names]
     torch.manual_seed(1)
     weights = torch.randn(3, *near.output.shape, dtype=torch.float64)
     parts = m.read(near).unflatten(-1, (3, *near.output.shape[2:])).movedim(2, 0)
     scanned = torch.autograd.grad((parts[0] * weights[0] + (parts[1] + parts[2]) * weights[1]).sum(), parameters)
-    near = m.attention.look(u, rotary, inputs)
+    near = m.attention(u, rotary, inputs)
     gate, (mean, tilt) = m.read.matrices(near)
     v = near.context.values.repeat_interleave(2, dim=1)
     far = ((mean + tilt) @ v).transpose(1, 2)
