@@ -5,7 +5,6 @@ convert-to-hybrid MODEL OUT converts; the other commands have names.
 
 import contextlib
 import difflib
-import errno
 import functools
 import json
 import logging
@@ -28,6 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from .errors import message_of, printable
 from .options import (
     CONVERSION_FLAGS,
     MOHAWK_FLAGS,
@@ -81,7 +81,9 @@ def convert_command(options: ConversionOptions, switches: Switches) -> None:
     if as_json:
         sys.stdout.write(json.dumps(plan.summary() | {"output": options.output.folder}, indent=2) + "\n")
     if not quiet:
-        console.print(f"[green]done[/] {escape(options.output.folder)} ({human_bytes(plan.bytes_to_write)})")
+        console.print(
+            f"[green]done[/] {escape(printable(options.output.folder))} ({human_bytes(plan.bytes_to_write)})"
+        )
         if options.output.push_to_hub:
             console.print(f"[green]pushed[/] {options.output.push_to_hub}")
 
@@ -198,20 +200,20 @@ def _carry_out(options: Any, plan: Callable, run: Callable, switches: Switches) 
     from .formats.transfer import describe
 
     if switches["dry_run"]:
-        console.print(describe(plan(options)), markup=False)
+        console.print(printable(describe(plan(options))), markup=False)
         return
     quiet = switches["quiet"]
     with progress_bars(quiet) as progress:
         run(options, lambda plan: _print(plan, describe, False, quiet), progress)
     if not quiet:
-        console.print(f"[green]done[/] {escape(options.output.folder)}")
+        console.print(f"[green]done[/] {escape(printable(options.output.folder))}")
 
 
 def _print(plan: Any, describe: Callable[[Any], str], as_json: bool, quiet: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(plan.summary(), indent=2) + "\n")
     elif not quiet:
-        console.print(describe(plan), markup=False)
+        console.print(printable(describe(plan)), markup=False)
 
 
 def _print_report(report: Any, describe: Callable[[Any], Any], as_json: bool) -> None:
@@ -239,35 +241,20 @@ def progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextlib.contextmanager
-def one_line_errors(verbose: bool, interrupted: str = "no half-written checkpoint is left") -> Iterator[None]:
-    """What went wrong and what to do, in one line, with a non-zero exit; the traceback with --verbose."""
+def one_line_errors(verbose: bool, interrupted: str = "OUT is as it was") -> Iterator[None]:
+    """The edge: whatever goes wrong is one line and a non-zero exit; the traceback with --verbose."""
     try:
         yield
-    except KeyboardInterrupt:
-        _fail(f"interrupted; {interrupted}.", 130)
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt as error:
+        _fail(f"interrupted; {'; '.join([interrupted, *getattr(error, '__notes__', ())])}.", 130)
+    except Exception as error:
         if verbose:
             raise
-        _fail(_message(error), 1)
-    except RuntimeError as error:
-        if verbose or "out of memory" not in str(error):
-            raise
-        _fail(
-            "out of memory; use shorter sequences or smaller batches, or alignment.low_memory in a conversion.",
-            1,
-        )
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "the disk is full; nothing was written. Free some space or choose another OUT."
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission for {error.filename}."
-    return " ".join(str(error).split()) or type(error).__name__
+        _fail(message_of(error), 1)
 
 
 def _fail(message: str, code: int) -> None:
-    console.print(f"[red]error:[/] {escape(message)}")
+    console.print(f"[red]error:[/] {escape(printable(message))}")
     raise SystemExit(code)
 
 

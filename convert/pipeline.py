@@ -6,7 +6,6 @@ open the teacher -> decide a placement -> plan -> fit -> write -> publish
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from .alignment.aligner import Aligner, Alignment, public_text_name
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
-from .checkpoint.folder import check_apart, check_output, staged
+from .checkpoint.folder import OutputFolder, check_apart
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import add_generation_config, add_tokenizer
 from .formats.export import check_holdable
@@ -70,28 +69,26 @@ def run(
         OSError: the disk.
     """
     output = Path(options.output.folder).expanduser().resolve()
-    check_output(output, options.output.overwrite)
-    weights = open_teacher(options)
-    options = options_for_teacher(options, weights)
-    check_apart(output, weights.teacher.folder)
-    push_to = options.output.push_to_hub
-    repository = None if push_to is None else prepare_repository(push_to, options.output.private)
-    work = Path(options.alignment.work_dir or output.with_name(f"{output.name}.work")).expanduser()
-    aligner = None if options.alignment.method == "none" else Aligner(weights, options, progress, work)
-    decision = decide_placement(weights, options, aligner)
-    plan = checked(make_plan(weights, decision, options), options)
-    on_plan(plan)
-    alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
-    with staged(output) as folder:
-        write(plan, alignment, options, folder, progress)
-        if alignment is not None and options.alignment.method == "mohawk":
-            aligner.train(folder, work / "stages", plan.dtype)
-    if repository is not None:
-        upload(output, repository)
-    if aligner is not None:
-        aligner.finished()
-        if options.alignment.work_dir is None:
-            shutil.rmtree(work, ignore_errors=True)
+    with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
+        weights = open_teacher(options)
+        options = options_for_teacher(options, weights)
+        check_apart(output, weights.teacher.folder)
+        push_to = options.output.push_to_hub
+        repository = None if push_to is None else prepare_repository(push_to, options.output.private)
+        aligned = options.alignment.method != "none"
+        aligner = Aligner(weights, options, progress, owner.make_work()) if aligned else None
+        decision = decide_placement(weights, options, aligner)
+        plan = checked(make_plan(weights, decision, options), options)
+        on_plan(plan)
+        alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
+        with owner.staged() as folder:
+            write(plan, alignment, options, folder, progress)
+            if alignment is not None and options.alignment.method == "mohawk":
+                aligner.train(folder, owner.work / "stages", plan.dtype)
+        if repository is not None:
+            upload(output, repository)
+        if aligner is not None:
+            aligner.finished()
     return plan
 
 

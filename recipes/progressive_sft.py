@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from convert import convert
-from convert.checkpoint.folder import staged
+from convert.checkpoint.folder import MARKER, OutputFolder, make_work, remove_made, remove_work
 from convert.placement.placement import Placement
 from convert.weights.students import STUDENTS
 
@@ -75,8 +75,8 @@ def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, m
 
 def write_step(model: nn.Module, lender: Path, before: Path | None, folder: Path) -> None:
     """A composed model as a checkpoint, with the lender's tokenizer and the record of the steps before."""
-    with staged(folder) as staging:
-        kept_out = shutil.ignore_patterns("*.safetensors*", "config.json", "training.*")
+    with OutputFolder(folder, overwrite=True) as owner, owner.staged() as staging:
+        kept_out = shutil.ignore_patterns(MARKER, "*.safetensors*", "config.json", "training.*")
         shutil.copytree(lender, staging, dirs_exist_ok=True, ignore=kept_out)
         if before is not None:
             shutil.copyfile(before / "training.json", staging / "training.json")
@@ -123,9 +123,9 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
             own = ["--model_name_or_path", str(start), "--output_dir", str(target)]
             own += [] if last else ["--push_to_hub", "false"]
             reports.append(sft.main([*arguments, *own, "--data_chunk", f"{number}/{len(plan)}"]))
-            shutil.rmtree(start)
+            remove_made(start)
         before = target
-    shutil.rmtree(work)
+    remove_work(work)
     return reports
 
 
@@ -134,9 +134,7 @@ def check_same_run(work: Path, what: list) -> None:
     path, key = work / "run.json", json.dumps(what)
     if path.is_file() and path.read_text() != key:
         raise ValueError(f"{work} holds the steps of another run; delete it, or choose another output_dir.")
-    if not path.is_file() and work.is_dir() and any(work.iterdir()):
-        raise ValueError(f"{work} is not empty and not of this recipe; choose another output_dir.")
-    work.mkdir(parents=True, exist_ok=True)
+    make_work(work)
     path.write_text(key)
 
 

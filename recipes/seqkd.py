@@ -11,7 +11,6 @@ command goes on. Every batch has its own seed, so that makes no difference to th
 import hashlib
 import json
 import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from convert.checkpoint.folder import check_apart, staged
+from convert.checkpoint.folder import OutputFolder, check_apart, check_output
 from convert.checkpoint.load import load_tokenizer
 
 from .training.arguments import TeacherArguments, parse_classes
@@ -74,7 +73,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     classes = (ScriptArguments, DatasetMixtureConfig, TeacherArguments, SeqKDArguments)
     data, mixture, teaching, arguments = parse_classes(classes, argv)
     output = Path(arguments.output_dir).expanduser().resolve()
-    check_replaceable(output, arguments.overwrite, data.dataset_name, teaching.teacher_model_name_or_path)
+    check_output(output, arguments.overwrite)
     if teaching.teacher_model_name_or_path is None:
         raise ValueError("teacher_model_name_or_path is missing; it names who answers.")
     rows, _ = load_splits(data, mixture, False, COLUMNS)
@@ -87,33 +86,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     prompts, counts = read_prompts(rows, tokenizer, arguments)
     if not prompts:
         raise ValueError(f"No prompt is left: {counts}; raise max_prompt_length or check the data.")
-    work = output.with_name(f"{output.name}.work")
-    answers = answer_all(prompts, tokenizer, teaching, arguments, work)
-    splits = split_rows(prompts, answers, arguments)
-    counts["empty answers"] = sum(not answer["text"].strip() for answer in answers)
-    counts["cut off"] = sum(not answer["finished"] for answer in answers)
-    report = {"rows": {name: len(part) for name, part in splits.items()}, "left out": counts}
-    with staged(output) as folder:
-        for name, part in splits.items():
-            if part:
-                (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-        (folder / "README.md").write_text(card(report, arguments, teaching, data.dataset_name or "a mixture"))
-    shutil.rmtree(work)
-    return report | {"output": str(output)}
-
-
-def check_replaceable(output: Path, overwrite: bool, *inputs: str | None) -> None:
-    """Refuse an output that holds anything but this recipe's data, or the data or the teacher that it is made from."""
-    if not output.exists() or not any(output.iterdir()):
-        return
-    if not overwrite:
-        raise ValueError(f"{output} exists and is not empty; choose another output_dir or say --overwrite.")
-    written = output / "README.md"
-    if not written.is_file() or "- seqkd" not in written.read_text():
-        raise ValueError(f"{output} holds no data of this recipe, so --overwrite will not replace it.")
-    for kept in inputs:
+    for kept in (data.dataset_name, teaching.teacher_model_name_or_path):
         if kept is not None and Path(kept).expanduser().exists():
             check_apart(output, Path(kept).expanduser().resolve())
+    with OutputFolder(output, arguments.overwrite) as owner:
+        answers = answer_all(prompts, tokenizer, teaching, arguments, owner.make_work())
+        splits = split_rows(prompts, answers, arguments)
+        counts["empty answers"] = sum(not answer["text"].strip() for answer in answers)
+        counts["cut off"] = sum(not answer["finished"] for answer in answers)
+        report = {"rows": {name: len(part) for name, part in splits.items()}, "left out": counts}
+        with owner.staged() as folder:
+            for name, part in splits.items():
+                if part:
+                    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+            (folder / "README.md").write_text(card(report, arguments, teaching, data.dataset_name or "a mixture"))
+    return report | {"output": str(output)}
 
 
 def read_prompts(
@@ -150,7 +137,6 @@ def answer_all(
     work: Path,
 ) -> list[dict[str, Any]]:
     """{"text", "finished"} for each prompt; what `work` already holds is not asked again."""
-    work.mkdir(parents=True, exist_ok=True)
     key, path, marker = run_key(prompts, teaching, arguments), work / "answers.jsonl", work / "run.txt"
     if path.is_file() and (not marker.is_file() or marker.read_text() != key):
         raise ValueError(f"{work} holds answers of another run; delete it or choose another output_dir.")

@@ -1,7 +1,16 @@
-"""The folder a command writes: refused before any work if it cannot be, written beside, put in place whole."""
+"""The folder a command writes: refused before any work if it cannot be, written beside, put in place whole.
+
+`OutputFolder` owns OUT and its work folder for as long as a command runs. A lock beside OUT, which the system drops
+when its holder dies, keeps other runs away, on whichever host or in whichever container they are. What this project
+made carries a marker that lists its files, and nothing else is ever deleted.
+"""
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import glob
+import json
 import os
 import re
 import shutil
@@ -11,16 +20,133 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+MARKER = ".convert-to-hybrid"
+"""In every folder that this project makes: the names of its files; none while it is being written."""
+WORK_ENTRIES = re.compile(
+    r"[0-9a-f]{20}|\.activations-.*|stages|matrix_orientation.*|hidden_state_alignment.*|distillation.*"
+    r"|checkpoint-\d+|runs|run\.(json|txt)|answers\.jsonl|attention|\d+(\.start)?|README\.md|tmp-checkpoint-\d+"
+)
+"""What commands keep in their work folders: fits under a hash, stages, trainers' checkpoints, answers, steps."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+class OutputFolder:
+    """OUT, and the folder beside it in which an interrupted run resumes.
+
+    Args:
+        output: OUT, resolved.
+        work_dir: a work folder of the user's own, which stays. By default OUT.work, which is removed in the end.
+
+    Raises:
+        ValueError: OUT exists or cannot be written, another run is writing it, or OUT.work is somebody else's.
+    """
+
+    def __init__(self, output: Path, overwrite: bool = False, work_dir: str | None = None):
+        self.output, self.overwrite = output, overwrite
+        self.owns_work = work_dir is None
+        self.work = output.with_name(f"{output.name}.work") if work_dir is None else Path(work_dir).expanduser()
+
+    def __enter__(self) -> "OutputFolder":
+        check_output(self.output, self.overwrite)
+        if self.owns_work:
+            check_work(self.work)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_parents_of(self.output))
+            locked = stack.enter_context(_lock(self.output))
+            stack.enter_context(_terminations_interrupt())
+            if locked:
+                self._sweep()
+            stack.push(self._leave_work)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._stack.__exit__(*error)
+
+    def _leave_work(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        if self.owns_work and (self.work / MARKER).is_file() and (error is None or not self._is_worth_keeping):
+            remove_work(self.work)
+        if isinstance(error, KeyboardInterrupt) and self._is_worth_keeping:
+            error.add_note(f"what is done so far is kept in {self.work}, and the same command goes on from there")
+
+    @property
+    def _is_worth_keeping(self) -> bool:
+        """Whether the work folder holds anything that a later run can use."""
+        found = (path.name for path in self.work.rglob("*") if path.is_file())
+        return any(name not in (MARKER, "key.json") for name in found)
+
+    def make_work(self) -> Path:
+        """The work folder, made if it is not there."""
+        if self.owns_work:
+            make_work(self.work)
+        return self.work
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[Path]:
+        """A folder beside OUT that takes its name when the block ends well, and vanishes when it does not.
+
+        Raises:
+            ValueError: OUT appeared, or got files that are not this project's, while the block ran.
+        """
+        folder = self.output.with_name(f".{self.output.name}.partial-{uuid.uuid4().hex[:8]}")
+        folder.mkdir()
+        mark(folder, None)
+        try:
+            yield folder
+            mark(folder, {str(path.relative_to(folder)) for path in _files_below(folder)})
+            self._put_in_place(folder)
+        finally:
+            remove_made(folder)
+
+    def _put_in_place(self, folder: Path) -> None:
+        check_output(self.output, self.overwrite)  # hours may have passed
+        try:
+            folder.rename(self.output)  # which an empty folder does not hinder
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            check_output(self.output, self.overwrite)
+            if not _exchange(folder, self.output):  # a kill in between is mended by the next run's `_sweep`
+                replaced = self.output.with_name(f".{self.output.name}.replaced-{uuid.uuid4().hex[:8]}")
+                self.output.rename(replaced)
+                try:
+                    folder.rename(self.output)
+                except BaseException:
+                    replaced.rename(self.output)
+                    raise
+                remove_made(replaced)
+
+    def _sweep(self) -> None:
+        """Remove what killed runs left, or put back the OUT that one had just taken away."""
+        for stale in self.output.parent.glob(f".{glob.escape(self.output.name)}.*"):
+            match = re.fullmatch(rf"\.{re.escape(self.output.name)}\.(partial|replaced)-[0-9a-f]{{8}}", stale.name)
+            if match is None or not (stale / MARKER).is_file():
+                continue
+            if match[1] == "replaced" and not self.output.exists():
+                stale.rename(self.output)
+            else:
+                remove_made(stale)
+
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse an output that exists or cannot be written, before any work."""
+    """Refuse an output that exists or cannot be written.
+
+    Raises:
+        ValueError: naming what is in the way.
+    """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; OUT must be a folder that does not exist yet.")
-    if output.is_dir() and any(output.iterdir()):
+    if _holds_anything(output):
         if not overwrite:
             raise ValueError(f"{output} exists and is not empty; choose another OUT or say --overwrite.")
-        if not (output / "config.json").is_file():
-            raise ValueError(f"{output} is not a checkpoint (no config.json), so --overwrite will not replace it.")
+        made = _made_files(output)
+        if made is None:
+            raise ValueError(f"{output} was not made by this project, so --overwrite will not replace it.")
+        if foreign := sorted(_files_below(output) - made):
+            raise ValueError(
+                f"{output} holds {foreign[0].relative_to(output)}, which this project did not put there, so "
+                "--overwrite will not replace it; move the file away, or choose another OUT."
+            )
     parent = output.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -41,69 +167,157 @@ def check_apart(output: Path, teacher_folder: Path) -> None:
             raise ValueError(f"{output} is or contains {what}; choose another OUT.")
 
 
-@contextlib.contextmanager
-def staged(output: Path) -> Iterator[Path]:
-    """A folder beside OUT that takes its name when the block ends well, and vanishes when it does not.
+def check_work(work: Path) -> None:
+    """Refuse a work folder that this project did not make."""
+    if _holds_anything(work) and not (work / MARKER).is_file():
+        raise ValueError(f"{work} exists and is no work folder of this project; move it away, or choose another OUT.")
 
-    What an earlier, killed run left behind is removed first: such a folder has no config.json, which is written last,
-    so nothing takes it for a checkpoint. Had it died between taking the old OUT away and putting the new one in its
-    place, the old one is put back.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _clean_up_after_killed_runs(output)
-    folder = output.with_name(f".{output.name}.partial-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    folder.mkdir()
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main_thread else None
-    try:
-        yield folder
-        _put_in_place(folder, output)
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+
+def make_work(work: Path) -> None:
+    """Make a work folder that may be deleted once its command is done; one that is there already stays as it is."""
+    check_work(work)
+    work.mkdir(parents=True, exist_ok=True)
+    (work / MARKER).touch()
+
+
+def remove_work(work: Path) -> None:
+    """Delete what commands keep in a work folder, and the folder if nothing else is in it."""
+    for entry in work.iterdir() if (work / MARKER).is_file() else ():
+        if WORK_ENTRIES.fullmatch(entry.name) and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
+    if work.is_dir() and [entry.name for entry in work.iterdir()] == [MARKER]:
+        (work / MARKER).unlink()
+        work.rmdir()
+
+
+def remove_made(folder: Path) -> None:
+    """Delete a folder's files that its marker lists, all where it was not finished, and it if nothing else is left."""
+    if _marked(folder) == {"files": None}:  # nobody else knows its name
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _put_in_place(folder: Path, output: Path) -> None:
-    if not output.exists():
-        folder.rename(output)
         return
-    replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    output.rename(replaced)
-    try:
-        folder.rename(output)
-    except BaseException:
-        replaced.rename(output)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    for path in _made_files(folder) or ():
+        path.unlink(missing_ok=True)
+    for inner, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(inner)
 
 
-def _clean_up_after_killed_runs(output: Path) -> None:
-    for stale in output.parent.glob(f".{glob.escape(output.name)}.*"):
-        match = re.fullmatch(rf"\.{re.escape(output.name)}\.(partial|replaced)-(\d+)-[0-9a-f]{{8}}", stale.name)
-        if match is None or _is_running(int(match[2])):
-            continue
-        if match[1] == "replaced" and not output.exists():
-            stale.rename(output)
-        else:
-            shutil.rmtree(stale, ignore_errors=True)
+def mark(folder: Path, files: set[str] | None) -> None:
+    """Write the marker of a folder that this project makes: all of its files, or None while it is being written."""
+    content = json.dumps({"files": files and sorted({*files, MARKER})}, indent=1) + "\n"
+    write_beside(folder / MARKER, lambda path: path.write_text(content))
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it belongs to somebody else
-        pass
-    return True
+def note_made(folder: Path, name: str) -> None:
+    """Add a file to those that a folder's marker lists."""
+    made = _made_files(folder)
+    if made is not None:
+        mark(folder, {*(str(path.relative_to(folder)) for path in made), name})
 
 
 def write_beside(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside, then rename, so that an interruption leaves no half file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         write(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _marked(folder: Path) -> dict[str, list[str] | None]:
+    """What a folder's marker says: its files, or None for them while it is written; empty where it has no marker."""
+    try:
+        names = json.loads((folder / MARKER).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    inside = names is None or (
+        isinstance(names, list)
+        and all(isinstance(name, str) and not {"..", "/"} & set(Path(name).parts) for name in names)
+    )
+    return {"files": names} if inside else {}
+
+
+def _made_files(folder: Path) -> set[Path] | None:
+    """The files that a finished folder's marker lists; None where there is no such marker."""
+    names = _marked(folder).get("files")
+    return None if names is None else {folder / name for name in names}
+
+
+def _files_below(folder: Path) -> set[Path]:
+    """Every file and link below a folder."""
+    return {Path(inner, name) for inner, folders, files in os.walk(folder) for name in files} | {
+        Path(inner, name)
+        for inner, folders, _ in os.walk(folder)
+        for name in folders
+        if Path(inner, name).is_symlink()
+    }
+
+
+def _holds_anything(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    if ctypes.get_errno() in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), os.fspath(other))
+
+
+@contextlib.contextmanager
+def _parents_of(output: Path) -> Iterator[None]:
+    """OUT's parents, of which those that had to be made go again if nothing came into them."""
+    missing = [parent for parent in output.parents if not parent.exists()]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for parent in missing:
+                parent.rmdir()
+
+
+@contextlib.contextmanager
+def _lock(output: Path) -> Iterator[bool]:
+    """Hold the lock of OUT; False on a file system that has none, where unique names and the last check must do."""
+    path, held = output.with_name(f".{output.name}.lock"), False
+    while not held:
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):  # its holder removed it after we had opened it
+                held = os.path.samestat(os.fstat(lock), os.stat(path))
+        except BlockingIOError as error:
+            raise ValueError(f"Another run is writing {output}; wait for it, or choose another OUT.") from error
+        except OSError:
+            break
+        finally:
+            if not held:
+                os.close(lock)
+    try:
+        yield held
+    finally:
+        if held:
+            path.unlink(missing_ok=True)  # before it is let go, so that nobody's lock is taken from them
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def _terminations_interrupt() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP interrupt as Ctrl-C does; what ignores them, as `nohup` has it, goes on to."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        kinds = [kind for kind in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(kind) is not signal.SIG_IGN]
+        previous = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)

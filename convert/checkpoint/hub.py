@@ -11,6 +11,8 @@ import httpx2
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
+from .folder import MARKER
+
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 """Files of an earlier upload that are removed, because with other shards they would win over the new ones."""
 
@@ -38,7 +40,13 @@ def upload(folder: Path, repository: str, message: str = "Add hybrid") -> None:
         ValueError: the Hub did not take it; what it received is kept for the next attempt.
     """
     with push_errors(f"{repository} (the model is complete in {folder})"):
-        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message, delete_patterns=REPLACED)
+        HfApi().upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=message,
+            delete_patterns=REPLACED,
+            ignore_patterns=[MARKER],
+        )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from ..checkpoint.code import versions
-from ..checkpoint.folder import check_apart, check_output, staged
+from ..checkpoint.folder import OutputFolder, check_apart
 from ..checkpoint.pictures import CACHE, LAYERS, save_pictures
 from ..checkpoint.tokenizer import add_generation_config, add_tokenizer, has_tokenizer
 from ..options import ExportOptions, ImportOptions, parse_size
@@ -105,32 +105,44 @@ def write_checkpoint(
         ValueError: bad options or checkpoint. OSError: the disk.
     """
     output = Path(options.output.folder).expanduser().resolve()
-    check_output(output, options.output.overwrite)
-    plan = make_plan(options)
-    models = [plan.source] if plan.base is None else [plan.source, plan.base]
-    for model in models:
-        check_apart(output, model.folder)
-    on_plan(plan)
-    shards = plan_shards(plan.rules, plan.dtype, parse_size(options.output.max_shard_size))
-    with staged(output) as folder:
-        if plan.provenance is None:
-            write_shards(shards, plan.checkpoint, plan.dtype, folder, progress)
-        else:
-            hashes = write_and_hash(shards, plan.checkpoint, plan.dtype, folder, progress)
-            plan.config.conversion |= plan.provenance | {"source_sha256": hashes, "versions": versions()}
-        with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
-        if with_tokenizer:
-            add_tokenizer(with_tokenizer[0], folder, options.trust_remote_code)
-        with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
-        add_generation_config((with_settings or models)[0], folder)
-        card = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"])
-        notes = "\n".join(f"- {note}" for note in plan.notes)
-        pictures = ""
-        if plan.provenance is not None:  # a hybrid of ours, whose layers and cache can be drawn
-            save_pictures(plan.config, plan.dtype, folder)
-            pictures = f"![layers and heads]({LAYERS})\n![cache against length]({CACHE})"
-        ModelCard.from_template(
-            card, template_str=CARD, title=output.name, description=plan.description, notes=notes, pictures=pictures
-        ).save(folder / "README.md")
-        write_config(plan.config, folder, plan.dtype)
+    with OutputFolder(output, options.output.overwrite) as owner:
+        plan = make_plan(options)
+        models = [plan.source] if plan.base is None else [plan.source, plan.base]
+        for model in models:
+            check_apart(output, model.folder)
+        on_plan(plan)
+        with owner.staged() as folder:
+            _write(plan, models, options, folder, write_config, progress)
     return plan
+
+
+def _write(
+    plan: TransferPlan,
+    models: list[Teacher],
+    options: TransferOptions,
+    folder: Path,
+    write_config: Callable[[PreTrainedConfig, Path, torch.dtype], None],
+    progress: Progress,
+) -> None:
+    shards = plan_shards(plan.rules, plan.dtype, parse_size(options.output.max_shard_size))
+    if plan.provenance is None:
+        write_shards(shards, plan.checkpoint, plan.dtype, folder, progress)
+    else:
+        hashes = write_and_hash(shards, plan.checkpoint, plan.dtype, folder, progress)
+        plan.config.conversion |= plan.provenance | {"source_sha256": hashes, "versions": versions()}
+    with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
+    if with_tokenizer:
+        add_tokenizer(with_tokenizer[0], folder, options.trust_remote_code)
+    with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
+    add_generation_config((with_settings or models)[0], folder)
+    card = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"])
+    notes = "\n".join(f"- {note}" for note in plan.notes)
+    pictures = ""
+    if plan.provenance is not None:  # a hybrid of ours, whose layers and cache can be drawn
+        save_pictures(plan.config, plan.dtype, folder)
+        pictures = f"![layers and heads]({LAYERS})\n![cache against length]({CACHE})"
+    title = Path(options.output.folder).name
+    ModelCard.from_template(
+        card, template_str=CARD, title=title, description=plan.description, notes=notes, pictures=pictures
+    ).save(folder / "README.md")
+    write_config(plan.config, folder, plan.dtype)

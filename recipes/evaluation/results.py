@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from convert.checkpoint.card import KL_ROW, RECALL_ROW, with_figures
-from convert.checkpoint.folder import write_beside
+from convert.checkpoint.folder import note_made, write_beside
 from convert.checkpoint.pictures import KL, kl_picture
 from convert.weights.writer import human_bytes
 
@@ -171,6 +171,7 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
             if row["distance"] is not None:
                 by_probe.setdefault(row["probe"], []).append((row["distance"], row["teacher"], row["model"]))
         kl_picture(positions, by_probe).savefig(folder / KL)
+        note_made(folder, KL)
         picture = [f"![KL by position and recall by distance]({KL})", ""]
     teacher = evaluation["teacher"]
     public = evaluation | {"teacher": Path(teacher).name if teacher and Path(teacher).exists() else teacher}

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from convert.alignment.distillation.trainer import (  # fmt: skip
     train_and_evaluate,
     whole_model,
 )
-from convert.checkpoint.folder import check_apart, check_output
+from convert.checkpoint.folder import check_apart, check_output, check_work, make_work
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.cli import console, one_line_errors
 
@@ -90,6 +89,7 @@ class Run(contextlib.AbstractContextManager):
             raise ValueError(f"LoRA under {sharded[0]} cannot be merged into the model at the end; use DDP.")
         if self.state.is_main_process:
             check_output(self.output, self.arguments.overwrite)
+            check_work(self.work)
             if Path(student).expanduser().is_dir():
                 check_apart(self.output, Path(student).expanduser())
 
@@ -156,7 +156,7 @@ class Run(contextlib.AbstractContextManager):
             raise ValueError(f"{self.work} holds checkpoints of another run; delete it, or choose another output_dir.")
         self.state.wait_for_everyone()
         if self.state.is_main_process:
-            self.work.mkdir(parents=True, exist_ok=True)
+            make_work(self.work)
             path.write_text(json.dumps({"key": self.key}))
         return checkpoint
 
@@ -169,10 +169,12 @@ class Run(contextlib.AbstractContextManager):
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
         if self.state.is_main_process:
-            write_checkpoint(model, tokenizer, self.source, self.output, record, self.arguments.max_shard_size)
+            settings = self.arguments
+            write_checkpoint(
+                model, tokenizer, self.source, self.output, record, settings.max_shard_size, settings.overwrite
+            )
             if self.repository is not None:
                 upload(self.output, self.repository, f"Add {self.stage}")
-            shutil.rmtree(self.work, ignore_errors=True)
             self.say(f"[green]{self.stage}[/] -> {self.output}")
         self.state.wait_for_everyone()
 

@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, MixtralConfig
 
+from convert.checkpoint.folder import MARKER, OutputFolder, mark
 from convert.cli import main
 from tests.teachers import TEACHERS, TINY
 
@@ -188,22 +188,29 @@ def test_existing_output(teacher, tmp_path):
     out.mkdir()
     (out / "precious.txt").write_text("mine")
     check_one_line_error(run(teacher, out), "exists and is not empty", "--overwrite")
-    check_one_line_error(run(teacher, out, "--overwrite"), "not a checkpoint")
     (out / "config.json").write_text("{}")
+    check_one_line_error(run(teacher, out, "--overwrite"), "not made by this project")
+    made = tmp_path / "made"
+    assert run(teacher, made).returncode == 0
+    (made / "precious.txt").write_text("mine")
+    check_one_line_error(run(teacher, made, "--overwrite"), "precious.txt", "did not put there")
+    (made / "precious.txt").unlink()
+    before = (made / "config.json").read_bytes()
     edit_weights(teacher, poison(float("nan")))
-    check_one_line_error(run(teacher, out, "--overwrite"), "NaN")
-    assert (out / "precious.txt").read_text() == "mine"  # a failed run replaces nothing
+    check_one_line_error(run(teacher, made, "--overwrite"), "NaN")
+    assert (made / "config.json").read_bytes() == before  # a failed run replaces nothing
     edit_weights(teacher, poison(0.0))
-    assert run(teacher, out, "--overwrite").returncode == 0
-    assert not (out / "precious.txt").exists() and (out / "model.safetensors").exists()
+    assert run(teacher, made, "--overwrite", "--mixer", "mamba2").returncode == 0
+    assert (made / "config.json").read_bytes() != before and (out / "precious.txt").read_text() == "mine"
     (tmp_path / "file").write_text("")
     check_one_line_error(run(teacher, tmp_path / "file"), "is a file")
     check_one_line_error(run(teacher, tmp_path / "file" / "below"), "cannot be written")
-    nothing_left(tmp_path, "file", "out", "teacher")
+    nothing_left(tmp_path, "file", "made", "out", "teacher")
 
 
 def test_overwriting_never_takes_the_teacher_along(teacher, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
+    for folder in (teacher, tmp_path):  # as if an earlier run had made them
+        mark(folder, {str(path.relative_to(folder)) for path in folder.rglob("*")})
     before = sorted(os.listdir(teacher))
     for out in (teacher, tmp_path):
         check_one_line_error(run(teacher, out, "--overwrite"), "is or contains the teacher")
@@ -226,7 +233,7 @@ def test_output_may_be_a_link(teacher, tmp_path):
 def test_a_run_killed_while_swapping_loses_nothing(teacher, tmp_path):
     """The old checkpoint was moved away and the new one not yet there: the next run brings it back first."""
     assert run(teacher, tmp_path / "out").returncode == 0
-    (tmp_path / "out").rename(tmp_path / ".out.replaced-999999999-0123abcd")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced-0123abcd")
     (tmp_path / ".out.partial-mine").mkdir()
     edit_weights(teacher, poison(float("nan")))
     check_one_line_error(run(teacher, tmp_path / "out"), "NaN")
@@ -414,12 +421,56 @@ def test_every_family_refuses_a_stranger_tensor(saved_teacher, tmp_path):
     assert len(TEACHERS) > 10
 
 
-def test_killed_runs_of_others_are_left_alone(saved_teacher, tmp_path):
-    """Only folders of processes that no longer run are swept."""
-    mine = tmp_path / f".out.partial-{os.getpid()}-00000000"
-    dead = tmp_path / ".out.partial-999999999-00000000"
-    mine.mkdir()
-    dead.mkdir()
+def test_only_what_this_project_made_is_swept(saved_teacher, tmp_path):
+    names = {kind: f".out.partial-{kind:08x}" for kind in range(3)}
+    for name in names.values():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text("mine")
+    mark(tmp_path / names[1], None)
+    mark(tmp_path / names[2], {MARKER})
     assert run(saved_teacher("llama-gqa"), tmp_path / "out").returncode == 0
-    nothing_left(tmp_path, mine.name, "out")
-    assert time.time() - mine.stat().st_mtime < 120
+    nothing_left(tmp_path, names[0], names[2], "out")
+
+
+def test_a_work_folder_of_somebody_else_stays(saved_teacher, tmp_path):
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work" / "thesis").write_text("mine")
+    check_one_line_error(run_as_is(saved_teacher("llama-gqa"), tmp_path / "out"), "out.work", "no work folder")
+    owner = OutputFolder(tmp_path / "other")
+    with owner:
+        (owner.make_work() / ("0" * 20)).mkdir()
+        (owner.work / "thesis").write_text("mine")
+    assert sorted(os.listdir(owner.work)) == [MARKER, "thesis"]
+    nothing_left(tmp_path, "other.work", "out.work")
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_out_is_looked_at_again_before_it_is_replaced(exchanges, tmp_path, monkeypatch):
+    if not exchanges:
+        monkeypatch.setattr("convert.checkpoint.folder._exchange", lambda one, other: False)
+    out = tmp_path / "out"
+
+    def write(content, overwrite, meanwhile=lambda: None):
+        with OutputFolder(out, overwrite) as owner, owner.staged() as folder:
+            (folder / "config.json").write_text(content)
+            meanwhile()
+
+    def appears():
+        out.mkdir()
+        (out / "thesis").write_text("mine")
+
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        write("1", False, appears)
+    with pytest.raises(ValueError, match="not made by this project"):
+        write("1", True)
+    (out / "thesis").unlink()
+    write("1", False)
+    write("2", True)
+    assert (out / "config.json").read_text() == "2"
+    with pytest.raises(ValueError, match="thesis"):
+        write("3", True, lambda: (out / "thesis").write_text("mine"))
+    (out / "thesis").unlink()
+    with pytest.raises(ValueError, match="Another run is writing"), OutputFolder(out, True):
+        write("4", True)
+    assert sorted(os.listdir(out)) == [MARKER, "config.json"]
+    nothing_left(tmp_path, "out")

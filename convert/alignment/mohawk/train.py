@@ -5,6 +5,7 @@ A conversion does so at its end; `convert-to-hybrid mohawk` does so with a hybri
 data-parallel.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_figures
-from ...checkpoint.folder import check_apart, check_output, staged
+from ...checkpoint.folder import MARKER, OutputFolder, check_apart
 from ...options import AlignmentOptions, MohawkOptions, parse_size
 from ...plan import TeacherWeights
 from ...teachers.teacher import find_teacher
@@ -127,25 +128,24 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
     if settings.device == "cuda" and local_rank is not None:  # each process has its own GPU
         settings = dataclasses.replace(settings, device=f"cuda:{local_rank}")
     found = find_teacher(options.teacher, options.revision, options.gguf_file, options.trust_remote_code)
-    if writes:
-        check_output(output, options.output.overwrite)
-        check_apart(output, hybrid)
-        check_apart(output, found.folder)
-    student = load_hybrid(hybrid)
-    asked = options.output.dtype
-    dtype = stored_dtype(hybrid) if asked == "auto" else getattr(torch, asked)
-    conversion = dataclasses.replace(options.conversion, alignment=dataclasses.replace(settings, method="mohawk"))
-    teacher = TeacherModel(TeacherWeights.of(found), conversion)
-    length, held_out = conversion.sequence_length, settings.held_out_sequences
-    count = training_rows_needed(settings, length) + held_out
-    rows = calibration_rows(found, teacher, conversion, count, at_least=held_out + 1)
-    work = Path(settings.work_dir).expanduser() if settings.work_dir else output.with_name(f"{output.name}.work")
-    student, report = train_hybrid(student, teacher, rows, settings, work, options.seed, progress)
-    if writes:
-        with staged(output) as folder:
-            shutil.copytree(hybrid, folder, dirs_exist_ok=True)
-            replace_weights(student, folder, dtype, options.output.max_shard_size)
-            record_stages(folder, report)
-        if settings.work_dir is None:  # a folder of the user's own stays: it holds the logs, too
-            shutil.rmtree(work, ignore_errors=True)
+    owner = OutputFolder(output, options.output.overwrite, settings.work_dir)
+    with owner if writes else contextlib.nullcontext():
+        if writes:
+            check_apart(output, hybrid)
+            check_apart(output, found.folder)
+            owner.make_work()
+        student = load_hybrid(hybrid)
+        asked = options.output.dtype
+        dtype = stored_dtype(hybrid) if asked == "auto" else getattr(torch, asked)
+        conversion = dataclasses.replace(options.conversion, alignment=dataclasses.replace(settings, method="mohawk"))
+        teacher = TeacherModel(TeacherWeights.of(found), conversion)
+        length, held_out = conversion.sequence_length, settings.held_out_sequences
+        count = training_rows_needed(settings, length) + held_out
+        rows = calibration_rows(found, teacher, conversion, count, at_least=held_out + 1)
+        student, report = train_hybrid(student, teacher, rows, settings, owner.work, options.seed, progress)
+        if writes:
+            with owner.staged() as folder:
+                shutil.copytree(hybrid, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MARKER))
+                replace_weights(student, folder, dtype, options.output.max_shard_size)
+                record_stages(folder, report)
     return report

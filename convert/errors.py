@@ -1,0 +1,46 @@
+"""From an error to one line: what went wrong, while doing what, and the way out."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def during(what: str) -> Iterator[None]:
+    """Have an error say what was being done and to which file; the innermost of these is shown."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {what}")
+        raise
+
+
+def message_of(error: Exception) -> str:
+    """What to tell the user, in one line; what nobody foresaw comes with its kind and what was being done."""
+    text, kind = " ".join(str(error).split()), type(error).__name__
+    doing = next((f", {note}" for note in getattr(error, "__notes__", ()) if note.startswith("while ")), "")
+    number = getattr(error, "errno", None)
+    if number == errno.ENOSPC or "No space left on device" in text:
+        return f"the disk is full{doing}; OUT is as it was. Free some space or choose another OUT."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission for {error.filename}{doing}."
+    if number == errno.ENOMEM or isinstance(error, MemoryError) or _is_out_of_memory(text):
+        return (
+            f"out of memory{doing}; use shorter sequences or smaller batches, or alignment.low_memory in a conversion."
+        )
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+        return text or kind
+    if isinstance(error, OSError):
+        return f"{text or kind}{doing}."
+    return f"unexpected {kind}{doing}: {text[:300] or 'no message'} (--verbose shows where)."
+
+
+def _is_out_of_memory(text: str) -> bool:
+    return any(said in text.lower() for said in ("out of memory", "allocate memory", "not enough memory"))
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal would take for commands: names come from files that others wrote."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
