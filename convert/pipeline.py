@@ -15,7 +15,7 @@ from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
 from .checkpoint.hub import prepare_repository, upload
-from .checkpoint.tokenizer import add_generation_config, add_tokenizer
+from .checkpoint.tokenizer import SideFiles, read_licence, read_side_files, write_side_files
 from .formats.export import check_holdable
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
@@ -73,6 +73,8 @@ def run(
         weights = open_teacher(options)
         options = options_for_teacher(options, weights)
         check_apart(output, weights.teacher.folder)
+        side_files = read_side_files(weights.teacher, options.trust_remote_code)
+        licence = read_licence(weights.teacher, weights.checkpoint)
         push_to = options.output.push_to_hub
         repository = None if push_to is None else prepare_repository(push_to, options.output.private)
         aligned = options.alignment.method != "none"
@@ -82,7 +84,7 @@ def run(
         on_plan(plan)
         alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
         with owner.staged() as folder:
-            write(plan, alignment, options, folder, progress)
+            write(plan, alignment, options, side_files, licence, folder, progress)
             if alignment is not None and options.alignment.method == "mohawk":
                 aligner.train(folder, owner.work / "stages", plan.dtype)
         if repository is not None:
@@ -106,18 +108,23 @@ def checked(plan: Plan, options: ConversionOptions) -> Plan:
 
 
 def write(
-    plan: Plan, alignment: Alignment | None, options: ConversionOptions, folder: Path, progress: Progress
+    plan: Plan,
+    alignment: Alignment | None,
+    options: ConversionOptions,
+    side_files: SideFiles,
+    licence: dict[str, str],
+    folder: Path,
+    progress: Progress,
 ) -> None:
     """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
     rules = plan.rules if alignment is None else alignment.rules(plan)
     shards = plan_shards(rules, plan.dtype, parse_size(options.output.max_shard_size))
     hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
-    add_tokenizer(plan.teacher, folder, options.trust_remote_code)
-    add_generation_config(plan.teacher, folder)
+    write_side_files(side_files, folder)
     plan.config.conversion |= provenance(plan, alignment, options) | {"teacher_sha256": hashes}
     if alignment is not None:
         (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
-    write_card(plan, options.output.push_to_hub or Path(options.output.folder).name, folder)
+    write_card(plan, options.output.push_to_hub or Path(options.output.folder).name, folder, licence)
     add_code(plan.config, folder, plan.dtype)
 
 

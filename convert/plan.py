@@ -14,7 +14,7 @@ from modeling_llamba.hybrid_mixer import make_mixer
 from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
 from .placement.placement import Decision, Placement
-from .teachers.teacher import Teacher, hybrid_fields
+from .teachers.teacher import Teacher, config_errors, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
 from .weights.rules import Rule, Source, canonical_sources, moved
@@ -38,7 +38,21 @@ class TeacherWeights:
     @classmethod
     def of(cls, teacher: Teacher) -> "TeacherWeights":
         """Read the headers of a teacher's weights and give every tensor its place."""
-        checkpoint, config = teacher.open_weights(), attention_config(teacher)
+        checkpoint, layers = teacher.open_weights(), teacher.config.num_hidden_layers
+        if layers > len(checkpoint.tensors):  # before anything is built
+            raise ValueError(
+                f"{teacher.name} says {layers} layers, and its weights have {len(checkpoint.tensors)} tensors."
+            )
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        if (
+            teacher.config.tie_word_embeddings
+            and not teacher.headers_only
+            and {embedding, head} <= set(checkpoint.tensors)
+        ):
+            # as transformers does, which believes the weights
+            teacher.config.tie_word_embeddings = checkpoint.same_values(embedding, head)
+        with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
+            config = attention_config(teacher)
         sources, dropped = canonical_sources(
             teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
         )

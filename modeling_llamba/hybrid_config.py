@@ -1,7 +1,7 @@
 """What both hybrid families have in common in their configuration: attention, mixers, and which layer is which."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,43 @@ SIZES = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "mixer_num_heads", "mixer_num_kv_heads",
     "mixer_head_dim", "mixer_d_state", "mixer_d_conv", "mixer_chunk_size",
 )  # fmt: skip
+LARGEST_SIZE = 2**31 - 1
+# smallest and largest value of every number in a configuration, this one's or a teacher's; whole where they are whole
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys((*SIZES, "sliding_window", "hybrid_sink_reach", "mixer_dt_rank"), (1, LARGEST_SIZE)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "mixer_norm_eps"), (0.0, 1.0)),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), (0.0, 1.0)),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), (1e-06, 1000000.0)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "initializer_range"), (0.0, 1000000.0)),
+    "num_hidden_layers": (1, 10_000),
+    "max_window_layers": (0, LARGEST_SIZE),
+    "original_max_position_embeddings": (1, LARGEST_SIZE),
+    "rope_theta": (1e-6, 1e30),
+    "partial_rotary_factor": (1e-6, 1.0),
+    "hybrid_window": (1, 2**24),
+    "hybrid_sinks": (0, 2**24),
+}
+
+
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Refuse a number of a configuration, or of the rotary settings in it, that no model can have.
+
+    Raises:
+        ValueError: naming the field and what it may be.
+    """
+    for name, value in values.items():
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
+            check_numbers(value)
+        elif name in ("short_factor", "long_factor") and value is not None:
+            numbers = value if isinstance(value, (list, tuple)) else [None]
+            if not all(isinstance(number, (int, float)) and 0 < number < 1e9 for number in numbers):
+                raise ValueError(f"{name} of RoPE must be a list of numbers above 0, not {str(value)[:40]}.")
+        elif name in BOUNDS and value is not None:
+            low, high = BOUNDS[name]
+            kind, what = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
+            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+                limit = f"at most {high}" if isinstance(value, kind) and value > high else f"at least {low}"
+                raise ValueError(f"{name} must be {what} of {limit}, not {str(value)[:40]}.")
 
 
 class HybridConfig(PreTrainedConfig):
@@ -116,7 +153,7 @@ class HybridConfig(PreTrainedConfig):
     conversion: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs):
-        self._validate_sizes({name for name in SIZES if getattr(self, name) is not None})
+        check_numbers(vars(self))
         if not isinstance(self.rope_parameters, (dict, type(None))):
             raise ValueError(f"rope_parameters must be a dictionary, not {self.rope_parameters!r}.")
         if self.num_key_value_heads is None:
@@ -185,7 +222,12 @@ class HybridConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act must be one of transformers' activations, not {self.hidden_act!r}.")
-        self._validate_sizes(SIZES)
+        check_numbers(vars(self))
+        absent = [name for name in SIZES if getattr(self, name) is None]
+        if absent:
+            raise ValueError(f"{absent[0]} must be a whole number of at least 1, not None.")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id {self.pad_token_id} is no token of a vocabulary of {self.vocab_size}.")
         self._validate_rotary()
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or len(self.layer_types) != self.num_hidden_layers:
@@ -218,12 +260,6 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("layer_types has linear_attention, so mixer must be one of the mixers, not 'none'.")
         self._validate_window()
 
-    def _validate_sizes(self, names: Iterable[str]) -> None:
-        for name in sorted(names):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")
-
     def _validate_rotary(self) -> None:
         rope, kinds = self.rope_parameters, ("default", *sorted(ROPE_INIT_FUNCTIONS))
         kind = rope["rope_type"]
@@ -234,9 +270,8 @@ class HybridConfig(PreTrainedConfig):
             if not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{name} of RoPE {kind} must be a number above 0, not {value!r}.")
         for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-            values = rope.get(name)
-            if not isinstance(values, (list, tuple)) or not all(isinstance(value, (int, float)) for value in values):
-                raise ValueError(f"{name} of RoPE {kind} must be a list of numbers, not {values!r}.")
+            if rope.get(name) is None:
+                raise ValueError(f"{name} of RoPE {kind} must be a list of numbers above 0, not None.")
 
     def _validate_window(self) -> None:
         if "hybrid" in self.layer_types:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -105,14 +106,26 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
     return text
 
 
-def write_card(plan: Plan, name: str, folder: Path) -> None:
+def write_card(plan: Plan, name: str, folder: Path, licence: dict[str, str]) -> None:
     """Write README.md and its pictures into the folder of a model that will be called `name`."""
-    make_card(plan, name).save(folder / "README.md")
+    make_card(plan, name, licence).save(folder / "README.md")
     save_pictures(plan.config, plan.dtype, folder)
 
 
-def make_card(plan: Plan, name: str) -> ModelCard:
-    """The card of the model in folder or repository `name`."""
+def _kind_tags(summary: dict[str, Any]) -> list[str]:
+    if summary["read"] == "normalised":
+        return ["normalised-read"]
+    if not summary["mixer_layers"]:
+        return []
+    return ["sliding-window"] if summary["mixer"] == "none" else ["mamba", summary["mixer"]]
+
+
+def make_card(plan: Plan, name: str, licence: dict[str, str]) -> ModelCard:
+    """The card of the model in folder or repository `name`.
+
+    Args:
+        licence: what the teacher's card says of its licence, which the hybrid's weights inherit.
+    """
     summary, conversion = plan.summary(), plan.config.conversion
     replaced = summary["mixer_layers"]
     replacement, beside = "attention to a window", ""
@@ -133,8 +146,8 @@ def make_card(plan: Plan, name: str) -> ModelCard:
             library_name="transformers",
             pipeline_tag="text-generation",
             base_model=plan.teacher.name if is_hub_id else None,
-            tags=["convert-to-hybrid", "hybrid"]
-            + (["normalised-read"] if summary["read"] == "normalised" else ["mamba", summary["mixer"]]),
+            tags=["convert-to-hybrid", "hybrid", *_kind_tags(summary)],
+            **licence,
         ),
         template_str=TEMPLATE,
         title=name.split("/")[-1],

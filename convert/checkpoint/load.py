@@ -1,5 +1,6 @@
 """Load a hybrid, or any causal language model of transformers, with its tokenizer."""
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -84,17 +85,37 @@ def load_model(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("There is no CUDA device here; use --device cpu.")
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, revision=revision, trust_remote_code=trust_remote_code, **where
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=wanted,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **where,
         )
     except SafetensorError as error:
         raise ValueError(f"The weights of {model} are damaged: {first_line(error)}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{model} cannot be loaded: {first_line(error)}") from error
+    check_whole(model, found)
     try:
         return loaded.eval().to(device)
     except RuntimeError as error:
         raise ValueError(f"The model cannot be put on --device {device}: {first_line(error)}") from error
+
+
+def check_whole(model: str | Path, found: Mapping[str, Collection]) -> None:
+    """Refuse a model that transformers filled up with random weights.
+
+    Args:
+        found: its `output_loading_info`.
+    """
+    absent = sorted(found["missing_keys"]) or sorted(str(key) for key in found["mismatched_keys"])
+    if absent:
+        raise ValueError(
+            f"The weights of {model} do not match its config.json: {len(absent)} tensors are missing or of another "
+            f"shape, such as {absent[0]}; download or convert it again."
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], chat: bool) -> dict[str, torch.Tensor]:

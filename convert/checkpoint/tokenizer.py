@@ -1,14 +1,17 @@
-"""Copy a model's tokenizer and generation settings into a new checkpoint."""
+"""The files beside a model's weights that a new checkpoint takes along: read before any work, written after it."""
 
-import json
-import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
 from modeling_llamba.ship_code import code_files
 
-from ..teachers.teacher import Teacher, gguf_tokenizer
+from ..errors import during
+from ..teachers.teacher import Teacher, first_line, gguf_tokenizer
+from ..weights.reader import Checkpoint, GgufCheckpoint, read_json
 from ..weights.students import STUDENTS
 
 TOKENIZER_FILES = (
@@ -24,6 +27,10 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
+LICENCE_FIELDS = ("license", "license_name", "license_link")
+SideFiles = dict[str, bytes]
+"""Contents by name, relative to the folder of a checkpoint."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -31,43 +38,95 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def add_tokenizer(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
-    """Copy the tokenizer files unchanged; the tokenizer of a GGUF file is read out of it."""
+def read_side_files(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
+    """The tokenizer's files unchanged, the generation settings, and the licence.
+
+    Raises:
+        ValueError: one of them cannot be read, or the tokenizer is code that is not trusted.
+    """
+    with during(f"reading the files beside the weights in {teacher.folder}"):
+        return (
+            read_tokenizer(teacher, trust_remote_code)
+            | read_generation_config(teacher)
+            | {p.name: p.read_bytes() for kind in LICENCE_FILES for p in teacher.folder.glob(kind) if p.is_file()}
+        )
+
+
+def read_tokenizer(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
+    """The tokenizer of a model, made sure to load; that of a GGUF file is read out of it."""
     if teacher.gguf_file is not None:
-        gguf_tokenizer(teacher.folder, teacher.gguf_file).save_pretrained(folder)
-        return
-    for name in TOKENIZER_FILES:
-        if (teacher.folder / name).is_file():
-            shutil.copyfile(teacher.folder / name, folder / name)
-    templates = teacher.folder / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, folder / templates.name)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) if path.is_file() else {}
+        return _saved(gguf_tokenizer(teacher.folder, teacher.gguf_file))
+    folder = teacher.folder
+    paths = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    paths += [path for path in folder.glob("additional_chat_templates/*") if path.is_file()]
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    settings = read_json(folder / "tokenizer_config.json") or {}
     if "auto_map" in settings:
-        _copy_tokenizer_code(teacher, folder, trust_remote_code)
-    if has_tokenizer(folder) and "tokenizer_class" not in settings:
-        # without it, transformers looks the class up by model type, and ours has none
-        tokenizer = AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
-        tokenizer.save_pretrained(folder)
+        files |= _tokenizer_code(teacher, trust_remote_code)
+    if not paths:
+        return files
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises no other kind
+        raise ValueError(
+            f"The tokenizer in {folder} cannot be read ({first_line(error)[:200]}); mend its files, or move them away."
+        ) from error
+    # without a class, transformers looks it up by model type, and ours has none
+    return files if "tokenizer_class" in settings else files | _saved(tokenizer)
 
 
-def _copy_tokenizer_code(teacher: Teacher, folder: Path, trust_remote_code: bool) -> None:
+def _saved(thing: Any) -> SideFiles:
+    """The files that `save_pretrained` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        thing.save_pretrained(folder)
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def _tokenizer_code(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
     if not trust_remote_code:
         raise ValueError(
             f"The tokenizer of {teacher.name} is code of its own; say --trust-remote-code to take it along."
         )
     ours = code_files(STUDENTS[teacher.family.student][0])
-    for path in teacher.folder.glob("*.py"):
-        if path.name in ours:
-            raise ValueError(f"The teacher's {path.name} would collide with a file of the hybrid's own code.")
-        shutil.copyfile(path, folder / path.name)
+    files = {path.name: path.read_bytes() for path in teacher.folder.glob("*.py")}
+    if clash := files.keys() & set(ours):
+        raise ValueError(f"The teacher's {min(clash)} would collide with a file of the hybrid's own code.")
+    return files
 
 
-def add_generation_config(teacher: Teacher, folder: Path) -> None:
-    """Copy the generation settings, or write the special tokens of the configuration where there are none."""
-    source = teacher.folder / "generation_config.json"
-    if teacher.gguf_file is None and source.is_file():
-        shutil.copyfile(source, folder / source.name)
-    else:
-        GenerationConfig.from_model_config(teacher.config).save_pretrained(folder)
+def read_generation_config(teacher: Teacher) -> SideFiles:
+    """The generation settings, or the special tokens of the configuration where there are none."""
+    path = teacher.folder / "generation_config.json"
+    if teacher.gguf_file is not None or not path.is_file():
+        return _saved(GenerationConfig.from_model_config(teacher.config))
+    try:
+        GenerationConfig.from_dict(read_json(path))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no generation settings: {first_line(error)[:200]}") from error
+    return {path.name: path.read_bytes()}
+
+
+def write_side_files(files: SideFiles, folder: Path) -> None:
+    """Write what was read."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> dict[str, str]:
+    """What the head of a teacher's card, or its GGUF file, says of its licence."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        return {} if checkpoint.licence is None else {"license": checkpoint.licence}
+    path = teacher.folder / "README.md"
+    if teacher.gguf_file is not None or not path.is_file():
+        return {}
+    parts = path.read_text(errors="replace").split("---\n", 2)
+    try:
+        head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"The head of {path}, which names the licence, is not valid YAML; mend or remove it."
+        ) from error
+    said = head if isinstance(head, dict) else {}
+    return {name: said[name] for name in LICENCE_FIELDS if isinstance(said.get(name), str)}

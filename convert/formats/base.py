@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -20,19 +19,6 @@ KINDS = {
     dict: "an object",
     list: "a list",
 }
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object.")
-    return values
 
 
 @dataclass(frozen=True)
@@ -139,10 +125,8 @@ class ForeignCheckpoint:
         """Whether the head is the embedding: the configuration says so, and the weights do not contradict it."""
         if not says_so or "lm_head.weight" not in self.tensors:
             return says_so
-        if self.shape(embedding, 2) == self.shape("lm_head.weight", 2):
-            blocks = (self.checkpoint.blocks(name) for name in (embedding, "lm_head.weight"))
-            if all(a.equal(b) for a, b in zip(*blocks, strict=True)):
-                return True
+        if self.checkpoint.same_values(embedding, "lm_head.weight"):
+            return True
         self.notes.append("config.json ties the head to the embedding, but their weights differ: both are kept")
         return False
 

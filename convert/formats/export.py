@@ -21,10 +21,9 @@ from ..placement.cache import num_states
 from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors
-from ..weights.reader import open_weights
+from ..weights.reader import open_weights, read_json
 from ..weights.students import STUDENTS, meta_shapes
 from ..weights.writer import Progress, output_dtype
-from .base import read_json
 from .parts import Fill, Part, Parts, Table, make_rules, moved
 from .transfer import PROJECT, TransferPlan, find_checkpoint, write_checkpoint
 

@@ -16,10 +16,10 @@ from ..checkpoint.tokenizer import has_tokenizer
 from ..options import ImportOptions
 from ..teachers import get_family
 from ..teachers.teacher import Teacher, config_errors, find_teacher
-from ..weights.reader import open_weights
+from ..weights.reader import open_weights, read_json
 from ..weights.students import STUDENTS, tensor_shapes
 from ..weights.writer import Progress, output_dtype
-from .base import ForeignCheckpoint, Format, read_json
+from .base import ForeignCheckpoint, Format
 from .goombalab import GOOMBALAB
 from .llamba import LLAMBA
 from .mamba_in_llama import M1, MAMBA_IN_LLAMA_1, MAMBA_IN_LLAMA_2

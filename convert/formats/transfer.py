@@ -13,7 +13,14 @@ from transformers import PreTrainedConfig
 from ..checkpoint.code import versions
 from ..checkpoint.folder import OutputFolder, check_apart
 from ..checkpoint.pictures import CACHE, LAYERS, save_pictures
-from ..checkpoint.tokenizer import add_generation_config, add_tokenizer, has_tokenizer
+from ..checkpoint.tokenizer import (
+    SideFiles,
+    has_tokenizer,
+    read_generation_config,
+    read_licence,
+    read_side_files,
+    write_side_files,
+)
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, download_model
 from ..weights.reader import Checkpoint
@@ -110,15 +117,21 @@ def write_checkpoint(
         models = [plan.source] if plan.base is None else [plan.source, plan.base]
         for model in models:
             check_apart(output, model.folder)
+        with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
+        side_files = read_side_files((with_tokenizer or models)[0], options.trust_remote_code)
+        with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
+        side_files |= read_generation_config((with_settings or models)[0])
+        licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})
         on_plan(plan)
         with owner.staged() as folder:
-            _write(plan, models, options, folder, write_config, progress)
+            _write(plan, side_files, licence, options, folder, write_config, progress)
     return plan
 
 
 def _write(
     plan: TransferPlan,
-    models: list[Teacher],
+    side_files: SideFiles,
+    licence: dict[str, str],
     options: TransferOptions,
     folder: Path,
     write_config: Callable[[PreTrainedConfig, Path, torch.dtype], None],
@@ -130,12 +143,10 @@ def _write(
     else:
         hashes = write_and_hash(shards, plan.checkpoint, plan.dtype, folder, progress)
         plan.config.conversion |= plan.provenance | {"source_sha256": hashes, "versions": versions()}
-    with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
-    if with_tokenizer:
-        add_tokenizer(with_tokenizer[0], folder, options.trust_remote_code)
-    with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
-    add_generation_config((with_settings or models)[0], folder)
-    card = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"])
+    write_side_files(side_files, folder)
+    card = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"], **licence
+    )
     notes = "\n".join(f"- {note}" for note in plan.notes)
     pictures = ""
     if plan.provenance is not None:  # a hybrid of ours, whose layers and cache can be drawn

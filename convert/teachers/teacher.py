@@ -3,8 +3,8 @@
 import contextlib
 import fnmatch
 import functools
+import glob
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights
+from modeling_llamba.hybrid_config import check_numbers
+
+from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json
 from . import get_family
 from .base import COMMON_FIELDS, TeacherFamily
 
-SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "LICENCE*", "NOTICE*"]
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -141,7 +143,11 @@ def download_model(
             raise ValueError(f"{model} has no file {gguf_file}; its GGUF files: {', '.join(found)}.")
         has_safetensors = any(fnmatch.fnmatch(name, "model*.safetensors") for name in names)
         headers_only = has_safetensors and gguf_file is None and not with_weights
-        weights = gguf_file or ("model*.safetensors" if has_safetensors else "pytorch_model*.bin")
+        weights = (
+            glob.escape(gguf_file)
+            if gguf_file
+            else ("model*.safetensors" if has_safetensors else "pytorch_model*.bin")
+        )
         side_files = [*SIDE_FILES, "*.py"] if trust_remote_code else SIDE_FILES
         patterns = side_files if headers_only else [*side_files, weights]
         folder = Path(snapshot_download(model, revision=info.sha, allow_patterns=patterns))
@@ -149,7 +155,7 @@ def download_model(
 
 
 def _cached(model: str, revision: str | None, gguf_file: str | None) -> Path:
-    patterns = [gguf_file] if gguf_file else None
+    patterns = [glob.escape(gguf_file)] if gguf_file else None
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=True))
     except LocalEntryNotFoundError as error:
@@ -188,11 +194,7 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
         gguf = sorted(folder.glob("*.gguf"))
         hint = f" For GGUF say --gguf-file {gguf[0].name}." if gguf else ""
         raise ValueError(f"{folder} has no config.json, so it is not a transformers checkpoint.{hint}")
-    try:
-        raw = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON.") from error
-    return read_config(raw if isinstance(raw, dict) else {}, path)
+    return read_config(read_json(path), path)
 
 
 def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
@@ -202,7 +204,11 @@ def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
         raise ValueError(f"The teacher is quantised ({method}); convert its full-precision checkpoint instead.")
     with config_errors(f"{place} is not a valid {model_type} configuration"):
-        return AutoConfig.for_model(model_type, **{k: v for k, v in raw.items() if k != "model_type"})
+        check_numbers(raw)  # first, since transformers lists the layers
+        config = AutoConfig.for_model(model_type, **{k: v for k, v in raw.items() if k != "model_type"})
+        if not isinstance(config.tie_word_embeddings, bool):
+            raise ValueError(f"tie_word_embeddings must be true or false, not {config.tie_word_embeddings!r}.")
+        return config
 
 
 @contextlib.contextmanager
@@ -210,10 +216,8 @@ def config_errors(what: str) -> Iterator[None]:
     """Turn the errors of a configuration class into one line; only the making of a configuration belongs inside."""
     try:
         yield
-    except ZeroDivisionError as error:  # by the only size that transformers divides by before it looks at it
-        raise ValueError(f"{what}: num_attention_heads must not be 0.") from error
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())[:300]}") from error
 
 
 def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:

@@ -12,9 +12,8 @@ from rich.table import Table
 from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
-from ..formats.base import read_json
 from ..placement.cache import CONTEXTS, cache_bytes
-from ..weights.reader import open_weights
+from ..weights.reader import open_weights, read_json
 from ..weights.students import MIXER_LAYERS, layer_letters, tensor_shapes
 from ..weights.writer import human_bytes
 

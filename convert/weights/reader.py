@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -60,6 +61,16 @@ class Checkpoint(ABC):
     concurrent = True
     """Whether several threads may read at once."""
 
+    def same_values(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers."""
+        shape, bytes_of = self.tensors[one].shape, max(self.tensors[one].nbytes, self.tensors[other].nbytes)
+        if shape != self.tensors[other].shape:
+            return False
+        step = max(1, BLOCK_BYTES * shape[0] // max(bytes_of, 1))
+        starts = range(0, shape[0], step)
+        pairs = ([self.read(name, i, min(i + step, shape[0])) for name in (one, other)] for i in starts)
+        return all(a.double().equal(b.double()) for a, b in pairs)
+
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """Rows start..stop of a tensor (the whole of a scalar); they may lie in `buffer`, if that is given."""
@@ -96,11 +107,16 @@ def _own_pages(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-def check_finite(values: torch.Tensor, name: str) -> None:
-    """Refuse NaN and infinity. They show in the sum, which is fast; the extremes then tell them from an overflow."""
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no NaN or infinity is there. They show in the sum, which is fast; the extremes tell an overflow."""
     if not values.is_floating_point() or values.numel() == 0 or math.isfinite(values.sum().item()):
-        return
-    if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(values)):
+        return True
+    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(values))
+
+
+def check_finite(values: torch.Tensor, name: str) -> None:
+    """Refuse NaN and infinity in the teacher."""
+    if not is_finite(values):
         kind = "NaN" if torch.isnan(values).any() else "an infinite value"
         raise ValueError(f"Tensor {name} of the teacher contains {kind}; the checkpoint is damaged.")
 
@@ -168,7 +184,7 @@ class PickledCheckpoint(Checkpoint):
             try:
                 # files from before torch 1.6 are no zip archives and cannot be mapped
                 shard = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-            except (RuntimeError, EOFError, OSError) as error:
+            except (RuntimeError, EOFError, OSError, KeyError, IndexError, TypeError, AssertionError) as error:
                 raise ValueError(f"Shard {path.name} is corrupt or truncated; download it again.") from error
             except pickle.UnpicklingError as error:
                 raise ValueError(
@@ -177,7 +193,11 @@ class PickledCheckpoint(Checkpoint):
                 ) from error
             if not isinstance(shard, dict):
                 raise ValueError(f"Shard {path.name} holds no named tensors.")
-            self._values |= {name: t for name, t in shard.items() if isinstance(t, torch.Tensor)}
+            for name, tensor in shard.items():
+                if isinstance(tensor, torch.Tensor):
+                    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+                        raise ValueError(f"Tensor {name} of {path.name} is no plain tensor; save it as one.")
+                    self._values[str(name)] = tensor
         self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._values.items()}
 
     def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,6 +223,8 @@ class GgufCheckpoint(Checkpoint):
         self.files = [path]
         reader = GGUFReader(path)
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        licence = reader.fields.get("general.license")
+        self.licence = None if licence is None else str(licence.contents())
         heads = {key: getattr(teacher_config, key) for key in ("num_attention_heads", "num_key_value_heads")}
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=heads)
         with torch.device("meta"):
@@ -251,6 +273,23 @@ class RemoteHeaders(Checkpoint):
         raise AssertionError(f"{name} was asked for, but only the headers are here")
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no such file.
+
+    Raises:
+        ValueError: it is no JSON, or no object; naming the file.
+    """
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return values
+
+
 def open_weights(folder: Path) -> Checkpoint:
     """The weights in a folder in transformers' layout, safetensors first.
 
@@ -270,9 +309,11 @@ def open_weights(folder: Path) -> Checkpoint:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         shards = [index.parent / name for name in sorted(set(weight_map.values()))]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        if any(shard.parent != index.parent for shard in shards):
+            raise TypeError("a shard in another folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a valid shard index.") from error
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:

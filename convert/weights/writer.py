@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from .reader import Checkpoint, TensorInfo
+from .reader import Checkpoint, TensorInfo, is_finite
 from .rules import Rule
 
 HASH_BLOCK_BYTES = 2**20
@@ -134,8 +134,13 @@ def write_shards(
 def _bytes(block: torch.Tensor, dtype: torch.dtype, rule: Rule) -> memoryview:
     if block.dtype != dtype:
         wide, block = block, block.to(dtype)
-        if dtype == torch.float16 and not torch.isfinite(block).all() and torch.isfinite(wide).all():
-            raise ValueError(f"{rule.target} does not fit into float16; choose bfloat16 or float32.")
+        if not is_finite(block) and is_finite(wide):
+            way_out = "bfloat16 or float32" if dtype == torch.float16 else "auto, which keeps the teacher's type"
+            raise ValueError(f"{rule.target} does not fit into {str(dtype)[6:]}; choose {way_out} (--dtype).")
+    if rule.kind != "moved" and not is_finite(block):  # a tensor that moves was looked at when it was read
+        raise ValueError(
+            f"{rule.target} came out infinite or not a number; the teacher's weights are too large for it."
+        )
     return memoryview(block.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

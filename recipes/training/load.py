@@ -18,7 +18,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
 import modeling_phimamba  # noqa: F401
 from convert.alignment.distillation.trainer import check_vocabulary_sizes
-from convert.checkpoint.load import load_tokenizer
+from convert.checkpoint.load import check_whole, load_tokenizer
 from convert.teachers.teacher import first_line
 from convert.weights.students import STUDENTS
 
@@ -40,10 +40,11 @@ def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizer
     if arguments.load_in_8bit or arguments.load_in_4bit:
         raise ValueError("A hybrid is trained in full precision; load_in_8bit and load_in_4bit are for the teacher.")
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=arguments.model_revision)
     except LOADING_ERRORS as error:
         raise ValueError(f"{name} does not load: {first_line(error)}") from error
+    check_whole(name, found)
     if model.config.model_type not in STUDENTS:
         raise ValueError(
             f"{name} is a {model.config.model_type} model, not a hybrid; make one with convert-to-hybrid first."

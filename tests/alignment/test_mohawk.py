@@ -301,7 +301,8 @@ def test_what_cannot_be_trained_is_said_and_nothing_is_left(hybrids, tmp_path, s
     refused("no mixer to align", hybrid=tmp_path / "all", teacher=str(saved_teacher("llama-gqa")), stage_tokens=600)
     refused("Stage 1 has no tokens", stages=1)
     refused("device tpu9", device="tpu9")
-    refused("is or contains", out=teacher, overwrite=True)
+    refused("not made by this project", out=teacher, overwrite=True)
+    refused("is or contains", out=hybrid, overwrite=True)
     assert os.listdir(tmp_path) == ["all"]
 
 

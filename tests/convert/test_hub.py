@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from convert.checkpoint.folder import MARKER
 from modeling_llamba import LlambaForCausalLM
 from tests.convert.test_bad_input import run
 from tests.doubles.hub import COMMIT, HubServer
@@ -34,7 +35,9 @@ def test_pull_convert_push_and_pull_again(connected, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert hub.private["me/hybrid"]
     pushed = {p.name for p in (hub.root / "me" / "hybrid").iterdir()}
-    assert {p.name for p in (tmp_path / "out").iterdir()} <= pushed and "model.safetensors.index.json" in pushed
+    assert {p.name for p in (tmp_path / "out").iterdir()} - {
+        MARKER
+    } <= pushed and "model.safetensors.index.json" in pushed
     conversion = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]
     assert conversion["teacher"] == "org/teacher" and conversion["teacher_revision"] == COMMIT
     assert "base_model: org/teacher" in (hub.root / "me" / "hybrid" / "README.md").read_text()

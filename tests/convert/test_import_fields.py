@@ -85,8 +85,8 @@ def test_any_entry_of_any_kind_is_taken_or_refused_in_one_line(tmp_path, name, m
 
 LLAMA = "in/config.json is not a valid llama configuration: "
 NAMED = [
-    ("v2", "config.json", "hidden_size", "x", LLAMA + "Validation error for field 'hidden_size'"),
-    ("v2", "config.json", "num_attention_heads", 0, LLAMA + "num_attention_heads must not be 0."),
+    ("v2", "config.json", "hidden_size", "x", LLAMA + "hidden_size must be a whole number"),
+    ("v2", "config.json", "num_attention_heads", 0, LLAMA + "num_attention_heads must be a whole number of at least 1, not 0."),
     ("v2", "config.json", "rope_scaling", {"rope_type": "nope"}, LLAMA + "rope_type must be one of ('default', "),
     ("v2", "config.json", "dtype", "x", LLAMA),
     ("v2", "mamba_config.json", "attn_layers", None, "in/mamba_config.json: attn_layers must be a list, not null."),

@@ -244,7 +244,7 @@ def test_a_fresh_model_starts_open():
         (dict(rope_parameters="x"), "rope_parameters must be a dictionary"),
         (dict(rope_parameters={"rope_type": "nope", "rope_theta": 1e4}), "rope_type must be one of"),
         (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "factor of RoPE linear"),
-        (dict(rope_parameters=LONGROPE | {"long_factor": 2.0}), "long_factor of RoPE longrope must be a list"),
+        (dict(rope_parameters=LONGROPE | {"long_factor": 2.0}), "long_factor of RoPE must be a list"),
     ],
 )
 def test_contradictory_configurations_are_refused(wrong, message):

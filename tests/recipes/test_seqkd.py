@@ -7,6 +7,7 @@ import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert.checkpoint.folder import mark
 from recipes import seqkd
 from tests.recipes.tiny_chat import chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
 
@@ -159,10 +160,10 @@ def test_an_existing_folder_is_not_replaced_unasked(teacher, prompts, tmp_path):
     (tmp_path / "out" / "kept").write_text("")
     with pytest.raises(ValueError, match="--overwrite"):
         seqkd.main(arguments(teacher, prompts, tmp_path / "out"))
-    with pytest.raises(ValueError, match="no data of this recipe"):
+    with pytest.raises(ValueError, match="not made by this project"):
         seqkd.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
     assert (tmp_path / "out" / "kept").exists()
-    (tmp_path / "out" / "README.md").write_text("---\ntags:\n- seqkd\n---\n")
+    mark(tmp_path / "out", {"kept"})  # as if this recipe had made it
     torch.manual_seed(0)
     seqkd.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
     assert not (tmp_path / "out" / "kept").exists()

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_figures
 from ...checkpoint.folder import MARKER, OutputFolder, check_apart
+from ...checkpoint.load import check_whole
 from ...options import AlignmentOptions, MohawkOptions, parse_size
 from ...plan import TeacherWeights
 from ...teachers.teacher import find_teacher
@@ -39,9 +40,11 @@ def load_hybrid(folder: Path) -> nn.Module:
     if model_type not in STUDENTS:
         raise ValueError(f"{folder} holds a {model_type} model, not a hybrid; make one with convert-to-hybrid first.")
     try:
-        return STUDENTS[model_type][1].from_pretrained(folder, dtype=torch.float32)
+        hybrid, found = STUDENTS[model_type][1].from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder} does not load: {' '.join(str(error).split())}") from error
+    check_whole(folder, found)
+    return hybrid
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
