@@ -11,11 +11,12 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -24,22 +25,24 @@ from typing import Any, Literal, NamedTuple
 import docstring_parser
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_parsing_settings
-from jsonargparse.typing import (
-    ClosedUnitInterval,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    restricted_number_type,
-)
+from jsonargparse.typing import ClosedUnitInterval, restricted_number_type
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 DEFAULT_CACHE = 0.25
 MAPPING = "names with values"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LARGEST = 10**12
+MAX_YAML_BYTES = 2**20
+PositiveInt = restricted_number_type("Count", int, [(">=", 1), ("<=", LARGEST)], docstring="a count above 0")
+NonNegativeInt = restricted_number_type("CountOrNone", int, [(">=", 0), ("<=", LARGEST)], docstring="a count")
+PositiveFloat = restricted_number_type("PositiveNumber", float, [(">", 0), ("<=", 1e9)], docstring="a number above 0")
+NonNegativeFloat = restricted_number_type("Number", float, [(">=", 0), ("<=", 1e9)], docstring="a number of 0 or more")
+Seed = restricted_number_type("Seed", int, [(">=", -(10**9)), ("<=", 10**9)], docstring="a whole number of 32 bits")
+Width = restricted_number_type("Width", int, [(">=", 1), ("<=", 2**24)], docstring="a number of tokens")
+Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], docstring="a factor")
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
-Context = restricted_number_type("Context", int, [(">=", 16)], docstring="a whole number of at least 16")
+Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +60,9 @@ class PlacementOptions:
     """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
     heads and window are then chosen together. By default 0.25, unless layers, a window, heads or another mixer are
     given, or --align is not closed-form."""
-    context: PositiveInt = 4096
+    context: Width = 4096
     """Context length for which the cache is counted."""
-    window: PositiveInt | None = None
+    window: Width | None = None
     """Width of a softmax attention window beside each mixer, in tokens."""
     sinks: NonNegativeInt = 4
     """Number of first tokens that the window always sees."""
@@ -72,6 +75,8 @@ class PlacementOptions:
     """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
 
     def __post_init__(self):
+        if isinstance(self.cache, float) and 1000 <= self.cache < float("inf"):  # bytes, which no share can be
+            object.__setattr__(self, "cache", str(int(self.cache)))
         heads = self.attention_heads  # a text on the command line, where YAML would read 16:3 as one number
         if isinstance(heads, str) and re.fullmatch(r"\d+|\d*\.\d+", heads.strip()):
             object.__setattr__(self, "attention_heads", float(heads) if "." in heads else int(heads))
@@ -257,7 +262,7 @@ class AlignmentOptions:
     """Device on which alignment runs: cpu, cuda."""
     low_memory: bool = False
     """Hold one block of the teacher in memory at a time; layers are then placed without scores."""
-    activation_memory: str = "4GB"
+    activation_memory: int | str = "4GB"
     """Memory for activations; what exceeds it goes to disk."""
     work_dir: str | None = None
     """Folder of fits and scores, with which an interrupted run resumes; by default OUT.work, removed at the end."""
@@ -278,7 +283,7 @@ class OutputOptions:
     """Folder to write the hybrid to."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights that are written; auto keeps the teacher's."""
-    max_shard_size: str = "5GB"
+    max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False
     """Replace the output folder if it holds a checkpoint, once the new one is complete."""
@@ -314,7 +319,7 @@ class ConversionOptions:
     """GGUF file inside the folder or repository."""
     trust_remote_code: bool = False
     """Run code from the teacher's repository, which its tokenizer may need."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for newly initialised tensors and for the order of training text."""
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     mixer: MixerOptions = field(default_factory=MixerOptions)
@@ -493,7 +498,7 @@ class MohawkOptions:
     """Stages to run: 1, 2, 3, or several of them (1,2). By default all that have tokens."""
     stage_tokens: PositiveInt | None = None
     """Number of training tokens of each of these stages, over what the YAML file says."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed for the order of the training text."""
     alignment: AlignmentOptions = field(default_factory=lambda: AlignmentOptions(method="mohawk"))
     output: OutputOptions = field(default_factory=OutputOptions)
@@ -570,7 +575,7 @@ class ExportOptions:
     """Hub id or folder of a hybrid of this project."""
     to: Literal["granitemoehybrid", "bamba"] = "granitemoehybrid"
     """Architecture to write; bamba is the one for llama.cpp."""
-    expand: PositiveInt | None = None
+    expand: Expansion | None = None
     """Width of the mixers over the model's width, filled up with zero heads; llama.cpp needs 2."""
     revision: str | None = None
     """Branch, tag or commit of a Hub repository."""
@@ -608,7 +613,7 @@ class GenerateOptions:
     """Largest number of tokens to generate."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 decodes greedily."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling."""
     raw: bool = False
     """Continue the text without the chat template."""
@@ -719,10 +724,14 @@ class OptionParser:
         path = Path(path).expanduser()
         if not path.is_file():
             raise ValueError(f"{path} does not exist or is no file.")
-        text = path.read_text()
+        if path.stat().st_size > MAX_YAML_BYTES:
+            raise ValueError(f"{path} is larger than any file of options.")
         try:
+            text = path.read_text()
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # they can multiply without end
+                raise ValueError(f"{path} has YAML aliases (*name), which options do without; write the values out.")
             found = get_loader("yaml")(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not valid YAML: {error}") from error
         if found is not None and not isinstance(found, dict):
             raise ValueError(f"{path} must hold options as `name: value`, and sections of them.")
@@ -814,7 +823,8 @@ def _kind(hint: Any) -> str:
     if expected := getattr(hint, "_expression", None):
         words = {"v": "", ">=": " of at least ", ">": " above ", "<=": " at most "}
         number = "a whole number" if issubclass(hint, int) else "a number"
-        return number + re.sub("v|>=|<=|>", lambda sign: words[sign[0]], expected).replace("  ", " ")
+        words_of_it = re.sub("v|>=|<=|>", lambda sign: words[sign[0]], expected).replace("  ", " ")
+        return number + re.sub(r"( and)? ?(of )?at (least|most) +-?\d{9,}(\.0)?", "", words_of_it)  # beyond any use
     if typing.get_origin(hint) is dict:
         return MAPPING
     if typing.get_origin(hint) is list:
@@ -848,8 +858,19 @@ def make_options(model: str, output: str, config: str | Path | None = None, **va
         is_section = isinstance(value, Mapping) and name != "attention_heads"
         *sections, leaf = (name if is_section else place.get(name, name)).split(".")
         inner = functools.reduce(lambda found, section: found.setdefault(section, {}), sections, nested)
-        inner[leaf] = {**inner.get(leaf, {}), **value} if is_section else value
+        inner[leaf] = {**inner.get(leaf, {}), **plain(value)} if is_section else plain(value)
     return parser.from_values(nested, config)
+
+
+def plain(value: Any) -> Any:
+    """A Python value as YAML would have given it: paths as text, any sequence as a list, numpy's numbers as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {plain(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [plain(inner) for inner in value]
+    return value.item() if hasattr(value, "item") else value
 
 
 def options_page() -> str:

@@ -16,6 +16,7 @@ from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import SideFiles, read_licence, read_side_files, write_side_files
+from .errors import during
 from .formats.export import check_holdable
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
@@ -47,7 +48,8 @@ def plan_conversion(options: ConversionOptions) -> Plan:
 
     Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
     """
-    weights = open_teacher(options, with_weights=False)
+    with during(f"reading {options.model}"):
+        weights = open_teacher(options, with_weights=False)
     options = options_for_teacher(options, weights)
     decision = decide_placement(weights, options)
     return checked(make_plan(weights, decision, options), options)
@@ -68,9 +70,10 @@ def run(
         ValueError: bad options, teacher or weights.
         OSError: the disk.
     """
-    output = Path(options.output.folder).expanduser().resolve()
+    output = Path(os.path.realpath(Path(options.output.folder).expanduser()))
     with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
-        weights = open_teacher(options)
+        with during(f"reading {options.model}"):
+            weights = open_teacher(options)
         options = options_for_teacher(options, weights)
         check_apart(output, weights.teacher.folder)
         side_files = read_side_files(weights.teacher, options.trust_remote_code)
@@ -79,11 +82,12 @@ def run(
         repository = None if push_to is None else prepare_repository(push_to, options.output.private)
         aligned = options.alignment.method != "none"
         aligner = Aligner(weights, options, progress, owner.make_work()) if aligned else None
-        decision = decide_placement(weights, options, aligner)
-        plan = checked(make_plan(weights, decision, options), options)
-        on_plan(plan)
-        alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
-        with owner.staged() as folder:
+        with during(f"fitting the mixers for {output}"):
+            decision = decide_placement(weights, options, aligner)
+            plan = checked(make_plan(weights, decision, options), options)
+            on_plan(plan)
+            alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
+        with during(f"writing {output}"), owner.staged() as folder:
             write(plan, alignment, options, side_files, licence, folder, progress)
             if alignment is not None and options.alignment.method == "mohawk":
                 aligner.train(folder, owner.work / "stages", plan.dtype)

@@ -12,11 +12,13 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..checkpoint.folder import write_beside
 from ..options import FitOptions
+from ..weights.reader import is_finite, read_json
 from ..weights.writer import Progress
 from .activations import ActivationStream
 from .closed_form import LayerFit, fit_layer
@@ -47,10 +49,16 @@ class FitCache:
         path = self._path(f"layer-{layer:03d}.safetensors")
         if path is None or not path.is_file():
             return None
-        fit = json.loads(self._path(f"layer-{layer:03d}.json").read_text())
-        mixer.load_state_dict(load_file(path))
+        try:
+            fit = LayerFit(**json.loads(path.with_suffix(".json").read_text()))
+            state = load_file(path)
+            if not all(is_finite(tensor) for tensor in state.values()):
+                raise ValueError(f"{path} holds values that are not finite.")
+            mixer.load_state_dict(state)
+        except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):  # damaged: it is fitted again
+            return None
         mixer.requires_grad_(False)
-        return LayerFit(**fit)
+        return fit
 
     def save_mixer(self, layer: int, mixer: nn.Module, fit: LayerFit) -> None:
         if self.folder is None:
@@ -63,7 +71,10 @@ class FitCache:
     def load_json(self, name: str) -> dict:
         """What was saved under `name`, or nothing."""
         path = self._path(name)
-        return json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        try:
+            return {} if path is None else read_json(path) or {}
+        except (OSError, ValueError):  # damaged: it is found again
+            return {}
 
     def save_json(self, name: str, content: dict) -> None:
         if self.folder is not None:

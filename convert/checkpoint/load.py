@@ -44,7 +44,7 @@ def load_config(model: str, revision: str | None = None, trust_remote_code: bool
     name, where = locate(model)
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **where)
-    except (OSError, ValueError, HFValidationError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, HFValidationError) as error:
         raise ValueError(f"{model} cannot be read: {first_line(error)}") from error
 
 
@@ -95,7 +95,7 @@ def load_model(
         )
     except SafetensorError as error:
         raise ValueError(f"The weights of {model} are damaged: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{model} cannot be loaded: {first_line(error)}") from error
     check_whole(model, found)
     try:

@@ -1,15 +1,20 @@
 """What describes a foreign format, and the checkpoint that is read in it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
+from modeling_llamba.hybrid_config import LARGEST_SIZE
+
 from ..weights.reader import Checkpoint, TensorInfo
 from .parts import Table, moved
 
+ANY = object()
+"""For an entry that changes nothing whatever it says."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KINDS = {
     int: "a whole number above 0",
@@ -44,6 +49,20 @@ class Section:
             raise ValueError(f"{self.file} has no {self.path}{name}.")
         return self._checked(name, kind)
 
+    def only(self, understood: Collection[str], harmless: Mapping[str, Any] = MappingProxyType({})) -> "Section":
+        """The section, if it says nothing but what is understood.
+
+        Args:
+            harmless: entries that change nothing, with the only value they may have besides null; ANY where any does.
+        """
+        for name, value in self.values.items():
+            if name in understood or value is None or (name in harmless and harmless[name] in (ANY, value)):
+                continue
+            only = f"; only {json.dumps(harmless[name])} is supported" if name in harmless else ""
+            shown = json.dumps(value)[:60]
+            raise ValueError(f"{self.file}: {self.path}{name} is {shown}, which this project does not know{only}.")
+        return self
+
     def section(self, name: str) -> "Section":
         """An inner object, empty where it is absent or null."""
         return Section(self.get(name, dict, {}), self.file, f"{self.path}{name}.")
@@ -61,8 +80,8 @@ class Section:
     def _checked(self, name: str, kind: type) -> Any:
         value = self.values[name]
         fits = {
-            int: type(value) is int and value > 0,
-            float: type(value) in (int, float),
+            int: type(value) is int and 0 < value <= LARGEST_SIZE,
+            float: type(value) in (int, float) and -1e30 < value < 1e30,
         }.get(kind, isinstance(value, kind))
         if not fits:
             shown = json.dumps(value)
@@ -85,6 +104,13 @@ class ForeignCheckpoint:
     """Configuration of the base model, if the user named one."""
     notes: list[str] = field(default_factory=list)
     """Decisions that were taken for the user, to be shown and recorded."""
+    overridden: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the hybrid's configuration that the user sets."""
+
+    def note(self, text: str, *fields: str) -> None:
+        """Keep a decision about these fields of the configuration, unless the user takes all of it."""
+        if not fields or not set(fields) <= set(self.overridden):
+            self.notes.append(text)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -116,6 +142,12 @@ class ForeignCheckpoint:
             raise ValueError(f"{self.name}: tensor {name} has shape {shape}, where {dims} dimensions are expected.")
         return shape
 
+    def depth(self, layers: int) -> int:
+        """A number of layers, which cannot be more than there are tensors."""
+        if layers > len(self.tensors):
+            raise ValueError(f"{self.section.file} says {layers} layers, but there are {len(self.tensors)} tensors.")
+        return layers
+
     def token_ids(self) -> dict[str, Any]:
         """Ids of the special tokens: the checkpoint's own, or else the base model's."""
         own = {name: self.config.get(name) for name in TOKEN_IDS}
@@ -127,7 +159,8 @@ class ForeignCheckpoint:
             return says_so
         if self.checkpoint.same_values(embedding, "lm_head.weight"):
             return True
-        self.notes.append("config.json ties the head to the embedding, but their weights differ: both are kept")
+        text = "config.json ties the head to the embedding, but their weights differ: both are kept"
+        self.note(text, "tie_word_embeddings")
         return False
 
 

@@ -12,16 +12,31 @@ from typing import Any, NamedTuple
 
 from transformers import LlamaConfig, PhiConfig, PreTrainedConfig, Qwen2Config
 
-from .base import ForeignCheckpoint, Format, Section, head_and_embedding, rotary_buffers
+from .base import ANY, ForeignCheckpoint, Format, Section, head_and_embedding, rotary_buffers
 from .parts import Fill, Part, Table, moved
 
 EMBEDDING = "backbone.embedding.weight"
 BLOCKS = {"phiblock": "phimamba", "mambaphi": "phimamba", "llamablock": "llamba", "qwen2block": "llamba"}
 MIXER = "discretemamba2"
 ATTENTION = ("phiattention", "llamaattention", "qwen2attention")
-MIXER_SIZES = ("d_state", "n_v_heads", "n_qk_heads", "d_conv", "expand", "d_inner", "activation", "bias", "conv_bias")
+MIXER_SIZES = (
+    "d_state", "n_v_heads", "n_qk_heads", "nheads", "d_conv", "expand", "d_inner", "activation", "bias", "conv_bias",
+)  # fmt: skip
+MIXER_HARMLESS = dict.fromkeys(("chunk_size", "initializer", "layer_idx", "device", "dtype"), ANY) | {
+    "norm_cls": "none", "use_ref_impl": False,
+}  # fmt: skip
+BLOCK_HARMLESS = dict.fromkeys(("resid_dropout", "layer_idx"), ANY) | {"mlp_bias": False, "mlp_type": "default"}
 ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias")
+ATTENTION_HARMLESS = dict.fromkeys(
+    ("attn_type", "attn_implementation", "_attn_implementation", "layer_idx", "attention_dropout", "hidden_size",
+     "use_cache"), ANY,
+) | {"qk_layernorm": False, "sliding_window": None}  # fmt: skip
 ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor", "max_position_embeddings")
+ATTENTION_INPUT = (*ATTENTION_SIZES, *ROTARY)
+MODEL_HARMLESS = dict.fromkeys(("hidden_size", "vocab_size", "resid_dropout", "hidden_act", "pad_token_id"), ANY) | {
+    "lm_head_prenorm": ANY,
+}  # fmt: skip
+HEAD_HARMLESS = dict.fromkeys(("vocab_size", "pad_vocab_size_multiple", "d_model", "initializer_cfg"), ANY)
 NORM_EPS = 1e-5
 
 
@@ -59,6 +74,7 @@ def layers(source: ForeignCheckpoint) -> list[Layer]:
     runs = parts.need_section("MixerModel").sections("Blocks") or [
         parts.need_section(name) for name in parts.values if name.startswith("Block")
     ]
+    source.depth(sum(run.need("n_layers", int) for run in runs))
     found = [layer for run in runs for layer in [_layer(run)] * run.need("n_layers", int)]
     if not found or len(found) != model_input(source).get("n_layer", int, len(found)):
         raise ValueError(f"{parts.file}: its blocks make {len(found)} layers; n_layer says otherwise.")
@@ -77,6 +93,10 @@ def _layer(run: Section) -> Layer:
         raise ValueError(f"{where} has {core or 'unnamed'} mixers in {block or 'unnamed'} blocks; {known}.")
     block_input = run.section("block_input" if run.values.get("block_input") else "input")
     core_input = run.section("core_input") if run.values.get("core_input") else inner.section("input")
+    block_input.only(("mlp_intermediate_size", "mlp_act_fn", "norm_epsilon"), BLOCK_HARMLESS)
+    core_input.only(
+        *((MIXER_SIZES, MIXER_HARMLESS) if _plain(core) == MIXER else (ATTENTION_INPUT, ATTENTION_HARMLESS))
+    )
     return Layer(_plain(block), _plain(core), block_input, core_input, "BlockType" not in run.values)
 
 
@@ -97,6 +117,8 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     found, kind = layers(source), student(source)
     rows, hidden = source.shape(EMBEDDING, 2)
     mixers = [layer for layer in found if layer.core == MIXER]
+    model_input(source).only(("d_model", "n_layer", "norm_epsilon", "head_dim", *ROTARY), MODEL_HARMLESS)
+    head_input(source).only(("tie_embeddings", "lm_head_bias"), HEAD_HARMLESS)
     says_tied = head_input(source).get("tie_embeddings", bool, False)
     common = {
         "vocab_size": rows,
@@ -126,13 +148,27 @@ def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohaw
     """The fields of a discrete Mamba-2 mixer, which Llamba has too; a norm before out_proj is a ValueError."""
     if any(".mixer.norm." in name for name in source.tensors):
         raise ValueError("Its mixers have a norm before out_proj (norm_cls); ours of this kind have none.")
-    unsaid = "silu" if is_mohawk else "identity"
+    said.only(MIXER_SIZES, MIXER_HARMLESS)
+    # the class of the first commit counted heads in nheads, and had another default than the released one
+    unsaid = "silu" if is_mohawk or "nheads" in said.values else "identity"
     activation = said.get("activation", str, "identity") if "activation" in said.values else unsaid
+    if "activation" not in said.values and not is_mohawk:
+        other = "silu" if unsaid == "identity" else "identity"
+        source.note(
+            f"activation is not said: {unsaid}, as the class has it; with other code of its authors it was trained "
+            f"with {other} (--set mixer_activation={other})",
+            "mixer_activation",
+        )
     aliases = {"id": "identity", "linear": "identity", "none": "identity", "swish": "silu"}
-    heads = said.get("n_v_heads", int, 32)
+    prefix = next(name for name in source.tensors if name.endswith(".mixer.D")).removesuffix("D")
+    (heads,) = source.shape(f"{prefix}D", 1)
+    if said.get("n_v_heads", int, heads) != heads:
+        raise ValueError(
+            f"{said.file}: {said.path}n_v_heads is {said.values['n_v_heads']}, but tensors have {heads} heads."
+        )
     # mohawk's class has no expand, the other two no d_inner
     inner = said.get("d_inner", int, hidden) if is_mohawk else said.get("expand", int, 1) * hidden
-    has_bias = said.get("bias", bool, False)
+    said.get("bias", bool)  # the tensors say which of the two projections have one
     return {
         "mixer": "discrete_mamba2",
         "mixer_num_heads": heads,
@@ -142,8 +178,8 @@ def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohaw
         "mixer_d_conv": said.get("d_conv", int, 4),
         "mixer_activation": aliases.get(activation, activation),
         "mixer_gate_bias": any(name.endswith(".mixer.z_bias") for name in source.tensors),
-        "mixer_in_bias": has_bias,
-        "mixer_out_bias": has_bias,
+        "mixer_in_bias": f"{prefix}in_proj.bias" in source.tensors,
+        "mixer_out_bias": f"{prefix}out_proj.bias" in source.tensors,
     }
 
 
@@ -166,7 +202,8 @@ def _phi_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any]:
     if attention and attention[0].is_mohawk:
         said = _agreed([layer.core_input for layer in attention], (*ATTENTION_SIZES[:2], *ROTARY), "attention layers")
     elif attention and source.base is None:
-        source.notes.append("attention sizes are PhiConfig's defaults (Phi-1.5's), which is what the original reads")
+        text = "attention sizes are PhiConfig's defaults (Phi-1.5's), which is what the original reads"
+        source.note(text, "num_attention_heads", "num_key_value_heads", "rope_parameters")
     heads = said.get("num_attention_heads", int, phi.num_attention_heads)
     kv_heads = heads if said.values.get("num_attention_heads") else phi.num_key_value_heads or heads
     return {
@@ -184,11 +221,13 @@ def _llama_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any
     whole, base, said = model_input(source), source.base, Section({}, "")
     default = Qwen2Config() if found[0].block == "qwen2block" else LlamaConfig()
     qwen = any(layer.core == "qwen2attention" for layer in found)
+    _agreed([layer.block_input for layer in found], ("mlp_act_fn",), "blocks")
     attention = [layer.core_input for layer in found if layer.core in ATTENTION]
     if attention:
         said = _agreed(attention, ATTENTION_SIZES, "attention layers")
         base = None  # a layer that is silent has its class's defaults
-        source.notes.extend(_ignored_rotary(attention, whole, default))
+        for text in _ignored_rotary(attention, whole, default):
+            source.note(text, "rope_parameters")
     heads = said.get("num_attention_heads", int, (base or default).num_attention_heads)
     kv_heads = said.get("num_key_value_heads", int, base.num_key_value_heads if base else heads)
     has_bias = said.get("attention_bias", bool, False)
@@ -213,7 +252,7 @@ def _norm_eps(source: ForeignCheckpoint, found: list[Layer]) -> float:
     if len(stated) > 1:
         raise ValueError(f"{model_input(source).file}: norms of different epsilon, {stated}; ours share one.")
     if not stated:
-        source.notes.append(f"no norm_epsilon in the configuration: {NORM_EPS}")
+        source.note(f"no norm_epsilon in the configuration: {NORM_EPS}", "rms_norm_eps")
     return stated[0] if stated else NORM_EPS
 
 

@@ -73,11 +73,23 @@ def plan_import(options: ImportOptions) -> TransferPlan:
                 f"{options.model} is quantised ({key} in config.json); import the full-precision weights."
             )
     checkpoint = open_weights(folder)
-    source = ForeignCheckpoint(options.model, config, checkpoint, mamba_config, base.config if base else None)
+    base_config = base.config if base else None
+    source = ForeignCheckpoint(
+        options.model, config, checkpoint, mamba_config, base_config, overridden=dict(options.fields)
+    )
     known = recognise(source)
     ours = _make_config(known.student(source), known.fields(source), options)
+    if base is not None:
+        _check_base(base.config, ours, options.base)
+    source.notes += [f"{name} is {value!r} by --set" for name, value in options.fields.items()]
     table, dropped = known.table(source, ours)
-    rules = make_rules(table, tensor_shapes(ours), checkpoint.tensors, dropped, known.name)
+    keeps = options.output.dtype == "auto"
+    rules = make_rules(table, tensor_shapes(ours), checkpoint.tensors, dropped, known.name, keeps)
+    if len(types := sorted({str(rule.dtype)[6:] for rule in rules if rule.dtype is not None})) > 1:
+        source.notes.append(
+            f"the tensors are {' and '.join(types)}, and kept so; transformers computes with what they are loaded as "
+            "(dtype=torch.float32 loses nothing)"
+        )
     if base is None and not has_tokenizer(folder):
         source.notes.append(f"no tokenizer: the checkpoint has none and no base model was given ({source.base_flag})")
     is_local, short_name = os.path.isdir(os.path.expanduser(options.model)), Path(options.model).name
@@ -90,7 +102,8 @@ def plan_import(options: ImportOptions) -> TransferPlan:
         rules=rules,
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
-        description=f"{short_name}, {known.name}, imported by {PROJECT}. The weights are the original's.",
+        description=f"{short_name}, {known.name}, imported by {PROJECT}. The weights are the original's"
+        + (f", rounded to {options.output.dtype}." if options.output.dtype != "auto" else "."),
         notes=source.notes,
         dropped=dropped,
         base=base,
@@ -101,6 +114,15 @@ def plan_import(options: ImportOptions) -> TransferPlan:
             "notes": source.notes,
         },
     )
+
+
+def _check_base(base: PreTrainedConfig, ours: PreTrainedConfig, name: str) -> None:
+    """Refuse a base model that the hybrid cannot have been made from; a vocabulary may have been padded."""
+    if base.hidden_size != ours.hidden_size or not 0 <= ours.vocab_size - base.vocab_size < 1024:
+        raise ValueError(
+            f"--base {name} is {base.hidden_size} wide with {base.vocab_size} tokens, but this checkpoint is "
+            f"{ours.hidden_size} wide with {ours.vocab_size}: it was not made from it."
+        )
 
 
 def _make_config(model_type: str, fields: dict[str, Any], options: ImportOptions) -> PreTrainedConfig:

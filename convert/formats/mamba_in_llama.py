@@ -7,6 +7,8 @@ which are heads of N channels to our mixer. Mamba-2's norm has an epsilon of 1e-
 Shapes: H heads, K key/value heads, d head dim, E = H d inner width, X = K d, N state.
 """
 
+import json
+import math
 import re
 from typing import Any
 
@@ -16,12 +18,21 @@ from modeling_llamba import LlambaConfig
 
 from ..teachers import get_family
 from ..teachers.teacher import config_errors, hybrid_fields, read_config
-from .base import ForeignCheckpoint, Format, head_and_embedding, rotary_buffers
-from .parts import Part, Table, moved
+from .base import ANY, ForeignCheckpoint, Format, head_and_embedding, rotary_buffers
+from .parts import Fill, Part, Table, moved
 
 EMBEDDING = "model.embed_tokens.weight"
 MAMBA2_NORM_EPS = 1e-5
 MLP = ("gate_proj", "up_proj", "down_proj")
+UNDERSTOOD = ("d_model", "ssm_cfg", "rms_norm_eps", "hidden_act", "n_layer", "attn_layers")
+HARMLESS = dict.fromkeys(("vocab_size", "d_inner", "d_xb", "intermediate_size", "num_key_value_heads"), ANY)
+"""Their sizes are the tensors'."""
+SSM_HARMLESS = dict.fromkeys(
+    ("chunk_size", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init", "headdim",
+     "nheads", "use_mem_eff_path", "use_fast_path", "layer_idx", "device", "dtype", "layer", "process_group",
+     "sequence_parallel", "repeat_kv_before_conv", "d_xb", "d_inner", "d_ssm"), ANY,
+) | {"expand": 1, "bias": False, "conv_bias": True, "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False,
+     "dt_limit": [0.0, math.inf], "activation": "silu"}  # fmt: skip
 
 
 def mamba_layers(source: ForeignCheckpoint) -> list[int]:
@@ -50,13 +61,24 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     """Fields of the hybrid's configuration: the base model's, and the mixer's."""
     replaced = mamba_layers(source)
     base = _base_config(source)
+    said = source.mamba_section.only(UNDERSTOOD, HARMLESS)
+    own = {
+        "d_model": base.hidden_size,
+        "rms_norm_eps": getattr(base, "rms_norm_eps", None),
+        "hidden_act": base.hidden_act,
+    }
+    for name, of_base in own.items():
+        value = "silu" if said.values.get(name) == "swish" else said.values.get(name)
+        if value not in (None, of_base):
+            raise ValueError(f"{said.file}: {name} is {value}, but the base model's is {of_base}; ours share one.")
     with config_errors(f"{source.section.file} is not a valid {base.model_type} configuration"):
         kept, types = hybrid_fields(base, get_family(base.model_type))
         LlambaConfig(**kept, layer_types=types)  # refuses what no hybrid can have
     if "sliding_attention" in types and not is_m1(source):
-        source.notes.append(
+        source.note(
             f"the base model's window of {base.sliding_window} tokens is kept, as in training; the original's "
-            "inference wrapper drops it"
+            f"inference wrapper drops it (--set sliding_window={base.max_position_embeddings})",
+            "sliding_window",
         )
     mixer = _mamba2_fields(source, replaced[0]) if is_mamba2(source) else _mamba1_fields(source, replaced[0])
     return kept | mixer | {
@@ -79,16 +101,20 @@ def _base_config(source: ForeignCheckpoint) -> PreTrainedConfig:
         if is_m1(source):
             theta = base.rope_parameters["rope_theta"]
             base.rope_parameters = {"rope_type": "default", "rope_theta": theta}
-            source.notes.append("rope_scaling of the base model is left out: M1 trains and runs without it")
+            source.note("rope_scaling of the base model is left out: M1 trains and runs without it", "rope_parameters")
         else:
-            source.notes.append(
-                "rope_scaling of the base model is kept, as in training; the original's inference wrapper drops it"
+            plain = json.dumps({"rope_type": "default", "rope_theta": base.rope_parameters["rope_theta"]})
+            source.note(
+                "rope_scaling of the base model is kept, as in training; the original's inference wrapper drops it "
+                f"(--set 'rope_parameters={plain}')",
+                "rope_parameters",
             )
     return base
 
 
 def _mamba2_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
     ssm, prefix = source.mamba_section.section("ssm_cfg"), f"model.layers.{layer}.mamba."
+    ssm.only(("ngroups", "d_state"), SSM_HARMLESS | {"d_conv": source.shape(f"{prefix}conv1d.weight", 3)[-1]})
     heads, state = ssm.need("ngroups", int), ssm.need("d_state", int)
     channels, _, taps = source.shape(f"{prefix}conv1d.weight", 3)
     return {
@@ -108,16 +134,20 @@ def _mamba2_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
 def _mamba1_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
     prefix = f"model.layers.{layer}.mamba."
     inner, state = source.shape(f"{prefix}A_log", 2)
+    rank, taps = source.shape(f"{prefix}dt_proj.weight", 2)[1], source.shape(f"{prefix}conv1d.weight", 3)[-1]
+    ssm = source.mamba_section.section("ssm_cfg")
+    dt_rank = "auto" if ssm.values.get("dt_rank") == "auto" else rank
+    ssm.only((), SSM_HARMLESS | {"d_state": state, "d_conv": taps, "dt_rank": dt_rank})
     return {
         "mixer": "mamba1",
         "mixer_num_heads": inner // state,
         "mixer_num_kv_heads": _kv_width(source, prefix) // state,
         "mixer_head_dim": state,
         "mixer_d_state": state,
-        "mixer_d_conv": source.shape(f"{prefix}conv1d.weight", 3)[-1],
+        "mixer_d_conv": taps,
         "mixer_activation": "silu",
         "mixer_norm": "none",
-        "mixer_dt_rank": source.shape(f"{prefix}dt_proj.weight", 2)[1],
+        "mixer_dt_rank": rank,
     }
 
 
@@ -136,6 +166,9 @@ def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, d
         prefix = f"model.layers.{i}."
         names = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{part}" for part in MLP)]
         rows |= {f"{prefix}{name}.weight": moved(f"{prefix}{name}.weight") for name in names}
+        for part in MLP if config.mlp_bias else ():  # which the layers with a mixer have not
+            name, size = f"{prefix}mlp.{part}.bias", source.shape(f"{prefix}mlp.{part}.weight", 2)[0]
+            rows[name] = moved(name) if name in source.tensors or kind != "linear_attention" else (Fill(size),)
         if kind != "linear_attention":
             rows |= _attention_table(source, config, prefix)
         elif config.mixer == "mamba2":
@@ -148,7 +181,10 @@ def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, d
 def _attention_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
     fused = f"{prefix}mha.in_proj.weight"
     if fused not in source.tensors:
-        return {f"{prefix}self_attn.{p}_proj.weight": moved(f"{prefix}self_attn.{p}_proj.weight") for p in "qkvo"}
+        names = [f"{prefix}self_attn.{p}_proj.weight" for p in "qkvo"]
+        names += [f"{prefix}self_attn.{p}_proj.bias" for p in "qkv" if config.attention_bias]
+        names += [f"{prefix}self_attn.o_proj.bias"] * config.attention_out_bias
+        return {name: moved(name) for name in names}
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     ends = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
     rows: Table = {f"{prefix}self_attn.{p}_proj.weight": (Part(fused, *ends[p]),) for p in "qkv"}

@@ -4,6 +4,8 @@ A target tensor is a sequence of parts, one below the other: rows of a source, s
 A table from targets to their parts accounts for every tensor on both sides, and is carried out block by block.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -90,15 +92,19 @@ def make_rules(
     tensors: Mapping[str, TensorInfo],
     dropped: Mapping[str, str],
     what: str,
+    keeps_types: bool = False,
 ) -> list[Rule]:
     """A rule for every target tensor, with every source tensor accounted for.
 
     Args:
         shapes: shapes of the targets. tensors: the sources. dropped: sources left out, and why.
         what: name of the source's format, for errors.
+        keeps_types: whether a tensor is written in the type of its source.
     """
-    assert table.keys() == shapes.keys(), sorted(table.keys() ^ shapes.keys())
-    faults = []
+    faults = [f"no place for {name}" for name in sorted(shapes.keys() - table.keys())]
+    faults += [f"{name} has no place in the model" for name in sorted(table.keys() - shapes.keys())]
+    if faults:
+        raise ValueError(f"The configuration asks for more than a {what} has: {'; '.join(faults[:3])}.")
     used = {part.source for parts in table.values() for part in parts if isinstance(part, Part)}
     faults += [f"missing tensor {name}" for name in sorted(used - tensors.keys())]
     faults += [f"unexpected tensor {name}" for name in tensors if name not in used and name not in dropped]
@@ -111,7 +117,14 @@ def make_rules(
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise ValueError(f"The checkpoint is not a {what} as its configuration says: {'; '.join(faults[:5])}{more}.")
-    return [_rule(target, shapes[target], parts) for target, parts in table.items()]
+    rules = [_rule(target, shapes[target], parts) for target, parts in table.items()]
+    if not keeps_types:
+        return rules
+    types = [[tensors[name].dtype for name in rule.sources] for rule in rules]
+    return [
+        dataclasses.replace(rule, dtype=functools.reduce(torch.promote_types, found) if found else None)
+        for rule, found in zip(rules, types, strict=True)
+    ]
 
 
 def _misfits(target: str, parts: Parts, shape: tuple[int, ...], tensors: Mapping[str, TensorInfo]) -> list[str]:

@@ -1,6 +1,7 @@
 """What import and export share: options, a plan, and writing it as a checkpoint in a new format."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..checkpoint.tokenizer import (
     read_side_files,
     write_side_files,
 )
+from ..errors import during
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, download_model
 from ..weights.reader import Checkpoint
@@ -111,9 +113,10 @@ def write_checkpoint(
     Raises:
         ValueError: bad options or checkpoint. OSError: the disk.
     """
-    output = Path(options.output.folder).expanduser().resolve()
+    output = Path(os.path.realpath(Path(options.output.folder).expanduser()))
     with OutputFolder(output, options.output.overwrite) as owner:
-        plan = make_plan(options)
+        with during(f"reading {options.model}"):
+            plan = make_plan(options)
         models = [plan.source] if plan.base is None else [plan.source, plan.base]
         for model in models:
             check_apart(output, model.folder)
@@ -123,7 +126,7 @@ def write_checkpoint(
         side_files |= read_generation_config((with_settings or models)[0])
         licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})
         on_plan(plan)
-        with owner.staged() as folder:
+        with during(f"writing {output}"), owner.staged() as folder:
             _write(plan, side_files, licence, options, folder, write_config, progress)
     return plan
 

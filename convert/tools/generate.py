@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from ..checkpoint.load import encode, load_model, load_tokenizer
+from ..errors import during
 from ..options import GenerateOptions
 from ..teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
 
@@ -107,7 +108,8 @@ def answer(options: GenerateOptions) -> dict[str, float]:
     chat, trusted = not options.raw, options.trust_remote_code
     tokenizer = load_tokenizer(options.model, options.revision, trusted)
     inputs = encode(tokenizer, [options.prompt], chat)
-    hybrid = load_model(options.model, options.dtype, options.device, options.revision, trusted)
+    with during(f"loading {options.model}"):
+        hybrid = load_model(options.model, options.dtype, options.device, options.revision, trusted)
     if options.teacher is None:
         torch.manual_seed(options.seed)
         rate = generate(hybrid, tokenizer, inputs, options.max_new_tokens, options.temperature, print_piece)

@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
+from ..errors import during
 from ..placement.cache import CONTEXTS, cache_bytes
 from ..weights.reader import open_weights, read_json
 from ..weights.students import MIXER_LAYERS, layer_letters, tensor_shapes
@@ -24,7 +25,8 @@ MIXER_FIELDS = (
 
 def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data."""
-    config = load_config(model, revision)
+    with during(f"reading {model}"):
+        config = load_config(model, revision)
     if config.model_type not in ("llamba", "phimamba"):
         raise ValueError(
             f"{model} is a {config.model_type} model, not a hybrid; `convert-to-hybrid {model} OUT --dry-run` says "

@@ -6,6 +6,7 @@ tensors become its mixer's (`mapping`). Nothing is read here; a `Rule` says how 
 block of rows, when it is written.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -39,6 +40,12 @@ class Rule:
     kind: Literal["moved", "derived", "initialised"]
     sources: tuple[str, ...]
     blocks: Callable[[Checkpoint], Iterator[torch.Tensor]]
+    dtype: torch.dtype | None = None
+    """Type to write it in, where it is not that of the whole checkpoint."""
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Size on disk in a checkpoint of this type."""
+        return math.prod(self.shape) * (self.dtype or dtype).itemsize
 
 
 def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | tuple[str, ...] | None]:

@@ -6,7 +6,6 @@ shapes beforehand, the header can be written first and the bytes streamed after 
 
 import hashlib
 import json
-import math
 import os
 import threading
 from collections import Counter
@@ -64,7 +63,7 @@ def plan_shards(rules: list[Rule], dtype: torch.dtype, max_bytes: int) -> list[S
     groups: list[list[Rule]] = [[]]
     size = 0
     for rule in rules:
-        nbytes = math.prod(rule.shape) * dtype.itemsize
+        nbytes = rule.nbytes(dtype)
         if groups[-1] and size + nbytes > max_bytes:
             groups.append([])
             size = 0
@@ -81,8 +80,12 @@ def header_bytes(rules: list[Rule], dtype: torch.dtype) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for rule in rules:
-        end = offset + math.prod(rule.shape) * dtype.itemsize
-        header[rule.target] = {"dtype": DTYPE_NAMES[dtype], "shape": list(rule.shape), "data_offsets": [offset, end]}
+        end = offset + rule.nbytes(dtype)
+        header[rule.target] = {
+            "dtype": DTYPE_NAMES[rule.dtype or dtype],
+            "shape": list(rule.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -110,7 +113,7 @@ def write_shards(
     """
     workers = WORKERS if checkpoint is None or checkpoint.concurrent else 1
     report, stop, written = threading.Lock(), threading.Event(), 0
-    total = sum(math.prod(rule.shape) * dtype.itemsize for shard in shards for rule in shard.rules)
+    total = sum(rule.nbytes(dtype) for shard in shards for rule in shard.rules)
 
     def reported(nbytes: int) -> None:
         nonlocal written
@@ -163,11 +166,11 @@ def _write_shard(
                 for block in rule.blocks(checkpoint):
                     if stop.is_set():
                         return
-                    data = _bytes(block, dtype, rule)
+                    data = _bytes(block, rule.dtype or dtype, rule)
                     _write_all(file, data)
                     written += len(data)
                     progress(len(data))
-                expected = math.prod(rule.shape) * dtype.itemsize
+                expected = rule.nbytes(dtype)
                 assert written == expected, f"{rule.target}: wrote {written} bytes of {expected}"
     except BaseException:
         stop.set()

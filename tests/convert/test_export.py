@@ -175,6 +175,7 @@ def test_a_published_mamba2_hybrid_goes_all_the_way(tmp_path):
     """Mamba in the Llama v2 imported and exported gives the logits of the published equations."""
     config, tensors, mamba_config = published.mamba_in_llama(2)
     config |= {"rms_norm_eps": 1e-5}
+    mamba_config |= {"rms_norm_eps": 1e-5}
     folder = published.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
     import_checkpoint(importing(folder, tmp_path / "hybrid"))
     export_checkpoint(exporting(tmp_path / "hybrid", tmp_path / "out", to="bamba"))

@@ -52,7 +52,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return getattr(torch, json.loads((folder / "config.json").read_text())["dtype"])
 
 
-def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
     """Write the student's weights into `folder`, in place of those there."""
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
