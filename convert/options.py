@@ -34,12 +34,12 @@ MAPPING = "names with values"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LARGEST = 10**12
 MAX_YAML_BYTES = 2**20
-PositiveInt = restricted_number_type("Count", int, [(">=", 1), ("<=", LARGEST)], docstring="a count above 0")
+PositiveInt = restricted_number_type("Count", int, [(">", 0), ("<=", LARGEST)], docstring="a count above 0")
 NonNegativeInt = restricted_number_type("CountOrNone", int, [(">=", 0), ("<=", LARGEST)], docstring="a count")
 PositiveFloat = restricted_number_type("PositiveNumber", float, [(">", 0), ("<=", 1e9)], docstring="a number above 0")
 NonNegativeFloat = restricted_number_type("Number", float, [(">=", 0), ("<=", 1e9)], docstring="a number of 0 or more")
 Seed = restricted_number_type("Seed", int, [(">=", -(10**9)), ("<=", 10**9)], docstring="a whole number of 32 bits")
-Width = restricted_number_type("Width", int, [(">=", 1), ("<=", 2**24)], docstring="a number of tokens")
+Width = restricted_number_type("Width", int, [(">", 0), ("<=", 2**24)], docstring="a number of tokens")
 Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], docstring="a factor")
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
 Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
@@ -863,7 +863,7 @@ def make_options(model: str, output: str, config: str | Path | None = None, **va
 
 
 def plain(value: Any) -> Any:
-    """A Python value as YAML would have given it: paths as text, any sequence as a list, numpy's numbers as Python's."""
+    """A Python value as YAML would have given it: a path as text, any sequence as a list, numpy's numbers as Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
