@@ -29,7 +29,7 @@ def message_of(error: Exception) -> str:
             f"out of memory{doing}; use shorter sequences or smaller batches, or alignment.low_memory in a conversion."
         )
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
-        return text or kind
+        return (text if len(text) <= 1000 else f"{text[:1000]}...") or kind
     if isinstance(error, OSError):
         return f"{text or kind}{doing}."
     return f"unexpected {kind}{doing}: {text[:300] or 'no message'} (--verbose shows where)."

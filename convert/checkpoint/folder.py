@@ -120,7 +120,7 @@ class OutputFolder:
         """Remove what killed runs left, or put back the OUT that one had just taken away."""
         for stale in self.output.parent.glob(f".{glob.escape(self.output.name)}.*"):
             match = re.fullmatch(rf"\.{re.escape(self.output.name)}\.(partial|replaced)-[0-9a-f]{{8}}", stale.name)
-            if match is None or not (stale / MARKER).is_file():
+            if match is None or not _marked(stale):
                 continue
             if match[1] == "replaced" and not self.output.exists():
                 stale.rename(self.output)
@@ -134,8 +134,9 @@ def check_output(output: Path, overwrite: bool) -> None:
     Raises:
         ValueError: naming what is in the way.
     """
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file; OUT must be a folder that does not exist yet.")
+    if os.path.lexists(output) and not output.is_dir():
+        kind = "a link in a circle" if output.is_symlink() else "a file"
+        raise ValueError(f"{output} is {kind}; OUT must be a folder that does not exist yet.")
     if _holds_anything(output):
         if not overwrite:
             raise ValueError(f"{output} exists and is not empty; choose another OUT or say --overwrite.")
@@ -305,7 +306,8 @@ def _lock(output: Path) -> Iterator[bool]:
         yield held
     finally:
         if held:
-            path.unlink(missing_ok=True)  # before it is let go, so that nobody's lock is taken from them
+            if os.fstat(lock).st_size == 0:  # not somebody's file of that name
+                path.unlink(missing_ok=True)  # before it is let go, so that nobody's lock is taken from them
             os.close(lock)
 
 

@@ -38,7 +38,7 @@ VALUES = (
 
 
 def test_a_few_mutants(tmp_path):
-    hunt(tmp_path, random.Random(SEED), 45)
+    hunt(tmp_path, random.Random(SEED), 27)
 
 
 @pytest.mark.slow
@@ -133,25 +133,32 @@ class Herd:
         assert "ran" not in after, "code of the input ran"
         if done.returncode == 0:
             if "--dry-run" not in arguments:
-                assert all(name.startswith(("out", "teacher/__")) for name in {*made, *lost}), (made.keys(), lost)
-                self.judge(teacher, out, "import" not in command and "all" in arguments)
+                swept = (".out.partial-", "out", "nowhere")  # where the last is what OUT was a link to
+                assert all(name.startswith(swept) for name in {*made, *lost}), (made.keys(), lost)
+                assert not any(name.endswith("thesis") for name in lost), lost
+                self.judge(teacher, out, "import" not in command and "all" in arguments, "x1000" not in self.said)
             return 0
         assert done.returncode == 1 and len(errors) == 1, (done.returncode, done.stderr[-600:])
         assert "Traceback" not in done.stderr and "\x1b" not in done.stderr, done.stderr
-        assert "unexpected " not in errors[0] and len(errors[0]) < 1500, errors[0]
+        assert not errors[0].startswith("error: unexpected") and len(errors[0]) < 1500, errors[0]
         assert not lost and all(name.startswith("out.work") for name in made), (errors[0], made.keys(), lost)
         return 1
 
     @torch.no_grad()
-    def judge(self, teacher, out, kept):
+    def judge(self, teacher, out, kept, bounded):
         ids = random_ids(1, 12)
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         limit = min(model.config.vocab_size, 96)
         ours = model(ids % limit).logits
         if not kept:
+            # a mixer has no softmax: unaligned, one of weights that are a thousand times too large overflows
+            assert ours.isfinite().all() or not bounded, "the hybrid's logits are not finite"
+            return
+        try:
+            theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, trust_remote_code=False).eval()
+        except Exception:  # transformers stumbles over what does not concern us, such as an index's metadata
             assert ours.isfinite().all(), "the hybrid's logits are not finite"
             return
-        theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, trust_remote_code=False).eval()
         expected = theirs(ids % limit).logits
         assert expected.isfinite().all() == ours.isfinite().all(), "finite in one of teacher and hybrid only"
         size = expected.abs().max().clamp(min=1)
@@ -282,6 +289,7 @@ class Herd:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         elif how == 5:
             weights = {key: (tensor * 1e3).half() for key, tensor in weights.items()}
+            self.said += " x1000"
         elif how == 6:
             weights[name] = weights[name][..., :-1].contiguous()
         elif how == 7:
@@ -303,7 +311,9 @@ class Herd:
         name = self.rng.choice(["tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"])
         path = teacher / name
         if name == "README.md":
-            path.write_text(self.rng.choice(["---\nlicense: mit\n---\n", "---\n- [\n---\n", "---\nlicense: [1]\n---\n"]))
+            path.write_text(
+                self.rng.choice(["---\nlicense: mit\n---\n", "---\n- [\n---\n", "---\nlicense: [1]\n---\n"])
+            )
         elif self.rng.random() < 0.4:
             self.corrupt(path)
         elif self.rng.random() < 0.2:
@@ -318,7 +328,23 @@ class Herd:
             if option.name.startswith(("output.push", "output.private", "model", "output.folder")):
                 continue
             choices = option.kind.split(" or ")
-            near = ["0", "1", "-1", "2", "1e400", "1e11", "nan", "0.5", "true", "x", "[0]", "\x1b[1m", "", "none", "all"]
+            near = [
+                "0",
+                "1",
+                "-1",
+                "2",
+                "1e400",
+                "1e11",
+                "nan",
+                "0.5",
+                "true",
+                "x",
+                "[0]",
+                "\x1b[1m",
+                "",
+                "none",
+                "all",
+            ]
             value = self.rng.choice([*choices, *near, *near])
             arguments += [f"--{option.name}={value}"]
         self.said += f" {arguments}"
@@ -356,7 +382,9 @@ class Herd:
                 (path / "thesis").write_text("mine")
             elif how == 2:
                 path.mkdir()
-                (path / ".convert-to-hybrid").write_text(self.rng.choice(["", "{}", '{"files": ["../../x", 3]}', "[1]"]))
+                (path / ".convert-to-hybrid").write_text(
+                    self.rng.choice(["", "{}", '{"files": ["../../x", 3]}', "[1]"])
+                )
                 (path / "thesis").write_text("mine")
             elif how == 3:
                 path.symlink_to(self.rng.choice([name, "teacher", "nowhere"]))
