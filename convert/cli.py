@@ -6,10 +6,13 @@ convert-to-hybrid MODEL OUT converts; the other commands have names.
 import contextlib
 import difflib
 import functools
+import importlib.metadata
 import json
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,7 +168,13 @@ COMMANDS = {
                  "trust_remote_code"),
     ),
 }  # fmt: skip
-OTHERS = ", ".join(name for name in COMMANDS if name != "convert")
+
+
+def other_commands() -> str:
+    """A line for each command but the first, for its help."""
+    others = {name: command.options.__doc__.split("\n")[0] for name, command in COMMANDS.items() if name != "convert"}
+    lines = "\n".join(f"  convert-to-hybrid {name:<9} {what}" for name, what in others.items())
+    return f"\nother commands, each with its own --help:\n{lines}\n"
 
 
 @functools.cache
@@ -179,6 +188,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; ends the process with 0, 1 for an error, or 130 for an interruption."""
     argv = list(sys.argv[1:] if argv is None else argv)
     word = argv[0] if argv else ""
+    if word == "--version":
+        sys.stdout.write(f"convert-to-hybrid {importlib.metadata.version('convert-to-hybrid')}\n")
+        return
     name = argv.pop(0) if word in COMMANDS else "convert"
     command, verbose = COMMANDS[name], bool({"-v", "--verbose"} & set(argv))
     set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
@@ -188,8 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
         parser = parser_of(name)
         if {"-h", "--help"} & set(argv) or (not argv and command.positionals):
-            others = f"\nOther commands, each with its own --help: {OTHERS}.\n" if name == "convert" else ""
-            sys.stdout.write(parser.help() + others)
+            sys.stdout.write(parser.help() + (other_commands() if name == "convert" else ""))
             return
         options, switches = parser.from_command_line(argv)
         command.run(options, switches)
@@ -235,9 +246,41 @@ class TokenRate(ProgressColumn):
 def progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yields a function that shows what is being done, how much of it is done, and of how much, as a bar each."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TokenRate())
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+    if not quiet and not console.is_terminal:
+        with _progress_lines() as report:
+            yield report
+        return
+    with Progress(*columns, console=console, disable=quiet, transient=True) as bar:
         task = functools.cache(lambda what: bar.add_task(what))
         yield lambda what, done, total: bar.update(task(what), completed=done, total=total)
+
+
+LINE_EVERY = 20
+"""Seconds between lines where there is no terminal; a log that is silent for longer looks dead."""
+
+
+@contextlib.contextmanager
+def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
+    """The same as lines of a log, printed by a thread: what is being done may not say anything for minutes."""
+    began, stop = time.monotonic(), threading.Event()
+    now: tuple[str, int, int, float] = ("reading", 0, 0, began)
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal now
+        now = (what, done, total, now[3] if what == now[0] else time.monotonic())
+
+    def speak() -> None:
+        while not stop.wait(LINE_EVERY):
+            what, done, total, since = now
+            share = f" {done:,} of {total:,}" if total else ""
+            left = f", about {(time.monotonic() - since) * (total - done) / done:,.0f} s left" if done else ""
+            console.print(f"{what}{share}, {time.monotonic() - began:,.0f} s so far{left}", markup=False)
+
+    threading.Thread(target=speak, daemon=True).start()
+    try:
+        yield report
+    finally:
+        stop.set()
 
 
 @contextlib.contextmanager

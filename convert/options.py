@@ -863,7 +863,7 @@ def make_options(model: str, output: str, config: str | Path | None = None, **va
 
 
 def plain(value: Any) -> Any:
-    """A Python value as YAML would have given it: a path as text, any sequence as a list, numpy's numbers as Python's."""
+    """A Python value as YAML would give it: a path as text, any sequence as a list, numpy's numbers as Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

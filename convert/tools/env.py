@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from rich.console import Group
 from rich.table import Table
-from transformers.utils import is_flash_attn_2_available
-
-from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend
 
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
     "datasets", "peft", "trl", "lm-eval", "gguf",
 )  # fmt: skip
+BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"  # as modeling_llamba/ssd.py has it
 # name of the package -> the module that must import for it to be usable
 KERNELS = {
     "mamba-ssm": "mamba_ssm.ops.triton.ssd_combined",
@@ -80,8 +78,9 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     if scan["runs"] == "mamba_ssm":
         scan["why"] += f"; {training['runs']} where a gradient is wanted ({training['why']})"
     conv = choose("causal_conv1d", "causal-conv1d")
-    asked = os.environ.get(BACKEND_VARIABLE)
-    if asked:
+    if asked := os.environ.get(BACKEND_VARIABLE):
+        from modeling_llamba.ssd import choose_backend  # which takes seconds
+
         try:
             runs = choose_backend(asked, cuda, recording=False)
             scan = {"runs": runs, "why": f"{BACKEND_VARIABLE} asks for {asked}"}
@@ -90,7 +89,11 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         conv = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"} if asked == "torch" else conv
     else:
         scan["why"] += "; mixer_backend of a model may ask otherwise"
-    flash = "flash_attention_2 on request" if is_flash_attn_2_available() else "flash_attention_2 cannot be used here"
+    flash = "flash_attention_2 cannot be used here"
+    if cuda:
+        from transformers.utils import is_flash_attn_2_available
+
+        flash = "flash_attention_2 on request" if is_flash_attn_2_available() else flash
     return {
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},

@@ -256,8 +256,8 @@ class Herd:
             entry = header[self.rng.choice([name for name in header if name != "__metadata__"])]
             field = self.rng.choice(["dtype", "shape", "data_offsets"])
             entry[field] = self.rng.choice([
-                "F64", "F16", "BF16", "I64", "F8_E4M3", "C64", "U32", "BOOL", [], [0], [2**62], [-1, 4], [4, 4], [0, 8],
-                [0, 10**15], None, {}, list(reversed(entry[field])),
+                "F64", "F16", "BF16", "I64", "F8_E4M3", "C64", "U32", "BOOL", [], [0], [2**62], [-1, 4], [4, 4],
+                [0, 8], [0, 10**15], None, {}, list(reversed(entry[field])),
             ])  # fmt: skip
             self.said += f" {field}={entry[field]}"
         elif how < 0.8:
@@ -355,8 +355,8 @@ class Herd:
 
     def some_work(self, place, out):
         """OUT, its neighbours and its work folder in any state, before a short alignment."""
-        aligned = ["--text", "sampled", "--tokens", "640", "--alignment.sequence_length", "64",
-                   "--alignment.fit.refine_steps=0", "--mixer.initial_decay=0.5", "--attention-layers", "1"]  # fmt: skip
+        aligned = "--text sampled --tokens 640 --alignment.sequence_length 64 --alignment.fit.refine_steps=0".split()
+        aligned += ["--mixer.initial_decay=0.5", "--attention-layers", "1"]
         if self.rng.random() < 0.5:
             text = "import json"
             with contextlib.suppress(SystemExit):

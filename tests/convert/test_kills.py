@@ -100,7 +100,7 @@ def kill_often(count, seed, teacher, folder, run):
             killed += os.WEXITSTATUS(status) == 130
             assert os.WEXITSTATUS(status) in (0, 130) and "Traceback" not in said, (number, kind, said)
             assert names - before <= {"out.work"}, (number, kind, names - before)
-            kept = os.WEXITSTATUS(status) == 130 and "out.work" in names
+            kept = os.WEXITSTATUS(status) == 130 and "out.work" in names - before
             assert not kept or "the same command goes on from there" in said, (number, kind, said)
     assert run([command_of(teacher, out, "mamba2", True)], log) == [0]
     assert {path.name for path in folder.iterdir()} == {"out", "log.0"}, "the last run swept what was left"
