@@ -770,7 +770,7 @@ class OptionParser:
             message = " ".join(str(error).split())
             if match := re.search(r'Parser key "(.+?)":\s*(.*)', message):
                 name, text = match.groups()
-                given = re.search(r"(?:Given|Got) value: (.*)", text) or re.search(r"(\S+) does not conform", text)
+                given = re.search(r"(?:Given|Got) value: (.*?)(?: Given value|$)", text) or re.search(r"(\S+) does not conform", text)
                 if name in self.options:
                     value = "" if given is None else f", not {given[1]}"
                     message = f"{name} must be {self.options[name].kind}{value}."

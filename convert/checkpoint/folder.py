@@ -66,8 +66,9 @@ class OutputFolder:
     def _leave_work(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         if self.owns_work and (self.work / MARKER).is_file() and (error is None or not self._is_worth_keeping):
             remove_work(self.work)
-        if isinstance(error, KeyboardInterrupt) and self._is_worth_keeping:
-            error.add_note(f"what is done so far is kept in {self.work}, and the same command goes on from there")
+        if isinstance(error, KeyboardInterrupt):
+            kept = f"what is done so far is kept in {self.work}, and the same command goes on from there"
+            error.add_note(kept if self._is_worth_keeping else "no part of the work was done yet that could be kept")
 
     @property
     def _is_worth_keeping(self) -> bool:
