@@ -286,7 +286,7 @@ class OutputOptions:
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False
-    """Replace the output folder if it holds a checkpoint, once the new one is complete."""
+    """Replace the output folder, if this project made all that is in it, once the new one is complete."""
 
     def __post_init__(self):
         parse_size(self.max_shard_size)
@@ -770,7 +770,9 @@ class OptionParser:
             message = " ".join(str(error).split())
             if match := re.search(r'Parser key "(.+?)":\s*(.*)', message):
                 name, text = match.groups()
-                given = re.search(r"(?:Given|Got) value: (.*?)(?: Given value|$)", text) or re.search(r"(\S+) does not conform", text)
+                given = re.search(r"(?:Given|Got) value: (.*?)(?: Given value|$)", text) or re.search(
+                    r"(\S+) does not conform", text
+                )
                 if name in self.options:
                     value = "" if given is None else f", not {given[1]}"
                     message = f"{name} must be {self.options[name].kind}{value}."
@@ -868,9 +870,11 @@ def plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Mapping):
         return {plain(name): plain(inner) for name, inner in value.items()}
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return [plain(inner) for inner in value]
-    return value.item() if hasattr(value, "item") else value
+    return value
 
 
 def options_page() -> str:

@@ -116,6 +116,10 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
                 max_new_tokens=length,
             )
             rows.append(drawn[:, 1:].cpu())
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise ValueError("The teacher's logits are not finite, so no text can be drawn from it.") from error
     finally:
         torch.random.set_rng_state(state)
     return torch.cat(rows)

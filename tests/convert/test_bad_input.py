@@ -10,15 +10,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, MixtralConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, MixtralConfig
 
 from convert.checkpoint.folder import MARKER, OutputFolder, mark
-from convert.cli import main
+from convert.cli import main, progress_bars
+from tests.modeling.test_training import tokenizer
 from tests.teachers import TEACHERS, TINY
+
+ROOT = Path(__file__).parents[2]
 
 
 def unaligned(args):
@@ -474,3 +480,109 @@ def test_out_is_looked_at_again_before_it_is_replaced(exchanges, tmp_path, monke
         write("4", True)
     assert sorted(os.listdir(out)) == [MARKER, "config.json"]
     nothing_left(tmp_path, "out")
+
+
+@pytest.mark.parametrize(
+    "dtype, value, flags",
+    [
+        (torch.float32, 3.4e38, ["--dtype", "bfloat16"]),
+        (torch.float64, 1e300, ["--dtype", "float32"]),
+        (torch.float32, 3.4e38, ["--dtype", "bfloat16", "--mixer", "mamba1", "--attention-layers", "none"]),
+    ],
+)
+def test_nothing_infinite_is_written(dtype, value, flags, teacher, tmp_path):
+    edit_weights(teacher, lambda t: t.update({name: tensor.to(dtype) for name, tensor in t.items()}))
+    edit_weights(teacher, poison(value))
+    check_one_line_error(run(teacher, tmp_path / "out", *flags), "does not fit into")
+    nothing_left(tmp_path, "teacher")
+
+
+def test_a_derived_tensor_that_overflows_is_refused(saved_teacher, tmp_path):
+    shutil.copytree(saved_teacher("phi"), tmp_path / "teacher")
+    biases = ("model.layers.1.self_attn.dense.bias", "model.layers.1.mlp.fc2.bias")  # which become one
+    edit_weights(tmp_path / "teacher", lambda t: [t[name].fill_(3e38) for name in biases])
+    flags = ("--mixer.out_bias", "false", "--attention-layers", "none")
+    check_one_line_error(run(tmp_path / "teacher", tmp_path / "out", *flags), "came out infinite or not a number")
+
+
+def test_a_damaged_fit_is_made_again(teacher, tmp_path):
+    flags = ("--text", "sampled", "--tokens", "640", "--alignment.sequence_length", "64", "--attention-layers", "1")
+    flags += ("--alignment.fit.refine_steps=0", "--align", "closed-form")
+    work = ("--alignment.work_dir", tmp_path / "work")
+    edit_weights(teacher, poison(1e6))
+    check_one_line_error(run(teacher, tmp_path / "out", *flags, *work, "--dtype", "float16"), "does not fit")
+    fits = sorted((tmp_path / "work").glob("*/layer-*.safetensors"))
+    assert len(fits) == 3
+    stored = load_file(fits[0])
+    save_file({name: tensor * float("nan") for name, tensor in stored.items()}, fits[0])
+    fits[1].write_bytes(b"torn")
+    fits[2].with_suffix(".json").write_text("[")
+    assert run(teacher, tmp_path / "out", *flags, *work).returncode == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in written.values())
+
+
+def test_a_head_that_differs_is_kept_although_the_configuration_ties_it(saved_teacher, tmp_path):
+    shutil.copytree(saved_teacher("llama-mha-tied"), tmp_path / "teacher")
+    edit_weights(tmp_path / "teacher", lambda t: t.update({"lm_head.weight": torch.randn(128, 32)}))
+    assert run(tmp_path / "teacher", tmp_path / "out", "--attention-layers", "all").returncode == 0
+    ids = torch.arange(3, 40)[None]
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("out", "teacher"))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_generate_refuses_a_model_with_missing_weights(teacher, tmp_path):
+    assert run(teacher, tmp_path / "out").returncode == 0
+    edit_weights(tmp_path / "out", lambda t: [t.pop(name) for name in list(t) if "norm" in name])
+    tokenizer().save_pretrained(tmp_path / "out")
+    check_one_line_error(run_as_is("generate", tmp_path / "out", "--prompt", "w1"), "are missing", "norm.weight")
+
+
+def test_side_files_are_read_before_the_work(teacher, tmp_path, monkeypatch):
+    tokenizer().save_pretrained(teacher)
+    (teacher / "README.md").write_text("---\nlicense: mit\n---\n# Teacher\n")
+    (teacher / "LICENSE").write_text("MIT")
+    assert run(teacher, tmp_path / "out").returncode == 0
+    assert "license: mit" in (tmp_path / "out" / "README.md").read_text() and (tmp_path / "out" / "LICENSE").is_file()
+    (teacher / "tokenizer.json").write_text("garbage")
+    monkeypatch.setattr("convert.pipeline.Aligner", None)  # would fail otherwise
+    check_one_line_error(run_as_is(teacher, tmp_path / "out2"), "tokenizer", "cannot be read")
+
+
+def test_the_edge_says_what_was_being_done(teacher, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise kinds.pop()
+
+    monkeypatch.setattr("convert.pipeline.make_plan", fail)
+    kinds = [MemoryError(), RecursionError("too deep"), KeyError("x"), OSError(28, "No space left on device")]
+    said = ["the disk is full", "unexpected KeyError", "unexpected RecursionError", "out of memory"]
+    for text in said:
+        check_one_line_error(run(teacher, tmp_path / "out"), text, "while fitting the mixers for")
+    check_one_line_error(run(tmp_path / "a\x1b[31mb", tmp_path / "out"), "a\N{REPLACEMENT CHARACTER}[31mb")
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr("convert.cli.LINE_EVERY", 0.05)
+    monkeypatch.setattr("convert.cli.console", Console(stderr=True, soft_wrap=True))
+    with progress_bars(False) as report:
+        report("aligning", 1, 4)
+        time.sleep(0.4)
+    assert capsys.readouterr().err.count("aligning 1 of 4") > 2
+
+
+@pytest.mark.parametrize(
+    "text", ["a: &a [x]\nb: [*a, *a]", "seed: " + "[" * 5000, "placement: {window: 1e400}", "seed: 1" + "0" * 5000]
+)
+def test_yaml_that_would_explode(text, teacher, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    done = run_as_is(teacher, tmp_path / "out", "--config", tmp_path / "x.yaml")
+    check_one_line_error(done)
+    assert "unexpected" not in done.stderr
+
+
+def test_another_package_of_the_same_name_is_said(tmp_path):
+    (tmp_path / "convert").mkdir()
+    (tmp_path / "convert" / "__init__.py").write_text("")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import convert_to_hybrid; convert_to_hybrid.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and "stands where this project's package convert should" in done.stderr

@@ -275,3 +275,16 @@ def test_a_bar_that_counts_tokens_shows_their_rate():
             shown[what] = cli.TokenRate().render(next(t for t in bar.tasks if t.id == task)).plain
     assert shown["scoring layers"] == "" and shown["distilling, tokens"].endswith("/s")
     assert float(shown["distilling, tokens"][:-2].replace(",", "")) > 0
+
+
+def test_python_takes_what_yaml_takes():
+    given = dict(attention_layers=(1, 3), max_shard_size=10**9, activation_memory=10**8, decays=(0.5,), text=Path("x"))
+    options = make_options("m", "o", **given)
+    assert options.placement.attention_layers == [1, 3] and parse_size(options.output.max_shard_size) == 10**9
+    assert options.alignment.fit.decays == (0.5,) and options.alignment.text == "x"
+    assert make_options("m", "o", cache=50_000_000).placement.cache == "50000000"
+    assert make_options("m", "o", window=torch.tensor(8)).placement.window == 8
+
+
+def test_version():
+    assert run_as_is("--version").stdout.startswith("convert-to-hybrid ")
