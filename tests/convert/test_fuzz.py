@@ -150,10 +150,8 @@ class Herd:
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         limit = min(model.config.vocab_size, 96)
         ours = model(ids % limit).logits
-        if not kept:
-            # a mixer has no softmax: unaligned, one of weights that are a thousand times too large overflows
-            assert ours.isfinite().all() or not bounded, "the hybrid's logits are not finite"
-            return
+        if not kept and (ours.isfinite().all() or not bounded):
+            return  # a mixer has no softmax: unaligned, one of weights that are a thousand times too large overflows
         try:
             theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, trust_remote_code=False).eval()
         except Exception:  # transformers stumbles over what does not concern us, such as an index's metadata
@@ -161,6 +159,8 @@ class Herd:
             return
         expected = theirs(ids % limit).logits
         assert expected.isfinite().all() == ours.isfinite().all(), "finite in one of teacher and hybrid only"
+        if not kept:
+            return
         size = expected.abs().max().clamp(min=1)
         torch.testing.assert_close(ours / size, expected / size, rtol=1e-3, atol=1e-3, equal_nan=True)
 
@@ -273,7 +273,7 @@ class Herd:
         path = teacher / "model.safetensors"
         weights = load_file(path)
         name = self.rng.choice(sorted(weights))
-        how = self.rng.randrange(9)
+        odd_one, how = weights[name], self.rng.randrange(9)
         if how == 0:
             weights.pop(name)
         elif how == 1:
@@ -299,7 +299,7 @@ class Herd:
         if self.rng.random() < 0.3:
             odd = self.rng.choice([None, None, "sparse", "meta", "hook", "list"])
             extra = {
-                "sparse": lambda: weights[name].to_sparse(), "meta": lambda: weights[name].to("meta"),
+                "sparse": lambda: odd_one.to_sparse(), "meta": lambda: odd_one.to("meta"),
                 "hook": lambda: Hook(str(teacher.parent / "ran")), "list": lambda: [1, 2],
             }  # fmt: skip
             self.said += f" .bin {odd}"
