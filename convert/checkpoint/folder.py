@@ -299,6 +299,7 @@ def _lock(output: Path) -> Iterator[bool]:
         except BlockingIOError as error:
             raise ValueError(f"Another run is writing {output}; wait for it, or choose another OUT.") from error
         except OSError:
+            path.unlink(missing_ok=True)
             break
         finally:
             if not held:

@@ -153,7 +153,7 @@ def test_weights_with_nan_are_named(tmp_path):
         ("alignment: {distillation: {warmup: 0.9}}", "sum to more than 1"),
         ("alignment: {method: random}", "method must be none or closed-form or mohawk, not random"),
         ("alignment: {distillation: {bf16: 1}}", "bf16 must be true or false, not 1"),
-        ("alignment: {sequence_length: 4}", "of at least 16, not 4"),
+        ("alignment: {sequence_length: 4}", "of at least 16 and at most 16777216, not 4"),
         ("a: [", "not valid YAML"),
     ],
 )

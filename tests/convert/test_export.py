@@ -134,7 +134,7 @@ def test_bad_input(saved_teacher, tmp_path):
     with pytest.raises(ValueError, match="to must be granitemoehybrid or bamba, not llama"):
         exporting("a", "b", to="llama")
     make_student(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
-    with pytest.raises(ValueError, match="expand must be a whole number above 0, not 0"):
+    with pytest.raises(ValueError, match="expand must be a whole number of at least 1 and at most 64, not 0"):
         exporting(tmp_path / "hybrid", expand=0)
     make_student(dtype=torch.float32, **HOLDABLE | VARIANTS["wide heads"]).save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match="expand 1 cannot hold 4 heads of 16"):
