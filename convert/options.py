@@ -728,8 +728,11 @@ class OptionParser:
             raise ValueError(f"{path} is larger than any file of options.")
         try:
             text = path.read_text()
-            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # they can multiply without end
-                raise ValueError(f"{path} has YAML aliases (*name), which options do without; write the values out.")
+            depth = 0
+            for event in yaml.parse(text):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if isinstance(event, yaml.AliasEvent) or depth > 20:  # aliases can multiply without end
+                    raise ValueError(f"{path} has YAML aliases (*name) or is nested deeper than any option.")
             found = get_loader("yaml")(text)
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not valid YAML: {error}") from error
