@@ -17,7 +17,7 @@ from .placement.placement import Decision, Placement
 from .teachers.teacher import Teacher, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
-from .weights.rules import Rule, Source, canonical_sources, moved
+from .weights.rules import Rule, Source, Stack, canonical_sources, moved
 from .weights.students import STUDENTS, layer_letters, tensor_shapes
 from .weights.writer import human_bytes, output_dtype
 
@@ -30,7 +30,7 @@ class TeacherWeights:
     checkpoint: Checkpoint
     config: PreTrainedConfig
     """Configuration of the hybrid with every layer kept as attention."""
-    sources: dict[str, Source]
+    sources: dict[str, Source | Stack]
     """Where each tensor of that hybrid lies in the teacher."""
     dropped: dict[str, str]
     """Tensors of the teacher that the hybrid does without, and why."""
@@ -164,12 +164,13 @@ def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> Mix
 def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
     """The hybrid's configuration."""
     hybrid, teacher_types = placement.hybrid, weights.config.layer_types
-    if hybrid is not None and "sliding_attention" in teacher_types:
+    windows = {layer for layer in placement.replaced_layers if teacher_types[layer] == "sliding_attention"}
+    if hybrid is not None and windows:
         if hybrid.window > weights.config.sliding_window:
             raise ValueError(
                 f"window {hybrid.window} is larger than the teacher's own, {weights.config.sliding_window}."
             )
-        if placement.full_heads:
+        if windows & placement.full_heads.keys():
             raise ValueError(
                 "attention_heads would see everything where this teacher's own see a window; leave them out."
             )

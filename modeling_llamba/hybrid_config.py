@@ -13,7 +13,8 @@ from .ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
-QK_NORMS = (None, "rms", "layer")
+QK_NORMS = (None, "rms", "layer", "all_heads")
+ROPES = ("main", "local", "none")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 ROPE_NUMBERS = {
     "linear": ("factor",),
@@ -22,6 +23,7 @@ ROPE_NUMBERS = {
     "longrope": ("original_max_position_embeddings",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "mixer_num_heads", "mixer_num_kv_heads",
@@ -37,7 +39,14 @@ class HybridConfig(PreTrainedConfig):
             a window and sinks beside a mixer) per layer.
         resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
-        qk_norm: norm per head on queries and keys: None, "rms" or "layer".
+        qk_norm: norm on queries and keys: None, "rms" or "layer" on each head, "all_heads" on all heads together.
+        norm_unit_offset: RMSNorms outside of mixers multiply by 1 + weight.
+        embedding_multiplier: factor on the embeddings. logits_scaling: divisor of the logits.
+        attention_multiplier: factor on the attention scores, 1 / sqrt(head_dim) by default.
+        attn_logit_softcapping, final_logit_softcapping: x becomes cap tanh(x / cap), for scores (of attention layers
+            and windows; a mixer has none) and for logits.
+        layer_rope: rotary embedding of each layer: "main" (by rope_parameters, the default), "local" (by
+            local_rope_parameters) or "none".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
             layers hold a window and sinks alone.
         mixer_num_heads (H), mixer_num_kv_heads (G, heads of x and B), mixer_head_dim (P), mixer_d_state (N).
@@ -86,6 +95,14 @@ class HybridConfig(PreTrainedConfig):
     attention_out_bias: bool = False
     attention_dropout: float | int = 0.0
     qk_norm: str | None = None
+    norm_unit_offset: bool = False
+    embedding_multiplier: float | int = 1.0
+    attention_multiplier: float | int | None = None
+    attn_logit_softcapping: float | int | None = None
+    logits_scaling: float | int = 1.0
+    final_logit_softcapping: float | int | None = None
+    local_rope_parameters: dict | None = None
+    layer_rope: list[str] | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
     mixer: str = "discrete_mamba2"
@@ -147,6 +164,15 @@ class HybridConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.validate_hybrid()
 
+    @property
+    def score_scale(self) -> float:
+        """Factor on the attention scores."""
+        return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+
+    def rope_of(self, layer: int) -> str:
+        """The kind of rotary embedding of a layer."""
+        return "main" if self.layer_rope is None else self.layer_rope[layer]
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write config.json and the code it names; a model's `save_pretrained` comes here, too.
 
@@ -186,6 +212,10 @@ class HybridConfig(PreTrainedConfig):
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act must be one of transformers' activations, not {self.hidden_act!r}.")
         self._validate_sizes(SIZES)
+        for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling", *SOFT_CAPS):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be a number above 0, not {value!r}.")
         self._validate_rotary()
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or len(self.layer_types) != self.num_hidden_layers:
@@ -225,8 +255,19 @@ class HybridConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")
 
     def _validate_rotary(self) -> None:
-        rope, kinds = self.rope_parameters, ("default", *sorted(ROPE_INIT_FUNCTIONS))
-        kind = rope["rope_type"]
+        layers = ["main"] * self.num_hidden_layers if self.layer_rope is None else self.layer_rope
+        if len(layers) != self.num_hidden_layers or not set(layers) <= set(ROPES):
+            raise ValueError(f"layer_rope needs {self.num_hidden_layers} entries out of {ROPES}, not {layers}.")
+        if ("local" in layers) != (self.local_rope_parameters is not None):
+            raise ValueError("local_rope_parameters is needed where layer_rope has local, and nowhere else.")
+        for rope in (self.rope_parameters, self.local_rope_parameters):
+            if rope is not None:
+                self._validate_rope(rope)
+
+    @staticmethod
+    def _validate_rope(rope: dict[str, Any]) -> None:
+        kinds = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+        kind = rope.get("rope_type")
         if kind not in kinds:
             raise ValueError(f"rope_type must be one of {kinds}, not {kind!r}.")
         for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ())):

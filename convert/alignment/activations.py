@@ -66,7 +66,7 @@ class ActivationStream:
                 seen.clear()
         finally:
             handle.remove()
-        return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1]), self.held_out)
+        return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1], layer), self.held_out)
 
     @torch.no_grad()
     def normalised(self, layer: int) -> torch.Tensor:
