@@ -17,7 +17,7 @@ from .checkpoint.code import add_code, versions
 from .checkpoint.folder import check_apart, check_output, staged
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import add_generation_config, add_tokenizer
-from .formats.export import check_holdable
+from .formats.export import NATIVE_CLASSES, check_holdable, obstacles
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
 from .plan import Plan, TeacherWeights, make_plan
@@ -104,7 +104,8 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> Teach
 def checked(plan: Plan, options: ConversionOptions) -> Plan:
     """The plan, unless it was to be ready for export and is not."""
     if options.mixer.export_ready:
-        check_holdable(plan.config, "bamba")  # which holds all that the other does
+        holders = [target for target, native in NATIVE_CLASSES.items() if not obstacles(plan.config, native)]
+        check_holdable(plan.config, holders[0] if holders else "bamba")
     return plan
 
 

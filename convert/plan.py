@@ -83,7 +83,7 @@ class Plan:
     """One per tensor of the hybrid, in the order in which they are written."""
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
-    """What a dry run cannot know."""
+    """What a dry run cannot know, and what of the teacher a state cannot have."""
 
     @property
     def teacher(self) -> Teacher:
@@ -242,8 +242,16 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         placement=placement,
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
-        notes=decision.notes,
+        notes=(*decision.notes, *_lost(config)),
     )
+
+
+def _lost(config: PreTrainedConfig) -> list[str]:
+    """What of the teacher's attention has no counterpart in a state."""
+    if config.attn_logit_softcapping is None or not {"hybrid", "linear_attention"} & set(config.layer_types):
+        return []
+    kept = f"attn_logit_softcapping {config.attn_logit_softcapping} holds where attention stays, windows included"
+    return [kept if config.mixer == "none" else f"{kept}; a state has no scores to cap"]
 
 
 def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) -> list[Rule]:
@@ -284,7 +292,8 @@ def describe(plan: Plan) -> str:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
-    for name, reason in s["dropped"].items():
-        lines.append(f"dropped     {name}: {reason}")
+    for reason, count in Counter(s["dropped"].values()).items():
+        names = [name for name, why in s["dropped"].items() if why == reason]
+        lines.append(f"dropped     {names[0]}{f' and {count - 1} more' if count > 1 else ''}: {reason}")
     lines += [f"note        {note}" for note in plan.notes]
     return "\n".join(lines)

@@ -154,7 +154,7 @@ FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen
 """Teachers that take every variant of a test; the others are other blocks around the same attention, and take some."""
 
 
-def make_teacher(name: str, seed: int = 0, layers: int = 4) -> torch.nn.Module:
+def make_teacher(name: str, seed: int = 0, layers: int = 4, **overrides) -> torch.nn.Module:
     """A teacher in float32, every parameter random, norms and biases too; windows stay in the same share of layers."""
     model_class, config = TEACHERS[name]
     fields = config.to_dict() | {"num_hidden_layers": layers}
@@ -163,7 +163,7 @@ def make_teacher(name: str, seed: int = 0, layers: int = 4) -> torch.nn.Module:
         if "max_window_layers" in fields:
             fields |= {"max_window_layers": layers // 2, "layer_types": None}
     torch.manual_seed(seed)
-    model = model_class(type(config)(**fields)).eval()
+    model = model_class(type(config)(**fields | overrides)).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name and parameter_name.endswith("weight"):

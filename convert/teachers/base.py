@@ -31,8 +31,12 @@ class TeacherFamily:
     """An architecture of transformers, and where its tensors and configuration fields go in the hybrid."""
 
     model_type: str
+    title: str
+    """What people call these models."""
     student: Literal["llamba", "phimamba"]
     """The class of hybrid it becomes."""
+    gguf: bool = False
+    """Whether the tests convert a GGUF file of it."""
     tensors: Mapping[str, str | tuple[str, ...] | None]
     """Template of a teacher's tensor name ("{i}" is the layer) -> its name in a hybrid that keeps all its attention, a
     tuple of names where the teacher fuses them along the rows, or None for what is dropped on purpose. Which of them

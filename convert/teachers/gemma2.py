@@ -6,7 +6,9 @@ from .llama import LLAMA
 
 GEMMA2 = TeacherFamily(
     model_type="gemma2",
+    title="Gemma 2",
     student="llamba",
+    gguf=True,
     tensors={
         **LLAMA.tensors,
         "model.layers.{i}.post_attention_layernorm.weight": "model.layers.{i}.mixer_out_norm.weight",
@@ -14,7 +16,6 @@ GEMMA2 = TeacherFamily(
         "model.layers.{i}.post_feedforward_layernorm.weight": "model.layers.{i}.mlp_out_norm.weight",
     },
     fields={
-        "head_dim": "head_dim",
         "rms_norm_eps": "rms_norm_eps",
         "hidden_act": "hidden_activation",
         "attention_bias": "attention_bias",

@@ -9,7 +9,9 @@ TEXT_TENSORS = {**GEMMA2.tensors, **QK_NORM_TENSORS}
 
 GEMMA3 = TeacherFamily(
     model_type="gemma3_text",
+    title="Gemma 3 (text)",
     student="llamba",
+    gguf=True,
     tensors={
         # in multimodal checkpoints: as published, and as transformers 4.52 to 5 writes them
         **{f"language_model.{theirs}": ours for theirs, ours in TEXT_TENSORS.items()},

@@ -5,6 +5,7 @@ from .llama import LLAMA
 
 GRANITE = TeacherFamily(
     model_type="granite",
+    title="Granite 3",
     student="llamba",
     tensors=LLAMA.tensors,
     fields={

@@ -8,6 +8,7 @@ THEIRS = "model.layers.{i}.block_sparse_moe."
 
 MIXTRAL = TeacherFamily(
     model_type="mixtral",
+    title="Mixtral",
     student="llamba",
     tensors={
         **LLAMA.tensors,
@@ -17,7 +18,6 @@ MIXTRAL = TeacherFamily(
     },
     stacked=stacked_experts(*(f"{THEIRS}experts.{{e}}.{w}.weight" for w in ("w1", "w3", "w2"))),
     fields={
-        "head_dim": "head_dim",
         "rms_norm_eps": "rms_norm_eps",
         "num_experts": "num_local_experts",
         "num_experts_per_tok": "num_experts_per_tok",

@@ -7,6 +7,7 @@ QK_NORM_TENSORS = same_name("model.layers.{i}.self_attn.q_norm.weight", "model.l
 
 OLMO2 = TeacherFamily(
     model_type="olmo2",
+    title="OLMo 2",
     student="llamba",
     tensors={
         **LLAMA.tensors,

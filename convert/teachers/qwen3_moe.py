@@ -13,7 +13,9 @@ def experts(config) -> dict[str, object]:
 
 QWEN3_MOE = TeacherFamily(
     model_type="qwen3_moe",
+    title="Qwen3-MoE",
     student="llamba",
+    gguf=True,
     tensors={
         **QWEN3.tensors,
         **same_name("model.layers.{i}.mlp.gate.weight", f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj"),

@@ -5,6 +5,7 @@ from .llama import LLAMA
 
 SMOLLM3 = TeacherFamily(
     model_type="smollm3",
+    title="SmolLM3",
     student="llamba",
     tensors=LLAMA.tensors,
     fields={

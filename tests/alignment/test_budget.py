@@ -132,9 +132,10 @@ def test_the_teachers_own_windows_go_where_a_state_is_cheaper(saved_teacher, tmp
     assert not placement.attention_layers and not placement.full_heads.keys() & {0, 2} and taken <= spent.nbytes
     assert budget(tmp_path / "wide", cache=0.97).kept_windows == (0, 2)
     with pytest.raises(ValueError, match="window 301 is larger than the teacher's own"):
-        placed(budget(tmp_path / "wide", cache=0.3, window=301))
+        hybrid_config(spent.weights, everywhere(Hybrid(301, 4), 4), spent.options)
     with pytest.raises(ValueError, match="would see everything where this teacher's own see a window"):
-        placed(budget(tmp_path / "wide", cache=0.5, attention_heads="0:0,0:1"))
+        heads = everywhere(Hybrid(9, 4), 4).with_full_heads({0: [1]})
+        hybrid_config(spent.weights, heads, spent.options)
 
 
 def test_heads_that_share_keys_share_a_state_within_a_budget(saved_teacher):

@@ -196,7 +196,7 @@ def test_help_is_short_and_quick():
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "convert.cli", "--help"], capture_output=True, text=True
     )
-    assert done.returncode == 0 and "import, export, inspect, env, generate" in done.stdout
+    assert done.returncode == 0 and "import, export, inspect, env, families, generate" in done.stdout
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  -")]
     assert len(shown) <= 24 and set(cli.CONVERSION_FLAGS) <= set(shown)
     assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
