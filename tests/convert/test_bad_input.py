@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, MixtralConfig
+from transformers import BertConfig, BertModel, GptOssConfig
 
 from convert.cli import main
 from tests.teachers import TEACHERS, TINY
@@ -151,8 +151,8 @@ def test_unsupported_architectures(tmp_path):
     tiny = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     BertModel(BertConfig(**tiny)).save_pretrained(tmp_path / "bert")
     check_one_line_error(run(tmp_path / "bert", tmp_path / "out"), "'bert'", "not supported", "llama")
-    MixtralConfig(**TINY).save_pretrained(tmp_path / "moe")
-    check_one_line_error(run(tmp_path / "moe", tmp_path / "out"), "'mixtral'", "not supported")
+    GptOssConfig(**TINY).save_pretrained(tmp_path / "moe")
+    check_one_line_error(run(tmp_path / "moe", tmp_path / "out"), "'gpt_oss'", "not supported")
 
 
 def test_contradictory_or_quantised_configurations(teacher, tmp_path):
