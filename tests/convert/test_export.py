@@ -15,7 +15,7 @@ from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.convert.transfer import exporting, importing
 from tests.students import make_student
-from tests.teachers import LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
+from tests.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 
 HOLDABLE = dict(
     mixer="mamba2", mixer_norm="head", mixer_activation="silu", mixer_rotary=False, mixer_decay_bias=False,
@@ -166,7 +166,7 @@ def test_export_ready_conversion_and_the_command(saved_teacher, tmp_path):
     check_one_line_error(run_as_is("export", tmp_path / "gone", tmp_path / "new"), "does not exist")
 
 
-@pytest.mark.parametrize("name", ["granite", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", [name for name in TEACHERS if name not in FIRST])
 def test_the_list_of_families_says_what_can_be_exported(name, saved_teacher, tmp_path):
     (listed,) = [of["export"] for of in families() if of["model_type"] == TEACHERS[name][1].model_type]
     options = dict(export_ready=True, align="none", attention_layers="1")
@@ -179,8 +179,9 @@ def test_the_list_of_families_says_what_can_be_exported(name, saved_teacher, tmp
     for target in listed:
         export_checkpoint(exporting(tmp_path / "hybrid", tmp_path / target, to=target))
         assert_same(model, AutoModelForCausalLM.from_pretrained(tmp_path / target, dtype=torch.float32))
-    with pytest.raises(ValueError, match="bamba cannot hold embedding_multiplier 12.0, residual_multiplier 0.22"):
-        plan_export(exporting(tmp_path / "hybrid", to="bamba"))
+    if name == "granite":
+        with pytest.raises(ValueError, match="bamba cannot hold embedding_multiplier 12.0, residual_multiplier 0.22"):
+            plan_export(exporting(tmp_path / "hybrid", to="bamba"))
 
 
 def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
