@@ -37,6 +37,7 @@ from .options import (
     ConversionOptions,
     EnvOptions,
     ExportOptions,
+    FamiliesOptions,
     GenerateOptions,
     ImportOptions,
     InspectOptions,
@@ -125,6 +126,12 @@ def env_command(options: EnvOptions, switches: Switches) -> None:
     _print_report(environment(), describe_environment, switches["json"])
 
 
+def families_command(options: FamiliesOptions, switches: Switches) -> None:
+    from .tools.families import describe_families, families
+
+    _print_report(families(), describe_families, switches["json"])
+
+
 def generate_command(options: GenerateOptions, switches: Switches) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the bar of dequantising
     from .tools.generate import answer
@@ -160,6 +167,7 @@ COMMANDS = {
     ),
     "inspect": Command(InspectOptions, inspect_command, {"MODEL": "model"}, flags_of("revision"), AS_JSON),
     "env": Command(EnvOptions, env_command, {}, {}, AS_JSON),
+    "families": Command(FamiliesOptions, families_command, {}, {}, AS_JSON),
     "generate": Command(
         GenerateOptions,
         generate_command,

@@ -600,6 +600,11 @@ class EnvOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FamiliesOptions:
+    """List the teachers that can be converted, and what of each was tested."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     """Answer a prompt, streaming; beside the teacher on request."""
 

@@ -17,7 +17,7 @@ from .checkpoint.folder import OutputFolder, check_apart
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import SideFiles, read_licence, read_side_files, write_side_files
 from .errors import during
-from .formats.export import check_holdable
+from .formats.export import NATIVE_CLASSES, check_holdable, obstacles
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
 from .plan import Plan, TeacherWeights, make_plan
@@ -107,7 +107,8 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> Teach
 def checked(plan: Plan, options: ConversionOptions) -> Plan:
     """The plan, unless it was to be ready for export and is not."""
     if options.mixer.export_ready:
-        check_holdable(plan.config, "bamba")  # which holds all that the other does
+        holders = [target for target, native in NATIVE_CLASSES.items() if not obstacles(plan.config, native)]
+        check_holdable(plan.config, holders[0] if holders else "bamba")
     return plan
 
 

@@ -17,7 +17,7 @@ from .placement.placement import Decision, Placement
 from .teachers.teacher import Teacher, config_errors, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
-from .weights.rules import Rule, Source, canonical_sources, moved
+from .weights.rules import Rule, Source, Stack, canonical_sources, moved
 from .weights.students import STUDENTS, layer_letters, tensor_shapes
 from .weights.writer import human_bytes, output_dtype
 
@@ -30,7 +30,7 @@ class TeacherWeights:
     checkpoint: Checkpoint
     config: PreTrainedConfig
     """Configuration of the hybrid with every layer kept as attention."""
-    sources: dict[str, Source]
+    sources: dict[str, Source | Stack]
     """Where each tensor of that hybrid lies in the teacher."""
     dropped: dict[str, str]
     """Tensors of the teacher that the hybrid does without, and why."""
@@ -97,7 +97,7 @@ class Plan:
     """One per tensor of the hybrid, in the order in which they are written."""
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
-    """What a dry run cannot know."""
+    """What a dry run cannot know, and what of the teacher a state cannot have."""
 
     @property
     def teacher(self) -> Teacher:
@@ -178,12 +178,13 @@ def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> Mix
 def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
     """The hybrid's configuration."""
     hybrid, teacher_types = placement.hybrid, weights.config.layer_types
-    if hybrid is not None and "sliding_attention" in teacher_types:
+    windows = {layer for layer in placement.replaced_layers if teacher_types[layer] == "sliding_attention"}
+    if hybrid is not None and windows:
         if hybrid.window > weights.config.sliding_window:
             raise ValueError(
                 f"window {hybrid.window} is larger than the teacher's own, {weights.config.sliding_window}."
             )
-        if placement.full_heads:
+        if windows & placement.full_heads.keys():
             raise ValueError(
                 "attention_heads would see everything where this teacher's own see a window; leave them out."
             )
@@ -255,8 +256,16 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         placement=placement,
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
-        notes=decision.notes,
+        notes=(*decision.notes, *_lost(config)),
     )
+
+
+def _lost(config: PreTrainedConfig) -> list[str]:
+    """What of the teacher's attention has no counterpart in a state."""
+    if config.attn_logit_softcapping is None or not {"hybrid", "linear_attention"} & set(config.layer_types):
+        return []
+    kept = f"attn_logit_softcapping {config.attn_logit_softcapping} holds where attention stays, windows included"
+    return [kept if config.mixer == "none" else f"{kept}; a state has no scores to cap"]
 
 
 def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) -> list[Rule]:
@@ -297,7 +306,8 @@ def describe(plan: Plan) -> str:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
-    for name, reason in s["dropped"].items():
-        lines.append(f"dropped     {name}: {reason}")
+    for reason, count in Counter(s["dropped"].values()).items():
+        names = [name for name, why in s["dropped"].items() if why == reason]
+        lines.append(f"dropped     {names[0]}{f' and {count - 1} more' if count > 1 else ''}: {reason}")
     lines += [f"note        {note}" for note in plan.notes]
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.phi.modeling_phi import eager_attention_forward
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.utils import is_torchdynamo_compiling
 
 from .norms import head_norm
@@ -29,7 +29,7 @@ class SoftmaxAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
@@ -40,8 +40,7 @@ class SoftmaxAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
-        self.q_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
-        self.k_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
+        self.q_norm, self.k_norm = qk_norms(config)
 
     def forward(
         self,
@@ -73,9 +72,21 @@ class SoftmaxAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            **capped(self.softcap),
             **kwargs,
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
+
+
+def qk_norms(config) -> list[nn.Module | None]:
+    """The norms on queries and on keys, or None twice."""
+    heads = config.num_attention_heads, config.num_key_value_heads
+    return [head_norm(config.qk_norm, config.head_dim, n, config.norm_eps, config.norm_unit_offset) for n in heads]
+
+
+def capped(softcap: float | None) -> dict[str, float]:
+    """The argument that caps scores; it is left out where there is no cap, since not every function knows it."""
+    return {} if softcap is None else {"softcap": softcap}
 
 
 def update_keys(

@@ -8,12 +8,20 @@ if TYPE_CHECKING:  # never run, but transformers reads it: whoever fetches the c
     from .modeling_llamba import LlambaForCausalLM  # noqa: F401
 
 
+NORM_PLACEMENTS = ("before", "after", "both")
+
+
 class LlambaConfig(HybridConfig):
     """Fields of `HybridConfig`, plus those of the Llama block.
 
     Args:
         hidden_act: activation of the gated MLP. rms_norm_eps: epsilon of every RMSNorm. mlp_bias: bias on its
             projections.
+        norm_placement: RMSNorms "before" mixer and MLP (Llama), "after" them (OLMo) or "both" (Gemma).
+        residual_multiplier: factor on what mixer and MLP add to the residual stream.
+        num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
+        moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
+        mlp_only_layers: layers that have a single MLP nevertheless.
     """
 
     model_type = "llamba"
@@ -21,6 +29,33 @@ class LlambaConfig(HybridConfig):
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-5
     mlp_bias: bool = False
+    norm_placement: str = "before"
+    residual_multiplier: float | int = 1.0
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    mlp_only_layers: list[int] | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's MLP is a choice of experts."""
+        return self.num_experts is not None and layer not in (self.mlp_only_layers or ())
+
+    def validate_hybrid(self) -> None:
+        """Refuse contradictory fields, those of the block too."""
+        super().validate_hybrid()
+        if self.norm_placement not in NORM_PLACEMENTS:
+            raise ValueError(f"norm_placement must be one of {NORM_PLACEMENTS}, not {self.norm_placement!r}.")
+        if not self.residual_multiplier > 0:
+            raise ValueError(f"residual_multiplier must be a number above 0, not {self.residual_multiplier!r}.")
+        if self.num_experts is not None:
+            for name in ("num_experts_per_tok", "moe_intermediate_size"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"num_experts needs {name} beside it.")
+            if self.num_experts_per_tok > self.num_experts:
+                raise ValueError(
+                    f"num_experts_per_tok {self.num_experts_per_tok} is more than there are: {self.num_experts}."
+                )
 
     @property
     def norm_eps(self) -> float:

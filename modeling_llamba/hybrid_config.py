@@ -13,7 +13,8 @@ from .ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
-QK_NORMS = (None, "rms", "layer")
+QK_NORMS = (None, "rms", "layer", "all_heads")
+ROPES = ("main", "local", "none")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 ROPE_NUMBERS = {
     "linear": ("factor",),
@@ -22,6 +23,7 @@ ROPE_NUMBERS = {
     "longrope": ("original_max_position_embeddings",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "mixer_num_heads", "mixer_num_kv_heads",
@@ -36,6 +38,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), (1e-06, 1000000.0)),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "initializer_range"), (0.0, 1000000.0)),
     "num_hidden_layers": (1, 10_000),
+    "num_experts": (1, 10_000),
+    "num_experts_per_tok": (1, 10_000),
+    "moe_intermediate_size": (1, LARGEST_SIZE),
     "max_window_layers": (0, LARGEST_SIZE),
     "original_max_position_embeddings": (1, LARGEST_SIZE),
     "rope_theta": (1e-6, 1e30),
@@ -45,6 +50,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+NESTED = (
+    "text_config", "rope_parameters", "local_rope_parameters", "rope_scaling", "full_attention", "sliding_attention"
+)  # fmt: skip
+
+
 def check_numbers(values: Mapping[str, Any]) -> None:
     """Refuse a number of a configuration, or of the rotary settings in it, that no model can have.
 
@@ -52,7 +62,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         ValueError: naming the field and what it may be.
     """
     for name, value in values.items():
-        if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
+        if name in NESTED and isinstance(value, Mapping):
             check_numbers(value)
         elif name in ("short_factor", "long_factor") and value is not None:
             numbers = value if isinstance(value, (list, tuple)) else [None]
@@ -74,7 +84,14 @@ class HybridConfig(PreTrainedConfig):
             a window and sinks beside a mixer) per layer.
         resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
-        qk_norm: norm per head on queries and keys: None, "rms" or "layer".
+        qk_norm: norm on queries and keys: None, "rms" or "layer" on each head, "all_heads" on all heads together.
+        norm_unit_offset: RMSNorms outside of mixers multiply by 1 + weight.
+        embedding_multiplier: factor on the embeddings. logits_scaling: divisor of the logits.
+        attention_multiplier: factor on the attention scores, 1 / sqrt(head_dim) by default.
+        attn_logit_softcapping, final_logit_softcapping: x becomes cap tanh(x / cap), for scores (of attention layers
+            and windows; a mixer has none) and for logits.
+        layer_rope: rotary embedding of each layer: "main" (by rope_parameters, the default), "local" (by
+            local_rope_parameters) or "none".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
             layers hold a window and sinks alone.
         mixer_num_heads (H), mixer_num_kv_heads (G, heads of x and B), mixer_head_dim (P), mixer_d_state (N).
@@ -123,6 +140,14 @@ class HybridConfig(PreTrainedConfig):
     attention_out_bias: bool = False
     attention_dropout: float | int = 0.0
     qk_norm: str | None = None
+    norm_unit_offset: bool = False
+    embedding_multiplier: float | int = 1.0
+    attention_multiplier: float | int | None = None
+    attn_logit_softcapping: float | int | None = None
+    logits_scaling: float | int = 1.0
+    final_logit_softcapping: float | int | None = None
+    local_rope_parameters: dict | None = None
+    layer_rope: list[str] | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
     mixer: str = "discrete_mamba2"
@@ -184,6 +209,15 @@ class HybridConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.validate_hybrid()
 
+    @property
+    def score_scale(self) -> float:
+        """Factor on the attention scores."""
+        return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+
+    def rope_of(self, layer: int) -> str:
+        """The kind of rotary embedding of a layer."""
+        return "main" if self.layer_rope is None else self.layer_rope[layer]
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write config.json and the code it names; a model's `save_pretrained` comes here, too.
 
@@ -228,6 +262,10 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError(f"{absent[0]} must be a whole number of at least 1, not None.")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id {self.pad_token_id} is no token of a vocabulary of {self.vocab_size}.")
+        for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling", *SOFT_CAPS):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be a number above 0, not {value!r}.")
         self._validate_rotary()
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or len(self.layer_types) != self.num_hidden_layers:
@@ -261,8 +299,19 @@ class HybridConfig(PreTrainedConfig):
         self._validate_window()
 
     def _validate_rotary(self) -> None:
-        rope, kinds = self.rope_parameters, ("default", *sorted(ROPE_INIT_FUNCTIONS))
-        kind = rope["rope_type"]
+        layers = ["main"] * self.num_hidden_layers if self.layer_rope is None else self.layer_rope
+        if len(layers) != self.num_hidden_layers or not set(layers) <= set(ROPES):
+            raise ValueError(f"layer_rope needs {self.num_hidden_layers} entries out of {ROPES}, not {layers}.")
+        if ("local" in layers) != (self.local_rope_parameters is not None):
+            raise ValueError("local_rope_parameters is needed where layer_rope has local, and nowhere else.")
+        for rope in (self.rope_parameters, self.local_rope_parameters):
+            if rope is not None:
+                self._validate_rope(rope)
+
+    @staticmethod
+    def _validate_rope(rope: dict[str, Any]) -> None:
+        kinds = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+        kind = rope.get("rope_type")
         if kind not in kinds:
             raise ValueError(f"rope_type must be one of {kinds}, not {kind!r}.")
         for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ())):

@@ -4,6 +4,7 @@ A family subclasses these three and says what its blocks are.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
 from .matrix_mixer import OPEN_GATE
 from .normalised_read import NormalisedRead, theory_mass
-from .rotary import RotaryEmbedding
+from .norms import RMSNorm
+from .rotary import RotaryEmbedding, local_rotary_embedding
 from .short_conv import ShortConv
 from .speculative_decoding import speculative_decoding
 from .ssd import sequence_starts
@@ -43,7 +45,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.layer_type = config.layer_types[layer_idx]
+        self.layer_type, self.rope = config.layer_types[layer_idx], config.rope_of(layer_idx)
         if self.layer_type in ("linear_attention", "hybrid"):
             self.mixer = make_mixer(config, layer_idx)
         else:
@@ -53,18 +55,19 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         masks: dict[str, torch.Tensor | None],
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         seq_idx: torch.Tensor | None,
         past_key_values: Cache | None,
         **kwargs,
     ) -> torch.Tensor:
-        """The sequence mixer's output (B, L, hidden) for the normalised input (B, L, hidden)."""
-        mask = masks[self.layer_type]
+        """The sequence mixer's output (B, L, hidden) for its input (B, L, hidden)."""
+        mask, position_embeddings = masks[self.layer_type], position_embeddings[self.rope]
         if self.layer_type == "linear_attention":
             return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
         if self.layer_type == "hybrid":
             padding_mask = masks["linear_attention"]
-            inputs = (hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, mask)
+            window = mask.of_layer(self.rope)
+            inputs = (hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, window)
             return self.mixer(*inputs, **kwargs)
         return self.self_attn(hidden_states, position_embeddings, mask, past_key_values, **kwargs)[0]
 
@@ -87,6 +90,11 @@ class HybridPreTrainedModel(PreTrainedModel):
         "attentions": OutputRecorder(SoftmaxAttention, index=1),
     }
 
+    def __init__(self, config, *args, **kwargs):
+        if config.attn_logit_softcapping is not None:
+            self._supports_sdpa = False  # which knows no cap, so that eager is the default
+        super().__init__(config, *args, **kwargs)
+
     @staticmethod
     def create_masks_for_generate(config, attention_mask=None, **kwargs):
         """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself."""
@@ -97,6 +105,8 @@ class HybridPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if isinstance(module, RMSNorm) and module.unit_offset:
+            init.zeros_(module.weight)
         if isinstance(module, ShortConv):
             # identity: the last tap is the current token
             init.zeros_(module.bias)
@@ -171,19 +181,38 @@ def positions_in_sequence(seq_idx: torch.Tensor) -> torch.Tensor:
     return index - torch.where(sequence_starts(seq_idx), index, 0).cummax(dim=1).values
 
 
+class ScaledEmbedding(nn.Embedding):
+    """An embedding times a factor, which is rounded to the weight's type first, as Gemma's is."""
+
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.multiplier = config.embedding_multiplier
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        embedded = super().forward(input)
+        return embedded if self.multiplier == 1 else embedded * embedded.new_tensor(self.multiplier)
+
+
+def finish_logits(logits: torch.Tensor, config) -> torch.Tensor:
+    """Scale and cap what the head gives, as a configuration says: a hybrid's, or one of transformers'."""
+    scaling, cap = getattr(config, "logits_scaling", 1.0), getattr(config, "final_logit_softcapping", None)
+    logits = logits if scaling == 1 else logits / scaling
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 class HybridModel(HybridPreTrainedModel):
-    """Embedding, blocks, final norm. A family names the classes of its blocks and of that norm."""
+    """Embedding, blocks, final norm. A family names the class of its blocks, and makes that norm."""
 
     layer_class: type[HybridDecoderLayer]
-    norm_class: type[nn.Module]
+    make_norm: Callable[..., nn.Module]
 
     def __init__(self, config):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = ScaledEmbedding(config)
         self.embed_dropout = nn.Dropout(config.embd_pdrop)
         self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = self.norm_class(config.hidden_size, eps=config.norm_eps)
-        self.rotary_emb = RotaryEmbedding(config)
+        self.norm = self.make_norm(config)
+        self.rotary_emb, self.local_rotary_emb = RotaryEmbedding(config), local_rotary_embedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -232,7 +261,7 @@ class HybridModel(HybridPreTrainedModel):
         elif position_ids is None:
             position_ids = torch.arange(shape[1], device=inputs_embeds.device)[None] + past_length
         masks = self._masks(inputs_embeds, attention_mask, mask_2d, past_key_values, position_ids, seq_idx)
-        position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
+        position_embeddings = self.rotary(inputs_embeds, position_ids)
         hidden_states = self.embed_dropout(inputs_embeds)
         for layer in self.layers:
             hidden_states = layer(
@@ -246,6 +275,16 @@ class HybridModel(HybridPreTrainedModel):
             )
         note_length(past_key_values, past_length + shape[1])
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """cos and sin (B, L, rotary dims) for each kind of layer in `layer_rope`."""
+        found = {"main": self.rotary_emb(like, position_ids)}
+        if self.local_rotary_emb is not None:
+            found["local"] = self.local_rotary_emb(like, position_ids)
+        if "none" in (self.config.layer_rope or ()):
+            cos, sin = found["main"]
+            found["none"] = torch.ones_like(cos), torch.zeros_like(sin)
+        return found
 
     def _masks(self, inputs_embeds, attention_mask, mask_2d, past_key_values, position_ids, seq_idx):
         """One mask per layer type that occurs."""
@@ -285,12 +324,13 @@ class HybridModel(HybridPreTrainedModel):
 
     def _sink_rotary(self, inputs_embeds, position_ids, index):
         """cos and sin for queries that look at sinks, none of them farther away than the teacher was trained for."""
-        if self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROTARY:
+        embeddings = (self.rotary_emb, self.local_rotary_emb)
+        if any(e is not None and e.rope_type in LENGTH_DEPENDENT_ROTARY for e in embeddings):
             return None
         if _may_ask(index) and int(index.max()) <= self.config.hybrid_sink_reach:
             return None
         too_far = (index - self.config.hybrid_sink_reach).clamp(min=0)
-        return self.rotary_emb(inputs_embeds, position_ids - too_far)
+        return self.rotary(inputs_embeds, position_ids - too_far)
 
 
 def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tensor:
@@ -361,7 +401,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        logits = finish_logits(self.lm_head(outputs.last_hidden_state[:, keep]), self.config)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

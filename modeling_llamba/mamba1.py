@@ -43,8 +43,8 @@ class Mamba1(nn.Module):
         self.A_log = nn.Parameter(torch.zeros(self.inner_size, self.d_state))
         self.D = nn.Parameter(torch.ones(self.inner_size))
         self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
-        self.B_norm = head_norm(config.mixer_qk_norm, self.head_dim, config.norm_eps)
-        self.C_norm = head_norm(config.mixer_qk_norm, self.head_dim, config.norm_eps)
+        self.B_norm = head_norm(config.mixer_qk_norm, self.head_dim, self.num_groups, config.norm_eps)
+        self.C_norm = head_norm(config.mixer_qk_norm, self.head_dim, self.num_heads, config.norm_eps)
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
 
     def project(

@@ -62,8 +62,8 @@ class SSDMixer(nn.Module):
         self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, config.mixer_activation, config)
         self.D = nn.Parameter(torch.ones(self.num_heads))
         self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
-        self.B_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)
-        self.C_norm = head_norm(config.mixer_qk_norm, self.d_state, config.norm_eps)
+        self.B_norm = head_norm(config.mixer_qk_norm, self.d_state, self.num_groups, config.norm_eps)
+        self.C_norm = head_norm(config.mixer_qk_norm, self.d_state, self.num_heads, config.norm_eps)
         group = self.head_dim if config.mixer_norm == "head" else None
         eps = config.norm_eps if config.mixer_norm_eps is None else config.mixer_norm_eps
         self.norm = None if config.mixer_norm == "none" else RMSNorm(self.inner_size, eps, group)

@@ -1,8 +1,20 @@
-"""Llamba: RMSNorm, attention or a matrix mixer, RMSNorm, gated MLP, each added to the residual stream."""
+"""Llamba: attention or a matrix mixer, then a gated MLP or experts, each with RMSNorms and a residual connection.
+
+    h = h + m norm(mix(norm(h)))        h = h + m norm(mlp(norm(h)))
+
+Which of the norms there are (`norm_placement`), the multiplier m and the kind of MLP are fields of the configuration:
+Llama has the inner norms, OLMo the outer ones, Gemma both. The experts are transformers' own module, Qwen3-MoE's.
+"""
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeExperts,
+    Qwen3MoeSparseMoeBlock,
+    Qwen3MoeTopKRouter,
+)
 
 from .configuration_llamba import LlambaConfig
 from .hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
@@ -23,21 +35,33 @@ class LlambaMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
+def make_norm(config: LlambaConfig) -> RMSNorm:
+    """A norm over the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.norm_unit_offset)
+
+
 class LlambaDecoderLayer(HybridDecoderLayer):
-    """Sequential pre-norm block."""
+    """Sequential block."""
 
     def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.mlp = LlambaMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        self.mlp = Qwen3MoeSparseMoeBlock(config) if config.has_experts(layer_idx) else LlambaMLP(config)
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.input_layernorm = make_norm(config) if before else nn.Identity()
+        self.mixer_out_norm = make_norm(config) if after else nn.Identity()
+        self.post_attention_layernorm = make_norm(config) if before else nn.Identity()  # Llama's name for the MLP's
+        self.mlp_out_norm = make_norm(config) if after else nn.Identity()
+        self.resid_dropout, self.multiplier = nn.Dropout(config.resid_pdrop), config.residual_multiplier
 
     def forward(self, hidden_states: torch.Tensor, **mixer_inputs) -> torch.Tensor:
         """(B, L, hidden) -> (B, L, hidden); the keyword arguments are those of `mix`."""
-        mixed = self.mix(self.input_layernorm(hidden_states), **mixer_inputs)
-        hidden_states = hidden_states + self.resid_dropout(mixed)
-        return hidden_states + self.resid_dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+        mixed = self.mixer_out_norm(self.mix(self.input_layernorm(hidden_states), **mixer_inputs))
+        hidden_states = self._add(hidden_states, mixed)
+        return self._add(hidden_states, self.mlp_out_norm(self.mlp(self.post_attention_layernorm(hidden_states))))
+
+    def _add(self, hidden_states, branch):
+        branch = self.resid_dropout(branch)
+        return hidden_states + (branch if self.multiplier == 1 else branch * self.multiplier)
 
 
 class LlambaPreTrainedModel(HybridPreTrainedModel):
@@ -47,9 +71,21 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
     config: LlambaConfig
     _no_split_modules = ["LlambaDecoderLayer"]
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for the experts in this file, but they are imported."""
+        return True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter):
+            for parameter in module.parameters():
+                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+
 
 class LlambaModel(LlambaPreTrainedModel, HybridModel):
-    layer_class, norm_class = LlambaDecoderLayer, RMSNorm
+    layer_class, make_norm = LlambaDecoderLayer, staticmethod(make_norm)
 
 
 class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM):

@@ -5,7 +5,7 @@ w_j = a^(number of tokens that left the window after it), 0 < a <= 1:
 
     n = sum_j w_j      k_mean = sum_j w_j k_j / n      v_mean = sum_j w_j v_j / n      S = sum_j w_j v_j k_j^T
 
-and for each query q, which holds the factor 1 / sqrt(D):
+and for each query q, which holds the factor 1 / sqrt(D), or what the teacher has in its place:
 
     tilt = Cov(v, k) q = S q / n - v_mean (k_mean . q)
     log mass = c0 + c1 log n + sum_f alpha_f (q . k_mean)_f + sum_f beta_f (q . q)_f
@@ -111,7 +111,7 @@ class NormalisedRead(nn.Module):
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         recorded = recorded_by(cache, self.layer_idx)
         since = 0 if recorded is None or recorded.inputs is None else recorded.inputs[0].shape[1]
-        query = near.query.to(torch.promote_types(near.query.dtype, torch.float32)) * D**-0.5
+        query = near.query.to(torch.promote_types(near.query.dtype, torch.float32)) * self.config.score_scale
         tokens, log_a = self._leaving(near.context, length + since, query.dtype, seq_idx)
         S, sums = (None, None) if state is None else (state[..., :D, 1:], _sums(state)[..., None])
         if length == 1 and state is not None and recorded is None:
@@ -172,7 +172,7 @@ class NormalisedRead(nn.Module):
         """
         keys, _, index = near.context
         window, shared = self.config.hybrid_window, self.heads // self.kv_heads
-        keys, query = keys.double(), near.query.transpose(1, 2).double() * self.head_dim**-0.5
+        keys, query = keys.double(), near.query.transpose(1, 2).double() * self.config.score_scale
         position = torch.arange(index.shape[1], device=index.device)
         far = (position[:, None] - position >= window) & (index >= self.config.hybrid_sinks)[:, None]
         if seq_idx is not None:

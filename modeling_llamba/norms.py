@@ -6,29 +6,47 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, or over groups of it, computed in float32."""
+    """Root mean square norm over the last dimension, or over groups of it, computed in float32.
 
-    def __init__(self, size: int, eps: float, group_size: int | None = None):
+    With `unit_offset` it multiplies by 1 + weight, in float32, as Gemma's does.
+    """
+
+    def __init__(self, size: int, eps: float, group_size: int | None = None, unit_offset: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.zeros(size) if unit_offset else torch.ones(size))
         self.eps = eps
-        self.group_size = group_size
+        self.group_size, self.unit_offset = group_size, unit_offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = x.dtype
         if self.group_size is None and dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            weight = 1 + self.weight if self.unit_offset else self.weight
+            return F.rms_norm(x, self.weight.shape, weight, self.eps)
         h = x.to(torch.promote_types(dtype, torch.float32))
         if self.group_size is not None:
             h = h.unflatten(-1, (-1, self.group_size))
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.group_size is not None:
             h = h.flatten(-2)
+        if self.unit_offset:
+            return (h * (1 + self.weight.to(h.dtype))).to(dtype)
         return self.weight * h.to(dtype)
 
 
-def head_norm(kind: str | None, size: int, eps: float) -> nn.Module | None:
-    """The norm some teachers put on queries and keys: "rms" (Qwen3), "layer" (Phi), or None."""
+class AllHeadsNorm(RMSNorm):
+    """One norm over all heads of (..., heads, size) together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
+def head_norm(kind: str | None, size: int, heads: int, eps: float, unit_offset: bool = False) -> nn.Module | None:
+    """The norm some teachers put on queries or keys (..., heads, size): "rms" (Qwen3) and "layer" (Phi) on each head,
+    "all_heads" (OLMo) on all together, or None."""
     if kind is None:
         return None
-    return RMSNorm(size, eps) if kind == "rms" else nn.LayerNorm(size, eps=eps)
+    if kind == "layer":
+        return nn.LayerNorm(size, eps=eps)
+    if kind == "all_heads":
+        return AllHeadsNorm(heads * size, eps, unit_offset=unit_offset)
+    return RMSNorm(size, eps, unit_offset=unit_offset)

@@ -1,12 +1,23 @@
 """Rotary position embedding, for softmax attention and for B and C of the mixers alike."""
 
+import copy
+
 import torch
 
 # Phi's, as it knows rotation of a part of each head, besides every scaling type of transformers
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding as RotaryEmbedding
 from transformers.models.phi.modeling_phi import rotate_half
 
-__all__ = ["RotaryEmbedding", "apply_rotary"]
+__all__ = ["RotaryEmbedding", "apply_rotary", "local_rotary_embedding"]
+
+
+def local_rotary_embedding(config) -> RotaryEmbedding | None:
+    """The embedding of the layers whose `layer_rope` is "local"; None where there are none."""
+    if config.local_rope_parameters is None:
+        return None
+    local = copy.copy(config)
+    local.rope_parameters = config.local_rope_parameters
+    return RotaryEmbedding(local)
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_dim_axis: int) -> torch.Tensor:

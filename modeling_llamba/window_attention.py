@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.phi.modeling_phi import eager_attention_forward
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from .attention import append_keys
-from .norms import head_norm
+from .attention import append_keys, capped, qk_norms
 from .rotary import apply_rotary
 
 MIN_BLOCK = 32
@@ -28,14 +27,19 @@ class WindowInputs(NamedTuple):
     """What hybrid layers want to know of the tokens.
 
     index (B, L): of each token in its sequence, -1 at padding. sink_rotary: cos and sin (B, L, rotary dims) for
-    queries that look at sinks, or None where they are the ordinary ones. causal_mask: for the heads with full
-    attention, as transformers makes it. least: the smallest index, or None where nobody may ask a tensor.
+    queries that look at sinks, by kind of rotary embedding until `of_layer`, or None where they are the ordinary ones.
+    causal_mask: for the heads with full attention, as transformers makes it. least: the smallest index, or None where
+    nobody may ask a tensor.
     """
 
     index: torch.Tensor
-    sink_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    sink_rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] | tuple[torch.Tensor, torch.Tensor] | None = None
     causal_mask: torch.Tensor | None = None
     least: int | None = None
+
+    def of_layer(self, rope: str) -> "WindowInputs":
+        """The same for a layer with this kind of rotary embedding."""
+        return self if self.sink_rotary is None else self._replace(sink_rotary=self.sink_rotary[rope])
 
     def all_behind(self, tokens: int) -> bool:
         """Whether it is known that so many tokens precede each of these, none of which is padding."""
@@ -81,12 +85,11 @@ class WindowAttention(nn.Module):
         self.window, self.sinks = config.hybrid_window, config.hybrid_sinks
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.scaling = self.head_dim**-0.5
+        self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping
         self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
-        self.q_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
-        self.k_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
+        self.q_norm, self.k_norm = qk_norms(config)
         self.full_heads = [] if config.hybrid_full_heads is None else list(config.hybrid_full_heads[layer_idx])
         kv_of = [head // (self.heads // self.kv_heads) for head in self.full_heads]
         self.full_kv_heads = sorted(set(kv_of))
@@ -243,8 +246,7 @@ class WindowAttention(nn.Module):
         seen = (context.index[:, -self.window :] >= self.sinks)[:, None, None]
         scores = self._scores(query, keys.mT, seen)
         if self.sinks:
-            of_sinks = (sink_query @ sinks.keys.mT).to(scores.dtype) * self.scaling
-            scores = torch.cat([of_sinks, scores], dim=-1)
+            scores = torch.cat([self._scores(sink_query, sinks.keys.mT), scores], dim=-1)
         probabilities, log_mass = self._softmax(scores, query.dtype)
         output = probabilities[..., self.sinks :] @ values
         if self.sinks:
@@ -259,10 +261,12 @@ class WindowAttention(nn.Module):
             log_mass = scores.amax(-1) - probabilities.amax(-1).log()
         return probabilities.to(dtype), log_mass
 
-    def _scores(self, query, keys, seen):
-        """Scaled products in float32 or wider; the least number where a key is not seen."""
+    def _scores(self, query, keys, seen=None):
+        """Scaled and perhaps capped products in float32 or wider; the least number where a key is not seen."""
         scores = (query @ keys).to(torch.promote_types(query.dtype, torch.float32)) * self.scaling
-        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return scores if seen is None else scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
 
     def _sink_scores(self, query, sinks: Tokens, own, right):
         """(B, K, R, N, Q, S), masked where the query is not behind the sink."""
@@ -301,6 +305,7 @@ class WindowAttention(nn.Module):
             causal_mask,
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            **capped(self.softcap),
             **kwargs,
         )
         both = torch.cat([output, of_full.transpose(1, 2).to(output.dtype)], dim=1)

@@ -50,7 +50,12 @@ class PhiMambaPreTrainedModel(HybridPreTrainedModel):
 
 
 class PhiMambaModel(PhiMambaPreTrainedModel, HybridModel):
-    layer_class, norm_class = PhiMambaDecoderLayer, nn.LayerNorm
+    layer_class = PhiMambaDecoderLayer
+
+    @staticmethod
+    def make_norm(config: PhiMambaConfig) -> nn.Module:
+        """The final norm."""
+        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
 class PhiMambaForCausalLM(PhiMambaPreTrainedModel, HybridForCausalLM):

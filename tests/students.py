@@ -20,7 +20,21 @@ PATTERNS = {
     "normalised-only": ["hybrid"] * 2,
     "every": ["linear_attention", "full_attention", "hybrid"],
     "attention-first": ["full_attention", "linear_attention"],
+    "gemma": ["hybrid", "sliding_attention", "linear_attention", "full_attention"],
+    "experts": ["linear_attention", "full_attention"],
 }
+BLOCKS = {
+    "gemma": dict(
+        norm_placement="both", norm_unit_offset=True, qk_norm="all_heads", mixer_qk_norm="all_heads",
+        embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.5, logits_scaling=0.5,
+        final_logit_softcapping=3.0, layer_rope=["local", "main", "none", "local"],
+        local_rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    ),
+    "experts": dict(
+        norm_placement="after", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1],
+    ),
+}  # fmt: skip
+"""What differs in the block, by pattern: more at once than in any teacher."""
 
 
 def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", **overrides):
@@ -41,7 +55,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         hybrid_read="normalised" if pattern.startswith("normalised") else "linear",
         hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )
-    return FAMILIES[family][0](**TINY | options | overrides)
+    return FAMILIES[family][0](**TINY | options | BLOCKS.get(pattern, {}) | overrides)
 
 
 def make_student(
@@ -53,6 +67,8 @@ def make_student(
     """
     torch.manual_seed(0)
     model = FAMILIES[family][1](student_config(family, mixer, pattern, **overrides)).eval().to(dtype)
+    if pattern == "experts":
+        model.set_experts_implementation("eager")  # transformers' default knows no float64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

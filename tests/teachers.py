@@ -2,10 +2,22 @@
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PhiConfig,
@@ -14,6 +26,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB = 128
@@ -47,6 +63,12 @@ LONGROPE = {
     "partial_rotary_factor": 1.0,
 }
 
+MIXED = ["sliding_attention", "full_attention"] * 2
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+}
+
 TEACHERS = {
     "llama-gqa": (LlamaForCausalLM, LlamaConfig(**TINY)),
     "llama-mha-tied": (LlamaForCausalLM, LlamaConfig(**TINY | {"num_key_value_heads": 4}, tie_word_embeddings=True)),
@@ -68,24 +90,84 @@ TEACHERS = {
         Phi3ForCausalLM,
         Phi3Config(**TINY, sliding_window=8, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
     ),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config(
+            **TINY,
+            head_dim=16,
+            sliding_window=8,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **TINY,
+            head_dim=16,
+            sliding_window=8,
+            layer_types=MIXED,
+            rope_parameters=TWO_ROPES,
+            query_pre_attn_scalar=20,
+        ),
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**TINY)),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config(
+            **TINY,
+            sliding_window=8,
+            layer_types=MIXED,
+            rope_parameters={"sliding_attention": {"rope_theta": 1e4}, "full_attention": dict(YARN_ROPE)},
+        ),
+    ),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**TINY, no_rope_layers=[1, 0, 1, 0])),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig(
+            **TINY,
+            embedding_multiplier=12.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.22,
+            logits_scaling=8.0,
+        ),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **TINY,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            mlp_only_layers=[1],
+        ),
+    ),
     "phi": (PhiForCausalLM, PhiConfig(**TINY | {"num_key_value_heads": 4})),
     "phi-gqa-qk-norm": (PhiForCausalLM, PhiConfig(**TINY, qk_layernorm=True)),
 }
 
 
-def make_teacher(name: str, seed: int = 0, layers: int = 4) -> torch.nn.Module:
+FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]
+"""Teachers that take every variant of a test; the others are other blocks around the same attention, and take some."""
+
+
+def make_teacher(name: str, seed: int = 0, layers: int = 4, **overrides) -> torch.nn.Module:
     """A teacher in float32, every parameter random, norms and biases too; windows stay in the same share of layers."""
     model_class, config = TEACHERS[name]
     fields = config.to_dict() | {"num_hidden_layers": layers}
     if layers != config.num_hidden_layers:
-        fields.pop("layer_types", None)
-        fields |= {"max_window_layers": layers // 2} if "max_window_layers" in fields else {}
+        fields |= {name: fields[name][:layers] for name in ("layer_types", "no_rope_layers") if fields.get(name)}
+        if "max_window_layers" in fields:
+            fields |= {"max_window_layers": layers // 2, "layer_types": None}
     torch.manual_seed(seed)
-    model = model_class(type(config)(**fields)).eval()
+    model = model_class(type(config)(**fields | overrides)).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name and parameter_name.endswith("weight"):
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+                parameter.copy_(float("gemma" not in name) + 0.2 * torch.randn_like(parameter))
             elif parameter.ndim == 1:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             else:

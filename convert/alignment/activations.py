@@ -60,13 +60,14 @@ class ActivationStream:
         try:
             for rows in self._rows():
                 hidden = self.hidden[rows].to(self.teacher.device)
-                self.hidden[rows] = block(hidden, **self.teacher.block_inputs(hidden)).cpu()
+                output = block(hidden, **self.teacher.block_inputs(hidden))
                 ((u, y),) = seen
                 self.u[rows], self.y[rows] = u.cpu(), y.cpu()
+                self.hidden[rows] = output.cpu()  # last: without a norm before the attention, u lies in there
                 seen.clear()
         finally:
             handle.remove()
-        return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1]), self.held_out)
+        return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1], layer), self.held_out)
 
     @torch.no_grad()
     def normalised(self, layer: int) -> torch.Tensor:

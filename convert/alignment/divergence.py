@@ -1,9 +1,12 @@
 """KL(teacher || student) = sum_v p_v (log p_v - log q_v), in nats, over the vocabulary, per position."""
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
 
 CHUNK_TOKENS = 256
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""From states after the final norm to logits."""
 
 
 def kl_of_log_probs(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -17,7 +20,7 @@ def kl_of_logits(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def kl_of_hidden(teacher: torch.Tensor, student: torch.Tensor, head: nn.Module) -> torch.Tensor:
+def kl_of_hidden(teacher: torch.Tensor, student: torch.Tensor, head: Head) -> torch.Tensor:
     """Per-token KL (T,) from final hidden states (T, D) that one head turns into logits, a chunk at a time."""
     chunks = zip(teacher.split(CHUNK_TOKENS), student.split(CHUNK_TOKENS), strict=True)
     return torch.cat([kl_of_logits(head(t), head(s)) for t, s in chunks])

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_mixer import HybridMixer, make_mixer, unpadded
-from modeling_llamba.rotary import RotaryEmbedding
+from modeling_llamba.rotary import RotaryEmbedding, local_rotary_embedding
 
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
@@ -48,6 +48,8 @@ class TeacherModel:
         with torch.device("meta"):
             self.model = STUDENTS[self.config.model_type][1](self.config).eval().requires_grad_(False)
         self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
+        if self.model.model.local_rotary_emb is not None:
+            self.model.model.local_rotary_emb = local_rotary_embedding(self.config).to(self.device)
 
     def follow(self, mixer_config: PreTrainedConfig) -> None:
         """Make mixers by this configuration from now on."""
@@ -100,18 +102,20 @@ class TeacherModel:
                 parameter.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))
         return mixer.to(self.device)
 
-    def rotary(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (1, L, rotary dims)."""
-        return self.model.model.rotary_emb(
-            torch.zeros(1, device=self.device), torch.arange(length, device=self.device)[None]
-        )
+    def rotary(self, length: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (1, L, rotary dims) of a layer."""
+        return self._rotary(length)[self.config.rope_of(layer)]
+
+    def _rotary(self, length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        positions = torch.arange(length, device=self.device)[None]
+        return self.model.model.rotary(torch.zeros(1, device=self.device), positions)
 
     def block_inputs(self, hidden: torch.Tensor) -> dict:
         """The keyword arguments every block takes, for unpadded rows (B, L, D)."""
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
         return {
             "masks": self.model.model._masks(hidden, None, None, None, positions, None) | {"hybrid": unpadded(hidden)},
-            "position_embeddings": self.rotary(hidden.shape[1]),
+            "position_embeddings": self._rotary(hidden.shape[1]),
             "seq_idx": None,
             "past_key_values": None,
         }

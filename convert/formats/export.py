@@ -16,6 +16,8 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from modeling_llamba.hybrid_config import SOFT_CAPS
+
 from ..options import ExportOptions
 from ..placement.cache import num_states
 from ..teachers import get_family
@@ -30,6 +32,7 @@ from .transfer import PROJECT, TransferPlan, find_checkpoint, write_checkpoint
 # transformers reads both spellings; llama.cpp and earlier versions of vLLM only these
 LEGACY_LAYER_TYPES = {"linear_attention": "mamba", "full_attention": "attention"}
 COPIED_FIELDS = (*COMMON_FIELDS, "rms_norm_eps")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class NativeClass:
     """Each of its tensors in a layer's MLP, made of ours one below the other."""
     mlp_bias: bool
     partial_rotary: bool
+    multipliers: bool
+    """Whether it has Granite's multipliers on embeddings, scores, residual branches and logits."""
 
 
 NATIVE_CLASSES = {
@@ -56,6 +61,7 @@ NATIVE_CLASSES = {
         },
         mlp_bias=False,
         partial_rotary=False,
+        multipliers=True,
     ),
     "bamba": NativeClass(
         architecture="BambaForCausalLM",
@@ -68,6 +74,7 @@ NATIVE_CLASSES = {
         },
         mlp_bias=True,
         partial_rotary=True,
+        multipliers=False,
     ),
 }
 
@@ -88,6 +95,15 @@ def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
         "a bias on the head": config.lm_head_bias,
         "partial rotary embedding": config.rope_parameters.get("partial_rotary_factor", 1.0) != 1
         and not native.partial_rotary,
+        f"norms {config.norm_placement} mixer and MLP": config.norm_placement != "before",
+        "norms that multiply by 1 + weight": config.norm_unit_offset,
+        "experts": config.num_experts is not None,
+        "another rotary embedding in some layers, or none": bool({"local", "none"} & set(config.layer_rope or ())),
+        **{f"{name} {getattr(config, name)}": getattr(config, name) is not None for name in SOFT_CAPS},
+        **{
+            f"{name} {getattr(config, name)}": getattr(config, name) != default and not native.multipliers
+            for name, default in [*((name, 1) for name in MULTIPLIERS), ("attention_multiplier", None)]
+        },
     }
     if "linear_attention" in kinds:
         found |= {
@@ -155,7 +171,8 @@ def _granite_fields(source: PreTrainedConfig) -> dict[str, Any]:
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "position_embedding_type": "rope",
-        "attention_multiplier": source.head_dim**-0.5,
+        "attention_multiplier": source.score_scale,
+        **{name: getattr(source, name) for name in MULTIPLIERS},
         "layer_types": list(source.layer_types),
     }
 

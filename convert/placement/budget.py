@@ -2,7 +2,8 @@
 
 Every layer gets a window with sinks and a mixer's state beside it; the key/value heads that serve recall most see
 every token. Heads take HEADS_SHARE of what the states leave, and the window takes the rest. What the user has fixed
-(window, heads, layers, no state) stays as it is, and the others take what is left.
+(window, heads, layers, no state) stays as it is, and the others take what is left. Layers that see a window in the
+teacher already stay as they are where that is cheap.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from ..options import ConversionOptions, parse_size
 from ..plan import TeacherWeights, hybrid_config
 from ..weights.writer import human_bytes, output_dtype
-from .cache import cache_bytes
+from .cache import attention_bytes, cache_bytes
 from .placement import Attention, Hybrid, Layer, Placement, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads
 
@@ -66,10 +67,28 @@ class Budget:
             return 0
         return counted_heads(asked, self.shape[0] * self.shape[1])
 
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Layers of the teacher that see a window themselves; none of their heads can see more."""
+        kinds = self.weights.config.layer_types
+        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+
+    @cached_property
+    def kept_windows(self) -> tuple[int, ...]:
+        """These layers, if they stay as they are: where a state is larger, or half of the budget holds them all."""
+        if not self.windows:
+            return ()
+        context = self.options.placement.context
+        own = attention_bytes(self._config, "sliding_attention", context, self._dtype)
+        state = cache_bytes(self._config, context, self._dtype)[1] / self.shape[0]
+        return self.windows if own <= state or own * len(self.windows) <= self.nbytes / 2 else ()
+
     @property
     def longest_window(self) -> int:
         """The widest window that leaves half of a calibration sequence to fit a mixer on; without a mixer, any."""
         context = self.options.placement.context
+        if self.windows and not self.kept_windows:
+            context = min(context, self.weights.config.sliding_window)
         if self.options.mixer.kind == "none":
             return context
         return min(context, max(1, self.options.sequence_length // 2 - self.options.placement.sinks))
@@ -81,6 +100,7 @@ class Budget:
             ranked: key/value heads that are not given, the one to keep first in front.
         """
         fixed, count = self.options.placement.window, self.asked_heads
+        ranked = [pair for pair in ranked if pair[0] not in self.windows]
         if fixed is None and count is None and self.nbytes >= asked_bytes(self.weights, self.options, whole=True):
             return everywhere(Attention(), self.shape[0])
         if count is None:
@@ -109,7 +129,7 @@ class Budget:
         heads = (*self.given_heads, *kept)
         whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
         base = everywhere(hybrid_layer(self.options, window), self.shape[0])
-        return base.with_full_heads(query_heads(list(heads), self.shared)).keeping(whole)
+        return base.with_full_heads(query_heads(list(heads), self.shared)).keeping({*whole, *self.kept_windows})
 
     def _bytes(self, kept: list[KVHead], window: int) -> int:
         placement = self._placed(kept, window)

@@ -27,16 +27,19 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     if config.hybrid_read == "normalised":
         states["hybrid"] = config.num_key_value_heads * (config.head_dim + 1) ** 2 * 4 + window
 
-    def tokens(layer_type: str) -> int:
-        return min(length, config.sliding_window) if layer_type == "sliding_attention" else length
-
     shared = config.num_attention_heads // config.num_key_value_heads
     kept = sum(len({head // shared for head in heads}) for heads in config.hybrid_full_heads or ())
     heads = kept * per_token // config.num_key_value_heads * length
     teacher_types = config.conversion["teacher_layer_types"]
-    teacher = sum(per_token * tokens(kind) for kind in teacher_types)
-    hybrid = sum(states.get(kind, per_token * tokens(kind)) for kind in config.layer_types)
-    return teacher, hybrid + heads
+    attention = {kind: attention_bytes(config, kind, length, dtype) for kind in teacher_types}
+    hybrid = sum(states[kind] if kind in states else attention[kind] for kind in config.layer_types)
+    return sum(attention[kind] for kind in teacher_types), hybrid + heads
+
+
+def attention_bytes(config: PreTrainedConfig, layer_type: str, length: int, dtype: torch.dtype) -> int:
+    """Bytes of a layer that keeps its attention; one with a window needs all but the window's first column."""
+    tokens = min(length, config.sliding_window - 1) if layer_type == "sliding_attention" else length
+    return 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize * tokens
 
 
 def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:

@@ -15,8 +15,8 @@ EVENLY_PLACED = "scores decide which {} keep their attention when this is run; h
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
-    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay."""
-    if not options.searches_budget or "sliding_attention" not in weights.config.layer_types:
+    """The options; where all layers of the teacher see a window, a cache budget chooses only how many of them stay."""
+    if not options.searches_budget or set(weights.config.layer_types) != {"sliding_attention"}:
         return options
     placement = options.placement
     no_window = options.mixer.kind == "none" and placement.window is None

@@ -34,7 +34,7 @@ def induction_scores(teacher: TeacherModel, seed: int = 0, length: int = LENGTH)
         block = teacher.block(layer)
         u = block.input_layernorm(hidden)
         on_source = []
-        for rows, probabilities in attention_rows(block.self_attn, u, teacher.rotary(2 * length), TILE):
+        for rows, probabilities in attention_rows(block.self_attn, u, teacher.rotary(2 * length, layer), TILE):
             mine = asking[(asking >= rows.start) & (asking < rows.stop)]
             on_source.append(probabilities[:, :, mine - rows.start, mine + 1 - length])
         scores.append(torch.cat(on_source, -1).mean((0, -1)).cpu())

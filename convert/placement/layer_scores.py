@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from modeling_llamba.hybrid_model import finish_logits
+
 from ..alignment.aligner import Aligner
 from ..alignment.divergence import kl_of_hidden
 from ..alignment.fit import FitCache
@@ -96,7 +98,11 @@ class LayerEvaluator:
 
     @torch.no_grad()
     def _scores(self, states: dict[str, list[torch.Tensor]]) -> Scores:
-        head = self.teacher.model.lm_head
+        model = self.teacher.model
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            return finish_logits(model.lm_head(hidden), model.config)
+
         kl = kl_of_hidden(self.reference.flatten(0, 1), self._final(states["prose"]).flatten(0, 1), head).mean().item()
         loss, accuracy = {}, {}
         for name, probe in self.probes.items():

@@ -1,18 +1,34 @@
 """The teachers this project converts, by the `model_type` of their configuration."""
 
 from .base import TeacherFamily
+from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3
+from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
+from .olmo2 import OLMO2
+from .olmo3 import OLMO3
 from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
+from .smollm3 import SMOLLM3
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, GRANITE, MIXTRAL, QWEN3_MOE,
+    )
+}  # fmt: skip
+MULTIMODAL = {"gemma3": "gemma3_text"}
+"""The `model_type` of a model with a text part -> that of the part, which is what is converted."""
 
 
 def get_family(model_type: str) -> TeacherFamily:
     """The family of a teacher."""
+    model_type = MULTIMODAL.get(model_type, model_type)
     if model_type not in FAMILIES:
         raise ValueError(
             f"Architecture {model_type!r} is not supported. Supported teachers: {', '.join(sorted(FAMILIES))}. "

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# fields that a hybrid's configuration takes over from every teacher's under the same name
+EXPERTS = "model.layers.{i}.mlp.experts."
+
+# fields that a hybrid's configuration takes over from every teacher's under the same name; `fields` may say another
 COMMON_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -29,8 +31,12 @@ class TeacherFamily:
     """An architecture of transformers, and where its tensors and configuration fields go in the hybrid."""
 
     model_type: str
+    title: str
+    """What people call these models."""
     student: Literal["llamba", "phimamba"]
     """The class of hybrid it becomes."""
+    gguf: bool = False
+    """Whether the tests convert a GGUF file of it."""
     tensors: Mapping[str, str | tuple[str, ...] | None]
     """Template of a teacher's tensor name ("{i}" is the layer) -> its name in a hybrid that keeps all its attention, a
     tuple of names where the teacher fuses them along the rows, or None for what is dropped on purpose. Which of them
@@ -39,8 +45,28 @@ class TeacherFamily:
     """Field of the hybrid -> field of the teacher, beyond COMMON_FIELDS."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the hybrid that are the same for every teacher of the family."""
+    other_parts: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that belong to no text model, and are dropped."""
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Template of a tensor of the hybrid in which all experts lie one below the other -> templates of its pieces of
+    one expert ("{e}") in the teacher, in order."""
+    refused: tuple[str, ...] = ()
+    """Fields of the teacher that a hybrid cannot follow: all of them have to be absent, false or 0."""
     special: Callable[[Any], dict[str, Any]] | None = None
     """Computes the fields of the hybrid that are more than copies from the teacher's configuration."""
+
+
+def stacked_experts(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """`TeacherFamily.stacked` for experts whose three matrices have these templates in the teacher."""
+    return {f"{EXPERTS}gate_up_proj": (gate, up), f"{EXPERTS}down_proj": (down,)}
+
+
+def local_rope(config: Any) -> dict[str, Any]:
+    """The fields for a teacher whose layers with a window have a rotary embedding of their own."""
+    ropes = config.rope_parameters
+    kinds = ["local" if kind == "sliding_attention" else "main" for kind in config.layer_types]
+    local = dict(ropes["sliding_attention"]) if "local" in kinds else None
+    return {"rope_parameters": dict(ropes["full_attention"]), "local_rope_parameters": local, "layer_rope": kinds}
 
 
 def same_name(*templates: str) -> dict[str, str]:

@@ -20,10 +20,11 @@ ROTARY_BUFFERS = {"model.layers.{i}.self_attn.rotary_emb.inv_freq": None}
 
 LLAMA = TeacherFamily(
     model_type="llama",
+    title="Llama",
     student="llamba",
+    gguf=True,
     tensors={**OTHER_TENSORS, **ATTENTION_TENSORS, **MLP_TENSORS, **ROTARY_BUFFERS},
     fields={
-        "head_dim": "head_dim",
         "rms_norm_eps": "rms_norm_eps",
         "attention_bias": "attention_bias",
         "attention_out_bias": "attention_bias",

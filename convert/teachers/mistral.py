@@ -5,7 +5,8 @@ from .llama import LLAMA
 
 MISTRAL = TeacherFamily(
     model_type="mistral",
+    title="Mistral",
     student="llamba",
     tensors=LLAMA.tensors,
-    fields={"head_dim": "head_dim", "rms_norm_eps": "rms_norm_eps"},
+    fields={"rms_norm_eps": "rms_norm_eps"},
 )

@@ -4,6 +4,7 @@ from .base import TeacherFamily, same_name
 
 PHI = TeacherFamily(
     model_type="phi",
+    title="Phi-1, Phi-1.5, Phi-2",
     student="phimamba",
     tensors={
         **same_name(

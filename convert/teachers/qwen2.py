@@ -5,6 +5,7 @@ from .llama import LLAMA
 
 QWEN2 = TeacherFamily(
     model_type="qwen2",
+    title="Qwen2",
     student="llamba",
     tensors=LLAMA.tensors,
     fields={"rms_norm_eps": "rms_norm_eps"},

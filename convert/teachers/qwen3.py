@@ -5,13 +5,14 @@ from .llama import LLAMA
 
 QWEN3 = TeacherFamily(
     model_type="qwen3",
+    title="Qwen3",
     student="llamba",
+    gguf=True,
     tensors={
         **LLAMA.tensors,
         **same_name("model.layers.{i}.self_attn.q_norm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
     },
     fields={
-        "head_dim": "head_dim",
         "rms_norm_eps": "rms_norm_eps",
         "attention_bias": "attention_bias",
         "attention_out_bias": "attention_bias",

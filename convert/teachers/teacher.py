@@ -205,10 +205,12 @@ def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
         raise ValueError(f"The teacher is quantised ({method}); convert its full-precision checkpoint instead.")
     with config_errors(f"{place} is not a valid {model_type} configuration"):
         check_numbers(raw)  # first, since transformers lists the layers
-        config = AutoConfig.for_model(model_type, **{k: v for k, v in raw.items() if k != "model_type"})
+        config = AutoConfig.for_model(raw["model_type"], **{k: v for k, v in raw.items() if k != "model_type"})
         if not isinstance(config.tie_word_embeddings, bool):
             raise ValueError(f"tie_word_embeddings must be true or false, not {config.tie_word_embeddings!r}.")
-        return config
+        text = config.get_text_config()
+        text.tie_word_embeddings = config.tie_word_embeddings  # the whole model has the head
+        return text
 
 
 @contextlib.contextmanager
@@ -222,10 +224,16 @@ def config_errors(what: str) -> Iterator[None]:
 
 def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:
     """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers."""
-    fields = {name: getattr(config, name) for name in COMMON_FIELDS}
+    for name in family.refused:
+        if getattr(config, name, None):
+            raise ValueError(
+                f"The teacher's configuration has {name} {getattr(config, name)}, which a hybrid cannot follow; take "
+                "it out of config.json if the model computes the same without it."
+            )
+    fields = {name: getattr(config, name) for name in COMMON_FIELDS if name not in family.fields}
     fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()} | family.constants
     fields |= family.special(config) if family.special else {}
-    fields["head_dim"] = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    fields["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     types = teacher_layer_types(config)
     if "sliding_attention" in types:
         fields["sliding_window"] = config.sliding_window

@@ -66,7 +66,7 @@ class LayerMapping:
         self.has_bias = "q_proj.bias" in self.attention
         self.beside_window = config.layer_types[layer] == "hybrid"
         # with a norm on queries and keys the 1 / sqrt(d) goes into the norm's weight
-        self.q_scale = 1.0 if config.mixer_qk_norm else self.d**-0.5
+        self.q_scale = 1.0 if config.mixer_qk_norm else config.score_scale
 
     def rules(self, shapes: dict[str, tuple[int, ...]]) -> list[Rule]:
         """A rule for each of the mixer's parameters."""
@@ -103,8 +103,10 @@ class LayerMapping:
             return ("o_proj.bias",), lambda c: iter([self.attention["o_proj.bias"].read(c)])
         if name.startswith(("B_norm", "C_norm")):
             side, kind = name.split(".")
-            source, scale = (f"k_norm.{kind}", 1.0) if side == "B_norm" else (f"q_norm.{kind}", self.d**-0.5)
-            return (source,), lambda c: iter([self.attention[source].read(c).float() * scale])
+            source, scale = (
+                (f"k_norm.{kind}", 1.0) if side == "B_norm" else (f"q_norm.{kind}", self.config.score_scale)
+            )
+            return (source,), lambda c: iter([self._norm(c, source, shape) * scale])
         return (), lambda c: self._initialised(name, shape)
 
     def _shared_out_proj(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> torch.Tensor:
@@ -118,6 +120,11 @@ class LayerMapping:
             return o_proj.repeat(1, shape[1] // o_proj.shape[1])
         weight[:, : o_proj.shape[1]] = o_proj
         return weight
+
+    def _norm(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A norm's weight as a mixer's norm multiplies by it: itself, and with the heads that it has."""
+        weight = self.attention[name].read(checkpoint).float() + float(self.config.norm_unit_offset)
+        return weight if weight.shape == shape else repeat_heads(weight, self.K, self.H)
 
     def _rows(self, name: str) -> tuple[str, int, int]:
         source = self.attention[name]

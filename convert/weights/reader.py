@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import pickle
+import re
 import threading
 import zipfile
 from abc import ABC, abstractmethod
@@ -38,6 +39,7 @@ SAFETENSORS_DTYPES = {
 }
 # several weights to a number, as MLX stores them, or less than a byte each
 PACKED_DTYPES = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
+GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
 
 
 @dataclass(frozen=True)
@@ -230,13 +232,20 @@ class GgufCheckpoint(Checkpoint):
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(teacher_config)
         names = get_gguf_hf_weights_map(skeleton, self._processor)
-        unknown = [tensor.name for tensor in reader.tensors if tensor.name not in names]
+        stacks = {tensor.name: tensor for tensor in reader.tensors if GGUF_EXPERTS.search(tensor.name)}
+        unknown = [tensor.name for tensor in reader.tensors if tensor.name not in {**names, **stacks}]
         if unknown:  # rope_freqs.weight of Llama 3.1, for one: transformers would leave it out and change the model
             raise ValueError(f"{path.name} holds {unknown[0]}, which transformers cannot place; use the safetensors.")
-        self._stored = {names[tensor.name]: tensor for tensor in reader.tensors}
+        self._stored = {names[t.name]: (t, t.data) for t in reader.tensors if t.name not in stacks}
+        shapes = {name: tensor.shape for name, (tensor, _) in self._stored.items()}
+        for name, tensor in stacks.items():  # experts one by one, as in safetensors
+            module = names[name.removesuffix(".weight")].rpartition(".")[0]
+            for e, data in enumerate(tensor.data):
+                expert = f"{module}.{e}.{GGUF_EXPERTS.search(name)[1]}_proj.weight"
+                self._stored[expert], shapes[expert] = (tensor, data), tensor.shape[:-1]
         self.tensors = {
-            name: TensorInfo(tuple(int(size) for size in reversed(tensor.shape)), torch.float32)
-            for name, tensor in self._stored.items()
+            name: TensorInfo(tuple(int(size) for size in reversed(shape)), torch.float32)
+            for name, shape in shapes.items()
         }
         self._last: tuple[str, torch.Tensor] | None = None
 
@@ -249,8 +258,8 @@ class GgufCheckpoint(Checkpoint):
         from gguf import dequantize
 
         if self._last is None or self._last[0] != name:
-            tensor = self._stored[name]
-            weights = dequantize(tensor.data, tensor.tensor_type)
+            tensor, data = self._stored[name]
+            weights = dequantize(data, tensor.tensor_type)
             weights = self._processor.process(weights=weights, name=tensor.name).weights
             self._last = (name, torch.from_numpy(weights.copy()).view(self.tensors[name].shape))
         return self._last[1][start:stop]

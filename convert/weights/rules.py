@@ -26,9 +26,22 @@ class Source:
     stop: int
     shape: tuple[int, ...]
 
+    @property
+    def parts(self) -> tuple["Source", ...]:
+        """What lies one below the other: this alone."""
+        return (self,)
+
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
         """Read all of the rows at once."""
         return checkpoint.read(self.name, self.start, self.stop).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Rows of several of the teacher's tensors, one below the other."""
+
+    parts: tuple[Source, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,18 @@ class Rule:
     def nbytes(self, dtype: torch.dtype) -> int:
         """Size on disk in a checkpoint of this type."""
         return math.prod(self.shape) * (self.dtype or dtype).itemsize
+
+
+def expert_pieces(
+    family: TeacherFamily, shapes: Mapping[str, tuple[int, ...]], num_layers: int
+) -> dict[str, list[str]]:
+    """Tensor of the hybrid -> the teacher's tensors that it consists of, where a family stacks experts."""
+    return {
+        target: [template.format(i=i, e=e) for e in range(shapes[target][0]) for template in templates]
+        for stack, templates in family.stacked.items()
+        for i in range(num_layers)
+        if (target := stack.format(i=i)) in shapes
+    }
 
 
 def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | tuple[str, ...] | None]:
@@ -66,7 +91,7 @@ def canonical_sources(
     num_layers: int,
     teacher: Mapping[str, TensorInfo],
     attention_shapes: Mapping[str, tuple[int, ...]],
-) -> tuple[dict[str, Source], dict[str, str]]:
+) -> tuple[dict[str, Source | Stack], dict[str, str]]:
     """Where each tensor of a hybrid that keeps all its attention lies in the teacher, and what is dropped.
 
     Args:
@@ -75,7 +100,17 @@ def canonical_sources(
     """
     table = expand_templates(family, num_layers)
     sources, dropped, faults = {}, {}, []
+    pieces = expert_pieces(family, attention_shapes, num_layers)
+    place_of = {name: target for target, names in pieces.items() for name in names}
     for name, info in teacher.items():
+        if name.startswith(family.other_parts):
+            dropped[name] = "not part of the text model"
+            continue
+        if name in place_of:
+            (count, rows, *columns), target = attention_shapes[place_of[name]], place_of[name]
+            shapes = {name: (rows * count // len(pieces[target]), *columns)}
+            faults += _quantised(name, info) or _place(name, info, [name], shapes, sources)
+            continue
         targets = table.get(name, ())
         if targets is None:
             dropped[name] = "not a weight: follows from the configuration"
@@ -86,12 +121,16 @@ def canonical_sources(
             dropped[name] = "tied to the embedding"
         elif not present:
             faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
-        elif not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-            faults.append(f"{name} has type {info.dtype}, so the weights are quantised")
         else:
-            faults += _place(name, info, present, attention_shapes, sources)
-    missing = [target for target in attention_shapes if target not in sources]
+            faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources)
     mis_shaped = {fault.split()[0] for fault in faults}
+    for target, names in pieces.items():
+        absent = [name for name in names if name not in sources]
+        if len(absent) < len(names):
+            faults += [f"missing tensor {name}" for name in absent if name not in mis_shaped]
+            parts = tuple(sources.pop(name) for name in names if name in sources)
+            sources[target] = Stack(parts, tuple(attention_shapes[target]))
+    missing = [target for target in attention_shapes if target not in sources]
     renamed = {t: name for name, ts in table.items() if ts for t in ((ts,) if isinstance(ts, str) else ts)}
     faults += [f"missing tensor {renamed[m]}" for m in missing if renamed[m] not in mis_shaped]
     if faults:
@@ -100,6 +139,12 @@ def canonical_sources(
             f"The checkpoint does not match its {family.model_type} configuration: {'; '.join(faults[:5])}{more}."
         )
     return sources, dropped
+
+
+def _quantised(name: str, info: TensorInfo) -> list[str]:
+    """What is wrong with a tensor's type."""
+    is_whole = info.dtype.is_floating_point and info.dtype.itemsize >= 2
+    return [] if is_whole else [f"{name} has type {info.dtype}, so the weights are quantised"]
 
 
 def _place(name, info, targets, shapes, sources) -> list[str]:
@@ -115,15 +160,14 @@ def _place(name, info, targets, shapes, sources) -> list[str]:
     return []
 
 
-def moved(target: str, source: Source) -> Rule:
+def moved(target: str, source: Source | Stack) -> Rule:
     """The rule of a tensor that keeps its values."""
-    return Rule(
-        target,
-        source.shape,
-        "moved",
-        (source.name,),
-        lambda checkpoint: checkpoint.blocks(source.name, source.start, source.stop),
-    )
+
+    def blocks(checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        for part in source.parts:
+            yield from checkpoint.blocks(part.name, part.start, part.stop)
+
+    return Rule(target, source.shape, "moved", tuple(part.name for part in source.parts), blocks)
 
 
 def in_blocks(rows: int, make: Callable[[int, int], torch.Tensor], row_bytes: int) -> Iterator[torch.Tensor]:

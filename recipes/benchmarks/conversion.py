@@ -1,9 +1,9 @@
 """Conversion against a plain copy of the same bytes: seconds and memory.
 
-A synthetic bf16 Llama in 8 shards is copied, converted and copied again, several times over: on disk, with nothing
-of the teacher in the page cache and until all is written, and in memory where there is room, since disks of shared
-machines vary tenfold from one copy to the next. A conversion writes two shards at a time and takes the sha256 of two
-of the teacher's beside that, so its seconds need free cores.
+A synthetic bf16 Llama in 8 shards, and a mixture of experts twice its size, are copied, converted and copied again,
+several times over: on disk, with nothing of the teacher in the page cache and until all is written, and the Llama in
+memory where there is room, since disks of shared machines vary tenfold from one copy to the next. A conversion writes
+two shards at a time and takes the sha256 of two of the teacher's beside that, so its seconds need free cores.
 """
 
 import os
@@ -11,13 +11,15 @@ import shutil
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from convert.pipeline import convert
-from convert.weights.rules import Rule
+from convert.teachers.qwen3_moe import QWEN3_MOE
+from convert.weights.rules import Rule, expert_pieces
 from convert.weights.writer import plan_shards, write_shards
 
 from .measure import Report, Table, forget_peak, in_own_process, status_bytes
@@ -25,23 +27,43 @@ from .measure import Report, Table, forget_peak, in_own_process, status_bytes
 OVER_COPY, OVER_SHARD = "seconds over a plain copy", "peak memory over the largest shard"
 OVER_TENSOR = "anonymous memory over the largest tensor"
 LIMITS = {OVER_COPY: 1.1, OVER_SHARD: 1.1, OVER_TENSOR: 2.0}
-GIGABYTES = 1.0
+MOE_LIMITS = {OVER_COPY: 1.2, OVER_SHARD: 1.1}
+GIGABYTES, MOE_GIGABYTES = 1.0, 2.0
 MEMORY = Path("/dev/shm")
 VOCABULARY, WIDTH, INNER = 32000, 2048, 8192
+EXPERTS, EXPERT_INNER = 96, 768
 LARGEST_TENSOR_BYTES = 2 * VOCABULARY * WIDTH
 
 
 def synthetic_llama(folder: Path, gigabytes: float, num_shards: int = 8) -> None:
-    """A Llama of about that size, random bf16 weights, in shards."""
+    """A Llama of about that size."""
     per_layer = 2 * (WIDTH * (WIDTH * 2 + 2 * 512) + 3 * WIDTH * INNER)
     layers = max(1, round((gigabytes * 1e9 - 2 * LARGEST_TENSOR_BYTES) / per_layer))
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers,
         num_attention_heads=32, num_key_value_heads=8,
     )  # fmt: skip
-    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    write_random(folder, LlamaForCausalLM, config, num_shards)
+
+
+def synthetic_moe(folder: Path, gigabytes: float) -> None:
+    """A Qwen3-MoE of about that size, each expert's matrices on their own, as they are published."""
+    layers = max(1, round((gigabytes * 1e9 - 2 * LARGEST_TENSOR_BYTES) / (6 * EXPERTS * EXPERT_INNER * WIDTH)))
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=EXPERTS, moe_intermediate_size=EXPERT_INNER,
+    )  # fmt: skip
+    write_random(folder, Qwen3MoeForCausalLM, config)
+
+
+def write_random(folder: Path, model_class: type, config: PreTrainedConfig, num_shards: int = 8) -> None:
+    """Random bf16 weights of a model in shards."""
+    config.architectures, config.dtype = [model_class.__name__], torch.bfloat16
     with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in LlamaForCausalLM(config).state_dict().items()}
+        shapes = {name: tuple(t.shape) for name, t in model_class(config).state_dict().items()}
+    for stack, names in expert_pieces(QWEN3_MOE, shapes, config.num_hidden_layers).items():
+        experts, rows, columns = shapes.pop(stack)
+        shapes |= {name: (rows * experts // len(names), columns) for name in names}
 
     def random_rows(shape):
         return lambda checkpoint: iter([torch.randn(shape, dtype=torch.bfloat16)])
@@ -107,11 +129,17 @@ def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict
     return {"seconds": seconds, "copy_seconds": copied, "peak": peak, "anonymous": most}
 
 
-def rounds_in(scratch: Path, on_disk: bool, rounds: int) -> dict[str, float]:
+def rounds_in(
+    scratch: Path,
+    on_disk: bool,
+    rounds: int,
+    synthetic: Callable[[Path, float], None] = synthetic_llama,
+    gigabytes: float = GIGABYTES,
+) -> dict[str, float]:
     """Medians of the times and the largest memory over several rounds, each in a process of its own."""
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        synthetic_llama(scratch / "teacher", GIGABYTES)
+        synthetic(scratch / "teacher", gigabytes)
         shard = str(max(path.stat().st_size for path in (scratch / "teacher").glob("*.safetensors")))
         runs = [in_own_process(copy_convert_copy, scratch, shard, on_disk) for _ in range(rounds)]
         largest = max(path.stat().st_size for path in (scratch / "hybrid").glob("*.safetensors"))
@@ -133,10 +161,13 @@ def measure(output: Path) -> Report:
         found["memory"] = rounds_in(MEMORY / f"convert-to-hybrid-bench-{os.getpid()}", False, 3)
     else:
         report.skipped["conversion within memory"] = f"no room in {MEMORY}"
+    experts = "disk, experts"
+    found[experts] = rounds_in(output / "scratch-conversion", True, 3, synthetic_moe, MOE_GIGABYTES)
     for where, figures in found.items():
-        for what, limit in LIMITS.items():
+        for what, limit in (MOE_LIMITS if where == experts else LIMITS).items():
             report.add(f"conversion: {what}, {where}", figures[what], limit)
         cells = (f"{figures[key]:.2f}" for key in ("seconds", "copy_seconds"))
-        rows.append([f"{GIGABYTES} GB, {where}", *cells, f"{figures['peak'] / 1e6:.0f}"])
+        size = MOE_GIGABYTES if where == experts else GIGABYTES
+        rows.append([f"{size} GB, {where}", *cells, f"{figures['peak'] / 1e6:.0f}"])
     report.tables.append(Table(["conversion", "seconds", "of a copy", "peak memory, MB"], rows))
     return report

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from convert.alignment.divergence import CHUNK_TOKENS, kl_of_logits
+from modeling_llamba.hybrid_model import finish_logits
 
 FIRST_EDGE = 16
 SHORTEST = 8
@@ -47,13 +48,17 @@ class PerToken(NamedTuple):
 
 @torch.no_grad()
 def reader(model: nn.Module) -> Reader:
-    """The model's body and head where they make its logits; elsewhere (scaling, caps) the logits themselves."""
+    """The model's body and head where they make its logits; elsewhere the logits themselves."""
     body, head = model.base_model, model.get_output_embeddings()
     probe = torch.arange(SHORTEST, device=model.device)[None] % model.config.vocab_size
     if body is not model and head is not None:
-        apart = head(body(probe, use_cache=False).last_hidden_state)
+
+        def finished(states: torch.Tensor) -> torch.Tensor:
+            return finish_logits(head(states), model.config)
+
+        apart = finished(body(probe, use_cache=False).last_hidden_state)
         if torch.allclose(apart.float(), model(probe, use_cache=False).logits.float(), rtol=1e-2, atol=1e-2):
-            return Reader(lambda ids: body(ids, use_cache=False).last_hidden_state, head)
+            return Reader(lambda ids: body(ids, use_cache=False).last_hidden_state, finished)
     return Reader(lambda ids: model(ids, use_cache=False).logits, lambda logits: logits)
 
 

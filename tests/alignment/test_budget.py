@@ -1,6 +1,7 @@
 """A cache budget spent on heads, window and state together, and what the search of heads goes by."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Plac
 from convert.plan import TeacherWeights, describe, hybrid_config, make_plan
 from convert.teachers.teacher import find_teacher
 from modeling_llamba import LlambaConfig
-from tests.teachers import random_ids
+from modeling_llamba.hybrid_cache import cache_nbytes
+from tests.teachers import make_teacher, random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)
 RANKED = [(1, 0), (3, 0), (3, 1), (0, 1), (2, 0), (0, 0), (1, 1), (2, 1)]
@@ -98,6 +100,44 @@ def test_a_window_beside_a_state_leaves_half_of_a_sequence_to_fit_on(saved_teach
     assert placed(alone)[0].hybrid.window > 200
 
 
+def with_window(folder, copy, window):
+    """A copy of a teacher whose own layers with a window see another."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
+    return copy
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo3", "qwen2-mixed-window"])
+@torch.no_grad()
+def test_the_teachers_own_windows_stay_where_they_are_cheap(name, saved_teacher, tmp_path):
+    """The budget goes to the other layers, whose heads alone can see everything, and the bytes are the cache's own."""
+    plan = convert(str(saved_teacher(name)), tmp_path / "out", **SEARCH | {"cache": 0.6})
+    windows = [i for i, kind in enumerate(plan.config.conversion["teacher_layer_types"]) if kind != "full_attention"]
+    others = {0, 1, 2, 3} - set(windows)
+    assert len(windows) == 2 and set(plan.placement.replaced_layers) <= others
+    assert all(plan.config.layer_types[i] == "sliding_attention" for i in windows)
+    assert plan.placement.full_heads.keys() <= others and plan.placement.hybrid.window > 8
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    cache = model(random_ids(1, CONTEXT)).past_key_values
+    taken = cache_bytes(plan.config, CONTEXT, torch.float32)
+    assert cache_nbytes(cache) == taken[1] <= 0.6 * taken[0]
+    whole = make_teacher(name)(random_ids(1, CONTEXT), use_cache=True).past_key_values
+    assert cache_nbytes(whole) == taken[0]
+
+
+def test_the_teachers_own_windows_go_where_a_state_is_cheaper(saved_teacher, tmp_path):
+    spent = budget(with_window(saved_teacher("gemma3"), tmp_path / "wide", 300), cache=0.3)
+    placement, taken = placed(spent)
+    assert not placement.attention_layers and not placement.full_heads.keys() & {0, 2} and taken <= spent.nbytes
+    assert budget(tmp_path / "wide", cache=0.97).kept_windows == (0, 2)
+    with pytest.raises(ValueError, match="window 301 is larger than the teacher's own"):
+        hybrid_config(spent.weights, everywhere(Hybrid(301, 4), 4), spent.options)
+    with pytest.raises(ValueError, match="would see everything where this teacher's own see a window"):
+        heads = everywhere(Hybrid(9, 4), 4).with_full_heads({0: [1]})
+        hybrid_config(spent.weights, heads, spent.options)
+
+
 def test_heads_that_share_keys_share_a_state_within_a_budget(saved_teacher):
     for said, shared in ((dict(), True), (dict(shared_state=False), False), (dict(expand_kv_heads=True), False)):
         spent = budget(saved_teacher("llama-gqa"), cache=0.7, **said)
@@ -111,7 +151,7 @@ def test_heads_that_share_keys_share_a_state_within_a_budget(saved_teacher):
 def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(low_memory, saved_teacher, monkeypatch):
     """Its heads may not see more than they do; so its layers are chosen as without a budget, on text as short."""
     weights = TeacherWeights.of(find_teacher(str(saved_teacher("mistral-window"))))
-    asked = options_of("m", cache=0.75, d_state=1, text="sampled", tokens=5120, low_memory=low_memory)
+    asked = options_of("m", cache=0.8, d_state=1, text="sampled", tokens=5120, low_memory=low_memory)
     options = options_for_teacher(asked, weights)
     placement = decide_placement(weights, options).placement
     assert len(placement.attention_layers) == 2 and placement.hybrid is None and not placement.full_heads

@@ -21,7 +21,7 @@ def pair(folder, mixer_name):
             if name in ("A_log_bias", "A_log", "dt_bias"):
                 parameter.normal_()
     u = torch.randn(2, LENGTH, model.config.hidden_size, dtype=torch.float64)
-    rotary = tuple(t.double() for t in model.rotary(LENGTH))
+    rotary = tuple(t.double() for t in model.rotary(LENGTH, 0))
     return mixer, block.self_attn, u, rotary
 
 
@@ -54,8 +54,8 @@ def test_attention_rows_are_the_teachers_probabilities(saved_teacher, name):
     block, hidden = model.block(0), torch.randn(2, LENGTH, model.config.hidden_size)
     u, inputs = block.input_layernorm(hidden), model.block_inputs(hidden)
     mask = inputs["masks"][block.layer_type]
-    _, probabilities = block.self_attn(u, inputs["position_embeddings"], mask)
-    tiles = [tile for _, tile in attention_rows(block.self_attn, u, inputs["position_embeddings"], 7)]
+    _, probabilities = block.self_attn(u, inputs["position_embeddings"]["main"], mask)
+    tiles = [tile for _, tile in attention_rows(block.self_attn, u, inputs["position_embeddings"]["main"], 7)]
     torch.testing.assert_close(torch.cat(tiles, 2), probabilities)
 
 
@@ -98,8 +98,8 @@ def test_bfloat16_input_does_not_blow_up(saved_teacher):
     mixer, block = model.mixer(1), model.block(1)
     u = 30 * torch.randn(2, LENGTH, model.config.hidden_size)
     with torch.autocast("cpu", torch.bfloat16):
-        value = matrix_orientation_loss(mixer, block.self_attn, u.bfloat16(), model.rotary(LENGTH), 8)
-    exact = matrix_orientation_loss(mixer, block.self_attn, u.bfloat16().float(), model.rotary(LENGTH), 8)
+        value = matrix_orientation_loss(mixer, block.self_attn, u.bfloat16(), model.rotary(LENGTH, 0), 8)
+    exact = matrix_orientation_loss(mixer, block.self_attn, u.bfloat16().float(), model.rotary(LENGTH, 0), 8)
     assert value == pytest.approx(exact, rel=1e-6)
 
 
@@ -107,4 +107,4 @@ def test_mamba1_has_no_matrix_per_head(saved_teacher):
     model = teacher_model(saved_teacher("llama-gqa"), mixer="mamba1")
     with pytest.raises(ValueError, match="leave stage 1 out"):
         u = torch.randn(1, 8, 32)
-        matrix_orientation_loss(model.mixer(0), model.block(0).self_attn, u, model.rotary(8))
+        matrix_orientation_loss(model.mixer(0), model.block(0).self_attn, u, model.rotary(8, 0))

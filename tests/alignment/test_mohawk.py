@@ -109,7 +109,7 @@ def test_block_target_is_the_blocks_output(saved_teacher):
     def seen(layer):
         block, inputs = teacher.block(layer), teacher.block_inputs(hidden)
         u = block.input_layernorm(hidden)
-        y = block.self_attn(u, inputs["position_embeddings"], inputs["masks"]["full_attention"])[0]
+        y = block.self_attn(u, inputs["position_embeddings"]["main"], inputs["masks"]["full_attention"])[0]
         return Activations(hidden, block(hidden, **inputs), u, y)
 
     class Exact(torch.nn.Module):

@@ -26,7 +26,7 @@ def teacher_model(folder, **options) -> TeacherModel:
 def layer_data(model: TeacherModel, mixer, sequences: int = 12, held_out: int = 4) -> LayerData:
     """Random inputs and what `mixer` makes of them."""
     u = torch.randn(sequences, LENGTH, model.config.hidden_size)
-    rotary = model.rotary(LENGTH)
+    rotary = model.rotary(LENGTH, mixer.layer_idx)
     with torch.no_grad():
         return LayerData(u, mixer(u, rotary), rotary, held_out)
 

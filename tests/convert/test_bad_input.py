@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, MixtralConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConfig
 
 from convert.checkpoint.folder import MARKER, OutputFolder, mark
 from convert.cli import main, progress_bars
@@ -157,8 +157,8 @@ def test_unsupported_architectures(tmp_path):
     tiny = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     BertModel(BertConfig(**tiny)).save_pretrained(tmp_path / "bert")
     check_one_line_error(run(tmp_path / "bert", tmp_path / "out"), "'bert'", "not supported", "llama")
-    MixtralConfig(**TINY).save_pretrained(tmp_path / "moe")
-    check_one_line_error(run(tmp_path / "moe", tmp_path / "out"), "'mixtral'", "not supported")
+    GptOssConfig(**TINY).save_pretrained(tmp_path / "moe")
+    check_one_line_error(run(tmp_path / "moe", tmp_path / "out"), "'gpt_oss'", "not supported")
 
 
 def test_contradictory_or_quantised_configurations(teacher, tmp_path):

@@ -10,11 +10,12 @@ from convert import convert
 from convert.formats.export import NATIVE_CLASSES, export_checkpoint, plan_export
 from convert.formats.import_ import import_checkpoint
 from convert.options import make_options
+from convert.tools.families import families
 from tests import published
 from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.convert.transfer import exporting, importing
 from tests.students import make_student
-from tests.teachers import LLAMA3_ROPE, LONGROPE, YARN_ROPE, random_ids
+from tests.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 
 HOLDABLE = dict(
     mixer="mamba2", mixer_norm="head", mixer_activation="silu", mixer_rotary=False, mixer_decay_bias=False,
@@ -116,6 +117,11 @@ def test_what_cannot_be_held_is_named(tmp_path, norm_eps):
         "all of in_proj": dict(mixer_in_bias=True),
         "the MLP's activation gelu": dict(hidden_act="gelu"),
         "parallel block": dict(family="phimamba"),
+        "norms both mixer and MLP": dict(norm_placement="both"),
+        r"norms that multiply by 1 \+ weight": dict(norm_unit_offset=True),
+        "experts": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+        "another rotary embedding in some layers, or none": dict(layer_rope=["main", "none"]),
+        "final_logit_softcapping 30.0": dict(final_logit_softcapping=30.0),
     }
     if norm_eps == 1e-6:
         cases = {"epsilon of its own": dict(mixer_norm_eps=1e-6)}
@@ -158,6 +164,24 @@ def test_export_ready_conversion_and_the_command(saved_teacher, tmp_path):
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
     check_one_line_error(run_as_is("export", tmp_path / "hybrid", tmp_path / "out"), "--overwrite")
     check_one_line_error(run_as_is("export", tmp_path / "gone", tmp_path / "new"), "does not exist")
+
+
+@pytest.mark.parametrize("name", [name for name in TEACHERS if name not in FIRST])
+def test_the_list_of_families_says_what_can_be_exported(name, saved_teacher, tmp_path):
+    (listed,) = [of["export"] for of in families() if of["model_type"] == TEACHERS[name][1].model_type]
+    options = dict(export_ready=True, align="none", attention_layers="1")
+    if not listed:
+        with pytest.raises(ValueError, match="bamba cannot hold"):
+            convert(str(saved_teacher(name)), tmp_path / "hybrid", **options)
+        return
+    convert(str(saved_teacher(name)), tmp_path / "hybrid", **options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", dtype=torch.float32)
+    for target in listed:
+        export_checkpoint(exporting(tmp_path / "hybrid", tmp_path / target, to=target))
+        assert_same(model, AutoModelForCausalLM.from_pretrained(tmp_path / target, dtype=torch.float32))
+    if name == "granite":
+        with pytest.raises(ValueError, match="bamba cannot hold embedding_multiplier 12.0, residual_multiplier 0.22"):
+            plan_export(exporting(tmp_path / "hybrid", to="bamba"))
 
 
 def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):

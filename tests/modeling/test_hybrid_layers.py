@@ -182,7 +182,9 @@ def test_far_beyond_the_training_length_a_sink_is_seen_as_from_its_end():
     token = random_ids(1, 1).expand(1, 200)
     hidden = model.model(token, output_hidden_states=True).hidden_states[0]
     masks = model.model._masks(hidden, None, None, None, torch.arange(200)[None], None)
-    seen = m.attention(hidden, model.model.rotary_emb(hidden, torch.arange(200)[None]), masks["hybrid"])
+    seen = m.attention(
+        hidden, model.model.rotary_emb(hidden, torch.arange(200)[None]), masks["hybrid"].of_layer("main")
+    )
     out = seen.output.flatten(2)
     torch.testing.assert_close(out[:, 30], out[:, 199], rtol=1e-4, atol=1e-6)
 

@@ -27,6 +27,7 @@ CASES += [
 ]
 CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
 CASES += [("llamba", "discrete_mamba2", "normalised"), ("phimamba", "mamba2", "normalised-only")]
+CASES += [("llamba", "discrete_mamba2", "gemma"), ("llamba", "mamba2", "experts")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
 
 
@@ -76,6 +77,22 @@ def test_left_padding_does_not_change_logits(family, mixer, pattern):
     first = model(padded[:, :4], attention_mask=mask[:, :4], use_cache=True)
     second = model(padded[:, 4:], attention_mask=mask, past_key_values=first.past_key_values)
     torch.testing.assert_close(second.logits[:, 2:], whole, **CLOSE)
+
+
+@torch.no_grad()
+def test_capped_scores_padded_and_token_by_token():
+    """In float32, since transformers' eager attention, which alone knows a cap here, has no float64 for padding."""
+    model = make_student(pattern="gemma", attn_logit_softcapping=2.0, dtype=torch.float32)
+    ids, cache, steps = random_ids(2, 23), None, []
+    padded, mask = left_padded(ids, 6)
+    whole = model(ids).logits
+    assert not torch.allclose(whole, make_student(pattern="gemma", dtype=torch.float32)(ids).logits, atol=1e-2)
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 6:], whole, rtol=1e-3, atol=1e-4)
+    for t in range(padded.shape[1]):
+        out = model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1)[:, 6:], whole, rtol=1e-3, atol=1e-4)
 
 
 @every_case

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from modeling_llamba.hybrid_model import finish_logits
+
 from ..divergence import kl_of_log_probs
 
 CHUNK_ELEMENTS = 2**23
@@ -101,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Takes each chunk's gradient in the forward pass, where its logits are."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, teacher_of, weights, differentiate):
+    def forward(ctx, hidden, weight, bias, labels, teacher_of, weights, finish, differentiate):
         size = max(CHUNK_ELEMENTS // weight.shape[0], 16)
         total, statistics = wide(hidden.new_zeros(())), wide(hidden.new_zeros(3))
         wanted = [differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
@@ -117,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.set_grad_enabled(differentiate):
                 logits = nn.functional.linear(hidden[span].detach(), weight.detach(), bias).detach()
                 logits.requires_grad_(differentiate)
-                loss, sums = chunk_loss(logits, None if labels is None else labels[span], teacher, weights)
+                loss, sums = chunk_loss(finish(logits), None if labels is None else labels[span], teacher, weights)
                 if differentiate:
                     (grad,) = torch.autograd.grad(loss, logits)
             total += loss.detach()
@@ -134,7 +136,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _):
-        return *(None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors), None, None, None, None
+        return *(None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors), *[None] * 5
 
 
 def distillation_loss(
@@ -143,6 +145,7 @@ def distillation_loss(
     labels: torch.Tensor | None,
     teacher_of: Callable[[slice], torch.Tensor] | None,
     weights: LossWeights,
+    finish: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> DistillationOutput:
     """Sums over tokens of the loss and its parts, differentiable in `hidden` and the head.
 
@@ -151,13 +154,14 @@ def distillation_loss(
         head: linear layer from states to the vocabulary.
         labels: (T,) next tokens; None where the cross entropy is of no interest.
         teacher_of: function from a span of the T tokens to the teacher's logits (T, V) there; None without teacher.
+        finish: what the model makes of its head's output: scaled, capped.
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
     with gathered(weight, bias):
         differentiate = torch.is_grad_enabled()
-        loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, differentiate)
+        loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, finish, differentiate)
     return DistillationOutput(loss, statistics, torch.tensor(len(hidden), device=hidden.device))
 
 
@@ -190,9 +194,9 @@ def head_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function from hidden states to logits; its weights are gathered once where FSDP2 has spread them."""
     head = model.get_output_embeddings()
     if not isinstance(head.weight, torch.distributed.tensor.DTensor):
-        return head
+        return lambda hidden: finish_logits(head(hidden), model.config)
     weight, bias = head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
-    return lambda hidden: nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
+    return lambda hidden: finish_logits(nn.functional.linear(hidden, weight.to(hidden.dtype), bias), model.config)
 
 
 def add_distillation_head(model: nn.Module) -> None:
@@ -214,6 +218,7 @@ def add_distillation_head(model: nn.Module) -> None:
         following = labels[:, 1:].to(hidden.device)
         counts = following != IGNORED
         teacher_of = None if signal is None else signal(counts)
-        return distillation_loss(hidden[counts], self.get_output_embeddings(), following[counts], teacher_of, weights)
+        head, finish = self.get_output_embeddings(), functools.partial(finish_logits, config=self.config)
+        return distillation_loss(hidden[counts], head, following[counts], teacher_of, weights, finish)
 
     model.forward = MethodType(forward, model)

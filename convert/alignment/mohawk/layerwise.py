@@ -208,7 +208,7 @@ def orientation_loss(teacher: TeacherModel, settings: OrientationOptions) -> Lay
     """Stage 1's loss of one layer."""
 
     def loss(layer: int, mixer: nn.Module, seen: Activations) -> float:
-        rotary = teacher.rotary(seen.u.shape[1])
+        rotary = teacher.rotary(seen.u.shape[1], layer)
         return matrix_orientation_loss(mixer, teacher.block(layer).self_attn, seen.u, rotary, settings.tile)
 
     return loss
@@ -231,7 +231,7 @@ def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateOptions) -> La
                 with replaced(teacher.model, {layer: mixer}):
                     output = teacher.block(layer)(seen.block_input, **inputs) - seen.block_input
             else:
-                target, output = seen.y, mixer(seen.u, inputs["position_embeddings"])
+                target, output = seen.y, mixer(seen.u, teacher.rotary(seen.u.shape[1], layer))
         value = (output.float() - target.float()).square().mean() / target.float().square().mean()
         if torch.is_grad_enabled():
             value.backward()

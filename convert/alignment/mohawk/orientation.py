@@ -110,4 +110,6 @@ def attention_rows(
         if attention.sliding_window is not None:
             hidden = hidden | (distance >= attention.sliding_window)
         scores = query[:, :, rows] @ key.transpose(-1, -2) * attention.scaling
+        if attention.softcap is not None:
+            scores = attention.softcap * torch.tanh(scores / attention.softcap)
         yield rows, scores.masked_fill(hidden, float("-inf")).softmax(-1)

@@ -1,0 +1,71 @@
+"""GGUF files of the families that transformers reads, written here, give the model that transformers makes of them."""
+
+import pytest
+import torch
+from gguf import GGUFWriter
+from transformers import AutoModelForCausalLM
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from convert.alignment.teacher_model import TeacherModel
+from convert.options import make_options
+from convert.plan import TeacherWeights
+from convert.teachers import FAMILIES
+from convert.teachers.teacher import find_teacher
+from tests.teachers import TEACHERS, make_teacher, random_ids
+
+# teacher -> its name in GGUF, and what transformers does not read there but takes for granted
+ARCHITECTURES = {
+    "llama-gqa": ("llama", {}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "qwen3-moe": ("qwen3moe", {"moe_intermediate_size": 768, "mlp_only_layers": []}),
+}
+
+
+def write_gguf(path, name):
+    """A teacher in a GGUF file as llama.cpp writes it: gate and up of all experts apart, Gemma's norms plus 1."""
+    architecture, taken_for_granted = ARCHITECTURES[name]
+    teacher = make_teacher(name, layers=2, **taken_for_granted)
+    writer = GGUFWriter(path, architecture)
+    keys = GGUF_CONFIG_MAPPING.get(teacher.config.model_type) or GGUF_CONFIG_MAPPING[architecture]
+    for key, field in keys.items():
+        value = getattr(teacher.config, field or "", None)
+        if isinstance(value, int | float):
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(f"{architecture}.{key}", value)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
+    tensors = teacher.state_dict()
+    for stored, ours in get_gguf_hf_weights_map(teacher, processor).items():
+        tensor = tensors[ours]
+        if "_exps" in stored and "gate_up" in ours:
+            tensor, stored = tensor.chunk(2, dim=1)["up" in stored], f"{stored}.weight"
+        elif "_exps" in stored:
+            stored = f"{stored}.weight"
+        elif architecture.startswith("gemma") and stored.endswith("norm.weight"):
+            tensor = tensor + 1
+        elif architecture == "llama" and (".attn_q." in stored or ".attn_k." in stored):
+            tensor = tensor.view(-1, 2, 4, 32).transpose(1, 2).reshape(tensor.shape)  # pairs side by side
+        if stored != "output.weight" or not teacher.config.tie_word_embeddings:
+            writer.add_tensor(stored, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_a_gguf_file_is_the_model_transformers_makes_of_it(name, tmp_path):
+    write_gguf(tmp_path / "t.gguf", name)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="t.gguf", dtype=torch.float32)
+    weights = TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
+    ids = random_ids(2, 24)
+    ours = TeacherModel(weights, make_options("t", "o", attention_layers="all")).whole()
+    torch.testing.assert_close(ours(ids).logits, expected(ids).logits)
+
+
+def test_what_is_said_to_be_tested_is():
+    tested = {TEACHERS[name][1].model_type for name in ARCHITECTURES}
+    assert {name for name, family in FAMILIES.items() if family.gguf} == tested
