@@ -55,6 +55,7 @@ class HybridConfig(PreTrainedConfig):
         hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
         hybrid_read: how hybrid layers read what lies beyond the window: "linear", by the mixer, or "normalised", as
             softmax would (normalised_read.py), without a mixer.
+        hybrid_salient: how many tokens that have left the window a hybrid layer still sees (salient_tokens.py).
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
         mixer_chunk_size: tokens per chunk of the scan, on a CPU fewer where heads are many.
@@ -110,6 +111,7 @@ class HybridConfig(PreTrainedConfig):
     hybrid_sinks: int = 4
     hybrid_sink_reach: int | None = None
     hybrid_read: str = "linear"
+    hybrid_salient: int = 0
     hybrid_full_heads: list[list[int]] | None = None
     mixer_chunk_size: int = 64
     mixer_backend: str = "auto"
@@ -252,6 +254,10 @@ class HybridConfig(PreTrainedConfig):
                     )
             elif self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
                 raise ValueError(f"With mixer {self.mixer!r} nothing reaches a state late; use mixer_sees 'all'.")
+            if not isinstance(self.hybrid_salient, int) or self.hybrid_salient < 0:
+                raise ValueError(f"hybrid_salient must be a whole number, not {self.hybrid_salient!r}.")
+            if self.hybrid_salient and self.hybrid_read == "linear" and self.mixer != "none":
+                raise ValueError("hybrid_salient needs hybrid_read 'normalised' or mixer 'none'; a mixer sees them too.")
         if self.hybrid_full_heads is None:
             return
         if len(self.hybrid_full_heads) != self.num_hidden_layers:

@@ -38,6 +38,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         hybrid_window=6,
         mixer_shared_state=pattern == "shared",
         hybrid_sinks=2,
+        hybrid_salient=3 if pattern == "normalised" else 0,
         hybrid_read="normalised" if pattern.startswith("normalised") else "linear",
         hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )
