@@ -117,6 +117,7 @@ class Plan:
             "student_family": self.config.model_type,
             "mixer": self.config.mixer,
             "read": None if hybrid is None or not hybrid.state else hybrid.read,
+            "salient": None if hybrid is None else hybrid.salient,
             "window": None if hybrid is None else hybrid.window,
             "sinks": None if hybrid is None else hybrid.sinks,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
@@ -261,7 +262,8 @@ def describe(plan: Plan) -> str:
     layers = layer_letters(s["layer_types"])
     beside = "a state read as softmax would" if s["read"] == "normalised" else s["mixer"]
     mixer = f"{beside} beside a" if s["mixer"] != "none" else "a"
-    replacement = f"{mixer} window of {s['window']} and {s['sinks']} sinks" if s["window"] else s["mixer"]
+    seen = f"window of {s['window']}, {s['sinks']} sinks and {s['salient']} salient tokens"
+    replacement = f"{mixer} {seen}" if s["window"] else s["mixer"]
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     kind = "mixer" if s["mixer"] != "none" else "window"

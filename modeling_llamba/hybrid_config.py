@@ -257,7 +257,7 @@ class HybridConfig(PreTrainedConfig):
             if not isinstance(self.hybrid_salient, int) or self.hybrid_salient < 0:
                 raise ValueError(f"hybrid_salient must be a whole number, not {self.hybrid_salient!r}.")
             if self.hybrid_salient and self.hybrid_read == "linear" and self.mixer != "none":
-                raise ValueError("hybrid_salient needs hybrid_read 'normalised' or mixer 'none'; a mixer sees them too.")
+                raise ValueError("hybrid_salient needs hybrid_read 'normalised' or mixer 'none'.")
         if self.hybrid_full_heads is None:
             return
         if len(self.hybrid_full_heads) != self.num_hidden_layers:

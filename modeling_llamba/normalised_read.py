@@ -9,7 +9,7 @@ and for each query q, which holds the factor 1 / sqrt(D):
 
     tilt = Cov(v, k) q = S q / n - v_mean (k_mean . q)
     log mass = c0 + c1 log n + sum_f alpha_f (q . k_mean)_f + sum_f beta_f (q . q)_f
-    gate = sigmoid(log mass - log-sum-exp of the scores of all that the attention sees), 0 while nothing is beyond the window
+    gate = sigmoid(log mass - log-sum-exp of the scores of what the attention sees), 0 while the state is empty
     features = [(1 - gate) y_window, gate v_mean, gate tilt]
 
 Were far keys and values jointly Gaussian, softmax over them would be v_mean + tilt, with the log mass
@@ -19,7 +19,8 @@ features. (.)_f is the part of a product in plane f of the rotary embedding, two
 that is not rotated: one number for both dimensions of a plane, so that the mass depends on distances alone.
 
 Keys, values and queries are the attention's own. A token reaches the state when the attention no longer sees it, so
-the attention's cache is all that has to wait, and the state one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the sums and S in it.
+the attention's cache is all that has to wait, and the state one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the sums
+and S in it.
 
 Shapes: B batch, L length, H query heads, K key/value heads, D head dim, F planes and dimensions that are not rotated,
 n columns that leave the window.
@@ -76,7 +77,10 @@ class NormalisedRead(nn.Module):
 
     def forward(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> torch.Tensor:
         """The features (B, L, 3 H D), for out_proj."""
-        far = self.far(near, seq_idx, cache)
+        return self.features(near, self.far(near, seq_idx, cache))
+
+    def features(self, near: Near, far: Far) -> torch.Tensor:
+        """What `forward` returns, from what it reads."""
         gate = self.gate(near, far)[..., None]
         features = (1 - gate) * near.output, gate * repeat_groups(far.value_mean, self.heads), gate * far.tilt
         return torch.cat([part.to(near.output.dtype).flatten(2) for part in features], dim=-1)

@@ -118,9 +118,8 @@ class WindowAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
         self.q_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
         self.k_norm = head_norm(config.qk_norm, self.head_dim, config.norm_eps)
-        self.salience = None
-        if self.places:  # fitted, not trained: which tokens are seen is no smooth function of it
-            self.salience = nn.Parameter(torch.zeros(config.hidden_size), requires_grad=False)
+        # fitted, not trained: which tokens are seen is no smooth function of it
+        self.register_buffer("salience", torch.zeros(config.hidden_size) if self.places else None)
         self.full_heads = [] if config.hybrid_full_heads is None else list(config.hybrid_full_heads[layer_idx])
         kv_of = [head // (self.heads // self.kv_heads) for head in self.full_heads]
         self.full_kv_heads = sorted(set(kv_of))
@@ -209,7 +208,7 @@ class WindowAttention(nn.Module):
         if self.salience is None:
             return None
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        salience = (hidden_states.detach().to(wide) * self.salience.detach().to(wide)).sum(-1)
+        salience = (hidden_states.detach().to(wide) * self.salience.to(wide)).sum(-1)
         return salience.masked_fill(index < self.sinks, -torch.inf)
 
     def _places(self, context: Tokens, past) -> Tokens:

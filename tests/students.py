@@ -70,4 +70,7 @@ def make_student(
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("salience"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model

@@ -31,6 +31,8 @@ class Hybrid:
     """Number of last tokens that attention sees."""
     sinks: int
     """Number of first tokens that it sees as well."""
+    salient: int = 0
+    """Number of tokens that it goes on seeing after they have left the window."""
     full_heads: tuple[int, ...] = ()
     """Query heads that see every token."""
     state: bool = True
@@ -99,7 +101,8 @@ class Placement:
             "hybrid_full_heads": heads if any(heads) else None,
         }
         if hybrid is not None:
-            fields |= {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks, "hybrid_read": hybrid.read}
+            fields |= {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks}
+            fields |= {"hybrid_salient": hybrid.salient, "hybrid_read": hybrid.read}
         return fields
 
     @classmethod
@@ -108,10 +111,8 @@ class Placement:
         layers: list[Layer] = []
         for kind, full in zip(config.layer_types, config.hybrid_full_heads or repeat(()), strict=False):
             if kind == "hybrid":
-                state = config.mixer != "none"
-                layers.append(
-                    Hybrid(config.hybrid_window, config.hybrid_sinks, tuple(full), state, config.hybrid_read)
-                )
+                seen = config.hybrid_window, config.hybrid_sinks, config.hybrid_salient, tuple(full)
+                layers.append(Hybrid(*seen, state=config.mixer != "none", read=config.hybrid_read))
             else:
                 layers.append(Mixer() if kind == "linear_attention" else Attention())
         return cls(tuple(layers))

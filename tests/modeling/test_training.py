@@ -15,7 +15,7 @@ def gradients(model, ids):
     model.zero_grad()
     loss = model(ids, labels=ids, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @every_family
