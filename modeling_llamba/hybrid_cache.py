@@ -107,7 +107,7 @@ class RecurrentCache(DynamicCache):
 class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
     """The cache of a hybrid layer, of constant size except for heads with full attention.
 
-    recent: the last W - 1 columns. first: the S sinks. salient: the tokens that hold a place, where a layer has places.
+    recent: the last W - 1 columns. first: the S sinks. salient: the tokens that hold a place, where there are places.
     since: columns that came after `salient` and the states, while recording. leaving: what has not left the window for
     the mixer's state.
     full: all keys and values of the heads with full attention. Besides, the mixer's conv and recurrent states, or the

@@ -19,8 +19,8 @@ features. (.)_f is the part of a product in plane f of the rotary embedding, two
 that is not rotated: one number for both dimensions of a plane, so that the mass depends on distances alone.
 
 Keys, values and queries are the attention's own. A token reaches the state when the attention no longer sees it, so
-the attention's cache is all that has to wait, and the state one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the sums
-and S in it.
+the attention's cache is all that has to wait, and the state is one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the
+sums and S in it.
 
 Shapes: B batch, L length, H query heads, K key/value heads, D head dim, F planes and dimensions that are not rotated,
 n columns that leave the window.

@@ -116,12 +116,11 @@ def fit_layer(
 
 @torch.no_grad()
 def fit_beside_window(mixer: HybridMixer, data: LayerData) -> LayerFit:
-    """Fit which tokens stay in sight and how the others are read, in place; a window stays the teacher's, to the bit."""
+    """Fit which tokens stay in sight and how the others are read, in place; the rest stays the teacher's."""
     first_fitted(mixer, data)
     if mixer.attention.places:
-        fit_salience(
-            mixer, (data.batch(rows)[0] for rows in _batches(data.fitting()[:SALIENCE_SEQUENCES])), data.rotary
-        )
+        inputs = (data.batch(rows)[0] for rows in _batches(data.fitting()[:SALIENCE_SEQUENCES]))
+        fit_salience(mixer, inputs, data.rotary)
     if mixer.read is None:
         error = held_out_error(mixer, data)
         return LayerFit(None, None, error, error, error)

@@ -1,9 +1,9 @@
 """Fit what a layer with the normalised read adds to the teacher's weights: salience, mass, and the output map.
 
-All three are linear. The salience of a token is regressed on the log of the attention that the teacher pays to it once
-it has left the window. The log mass of the state's tokens is regressed, head by head, on the features of the read, each
-token with the weight that an error there has in the gate. The output map is then solved for as any mixer's is, shrunk
-towards the teacher's own. The attention is computed a block of queries at a time, so memory grows with L.
+All three are linear. The salience of a token is fitted to the log of the attention that the teacher pays to it once it
+has left the window. The log mass of the tokens in the state is fitted head by head, each token with the weight that an
+error there has in the gate. The output map is then the solution of a ridge regression, shrunk towards the teacher's
+own. The teacher's attention is computed a block of queries at a time, so memory grows with L and not with its square.
 
 Shapes: B batch, L length, H query heads, F features of the mass, D model width.
 """

@@ -40,7 +40,7 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
 
 
 def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
-    """Bytes a window, its sinks and salient tokens, and the tokens on their way from it to the mixer's state take in one layer."""
+    """Bytes that a layer's window, sinks, salient tokens, and tokens on their way to the mixer's state take."""
     key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     sinks = config.hybrid_sinks if length else 0  # room for all of them from the first token on
     recent = min(length, config.hybrid_window - 1)
