@@ -385,8 +385,10 @@ class ConversionOptions:
         if self.placement.window is None and self.cache is None:
             beside = ("placement.sinks", "placement.salient", "mixer.scope")
             unread |= {name: "a window" for name in beside if _named(changed, name)}
-        if self.mixer.read == "normalised":
+        if self.read == "normalised":
             unread |= {f"mixer.{name}": "read linear" for name in self._of_mixer}
+            of_fit = of_alignment.get("fit", {}).keys() - {"stream"}
+            unread |= {f"alignment.fit.{name}": "read linear" for name in sorted(of_fit)}
         for name, needed in unread.items():
             raise ValueError(f"{name} has no effect without {needed}; leave it out.")
 

@@ -262,7 +262,8 @@ def describe(plan: Plan) -> str:
     layers = layer_letters(s["layer_types"])
     beside = "a state read as softmax would" if s["read"] == "normalised" else s["mixer"]
     mixer = f"{beside} beside a" if s["mixer"] != "none" else "a"
-    seen = f"window of {s['window']}, {s['sinks']} sinks and {s['salient']} salient tokens"
+    salient = f" and {s['salient']} salient tokens" if s["salient"] else ""
+    seen = f"window of {s['window']} and {s['sinks']} sinks{salient}"
     replacement = f"{mixer} {seen}" if s["window"] else s["mixer"]
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())

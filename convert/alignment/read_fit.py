@@ -22,8 +22,6 @@ from modeling_llamba.window_attention import Near
 QUERIES = 256
 SALIENCE_SEQUENCES = 8
 """Sequences on which the salience is regressed: one number per channel."""
-LEAST_QUERIES = 64
-"""Queries that must have seen a token for its attention to count."""
 FLOOR = 1e-6
 MASS_RIDGE = 1e-3
 SALIENCE_RIDGE = 1e-2
@@ -118,9 +116,8 @@ def fit_salience(mixer: HybridMixer, batches: Iterable[torch.Tensor], rotary: Ro
     """
     sinks, gram, moment, inputs, targets = mixer.attention.sinks, 0.0, 0.0, [], []
     for u in batches:
-        last = u.shape[1] - mixer.attention.window - LEAST_QUERIES
-        if last <= sinks:
-            return
+        behind = u.shape[1] - mixer.attention.window
+        last = behind - behind // 8  # the attention of few queries to a token says little
         received = attention_received(mixer, u, rotary)
         inputs.append(u[:, sinks:last].flatten(0, 1).double())
         targets.append((received[:, sinks:last] + FLOOR).log().flatten().double())

@@ -140,7 +140,7 @@ class Budget:
 def hybrid_layer(options: ConversionOptions, window: int) -> Hybrid:
     """A layer with a window of this width, heads with full attention apart."""
     state = options.mixer.kind != "none"
-    return Hybrid(window, options.placement.sinks, options.salient, state=state, read=options.read)
+    return Hybrid(window, options.placement.sinks, state=state, read=options.read, salient=options.salient)
 
 
 def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool = False) -> int:

@@ -15,8 +15,15 @@ EVENLY_PLACED = "scores decide which {} keep their attention when this is run; h
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
-    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay."""
-    if not options.searches_budget or "sliding_attention" not in weights.config.layer_types:
+    """The options; where the teacher's own layers see a window, a cache budget chooses only how many of them stay.
+
+    Nothing beyond those windows is seen by the teacher, so nothing is read as softmax would read it.
+    """
+    if "sliding_attention" not in weights.config.layer_types:
+        return options
+    if options.mixer.read is None and options.read == "normalised":
+        options = dataclasses.replace(options, mixer=dataclasses.replace(options.mixer, read="linear"))
+    if not options.searches_budget:
         return options
     placement = options.placement
     no_window = options.mixer.kind == "none" and placement.window is None

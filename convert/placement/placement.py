@@ -31,14 +31,14 @@ class Hybrid:
     """Number of last tokens that attention sees."""
     sinks: int
     """Number of first tokens that it sees as well."""
-    salient: int = 0
-    """Number of tokens that it goes on seeing after they have left the window."""
     full_heads: tuple[int, ...] = ()
     """Query heads that see every token."""
     state: bool = True
     """Whether a recurrent state stands beside the window."""
     read: Literal["linear", "normalised"] = "linear"
     """How that state is read: by a mixer, or as softmax would read it."""
+    salient: int = 0
+    """Number of tokens that attention goes on seeing after they have left the window."""
 
 
 Layer = Attention | Mixer | Hybrid
@@ -108,11 +108,17 @@ class Placement:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Placement":
         """The placement that a hybrid's configuration stores."""
+        hybrid = Hybrid(
+            config.hybrid_window,
+            config.hybrid_sinks,
+            state=config.mixer != "none",
+            read=config.hybrid_read,
+            salient=config.hybrid_salient,
+        )
         layers: list[Layer] = []
         for kind, full in zip(config.layer_types, config.hybrid_full_heads or repeat(()), strict=False):
             if kind == "hybrid":
-                seen = config.hybrid_window, config.hybrid_sinks, config.hybrid_salient, tuple(full)
-                layers.append(Hybrid(*seen, state=config.mixer != "none", read=config.hybrid_read))
+                layers.append(dataclasses.replace(hybrid, full_heads=tuple(full)))
             else:
                 layers.append(Mixer() if kind == "linear_attention" else Attention())
         return cls(tuple(layers))
