@@ -30,6 +30,7 @@ from jsonargparse.typing import ClosedUnitInterval, restricted_number_type
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 DEFAULT_CACHE = 0.25
+SALIENT = 16
 MAPPING = "names with values"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LARGEST = 10**12
@@ -66,6 +67,9 @@ class PlacementOptions:
     """Width of a softmax attention window beside each mixer, in tokens."""
     sinks: NonNegativeInt = 4
     """Number of first tokens that the window always sees."""
+    salient: NonNegativeInt | None = None
+    """Number of tokens that a layer with a window still sees after they have left it: those that all heads look at,
+    sinks in the middle of a text. By default 16 where the read is normalised and fitted, otherwise none."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
@@ -113,9 +117,10 @@ class MixerOptions:
     """Add a bias to the output projection."""
     scope: Literal["beyond", "all"] | None = None
     """Beside a window, what the mixer sees: the tokens beyond the window (the default) or all of them."""
-    read: Literal["linear", "normalised"] = "linear"
-    """Beside a window, how the tokens beyond it are read: linear, by the mixer, whose output is added to the window's;
-    or normalised, without a mixer, as softmax over window and far tokens together would read them."""
+    read: Literal["linear", "normalised"] | None = None
+    """Beside a window, how the tokens beyond it are read: normalised, without a mixer, as softmax over window and far
+    tokens together would read them (the default where nothing else is said of the mixer); or linear, by the mixer,
+    whose output is added to the window's."""
     initial_decay: Decay = 0.9
     """Decay per token of every head before alignment."""
 
@@ -353,8 +358,8 @@ class ConversionOptions:
                 raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
             if mixer.read == "normalised":
                 raise ValueError("read normalised reads what lies beyond a window; say how wide it is (window: 64).")
-        if mixer.read == "normalised" and alignment.method != "none":
-            raise ValueError("read normalised is mapped from the teacher and has no fit yet; say --align none.")
+        if placement.salient and self.read == "linear" and mixer.kind != "none":
+            raise ValueError("Tokens that stay in sight (salient) stand beside read normalised or mixer none.")
         fitted = alignment.method != "none" and mixer.kind != "none"
         if fitted and placement.window is not None and placement.window + placement.sinks >= self.sequence_length:
             raise ValueError(
@@ -383,7 +388,12 @@ class ConversionOptions:
         if "context" in of_placement and self.cache is None:
             unread["placement.context"] = "a cache budget"
         if self.placement.window is None and self.cache is None:
-            unread |= {name: "a window" for name in ("placement.sinks", "mixer.scope") if _named(changed, name)}
+            beside = ("placement.sinks", "placement.salient", "mixer.scope")
+            unread |= {name: "a window" for name in beside if _named(changed, name)}
+        if self.read == "normalised":
+            unread |= {f"mixer.{name}": "read linear" for name in self._of_mixer}
+            of_fit = of_alignment.get("fit", {}).keys() - {"stream"}
+            unread |= {f"alignment.fit.{name}": "read linear" for name in sorted(of_fit)}
         for name, needed in unread.items():
             raise ValueError(f"{name} has no effect without {needed}; leave it out.")
 
@@ -396,6 +406,24 @@ class ConversionOptions:
         if placement.cache is None and told_nothing and self.alignment.method == "closed-form":
             return DEFAULT_CACHE
         return placement.cache
+
+    @property
+    def _of_mixer(self) -> list[str]:
+        """What is said of the mixer itself, which the normalised read does without."""
+        return sorted(differences(self.mixer).keys() - {"read", "out_bias"})
+
+    @property
+    def read(self) -> Literal["linear", "normalised"]:
+        """How hybrid layers read what lies beyond their window."""
+        beside_window = self.placement.window is not None or self.searches_budget
+        by_default = "normalised" if beside_window and not self._of_mixer else "linear"
+        return self.mixer.read or by_default
+
+    @property
+    def salient(self) -> int:
+        """Number of tokens that hybrid layers go on seeing."""
+        asked, fitted = self.placement.salient, self.alignment.method != "none"
+        return asked if asked is not None else SALIENT if fitted and self.read == "normalised" else 0
 
     @property
     def names_layers(self) -> bool:

@@ -131,6 +131,7 @@ class Plan:
             "student_family": self.config.model_type,
             "mixer": self.config.mixer,
             "read": None if hybrid is None or not hybrid.state else hybrid.read,
+            "salient": None if hybrid is None else hybrid.salient,
             "window": None if hybrid is None else hybrid.window,
             "sinks": None if hybrid is None else hybrid.sinks,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
@@ -184,6 +185,8 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, options: Conver
             raise ValueError(
                 f"window {hybrid.window} is larger than the teacher's own, {weights.config.sliding_window}."
             )
+        if hybrid.read == "normalised" and hybrid.state:
+            raise ValueError("Beyond its own windows this teacher sees nothing that could be read; say read linear.")
         if windows & placement.full_heads.keys():
             raise ValueError(
                 "attention_heads would see everything where this teacher's own see a window; leave them out."
@@ -284,7 +287,9 @@ def describe(plan: Plan) -> str:
     layers = layer_letters(s["layer_types"])
     beside = "a state read as softmax would" if s["read"] == "normalised" else s["mixer"]
     mixer = f"{beside} beside a" if s["mixer"] != "none" else "a"
-    replacement = f"{mixer} window of {s['window']} and {s['sinks']} sinks" if s["window"] else s["mixer"]
+    salient = f" and {s['salient']} salient tokens" if s["salient"] else ""
+    seen = f"window of {s['window']} and {s['sinks']} sinks{salient}"
+    replacement = f"{mixer} {seen}" if s["window"] else s["mixer"]
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     kind = "mixer" if s["mixer"] != "none" else "window"

@@ -37,7 +37,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .window_attention import Tokens
+from .salient_tokens import compete
+from .window_attention import Tokens, leaving_window, with_past
 
 NEVER = torch.iinfo(torch.long).max
 # what can be taken back, besides layers that have an `accept` of their own as `WindowLayer` has
@@ -106,7 +107,9 @@ class RecurrentCache(DynamicCache):
 class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
     """The cache of a hybrid layer, of constant size except for heads with full attention.
 
-    recent: the last W - 1 columns. first: the S sinks. leaving: what has not left the window for the mixer's state.
+    recent: the last W - 1 columns. first: the S sinks. salient: the tokens that hold a place, where there are places.
+    since: columns that came after `salient` and the states, while recording. leaving: what has not left the window for
+    the mixer's state.
     full: all keys and values of the heads with full attention. Besides, the mixer's conv and recurrent states, or the
     state of the normalised read.
     """
@@ -125,17 +128,23 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         LinearAttentionLayer.reset(self)
         self.recent: Tokens | None = None
         self.first: Tokens | None = None
+        self.salient: Tokens | None = None
+        self.since = 0
         self.leaving: tuple[torch.Tensor, ...] | None = None
         self.recorded = None  # a `Recorded` while passes can be taken back
         self.full = DynamicLayer()
         self.seen_tokens = 0
 
-    def keep(self, context: Tokens, sinks: Tokens, new_tokens: int) -> None:
-        """Remember the end of `context`, at least the last `new_tokens` columns of which are new, and the sinks."""
-        start = 0 if self.recorded is not None else max(context.index.shape[1] - self.window + 1, 0)
+    def keep(self, context: Tokens, sinks: Tokens, new_tokens: int, salient: Tokens | None) -> None:
+        """Remember the end of `context`, at least the last `new_tokens` columns of which are new, sinks and places."""
+        if self.recorded is not None:
+            start, self.since = 0, self.since + new_tokens
+        else:
+            start, self.salient = max(context.index.shape[1] - self.window + 1, 0), salient
         # copies: a view would hold on to the whole prompt
         keys, values = (t[:, :, start:].clone() for t in (context.keys, context.values))
-        self.recent = Tokens(keys, values, context.index[:, start:].clone())
+        others = (None if t is None else t[:, start:].clone() for t in (context.index, context.salience))
+        self.recent = Tokens(keys, values, *others)
         self.first = sinks
         self.seen_tokens += new_tokens
 
@@ -158,15 +167,18 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
     def tensors(self) -> list[torch.Tensor | None]:
         """All tensors carried from call to call, except token indices."""
         states = [*self.conv_states.values(), *self.recurrent_states.values(), *(self.leaving or ())]
-        states += [t for tokens in (self.recent, self.first) if tokens is not None for t in tokens[:2]]
+        held = [tokens for tokens in (self.recent, self.first, self.salient) if tokens is not None]
+        states += [t for tokens in held for t in (*tokens[:2], tokens.salience)]
         return [*states, self.full.keys, self.full.values]
 
     def accept(self, tokens: int, counts: Sequence[int], length: int) -> None:
         """Like `crop_rows`, for window and sinks; sinks that were not accepted are forgotten."""
         crop_rows(self.full, tokens, counts, length)
-        self.seen_tokens = length
+        self.seen_tokens, self.since = length, 0
         index = self.recent.index
         columns = index.shape[1]
+        if self.salient is not None and tokens:
+            self._take_places(tokens, counts)
         ends = torch.tensor([columns - tokens + count for count in counts], device=index.device)[:, None]
         rejected = (torch.arange(columns, device=index.device) >= ends) & (index >= 0)
         beyond = index.masked_fill(~rejected, NEVER).amin(1, keepdim=True)
@@ -174,14 +186,29 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         size, last = min(columns - tokens + max(counts), self.window - 1), ends[:, 0].tolist()
         absent = torch.arange(size, device=index.device) < size - ends
         keys, values = (ending_at(t, last, size, axis=2).clone() for t in self.recent[:2])
-        self.recent = Tokens(keys, values, ending_at(index, last, size, axis=1).masked_fill(absent, -1))
+        salience = self.recent.salience
+        if salience is not None:
+            salience = ending_at(salience, last, size, axis=1).masked_fill(absent, -torch.inf)
+        self.recent = Tokens(keys, values, ending_at(index, last, size, axis=1).masked_fill(absent, -1), salience)
+
+    def _take_places(self, tokens: int, counts: Sequence[int]) -> None:
+        """Let the tokens compete that left the window after the accepted ones of the last `tokens` columns."""
+        places, columns = self.salient.index.shape[1], with_past(self.recent, self.salient)
+        entering = leaving_window(columns.index, places, self.window, tokens)
+        dropped = torch.arange(tokens) >= torch.tensor(counts)[:, None]
+        takes_none = columns.salience.gather(1, entering.clamp(min=0)) == -torch.inf
+        entering = entering.masked_fill(dropped.to(entering.device) | takes_none, -1)
+        held = torch.arange(places, device=entering.device).expand(len(entering), -1)
+        held = held.masked_fill(self.salient.index < 0, -1)
+        self.salient = columns.at(compete(held, entering, columns.salience).held)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         def reordered(t):
             return t.index_select(0, beam_idx.to(t.device))
 
-        if self.recent is not None:
-            self.recent, self.first = (Tokens(*map(reordered, tokens)) for tokens in (self.recent, self.first))
+        for name in ("recent", "first", "salient"):
+            if (tokens := getattr(self, name)) is not None:
+                setattr(self, name, Tokens(*(None if t is None else reordered(t) for t in tokens)))
         if self.leaving is not None:
             self.leaving = tuple(map(reordered, self.leaving))
         LinearAttentionLayer.reorder_cache(self, beam_idx)

@@ -47,6 +47,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "partial_rotary_factor": (1e-6, 1.0),
     "hybrid_window": (1, 2**24),
     "hybrid_sinks": (0, 2**24),
+    "hybrid_salient": (0, 2**24),
 }
 
 
@@ -109,6 +110,7 @@ class HybridConfig(PreTrainedConfig):
         hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
         hybrid_read: how hybrid layers read what lies beyond the window: "linear", by the mixer, or "normalised", as
             softmax would (normalised_read.py), without a mixer.
+        hybrid_salient: how many tokens that have left the window a hybrid layer still sees (salient_tokens.py).
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
         mixer_chunk_size: tokens per chunk of the scan, on a CPU fewer where heads are many.
@@ -172,6 +174,7 @@ class HybridConfig(PreTrainedConfig):
     hybrid_sinks: int = 4
     hybrid_sink_reach: int | None = None
     hybrid_read: str = "linear"
+    hybrid_salient: int = 0
     hybrid_full_heads: list[list[int]] | None = None
     mixer_chunk_size: int = 64
     mixer_backend: str = "auto"
@@ -336,6 +339,8 @@ class HybridConfig(PreTrainedConfig):
                     )
             elif self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
                 raise ValueError(f"With mixer {self.mixer!r} nothing reaches a state late; use mixer_sees 'all'.")
+            if self.hybrid_salient and self.hybrid_read == "linear" and self.mixer != "none":
+                raise ValueError("hybrid_salient needs hybrid_read 'normalised' or mixer 'none'.")
         if self.hybrid_full_heads is None:
             return
         if len(self.hybrid_full_heads) != self.num_hidden_layers:

@@ -41,19 +41,20 @@ class HybridMixer(nn.Module):
         self.config, self.layer_idx = config, layer_idx
         self.attention = WindowAttention(config, layer_idx)
         self.attention_size = self.attention.heads * self.attention.head_dim
-        self.ssd, self.read, features = None, None, 0
+        self.ssd, self.read = None, None
+        self.sizes = [self.attention_size]
+        """Features of each part of what out_proj takes."""
         if config.hybrid_read == "normalised":
             self.read = NormalisedRead(config, layer_idx)
-            features = 2 * self.attention_size
+            self.sizes += [self.attention_size] * 2
         elif config.mixer != "none":
             self.ssd = MIXER_CLASSES[config.mixer](config, layer_idx)
-            features = self.ssd.out_proj.in_features
+            self.sizes.append(self.ssd.out_proj.in_features)
             self.ssd.out_proj = nn.Identity()
         if self.ssd is not None and config.mixer_sees == "beyond":
             self.ssd.delay, self.ssd.skipped = config.hybrid_window, config.hybrid_sinks
-        self.sizes = [self.attention_size, features]
-        with_bias = config.attention_out_bias or (config.mixer_out_bias and features > 0)
-        self.out_proj = nn.Linear(self.attention_size + features, config.hidden_size, bias=with_bias)
+        with_bias = config.attention_out_bias or (config.mixer_out_bias and len(self.sizes) > 1)
+        self.out_proj = nn.Linear(sum(self.sizes), config.hidden_size, bias=with_bias)
         # how many tokens of a sequence the window serves alone
         self.near_tokens = 0
         if config.mixer_sees == "beyond":

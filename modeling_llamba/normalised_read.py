@@ -1,7 +1,7 @@
 """What lies beyond the window, read as softmax would read it.
 
-Per key/value head, over the tokens j that have left the window and are no sinks, each with the weight
-w_j = a^(number of tokens that left the window after it), 0 < a <= 1:
+Per key/value head, over the tokens j that are neither in the window nor sinks nor salient, each with the weight
+w_j = a^(number of tokens that came to the state after it), 0 < a <= 1:
 
     n = sum_j w_j      k_mean = sum_j w_j k_j / n      v_mean = sum_j w_j v_j / n      S = sum_j w_j v_j k_j^T
 
@@ -9,7 +9,7 @@ and for each query q, which holds the factor 1 / sqrt(D), or what the teacher ha
 
     tilt = Cov(v, k) q = S q / n - v_mean (k_mean . q)
     log mass = c0 + c1 log n + sum_f alpha_f (q . k_mean)_f + sum_f beta_f (q . q)_f
-    gate = sigmoid(log mass - log-sum-exp of the scores of window and sinks), 0 while nothing is beyond the window
+    gate = sigmoid(log mass - log-sum-exp of the scores of what the attention sees), 0 while the state is empty
     features = [(1 - gate) y_window, gate v_mean, gate tilt]
 
 Were far keys and values jointly Gaussian, softmax over them would be v_mean + tilt, with the log mass
@@ -18,8 +18,9 @@ c0, c1, alpha and beta of each query head can be fitted to the true log mass, an
 features. (.)_f is the part of a product in plane f of the rotary embedding, two dimensions each, or in a dimension
 that is not rotated: one number for both dimensions of a plane, so that the mass depends on distances alone.
 
-Keys, values and queries are the attention's own. A token reaches the state when it leaves the window, so the window's
-cache is all that has to wait, and the state one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the sums and S in it.
+Keys, values and queries are the attention's own. A token reaches the state when the attention no longer sees it, so
+the attention's cache is all that has to wait, and the state is one matrix: sum_j w_j [v_j; 1] [1; k_j]^T, with n, the
+sums and S in it.
 
 Shapes: B batch, L length, H query heads, K key/value heads, D head dim, F planes and dimensions that are not rotated,
 n columns that leave the window.
@@ -35,7 +36,7 @@ from transformers.cache_utils import Cache
 from .hybrid_cache import recorded_by
 from .ssd import is_recorded, repeat_groups, ssd_advance, ssd_read, ssd_scan
 from .ssd_chunked import full_precision
-from .window_attention import Near, Tokens
+from .window_attention import Near
 
 
 class Far(NamedTuple):
@@ -76,7 +77,10 @@ class NormalisedRead(nn.Module):
 
     def forward(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> torch.Tensor:
         """The features (B, L, 3 H D), for out_proj."""
-        far = self.far(near, seq_idx, cache)
+        return self.features(near, self.far(near, seq_idx, cache))
+
+    def features(self, near: Near, far: Far) -> torch.Tensor:
+        """What `forward` returns, from what it reads."""
         gate = self.gate(near, far)[..., None]
         features = (1 - gate) * near.output, gate * repeat_groups(far.value_mean, self.heads), gate * far.tilt
         return torch.cat([part.to(near.output.dtype).flatten(2) for part in features], dim=-1)
@@ -110,9 +114,8 @@ class NormalisedRead(nn.Module):
         batch, length, _, D = near.query.shape
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         recorded = recorded_by(cache, self.layer_idx)
-        since = 0 if recorded is None or recorded.inputs is None else recorded.inputs[0].shape[1]
         query = near.query.to(torch.promote_types(near.query.dtype, torch.float32)) * self.config.score_scale
-        tokens, log_a = self._leaving(near.context, length + since, query.dtype, seq_idx)
+        tokens, log_a = self._leaving(near, query.dtype)
         S, sums = (None, None) if state is None else (state[..., :D, 1:], _sums(state)[..., None])
         if length == 1 and state is not None and recorded is None:
             with full_precision(query):
@@ -144,25 +147,18 @@ class NormalisedRead(nn.Module):
         tilt = product / count_of_head - mean * (query * key).sum(-1, keepdim=True)
         return Far(query, count[..., 0], key_mean, value_mean, tilt)
 
-    def _leaving(self, context: Tokens, columns: int, dtype: torch.dtype, seq_idx: torch.Tensor | None):
-        """Nothing, then the tokens that leave the window after each of the last `columns` columns, and log decays.
+    def _leaving(self, near: Near, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing, then who goes on to the state after each of the steps, and log decays.
 
         Returns:
-            [v, 1, k] (B, n + 1, K, 2 D + 1), zero where nothing enters the state, and log a (B, n + 1, K), 0 where
-            there is no token.
+            [v, 1, k] (B, T + 1, K, 2 D + 1), zero where nothing enters the state, and log a (B, T + 1, K), 0 there.
         """
-        window, sinks = self.config.hybrid_window, self.config.hybrid_sinks
-        taken = max(context.index.shape[1] - window + 1, 0)
-        index = F.pad(context.index[:, :taken], (columns + 1 - taken, 0), value=-1)
-        if seq_idx is not None:
-            same = seq_idx[:, window:] == seq_idx[:, :-window]
-            index = index.masked_fill(~F.pad(same, (index.shape[1] - same.shape[1] - 1, 1)), -1)
-        keys, values = (t[:, :, :taken].transpose(1, 2).to(dtype) for t in context[:2])
-        tokens = torch.cat([values, torch.ones_like(keys[..., :1]), keys], dim=-1)
-        tokens = F.pad(tokens, (0, 0, 0, 0, columns + 1 - taken, 0)) * (index >= sinks)[..., None, None].to(dtype)
+        enters = near.leaving >= 0
+        keys, values = (t.transpose(1, 2).to(dtype) for t in near.context.at(near.leaving)[:2])
+        tokens = torch.cat([values, torch.ones_like(keys[..., :1]), keys], dim=-1) * enters[..., None, None].to(dtype)
         decay = self.log_decay.to(dtype)
         decay = decay + (decay.clamp(max=0) - decay).detach()  # at a = 1 a gradient still gets through
-        return tokens, decay * (index >= 0)[..., None].to(dtype)
+        return F.pad(tokens, (0, 0, 0, 0, 1, 0)), F.pad(decay * enters[..., None].to(dtype), (0, 0, 1, 0))
 
     def matrices(self, near: Near, seq_idx: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The gate (B, L, H) and the far past unrolled, in float64, without a cache.
@@ -170,15 +166,15 @@ class NormalisedRead(nn.Module):
         Returns:
             gate and M (2, B, H, L, L): v_mean is M[0] v, tilt M[1] v.
         """
-        keys, _, index = near.context
-        window, shared = self.config.hybrid_window, self.heads // self.kv_heads
-        keys, query = keys.double(), near.query.transpose(1, 2).double() * self.config.score_scale
-        position = torch.arange(index.shape[1], device=index.device)
-        far = (position[:, None] - position >= window) & (index >= self.config.hybrid_sinks)[:, None]
+        places, shared = self.config.hybrid_salient, self.heads // self.kv_heads
+        keys = near.context.keys[:, :, places:].double()
+        query = near.query.transpose(1, 2).double() * self.config.score_scale
+        column = torch.arange(places, near.context.index.shape[1], device=keys.device)
+        enters = F.pad(near.leaving[:, :-1, None] == column, (0, 0, 1, 0))  # (B, L, L): before each query
+        far, entered = enters.cumsum(1) > 0, enters.any(-1).cumsum(1)
         if seq_idx is not None:
             far = far & (seq_idx[:, :, None] == seq_idx[:, None])
-        left = (index >= 0).cumsum(1)  # of the tokens up to each, how many there are
-        passed = F.pad(left, (window, 0))[:, : index.shape[1], None] - left[:, None]
+        passed = entered[:, :, None] - (enters * entered[:, :, None]).sum(1, keepdim=True)
         log_weight = self.log_decay.double().clamp(max=0)[:, None, None] * passed[:, None]
         weight = log_weight.exp() * far[:, None]  # (B, K, L, L)
         count = weight.sum(-1)

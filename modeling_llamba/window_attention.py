@@ -3,9 +3,10 @@
 A query at column t sees the W columns t - W + 1 .. t and the first K tokens of its sequence ("sinks", where softmax
 puts what it wants nowhere else: Xiao et al. 2024, StreamingLLM). Up to `hybrid_sink_reach` tokens away a sink is where
 it is; from farther on it is seen as from there, since the teacher's rotary embedding has met no greater distance.
+With `hybrid_salient` it goes on seeing some of the tokens that have left the window (salient_tokens.py).
 
-Shapes: B batch, L length, H query heads, K key/value heads, R = H // K, D head dim, W window, S sinks; queries are cut
-into N blocks of Q, each seeing Q + W - 1 columns.
+Shapes: B batch, L length, H query heads, K key/value heads, R = H // K, D head dim, W window, S sinks, P places of
+salient tokens; queries are cut into N blocks of Q, each seeing Q + W - 1 columns.
 """
 
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from .attention import append_keys, capped, qk_norms
 from .rotary import apply_rotary
+from .salient_tokens import compete
 
 MIN_BLOCK = 32
 
@@ -47,24 +49,53 @@ class WindowInputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Keys and values (B, K, n, D) of some tokens, and index (B, n) in their sequence, -1 where there is none."""
+    """Some tokens in columns, in the order of their sequence or, in places of salient tokens, in any.
+
+    keys, values (B, K, n, D). index (B, n): in their sequence, -1 where there is none. salience (B, n): which of them
+    take a place when they leave the window, -inf where they may not; None in a layer that has no places.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     index: torch.Tensor
+    salience: torch.Tensor | None = None
+
+    def at(self, columns: torch.Tensor) -> "Tokens":
+        """Copies of the tokens in these columns (B, m), -1 where there is none."""
+        none, columns = columns < 0, columns.clamp(min=0)
+        keys, values = (_take(t, columns) for t in self[:2])
+        salience = None if self.salience is None else self.salience.gather(1, columns).masked_fill(none, -torch.inf)
+        return Tokens(keys, values, self.index.gather(1, columns).masked_fill(none, -1), salience)
+
+
+class Selection(NamedTuple):
+    """Which tokens hold a place when, and which go on to the state, as columns: first the places', then the context's.
+
+    leaving (B, T): who goes on to the state after each step, -1 where nobody does. The steps are the tokens since the
+    cache's state. held (B, N, P): who holds a place when a block begins. seen (B, N, Q, P + Q): whether a query sees
+    them, and those that left the window since the block began. after (B, P): who holds a place at the end. The last
+    three are None in a layer without places.
+    """
+
+    leaving: torch.Tensor
+    held: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    after: torch.Tensor | None = None
 
 
 class Near(NamedTuple):
     """The attention to window and sinks: what a read of the far past is weighed against, and fed with.
 
     output (B, L, H, D). log_mass (B, L, H): log-sum-exp of the scores, or None where no read asks for it.
-    query (B, L, H, D), after norm and rotary embedding. context: the columns that the cache remembers, then the new.
+    query (B, L, H, D), after norm and rotary embedding. context: the places of salient tokens, the columns that the
+    cache remembers, then the new. leaving: see `Selection`; None where there is no state to go to.
     """
 
     output: torch.Tensor
     log_mass: torch.Tensor | None
     query: torch.Tensor
     context: Tokens
+    leaving: torch.Tensor | None
 
 
 class FullHeads(nn.Module):
@@ -82,7 +113,7 @@ class WindowAttention(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        self.window, self.sinks = config.hybrid_window, config.hybrid_sinks
+        self.window, self.sinks, self.places = config.hybrid_window, config.hybrid_sinks, config.hybrid_salient
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping
@@ -90,6 +121,8 @@ class WindowAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.attention_bias)
         self.q_norm, self.k_norm = qk_norms(config)
+        # fitted, not trained: which tokens are seen is no smooth function of it
+        self.register_buffer("salience", torch.zeros(config.hidden_size) if self.places else None)
         self.full_heads = [] if config.hybrid_full_heads is None else list(config.hybrid_full_heads[layer_idx])
         kv_of = [head // (self.heads // self.kv_heads) for head in self.full_heads]
         self.full_kv_heads = sorted(set(kv_of))
@@ -114,22 +147,26 @@ class WindowAttention(nn.Module):
             hidden_states: (B, L, hidden). kwargs: for transformers' attention function.
         """
         query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
-        new = Tokens(key, value, inputs.index)
+        new = Tokens(key, value, inputs.index, self._salience_of(hidden_states, inputs.index))
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         recent = None if past is None else past.recent
         context = with_past(new, recent)
+        since = 0 if past is None else past.since
+        seen = with_past(context, self._places(context, past)) if self.places else context
+        selection = self._select(seen, key.shape[2], since, seq_idx)
         if recent is not None and key.shape[2] == 1 and inputs.all_behind(self.sinks) and not self.training:
             sinks = past.first
-            output, log_mass = self.attend_one(query, sink_query, context, sinks)
+            output, log_mass = self.attend_one(query, sink_query, seen, selection, sinks)
         else:
             sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
-            output, log_mass = self.attend(query, sink_query, context, sinks, seq_idx)
+            output, log_mass = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
         if self.full_heads:
             output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past, **kwargs)
         if past is not None:
-            past.keep(context, sinks, new.index.shape[1])
+            past.keep(context, sinks, new.index.shape[1], seen.at(selection.after) if self.places else None)
         log_mass = None if log_mass is None else log_mass.transpose(1, 2)
-        return Near(output.transpose(1, 2), log_mass, query.transpose(1, 2), context)
+        leaving = None if selection is None else selection.leaving
+        return Near(output.transpose(1, 2), log_mass, query.transpose(1, 2), seen, leaving)
 
     def materialize(
         self,
@@ -140,11 +177,15 @@ class WindowAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention matrix M (B, H, L, L) and v (B, H, L, D): the heads' outputs are M v."""
         query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
+        salience = self._salience_of(hidden_states, inputs.index)
         unit, parts = torch.eye(key.shape[2], dtype=key.dtype, device=key.device), []
         for some in unit.split(self.head_dim, dim=1):  # whose outputs are columns of M
             values = F.pad(some, (0, self.head_dim - some.shape[1])).expand(*key.shape[:2], -1, -1)
-            new = Tokens(key, values, inputs.index)
-            output, _ = self.attend(query, sink_query, new, self.find_sinks(new, seq_idx, None), seq_idx)
+            new = Tokens(key, values, inputs.index, salience)
+            seen = with_past(new, self._places(new, None)) if self.places else new
+            selection = self._select(seen, key.shape[2], 0, seq_idx)
+            sinks = self.find_sinks(new, seq_idx, None)
+            output, _ = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
             if self.full_heads:
                 output = self._with_full_heads(output, query, key, values, inputs.causal_mask, None)
             parts.append(output[..., : some.shape[1]])
@@ -164,6 +205,62 @@ class WindowAttention(nn.Module):
         if inputs.sink_rotary is not None and self.sinks:
             sink_query = apply_rotary(query, *inputs.sink_rotary, head_dim_axis=1)
         return rotated, sink_query, apply_rotary(key, cos, sin, head_dim_axis=1), value
+
+    def _salience_of(self, hidden_states: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+        """(B, L), in float32 or wider; sinks and padding take no place."""
+        if self.salience is None:
+            return None
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        salience = (hidden_states.detach().to(wide) * self.salience.to(wide)).sum(-1)
+        return salience.masked_fill(index < self.sinks, -torch.inf)
+
+    def _places(self, context: Tokens, past) -> Tokens:
+        """The tokens that hold a place before this pass; nobody at first."""
+        if past is not None and past.salient is not None:
+            return past.salient
+        nobody = context.index.new_full((len(context.index), self.places), -1)
+        return context.at(nobody)
+
+    def _select(self, seen: Tokens, length: int, since: int, seq_idx: torch.Tensor | None) -> Selection | None:
+        """What becomes of the tokens that leave the window; None where neither places nor a read want to know.
+
+        Args:
+            seen: places, then the columns that the cache remembers, then `length` new ones.
+            since: how many of the columns before the new ones came after the cache's places and state.
+        """
+        if not self.places and self.config.hybrid_read == "linear":
+            return None
+        entering = leaving_window(seen.index, self.places, self.window, length + since)
+        entering = entering.masked_fill(seen.index.gather(1, entering.clamp(min=0)) < self.sinks, -1)
+        if seq_idx is not None:  # whoever leaves is for the next query, if that is of the same sequence
+            of_column, of_query = F.pad(seq_idx, (self.places, 0), value=-2), F.pad(seq_idx, (0, 1), value=-3)
+            entering = entering.masked_fill(of_column.gather(1, entering.clamp(min=0)) != of_query[:, 1:], -1)
+        if not self.places:
+            return Selection(entering)
+        held = torch.arange(self.places, device=entering.device).expand(len(entering), -1)
+        held, leaving = held.masked_fill(seen.index[:, : self.places] < 0, -1), []
+        if since:
+            before = compete(held, entering[:, :since], seen.salience)
+            held, entering = before.held, entering[:, since:]
+            leaving.append(before.leaving)
+        block, starts, visible = self._block(length), [], []
+        right = -length % block
+        entering = F.pad(entering, (0, right), value=-1)
+        of_query = None if seq_idx is None else F.pad(of_query, (0, right), value=-3)
+        for start in range(0, length, block):
+            stop = start + block
+            packed = None if seq_idx is None else (of_column, of_query[:, start : stop + 1])
+            outcome = compete(held, entering[:, start:stop], seen.salience, packed)
+            starts.append(held)
+            visible.append(outcome.seen.mT)
+            leaving.append(outcome.leaving)
+            held = outcome.held
+        leaving = torch.cat(leaving, dim=1)[:, : length + since]
+        return Selection(leaving, torch.stack(starts, 1), torch.stack(visible, 1), held)
+
+    def _block(self, length: int) -> int:
+        """Queries that are served at a time."""
+        return min(length, max(self.window, MIN_BLOCK))
 
     def find_sinks(self, new: Tokens, seq_idx: torch.Tensor | None, before: Tokens | None) -> Tokens:
         """The first S tokens of each row, from the cache or the new ones; of each token's own sequence when packed.
@@ -192,19 +289,22 @@ class WindowAttention(nn.Module):
         query: torch.Tensor,
         sink_query: torch.Tensor,
         context: Tokens,
+        selection: Selection | None,
         sinks: Tokens,
         seq_idx: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One softmax over sinks and window: (B, H, L, D), and if a read asks for it the log-sum-exp (B, H, L).
 
         Args:
-            query, sink_query: (B, H, L, D). context: columns before the queries', W - 1 of which count, then theirs.
-            sinks: see `find_sinks`.
+            query, sink_query: (B, H, L, D). context: places, columns before the queries', W - 1 of which count, then
+            theirs. sinks: see `find_sinks`.
         """
         batch, heads, length, dim = query.shape
-        block = min(length, max(self.window, MIN_BLOCK))
+        block, places = self._block(length), context
         blocks = -(-length // block)
         right = blocks * block - length
+        if self.places:
+            context = Tokens(*(t[:, :, self.places :] for t in context[:2]), context.index[:, self.places :])
         left = self.window - 1 + length - context.index.shape[1]
         keys, values = (
             F.pad(t, (0, 0, left, right)).unfold(2, block + self.window - 1, block)
@@ -222,14 +322,23 @@ class WindowAttention(nn.Module):
             of_key = padded.unfold(1, block + self.window - 1, block)
             of_query = padded[:, self.window - 1 :].reshape(batch, blocks, block)
             seen = seen & (of_key[:, :, None] == of_query[..., None])
-        scores = self._scores(query, keys[:, :, None], seen[:, None, None])
+        if self.places:
+            held, left_since = selection.seen.split([self.places, block], dim=-1)
+            seen = torch.cat([seen[..., :block] | left_since, seen[..., block:]], dim=-1)
+            place_keys, place_values = (_take(t, selection.held.clamp(min=0)) for t in places[:2])  # (B, K, N, P, D)
+        scores = self.scores(query, keys[:, :, None], seen[:, None, None])
+        if self.places:
+            scores = torch.cat([self.scores(query, place_keys[:, :, None].mT, held[:, None, None]), scores], dim=-1)
         if self.sinks:
             own = F.pad(context.index[:, -length:], (0, right), value=-1).reshape(batch, blocks, block)
             sink_scores = self._sink_scores(sink_query, sinks, own, right)
             scores = torch.cat([sink_scores, scores], dim=-1)
         probabilities, log_mass = self._softmax(scores, query.dtype)
         probabilities = F.dropout(probabilities, self.config.attention_dropout, self.training)
-        output = probabilities[..., self.sinks :] @ values[:, :, None].transpose(-1, -2)
+        output = probabilities[..., self.sinks + self.places :] @ values[:, :, None].transpose(-1, -2)
+        if self.places:
+            of_places = probabilities[..., self.sinks : self.sinks + self.places]
+            output = output + of_places @ place_values[:, :, None]
         if self.sinks:
             output = output + self._sink_values(probabilities[..., : self.sinks], sinks, right)
         if log_mass is not None:
@@ -237,16 +346,27 @@ class WindowAttention(nn.Module):
         return output.reshape(batch, heads, blocks * block, dim)[:, :, :length], log_mass
 
     def attend_one(
-        self, query: torch.Tensor, sink_query: torch.Tensor, context: Tokens, sinks: Tokens
+        self,
+        query: torch.Tensor,
+        sink_query: torch.Tensor,
+        context: Tokens,
+        selection: Selection | None,
+        sinks: Tokens,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D) and (B, H, 1)."""
         batch, heads, _, dim = query.shape
-        keys, values = (t[:, :, -self.window :] for t in (context.keys, context.values))
+        columns = context.index.shape[1]
+        keys, values = (t[:, :, max(columns - self.window, self.places) :] for t in (context.keys, context.values))
         query, sink_query = (t.view(batch, self.kv_heads, -1, dim) for t in (query, sink_query))
-        seen = (context.index[:, -self.window :] >= self.sinks)[:, None, None]
-        scores = self._scores(query, keys.mT, seen)
+        seen = context.index[:, max(columns - self.window, self.places) :] >= self.sinks
+        if self.places:
+            salient = context.at(selection.held[:, 0])
+            keys, values = (torch.cat(pair, dim=2) for pair in ((salient.keys, keys), (salient.values, values)))
+            seen = torch.cat([salient.index >= 0, seen], dim=1)
+        seen = seen[:, None, None]
+        scores = self.scores(query, keys.mT, seen)
         if self.sinks:
-            scores = torch.cat([self._scores(sink_query, sinks.keys.mT), scores], dim=-1)
+            scores = torch.cat([self.scores(sink_query, sinks.keys.mT), scores], dim=-1)
         probabilities, log_mass = self._softmax(scores, query.dtype)
         output = probabilities[..., self.sinks :] @ values
         if self.sinks:
@@ -261,7 +381,7 @@ class WindowAttention(nn.Module):
             log_mass = scores.amax(-1) - probabilities.amax(-1).log()
         return probabilities.to(dtype), log_mass
 
-    def _scores(self, query, keys, seen=None):
+    def scores(self, query, keys, seen=None):
         """Scaled and perhaps capped products in float32 or wider; the least number where a key is not seen."""
         scores = (query @ keys).to(torch.promote_types(query.dtype, torch.float32)) * self.scaling
         if self.softcap is not None:
@@ -272,10 +392,10 @@ class WindowAttention(nn.Module):
         """(B, K, R, N, Q, S), masked where the query is not behind the sink."""
         if sinks.keys.ndim == 4:  # the same sinks for the whole row
             seen = (sinks.index >= 0)[:, None, None] & (sinks.index[:, None, None] <= own[..., None])
-            return self._scores(query, sinks.keys[:, :, None, None].transpose(-1, -2), seen[:, None, None])
+            return self.scores(query, sinks.keys[:, :, None, None].transpose(-1, -2), seen[:, None, None])
         keys, index = self._blocked(sinks.keys, sinks.index, own, right)
         seen = (index >= 0)[:, None, None]
-        return self._scores(query[..., None, :], keys.transpose(-1, -2), seen[..., None, :])[..., 0, :]
+        return self.scores(query[..., None, :], keys.transpose(-1, -2), seen[..., None, :])[..., 0, :]
 
     def _sink_values(self, probabilities, sinks: Tokens, right):
         if sinks.values.ndim == 4:
@@ -317,11 +437,21 @@ def with_past(new: Tokens, recent: Tokens | None) -> Tokens:
     """The columns the cache remembers, then the new ones."""
     if recent is None:
         return new
-    return Tokens(
-        torch.cat([recent.keys, new.keys], 2),
-        torch.cat([recent.values, new.values], 2),
-        torch.cat([recent.index, new.index], 1),
-    )
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(recent[:2], new[:2], strict=True))
+    salience = None if new.salience is None else torch.cat([recent.salience, new.salience], dim=1)
+    return Tokens(keys, values, torch.cat([recent.index, new.index], dim=1), salience)
+
+
+def leaving_window(index: torch.Tensor, places: int, window: int, steps: int) -> torch.Tensor:
+    """The column that leaves the window after each of the last `steps` columns (B, steps), -1 where there is none.
+
+    Args:
+        index: (B, n), of as many places of salient tokens, then of the columns in their order.
+    """
+    last = index.shape[1]
+    columns = torch.arange(last - steps, last, device=index.device).expand(len(index), -1) - window + 1
+    columns = columns.masked_fill(columns < places, -1)
+    return columns.masked_fill(index.gather(1, columns.clamp(min=0)) < 0, -1)
 
 
 def _heads(t: torch.Tensor, heads: list[int]) -> torch.Tensor:

@@ -52,6 +52,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         hybrid_window=6,
         mixer_shared_state=pattern == "shared",
         hybrid_sinks=2,
+        hybrid_salient=3 if pattern == "normalised" else 0,
         hybrid_read="normalised" if pattern.startswith("normalised") else "linear",
         hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )
@@ -85,4 +86,7 @@ def make_student(
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("salience"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model

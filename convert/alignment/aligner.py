@@ -19,6 +19,7 @@ from ..weights.writer import Progress
 from .fit import FitCache, Fits, fit_mixers
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
+from .probes import plain_tokens, with_recall
 from .teacher_model import TeacherModel
 from .text import calibration_rows
 
@@ -105,6 +106,8 @@ class Aligner:
         prose = PROSE_SEQUENCES if self.options.scores_placement else 0
         fitting = num_fitting + held_out
         rows = calibration_rows(self.weights.teacher, self.model, self.options, fitting + prose)
+        if self.options.read == "normalised":
+            rows[:fitting] = with_recall(rows[:fitting], plain_tokens(self.model.config.vocab_size), self.options.seed)
         self.report |= {
             "text": public_text_name(alignment.text),
             "tokens": fitting * length,

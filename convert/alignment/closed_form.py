@@ -20,6 +20,7 @@ from modeling_llamba.hybrid_mixer import HybridMixer
 
 from ..options import FitOptions
 from ..weights.mapping import set_decay
+from .read_fit import SALIENCE_SEQUENCES, fit_read, fit_salience
 
 BATCH_SEQUENCES = 4
 TINY = 1e-30  # an attention that is zero has no relative error
@@ -88,9 +89,8 @@ def fit_layer(
     """
     if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
-    if isinstance(mixer, HybridMixer) and mixer.ssd is None:  # a window alone stays the teacher's, to the bit
-        mapped = held_out_error(mixer, data)
-        return mixer.requires_grad_(False), LayerFit(None, None, mapped, mapped, mapped)
+    if isinstance(mixer, HybridMixer) and mixer.ssd is None:
+        return mixer.requires_grad_(False), fit_beside_window(mixer, data)
     if before is not None:
         decay, ridge, mapped, solved = before.decay, before.ridge, before.mapped, before.solved
     else:
@@ -112,6 +112,21 @@ def fit_layer(
         if error < solved:
             refined, mixer = error, candidate
     return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined)
+
+
+@torch.no_grad()
+def fit_beside_window(mixer: HybridMixer, data: LayerData) -> LayerFit:
+    """Fit which tokens stay in sight and how the others are read, in place; the rest stays the teacher's."""
+    first_fitted(mixer, data)
+    if mixer.attention.places:
+        inputs = (data.batch(rows)[0] for rows in _batches(data.fitting()[:SALIENCE_SEQUENCES]))
+        fit_salience(mixer, inputs, data.rotary)
+    if mixer.read is None:
+        error = held_out_error(mixer, data)
+        return LayerFit(None, None, error, error, error)
+    fitting, judging = (map(data.batch, _batches(rows)) for rows in (data.fitting(), data.judging()))
+    mapped, solved, ridge = fit_read(mixer, fitting, judging, data.rotary)
+    return LayerFit(None, ridge, mapped, solved, solved)
 
 
 @torch.no_grad()

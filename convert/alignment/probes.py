@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+RECALL_EVERY = 6
+
 
 class Probe(NamedTuple):
     """ids (B, L), and answers (B, L) bool: which tokens must be recalled."""
@@ -54,6 +56,20 @@ def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int =
     answers = torch.zeros_like(ids, dtype=torch.bool)
     answers[:, -width // 2 :] = True
     return Probe(ids, answers)
+
+
+def with_recall(ids: torch.Tensor, vocabulary: range, seed: int) -> torch.Tensor:
+    """Text (S, L) of whose rows every sixth, from the last, is random tokens that repeat or, in turn, holds a needle.
+
+    A fit on prose alone unlearns what few heads are for, since prose hardly asks for it.
+    """
+    changed, length = ids.clone(), ids.shape[1]
+    for turn, i in enumerate(range(len(ids) - 1, -1, -RECALL_EVERY)):
+        if turn % 2:
+            changed[i : i + 1] = with_needles(ids[i : i + 1], 1.0, vocabulary, seed + i)
+        else:
+            changed[i, : length // 2 * 2] = copy_probe(vocabulary, 1, length // 2, seed + i).ids[0]
+    return changed
 
 
 def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) -> torch.Tensor:

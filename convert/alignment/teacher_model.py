@@ -98,8 +98,8 @@ class TeacherModel:
         mixer = make_mixer(self.mixer_config, layer)
         rules = {rule.target: rule for rule in self.weights.mixer_rules(self.mixer_config, layer, self.options)}
         with torch.no_grad():
-            for name, parameter in mixer.named_parameters():
-                parameter.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))
+            for name, tensor in mixer.state_dict().items():
+                tensor.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))
         return mixer.to(self.device)
 
     def rotary(self, length: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -159,8 +159,8 @@ class Budget:
 
 def hybrid_layer(options: ConversionOptions, window: int) -> Hybrid:
     """A layer with a window of this width, heads with full attention apart."""
-    state, read = options.mixer.kind != "none", options.mixer.read
-    return Hybrid(window, options.placement.sinks, state=state, read=read)
+    state = options.mixer.kind != "none"
+    return Hybrid(window, options.placement.sinks, state=state, read=options.read, salient=options.salient)
 
 
 def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool = False) -> int:

@@ -43,10 +43,13 @@ def attention_bytes(config: PreTrainedConfig, layer_type: str, length: int, dtyp
 
 
 def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
-    """Bytes a window, its sinks, and the tokens on their way from it to the mixer's state take in one layer."""
+    """Bytes that a layer's window, sinks, salient tokens, and tokens on their way to the mixer's state take."""
     key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     sinks = config.hybrid_sinks if length else 0  # room for all of them from the first token on
-    size = key_and_value * (min(length, config.hybrid_window - 1) + sinks)
+    recent = min(length, config.hybrid_window - 1)
+    size = key_and_value * (recent + sinks)
+    if config.hybrid_salient and length:
+        size += key_and_value * config.hybrid_salient + 4 * (recent + config.hybrid_salient)  # and their salience
     if config.mixer_sees == "beyond" and config.hybrid_read == "linear":
         heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else num_states(config)
         stepped = dtype.itemsize if config.mixer == "discrete_mamba2" else 4  # the step size is float32

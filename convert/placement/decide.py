@@ -15,7 +15,14 @@ EVENLY_PLACED = "scores decide which {} keep their attention when this is run; h
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
-    """The options; where all layers of the teacher see a window, a cache budget chooses only how many of them stay."""
+    """The options; where all layers of the teacher see a window, a cache budget chooses only how many of them stay.
+
+    Beyond windows of its own the teacher sees nothing, so nothing there is read as softmax would read it.
+    """
+    if "sliding_attention" not in weights.config.layer_types:
+        return options
+    if options.mixer.read is None and options.read == "normalised":
+        options = dataclasses.replace(options, mixer=dataclasses.replace(options.mixer, read="linear"))
     if not options.searches_budget or set(weights.config.layer_types) != {"sliding_attention"}:
         return options
     placement = options.placement

@@ -37,6 +37,8 @@ class Hybrid:
     """Whether a recurrent state stands beside the window."""
     read: Literal["linear", "normalised"] = "linear"
     """How that state is read: by a mixer, or as softmax would read it."""
+    salient: int = 0
+    """Number of tokens that attention goes on seeing after they have left the window."""
 
 
 Layer = Attention | Mixer | Hybrid
@@ -99,19 +101,24 @@ class Placement:
             "hybrid_full_heads": heads if any(heads) else None,
         }
         if hybrid is not None:
-            fields |= {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks, "hybrid_read": hybrid.read}
+            fields |= {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks}
+            fields |= {"hybrid_salient": hybrid.salient, "hybrid_read": hybrid.read}
         return fields
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Placement":
         """The placement that a hybrid's configuration stores."""
+        hybrid = Hybrid(
+            config.hybrid_window,
+            config.hybrid_sinks,
+            state=config.mixer != "none",
+            read=config.hybrid_read,
+            salient=config.hybrid_salient,
+        )
         layers: list[Layer] = []
         for kind, full in zip(config.layer_types, config.hybrid_full_heads or repeat(()), strict=False):
             if kind == "hybrid":
-                state = config.mixer != "none"
-                layers.append(
-                    Hybrid(config.hybrid_window, config.hybrid_sinks, tuple(full), state, config.hybrid_read)
-                )
+                layers.append(dataclasses.replace(hybrid, full_heads=tuple(full)))
             else:
                 layers.append(Mixer() if kind == "linear_attention" else Attention())
         return cls(tuple(layers))

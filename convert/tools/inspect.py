@@ -58,7 +58,8 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     if any(kind in MIXER_LAYERS for kind in layers) and config.mixer != "none" and not normalised:
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
     if "hybrid" in layers:
-        report["window"] = {"tokens": config.hybrid_window, "sinks": config.hybrid_sinks, "mixer": config.mixer_sees}
+        report["window"] = {"tokens": config.hybrid_window, "sinks": config.hybrid_sinks}
+        report["window"] |= {"salient": config.hybrid_salient, "mixer": config.mixer_sees}
         if normalised:
             report["window"]["mixer"] = None
         report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())

@@ -89,7 +89,7 @@ class LayerMapping:
             return biases, lambda c: iter([self._in_proj_bias(c)])
         if name == "conv1d.bias" and self.has_bias and not self.config.mixer_in_bias:
             return biases, lambda c: iter([torch.cat(list(self._projections(c, "bias").values()))])
-        if name.startswith("attention."):
+        if name.startswith("attention.") and name != "attention.salience":
             source = name.removeprefix("attention.")
             return (source,), lambda c: c.blocks(*self._rows(source))
         if name.startswith("near_proj."):
@@ -201,6 +201,7 @@ class LayerMapping:
                 "norm.weight": 1.0,
                 "D": 0.0,
                 "read.log_decay": 0.0,
+                "attention.salience": 0.0,
                 "conv1d.bias": 0.0,
                 "out_proj.bias": 0.0,
                 "dt_proj.weight": 0.0,

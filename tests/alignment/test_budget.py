@@ -25,7 +25,7 @@ CONTEXT, SHAPE = 400, (4, 2)
 RANKED = [(1, 0), (3, 0), (3, 1), (0, 1), (2, 0), (0, 0), (1, 1), (2, 1)]
 SEARCH = {
     "text": "sampled", "tokens": 320, "context": CONTEXT, "cache": 0.4,
-    "alignment": {"sequence_length": 32, "held_out_sequences": 2, "fit": {"refine_steps": 0}},
+    "alignment": {"sequence_length": 32, "held_out_sequences": 2},
 }  # fmt: skip
 
 

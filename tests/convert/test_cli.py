@@ -121,20 +121,30 @@ SAME = {
 }
 
 
+BESIDE = {
+    "--attention-heads": {"placement.window": 4},
+    "--alignment.fit.refine_steps": {"mixer.read": "linear"},
+    "--alignment.fit.decays": {"mixer.read": "linear"},
+}
+"""Options without which one has no effect."""
+
+
 @pytest.mark.parametrize("flag", SAME)
 def test_a_flag_a_yaml_entry_and_a_value_in_python_are_the_same(flag, tmp_path):
     text, value = SAME[flag]
     parser = cli.parser_of("convert")
-    given, _ = parser.from_command_line(
-        ["m", "o", flag, text, *(["--window", "4"] if flag == "--attention-heads" else [])]
-    )
+    beside = BESIDE.get(flag, {})
+    given, _ = parser.from_command_line(["m", "o", flag, text, *(f"--{k}={v}" for k, v in beside.items())])
     name = cli.CONVERSION_FLAGS.get(flag, flag[2:])
     *sections, leaf = name.split(".")
-    nested = {leaf: value} | ({"window": 4} if flag == "--attention-heads" else {})
+    nested = {leaf: value}
     for section in reversed(sections):
         nested = {section: nested}
+    by_name = {}
+    for other, said in beside.items():
+        section, _, other = other.partition(".")
+        by_name[other] = nested.setdefault(section, {})[other] = said
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(nested))
-    by_name = {"window": 4} if flag == "--attention-heads" else {}
     by_name[flag[2:].replace("-", "_") if flag in cli.CONVERSION_FLAGS else leaf] = value
     assert given == make_options("m", "o", config=tmp_path / "x.yaml") == make_options("m", "o", **by_name)
     assert given != make_options("m", "o")

@@ -36,7 +36,7 @@ def test_inspect_says_what_the_model_is(checkpoints):
     model = LlambaForCausalLM.from_pretrained(checkpoints / "hybrid")
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
     assert sorted(report["layer_map"]) == sorted("AHHH") and len(report["attention_layers"]) == 1
-    assert report["window"] == {"tokens": 8, "sinks": 4, "mixer": "beyond"} and report["mixer"]["d_state"] == 8
+    assert report["window"] == {"tokens": 8, "sinks": 4, "salient": 0, "mixer": None} and report["mixer"] is None
     assert report["provenance"]["teacher"] == "teacher" and report["provenance"]["align"] == "none"
     done = use("inspect", checkpoints / "hybrid", "--json")
     assert done.returncode == 0 and json.loads(done.stdout) == report | {"model": str(checkpoints / "hybrid")}

@@ -21,7 +21,7 @@ LENGTH, LAYERS = 40, 2
 
 
 def converted(folder, output, **options):
-    options = {"attention_layers": 0.0, "align": "none"} | options
+    options = {"attention_layers": 0.0, "align": "none", "read": "linear"} | options
     plan = convert(str(folder), output, **options)
     return AutoModelForCausalLM.from_pretrained(output).eval(), plan
 
@@ -76,8 +76,8 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, shared_state, windo
 
 def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
     """Targets made by a wider window: out_proj has to take the rest from the mixer."""
-    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1)
-    wide = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1)
+    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1, read="linear")
+    wide = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1, read="linear")
     data = layer_data(model, wide.mixer(1), sequences=24)
     window_alone = held_out_error(model.mixer(1), data)
     solved, fit = fit_layer(model.mixer(1), data, FitOptions(refine_steps=0))
@@ -90,7 +90,7 @@ def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
 @pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3"])
 def test_the_mixers_features_are_as_large_as_the_windows_and_the_layer_the_same(saved_teacher, name):
     """Or one step of Adam on weights of 1e-5 would undo the fit; norms on queries fix the size, so they are left."""
-    model = teacher_model(saved_teacher(name), window=3, sinks=1)
+    model = teacher_model(saved_teacher(name), window=3, sinks=1, read="linear")
     data = layer_data(model, model.mixer(1))
     mixer, _ = fit_layer(model.mixer(1), data, FitOptions(refine_steps=0, decays_beside_window=(0.99,)))
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_what_a_window_excludes_is_refused_before_any_work(alignment, message, s
 
 
 def test_sequences_all_within_the_window_are_nothing_to_fit(saved_teacher):
-    model = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1)
+    model = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1, read="linear")
     mixer = model.mixer(1)
     with pytest.raises(ValueError, match="set sequence_length higher"):
         fit_layer(mixer, layer_data(model, model.mixer(0)), FitOptions(refine_steps=0))
@@ -215,8 +215,8 @@ def test_sequences_all_within_the_window_are_nothing_to_fit(saved_teacher):
 
 @pytest.mark.parametrize("refine_attention", [False, True])
 def test_refinement_keeps_the_first_tokens_unless_told_otherwise(refine_attention, saved_teacher):
-    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1)
-    other = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1).mixer(2)
+    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1, read="linear")
+    other = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1, read="linear").mixer(2)
     before = model.mixer(1)
     data = layer_data(model, model.mixer(1))
     settings = FitOptions(refine_steps=3, refine_attention=refine_attention)

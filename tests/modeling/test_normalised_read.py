@@ -32,6 +32,7 @@ def token_by_token(m, u, rotary, inputs, seq_idx=None):
     q, planes, D = q * q.shape[-1] ** -0.5, read.planes, q.shape[-1]
     a = read.log_decay.double().exp().repeat_interleave(H // len(read.log_decay))
     mass = read.mass.double()
+    salience = u @ (attention.salience if config.hybrid_salient else torch.zeros_like(u[0, 0]))
     out = torch.zeros_like(u)
     for b in range(u.shape[0]):
         for t in range(u.shape[1]):
@@ -41,7 +42,11 @@ def token_by_token(m, u, rotary, inputs, seq_idx=None):
             if seq_idx is not None:
                 own = [j for j in own if seq_idx[b, j] == seq_idx[b, t]]
             near = [j for j in own if t - j < W or inputs.index[b, j] < sinks]
-            far = [j for j in own if j not in near]
+            salient, far = [], []
+            for j in (j for j in own if j not in near):
+                salient = sorted([*salient, j], key=lambda j: (-salience[b, j].item(), j))
+                far, salient = far + salient[config.hybrid_salient :], salient[: config.hybrid_salient]
+            near += salient
             scores = (q[b, :, t, None] @ k[b, :, near].mT)[:, 0]
             y = (scores.softmax(-1)[:, None] @ v[b, :, near])[:, 0]
             if inputs.index[b, t] < W + sinks:
@@ -79,6 +84,12 @@ CASES = {
     "window 7, 4 sinks": dict(hybrid_window=7, hybrid_sinks=4),
     "window 40": dict(hybrid_window=40, hybrid_sinks=3),
     "window wider than the text": dict(hybrid_window=100),
+    "salient": dict(hybrid_salient=3),
+    "salient, window 1, no sink, rms": dict(
+        hybrid_salient=1, hybrid_window=1, hybrid_sinks=0, qk_norm="rms", family="phimamba"
+    ),
+    "salient, window 40": dict(hybrid_salient=5, hybrid_window=37),
+    "more places than tokens": dict(hybrid_salient=60),
 }
 
 
@@ -125,7 +136,7 @@ def test_far_tokens_drawn_from_a_gaussian_are_read_exactly():
     keys, values = (torch.randn(1, 2, length, 2 * dim, dtype=torch.float64) @ mix + 0.3).split(dim, dim=-1)
     query = torch.randn(1, length, heads, dim, dtype=torch.float64)
     context = Tokens(keys, values, torch.arange(length)[None])
-    near = Near(query, torch.zeros(1, length, heads), query, context)
+    near = Near(query, torch.zeros(1, length, heads), query, context, torch.arange(length)[None])
     far, last = read.far(near), length - 1
     keys, values, mean = (
         t.repeat_interleave(2, 0) for t in (keys[0, :, :last], values[0, :, :last], far.value_mean[0, last])
