@@ -55,7 +55,9 @@ def fit_read(
     fitting, judging = ([_seen(mixer, u, y, rotary) for u, y in batches] for batches in (fitting, judging))
     theory, out = mixer.read.mass.clone(), mixer.out_proj
     free = _fitted_columns(mixer)
-    mapped = _error(mixer, judging, 0.0, free)
+    total = sum(seen.y[:, mixer.near_tokens :].square().sum().item() for seen in judging)
+    total = max(total, torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
+    mapped = sum(left.square().sum().item() for _, left in (_equations(mixer, seen, free) for seen in judging)) / total
     fit_mass(mixer, [(seen.near, seen.far) for seen in fitting])
     gram = moment = 0.0
     for seen in fitting:
@@ -63,12 +65,13 @@ def fit_read(
         gram, moment = gram + (F.T @ F).double(), moment + (F.T @ left).double()
     parts = gram.diagonal().unflatten(0, (len(mixer.sizes), -1)).mean(1, keepdim=True)
     scale = parts.expand(-1, len(free) // len(mixer.sizes)).flatten()
-    best = mapped, None, theory, 0.0
+    best = mapped, None, theory, None
+    judged = [_equations(mixer, seen, free) for seen in judging]
     for ridge in RIDGES:
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(ridge * scale))
         if info.item() == 0:
             change = torch.cholesky_solve(moment, factor).float()
-            error = _error(mixer, judging, change, free)
+            error = sum((left - F @ change).square().sum().item() for F, left in judged) / total
             if error < best[0]:
                 best = error, ridge, mixer.read.mass.clone(), change
     error, ridge, mass, change = best
@@ -95,16 +98,6 @@ def _equations(mixer: HybridMixer, seen: Seen, free: torch.Tensor) -> tuple[torc
     start = mixer.near_tokens
     F = mixer.read.features(seen.near, seen.far)[:, start:]
     return F[..., free].flatten(0, 1), (seen.y[:, start:] - mixer.out_proj(F)).flatten(0, 1)
-
-
-def _error(mixer: HybridMixer, judging: list[Seen], change: torch.Tensor | float, free: torch.Tensor) -> float:
-    """Relative squared error with `change` (free, D) added to the output map."""
-    error, total = 0.0, 0.0
-    for seen in judging:
-        F, left = _equations(mixer, seen, free)
-        left = left if isinstance(change, float) else left - F @ change
-        error, total = error + left.square().sum().item(), total + seen.y[:, mixer.near_tokens :].square().sum().item()
-    return error / max(total, torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()

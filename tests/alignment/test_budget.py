@@ -127,12 +127,14 @@ def test_the_teachers_own_windows_stay_where_they_are_cheap(name, saved_teacher,
 
 
 def test_the_teachers_own_windows_go_where_a_state_is_cheaper(saved_teacher, tmp_path):
-    spent = budget(with_window(saved_teacher("gemma3"), tmp_path / "wide", 300), cache=0.3)
+    spent = budget(with_window(saved_teacher("gemma3"), tmp_path / "wide", 300), cache=0.3, read="linear")
     placement, taken = placed(spent)
     assert not placement.attention_layers and not placement.full_heads.keys() & {0, 2} and taken <= spent.nbytes
-    assert budget(tmp_path / "wide", cache=0.97).kept_windows == (0, 2)
+    assert budget(tmp_path / "wide", cache=0.97, read="linear").kept_windows == (0, 2)
     with pytest.raises(ValueError, match="window 301 is larger than the teacher's own"):
         hybrid_config(spent.weights, everywhere(Hybrid(301, 4), 4), spent.options)
+    with pytest.raises(ValueError, match="say read linear"):
+        hybrid_config(spent.weights, everywhere(Hybrid(9, 4, read="normalised"), 4), spent.options)
     with pytest.raises(ValueError, match="would see everything where this teacher's own see a window"):
         heads = everywhere(Hybrid(9, 4), 4).with_full_heads({0: [1]})
         hybrid_config(spent.weights, heads, spent.options)
@@ -265,7 +267,7 @@ SAID = (
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: next(iter(said)))
-def test_a_quarter_of_the_cache_where_nothing_is_said_of_the_layers(said):
-    assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.25
+def test_an_eighth_of_the_cache_where_nothing_is_said_of_the_layers(said):
+    assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.125
     assert make_options("m", "o", **said).cache is None
-    assert make_options("m", "o", sinks=2, shared_state=True).cache == 0.25
+    assert make_options("m", "o", sinks=2, shared_state=True).cache == 0.125

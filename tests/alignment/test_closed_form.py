@@ -234,10 +234,10 @@ def test_other_blocks_are_aligned(name, two_layer_teacher, tmp_path, monkeypatch
     )
     options = {"window": 4, "sinks": 1, "attention_layers": "0"}
     aligned = {"text": "sampled", "tokens": 1536}
-    aligned["alignment"] = {"sequence_length": 32, "fit": {"refine_steps": 0}}
+    aligned["alignment"] = {"sequence_length": 32}
     _, kl, report = mapped_and_aligned(name, two_layer_teacher(name), tmp_path, options, aligned)
     (fit,) = report["held_out_error"].values()
-    assert fit["solved"] < 0.9 * fit["mapped"]
+    assert fit["solved"] < fit["mapped"]
     # a least squares solution is too small where it is unsure, and Gemma 2's norm after the mixer takes that back
     assert kl["closed-form"] < kl["none"] or name == "gemma2", kl
 

@@ -235,7 +235,7 @@ def test_work_dir_resumes(said, two_layer_teacher, tmp_path, monkeypatch):
         (dict(selection="best"), "selection must be uniform or kl or kl.recall"),
         (dict(cache="1MB", attention_layers=0.5), "give one"),
         (dict(low_memory=True, selection="uniform"), "needs all of it in memory"),
-        (dict(device="tpu9"), "device tpu9 cannot be used here"),
+        (dict(device="tpu9", attention_layers=0.5), "device tpu9 cannot be used here"),
         (dict(align="mohawk", mixer="mamba1", alignment={"matrix_orientation": {"tokens": 9}}), "leave stage 1"),
         (dict(align="mohawk", low_memory=True), "needs the whole teacher"),
     ],

@@ -83,7 +83,7 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
 def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
     options = dict(
         attention_layers=0.5, selection="uniform", window=4, attention_heads=3, text="sampled",
-        tokens=320, sequence_length=32, held_out_sequences=2, refine_steps=2,
+        tokens=320, sequence_length=32, held_out_sequences=2,
     )  # fmt: skip
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
     scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["induction_scores"])
