@@ -1,9 +1,9 @@
 """A placement that keeps within so many bytes of cache.
 
 Every layer gets a window with sinks and salient tokens, and a state beside it; the key/value heads that serve recall
-most see every token. Heads take HEADS_SHARE of what the states leave, and the window takes the rest. What the user has fixed
-(window, heads, layers, no state) stays as it is, and the others take what is left. Layers that see a window in the
-teacher already stay as they are where that is cheap.
+most see every token. Heads take HEADS_SHARE of what the states leave, and the window takes the rest. What the user has
+fixed (window, heads, layers, no state) stays as it is, and the others take what is left. Layers that see a window in
+the teacher already stay as they are where that is cheap.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .presets import attention_layers, counted_heads, kept_heads, query_heads
 
 KVHead = tuple[int, int]
 """Layer and key/value head."""
-HEADS_SHARE = 0.85
+HEADS_SHARE = 0.6
 """Share of the budget, states apart, that is spent on heads which see every token."""
 
 
