@@ -111,6 +111,11 @@ def fit_salience(mixer: HybridMixer, batches: Iterable[torch.Tensor], rotary: Ro
     for u in batches:
         behind = u.shape[1] - mixer.attention.window
         last = behind - behind // 8  # the attention of few queries to a token says little
+        if last <= sinks:
+            raise ValueError(
+                f"Sequences of {u.shape[1]} tokens hardly leave a window of {mixer.attention.window} and {sinks} "
+                "sinks, so nothing shows which tokens are salient; set sequence_length higher, or say salient: 0."
+            )
         received = attention_received(mixer, u, rotary)
         inputs.append(u[:, sinks:last].flatten(0, 1).double())
         targets.append((received[:, sinks:last] + FLOOR).log().flatten().double())

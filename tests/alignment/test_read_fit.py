@@ -104,6 +104,13 @@ def test_a_window_alone_learns_who_stays_in_sight_and_nothing_else(saved_teacher
     assert changed == {"attention.salience"}
 
 
+def test_sequences_within_the_window_show_no_salient_tokens(saved_teacher):
+    mixer, data = layer_and_data(saved_teacher("llama-gqa"), state=False, read="linear")
+    u, _ = data.batch(range(2))
+    with pytest.raises(ValueError, match="set sequence_length higher"):
+        fit_salience(mixer, [u[:, : WINDOW + SINKS]], tuple(t[:, : WINDOW + SINKS] for t in data.rotary))
+
+
 def test_calibration_text_asks_for_recall():
     ids = torch.arange(13 * 16).view(13, 16)
     changed = with_recall(ids, range(1000, 1100), seed=0)
