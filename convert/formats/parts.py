@@ -37,7 +37,7 @@ class Part:
     def blocks(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
         """The rows, block by block."""
         if self.times == 1:
-            for rows in checkpoint.blocks(self.source, self.start, self.stop):
+            for rows in checkpoint.blocks((self.source, self.start, self.stop)):
                 yield self._finished(rows)
             return
         stop = checkpoint.tensors[self.source].shape[0] if self.stop is None else self.stop

@@ -91,14 +91,14 @@ class LayerMapping:
             return biases, lambda c: iter([torch.cat(list(self._projections(c, "bias").values()))])
         if name.startswith("attention.") and name != "attention.salience":
             source = name.removeprefix("attention.")
-            return (source,), lambda c: c.blocks(*self._rows(source))
+            return (source,), lambda c: c.blocks(self._rows(source))
         if name.startswith("near_proj."):
             source = name.replace("near_proj", "o_proj")
-            return (source,), lambda c: c.blocks(*self._rows(source))
+            return (source,), lambda c: c.blocks(self._rows(source))
         if name == "out_proj.weight" and self.beside_window:
             return ("o_proj.weight",), lambda c: iter([self._shared_out_proj(c, shape)])
         if name == "out_proj.weight":
-            return ("o_proj.weight",), lambda c: c.blocks(*self._rows("o_proj.weight"))
+            return ("o_proj.weight",), lambda c: c.blocks(self._rows("o_proj.weight"))
         if name == "out_proj.bias" and "o_proj.bias" in self.attention:
             return ("o_proj.bias",), lambda c: iter([self.attention["o_proj.bias"].read(c)])
         if name.startswith(("B_norm", "C_norm")):

@@ -81,25 +81,31 @@ class Checkpoint(ABC):
         """Bytes of memory that reading the largest tensor takes."""
         return BLOCK_BYTES
 
-    def blocks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Rows start..stop in consecutive blocks, checked to be finite; each takes the place of the one before."""
-        info = self.tensors[name]
-        rows = info.shape[0] if info.shape else 1
-        stop = rows if stop is None else stop
-        step = max(1, BLOCK_BYTES * rows // max(info.nbytes, 1))
-        buffer = _own_pages(min(step, stop - start) * (info.nbytes // max(rows, 1)))
-        for first in range(start, stop, step):
-            block = self.read_rows(name, first, min(first + step, stop), buffer)
+    def blocks(self, *ranges: tuple[str, int, int | None]) -> Iterator[torch.Tensor]:
+        """Rows start..stop of one tensor after another in blocks, checked to be finite, each in place of the last."""
+        steps, buffer_bytes = [], 0
+        for name, start, stop in ranges:
+            rows = self._rows(name)
+            stop = rows if stop is None else stop
+            row_bytes = self.tensors[name].nbytes // max(rows, 1)
+            step = max(1, BLOCK_BYTES // max(row_bytes, 1))
+            buffer_bytes = max(buffer_bytes, min(step, stop - start) * row_bytes)
+            steps += [(name, first, min(first + step, stop)) for first in range(start, stop, step)]
+        buffer = _own_pages(buffer_bytes)  # one for all tensors: the system clears pages before it lends them
+        for name, start, stop in steps:
+            block = self.read_rows(name, start, stop, buffer)
             check_finite(block, name)
             yield block
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows start..stop of a tensor, checked to be finite."""
-        info = self.tensors[name]
-        rows = info.shape[0] if info.shape else 1
-        whole = self.read_rows(name, start, rows if stop is None else stop)
+        whole = self.read_rows(name, start, self._rows(name) if stop is None else stop)
         check_finite(whole, name)
         return whole
+
+    def _rows(self, name: str) -> int:
+        shape = self.tensors[name].shape
+        return shape[0] if shape else 1
 
 
 def _own_pages(nbytes: int) -> torch.Tensor:

@@ -163,11 +163,9 @@ def _place(name, info, targets, shapes, sources) -> list[str]:
 def moved(target: str, source: Source | Stack) -> Rule:
     """The rule of a tensor that keeps its values."""
 
-    def blocks(checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        for part in source.parts:
-            yield from checkpoint.blocks(part.name, part.start, part.stop)
-
-    return Rule(target, source.shape, "moved", tuple(part.name for part in source.parts), blocks)
+    ranges = [(part.name, part.start, part.stop) for part in source.parts]
+    names = tuple(part.name for part in source.parts)
+    return Rule(target, source.shape, "moved", names, lambda checkpoint: checkpoint.blocks(*ranges))
 
 
 def in_blocks(rows: int, make: Callable[[int, int], torch.Tensor], row_bytes: int) -> Iterator[torch.Tensor]:
