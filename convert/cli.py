@@ -73,15 +73,23 @@ class Command:
 
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
     from .pipeline import plan_conversion, run
-    from .plan import describe
+    from .plan import Plan, describe
     from .weights.writer import human_bytes
 
     as_json, quiet = switches["json"], switches["quiet"]
     if switches["dry_run"]:
         _print(plan_conversion(options), describe, as_json, quiet)
         return
+    said: set[str] = set()
+
+    def print_news(plan: Plan) -> None:
+        news = [line for line in describe(plan).splitlines() if line not in said]
+        said.update(news)
+        if news and not (quiet or as_json):
+            console.print(printable("\n".join(news)), markup=False)
+
     with progress_bars(quiet) as progress:
-        plan = run(options, lambda plan: _print(plan, describe, False, quiet or as_json), progress)
+        plan = run(options, print_news, progress)
     if as_json:
         sys.stdout.write(json.dumps(plan.summary() | {"output": options.output.folder}, indent=2) + "\n")
     if not quiet:
@@ -305,7 +313,7 @@ def one_line_errors(verbose: bool, interrupted: str = "OUT is as it was") -> Ite
 
 
 def _fail(message: str, code: int) -> None:
-    console.print(f"[red]error:[/] {escape(printable(message))}")
+    sys.stderr.write(f"error: {printable(message)}\n")  # not by rich, which has still to import things, and may not
     raise SystemExit(code)
 
 

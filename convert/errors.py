@@ -4,6 +4,11 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
+KEPT = "what is done so far is kept"
+"""With this begins what an error says of a work folder in which the next run goes on."""
+DISK_IS_FULL = ("No space left on device", "PytorchStreamWriter failed writing")
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory", "failed to map segment", "start new thread")
+
 
 @contextlib.contextmanager
 def during(what: str) -> Iterator[None]:
@@ -18,16 +23,17 @@ def during(what: str) -> Iterator[None]:
 def message_of(error: Exception) -> str:
     """What to tell the user, in one line; what nobody foresaw comes with its kind and what was being done."""
     text, kind = " ".join(str(error).split()), type(error).__name__
-    doing = next((f", {note}" for note in getattr(error, "__notes__", ()) if note.startswith("while ")), "")
+    notes = getattr(error, "__notes__", ())
+    doing = next((f", {note}" for note in notes if note.startswith("while ")), "")
+    kept = next((f"; {note}" for note in notes if note.startswith(KEPT)), "")
     number = getattr(error, "errno", None)
-    if number == errno.ENOSPC or "No space left on device" in text:
-        return f"the disk is full{doing}; OUT is as it was. Free some space or choose another OUT."
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(said in text for said in DISK_IS_FULL):
+        return f"the disk is full{doing}; OUT is as it was{kept}. Free some space, or choose another place."
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {error.filename}{doing}."
     if number == errno.ENOMEM or isinstance(error, MemoryError) or _is_out_of_memory(text):
-        return (
-            f"out of memory{doing}; use shorter sequences or smaller batches, or alignment.low_memory in a conversion."
-        )
+        way_out = "use shorter sequences or smaller batches, or alignment.low_memory in a conversion"
+        return f"out of memory{doing}; {way_out}{kept}."
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
         return (text if len(text) <= 1000 else f"{text[:1000]}...") or kind
     if isinstance(error, OSError):
@@ -36,7 +42,7 @@ def message_of(error: Exception) -> str:
 
 
 def _is_out_of_memory(text: str) -> bool:
-    return any(said in text.lower() for said in ("out of memory", "allocate memory", "not enough memory"))
+    return any(said in text.lower() for said in OUT_OF_MEMORY)
 
 
 def printable(text: str) -> str:

@@ -63,7 +63,7 @@ def run(
     """Carry out a conversion.
 
     Args:
-        on_plan: called once the plan is made, before anything is written.
+        on_plan: called with the plan before anything that takes long, and again where scores then changed it.
         progress: called with what is being done, how much of it is done, and of how much.
 
     Raises:
@@ -83,9 +83,14 @@ def run(
         aligned = options.alignment.method != "none"
         aligner = Aligner(weights, options, progress, owner.make_work()) if aligned else None
         with during(f"fitting the mixers for {output}"):
-            decision = decide_placement(weights, options, aligner)
+            decision = decide_placement(weights, options)
             plan = checked(make_plan(weights, decision, options), options)
             on_plan(plan)
+            if aligner is not None and plan.placement.replaced_layers:
+                aligner.read_text()  # before scores are taken, which may take minutes
+            if decision.needs_scores:
+                plan = make_plan(weights, decide_placement(weights, options, aligner), options)
+                on_plan(plan)
             alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
         with during(f"writing {output}"), owner.staged() as folder:
             write(plan, alignment, options, side_files, licence, folder, progress)

@@ -5,6 +5,7 @@ bfloat16 (a relative rounding error of 4e-3, squared 1e-5, far below any fit's).
 they would take more than they may.
 """
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..errors import during
 from .closed_form import LayerData
 from .teacher_model import TeacherModel, replaced
 
@@ -44,8 +46,11 @@ class ActivationStream:
     def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._folder is None:
             return torch.empty(shape, dtype=dtype)
-        size = torch.Size(shape).numel()
-        return torch.from_file(f"{self._folder.name}/{name}", shared=True, size=size, dtype=dtype).view(shape)
+        path, size = Path(self._folder.name, name), torch.Size(shape).numel()
+        with during(f"making room for activations in {path}"), open(path, "wb") as file:
+            if hasattr(os, "posix_fallocate"):  # or a disk that fills would end the process without a word
+                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+        return torch.from_file(os.fspath(path), shared=True, size=size, dtype=dtype).view(shape)
 
     def _rows(self) -> Iterator[slice]:
         for first in range(0, len(self.ids), STREAM_SEQUENCES):

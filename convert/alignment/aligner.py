@@ -115,6 +115,12 @@ class Aligner:
         }
         return rows[:fitting], rows[fitting:]
 
+    def read_text(self) -> None:
+        """Read the calibration text, or draw it, which otherwise happens when it is first needed."""
+        self.progress("reading text", 0, 1)
+        _ = self._rows
+        self.progress("reading text", 1, 1)
+
     @property
     def ids(self) -> torch.Tensor:
         """Token ids (S, L) that mixers are fitted on, the last `held_out_sequences` of which judge."""

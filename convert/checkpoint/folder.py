@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..errors import KEPT, during
+
 MARKER = ".convert-to-hybrid"
 """In every folder that this project makes: the names of its files; none while it is being written."""
 WORK_ENTRIES = re.compile(
@@ -66,9 +68,10 @@ class OutputFolder:
     def _leave_work(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         if self.owns_work and (self.work / MARKER).is_file() and (error is None or not self._is_worth_keeping):
             remove_work(self.work)
-        if isinstance(error, KeyboardInterrupt):
-            kept = f"what is done so far is kept in {self.work}, and the same command goes on from there"
-            error.add_note(kept if self._is_worth_keeping else "no part of the work was done yet that could be kept")
+        if error is not None and self._is_worth_keeping:
+            error.add_note(f"{KEPT} in {self.work}, and the same command goes on from there")
+        elif isinstance(error, KeyboardInterrupt):
+            error.add_note("no part of the work was done yet that could be kept")
 
     @property
     def _is_worth_keeping(self) -> bool:
@@ -221,8 +224,9 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside, then rename, so that an interruption leaves no half file."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        write(partial)
-        partial.replace(path)
+        with during(f"writing {path}"):
+            write(partial)
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from .layer_scores import choose_layers
 from .placement import Decision, Layer, Mixer, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
 
-EVENLY_PLACED = "scores decide which {} keep their attention when this is run; here they are evenly placed"
+EVENLY_PLACED = "scores decide which {} keep their attention; until they are taken, these are evenly placed"
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
@@ -96,7 +96,7 @@ def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Lay
 def _ranked(weights: TeacherWeights, aligner: Aligner | None, notes: list[str]) -> list[KVHead]:
     """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
     if aligner is not None:
-        scores = induction_scores(aligner.model, aligner.options.seed)
+        scores = induction_scores(aligner.model, aligner.options.seed, progress=aligner.progress)
         aligner.report["induction_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
         return ranked_heads(scores, _shared(weights))
     notes.append(EVENLY_PLACED.format("heads"))

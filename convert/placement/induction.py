@@ -10,6 +10,7 @@ import torch
 from ..alignment.mohawk.orientation import attention_rows
 from ..alignment.probes import copy_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel
+from ..weights.writer import Progress
 from .budget import KVHead
 
 ROWS = 2
@@ -19,7 +20,12 @@ TILE = 128
 
 
 @torch.no_grad()
-def induction_scores(teacher: TeacherModel, seed: int = 0, length: int = LENGTH) -> torch.Tensor:
+def induction_scores(
+    teacher: TeacherModel,
+    seed: int = 0,
+    length: int = LENGTH,
+    progress: Progress = lambda what, done, total: None,
+) -> torch.Tensor:
     """(layers, heads): the mean attention on the token that is to be copied next.
 
     Args:
@@ -31,6 +37,7 @@ def induction_scores(teacher: TeacherModel, seed: int = 0, length: int = LENGTH)
     inputs = teacher.block_inputs(hidden)
     asking = torch.arange(length, 2 * length - 1)  # the last token has nothing to predict
     for layer in range(teacher.num_layers):
+        progress("scoring heads", layer, teacher.num_layers)
         block = teacher.block(layer)
         u = block.input_layernorm(hidden)
         on_source = []
@@ -39,6 +46,7 @@ def induction_scores(teacher: TeacherModel, seed: int = 0, length: int = LENGTH)
             on_source.append(probabilities[:, :, mine - rows.start, mine + 1 - length])
         scores.append(torch.cat(on_source, -1).mean((0, -1)).cpu())
         hidden = block(hidden, **inputs)
+    progress("scoring heads", teacher.num_layers, teacher.num_layers)
     return torch.stack(scores)
 
 

@@ -132,6 +132,11 @@ class Decision:
     notes: tuple[str, ...] = ()
     """What only scores can decide, where none were taken."""
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether scores would choose other layers or heads."""
+        return bool(self.notes)
+
 
 def everywhere(layer: Layer, num_layers: int) -> Placement:
     """The same in every layer."""

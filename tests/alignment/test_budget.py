@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from convert import convert
 from convert.alignment.aligner import Aligner
 from convert.options import make_options
-from convert.pipeline import plan_conversion
+from convert.pipeline import plan_conversion, run
 from convert.placement.budget import Budget
 from convert.placement.cache import cache_bytes
 from convert.placement.decide import decide_placement, options_for_teacher
@@ -169,16 +169,23 @@ def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(low_memor
             options_for_teacher(options_of("m", **said), weights)
 
 
-def test_one_plan_is_made_and_its_placement_is_what_the_configuration_stores(saved_teacher, tmp_path, monkeypatch):
-    plans = []
+def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configuration_stores(saved_teacher, tmp_path):
+    """Scores take minutes of a large teacher, and which heads they choose changes no bytes."""
+    plans, doing = [], []
 
-    def counted(*args):
-        plans.append(make_plan(*args))
-        return plans[-1]
+    def on_plan(plan):
+        plans.append(plan)
+        doing.append("plan")
 
-    monkeypatch.setattr("convert.pipeline.make_plan", counted)
-    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **SEARCH)
-    assert len(plans) == 1 and plans[0] is plan
+    def progress(what, done, total):
+        if doing[-1] != what:
+            doing.append(what)
+
+    options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH)
+    plan = run(options, on_plan, progress)
+    assert doing == ["plan", "reading text", "scoring heads", "plan", "aligning", "writing"]
+    assert plans[0].notes and plans[1] is plan and not plan.notes
+    assert plans[0].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     assert Placement.of(LlambaConfig.from_pretrained(tmp_path / "out")) == plan.placement
     assert plan.placement.replaced_layers and plan.placement.full_heads
     scores = json.loads((tmp_path / "out" / "alignment.json").read_text())["induction_scores"]

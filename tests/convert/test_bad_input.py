@@ -282,22 +282,46 @@ def test_disk_full(saved_teacher, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, previous)
-    check_one_line_error(done, "File too large")
+    check_one_line_error(done, "disk is full")
     nothing_left(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_disk_really_full(saved_teacher, tmp_path):
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 100 kB, and how to give it another size."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)], capture_output=True)
-    if mounted.returncode:
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)]).returncode:
         pytest.skip("this machine does not let us mount a tmpfs")
-    try:
-        check_one_line_error(run(saved_teacher("llama-gqa"), small / "out"), "disk is full")
-        nothing_left(small)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+    yield small, lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", str(small)], check=True)
+    subprocess.run(["umount", str(small)], check=True)
+
+
+def test_disk_really_full(saved_teacher, small_disk):
+    small, _ = small_disk
+    check_one_line_error(run(saved_teacher("llama-gqa"), small / "out"), "disk is full")
+    nothing_left(small)
+
+
+@pytest.mark.parametrize(
+    "memory, file", [("4GB", "safetensors"), ("1kB", "activations")], ids=["a fit", "activations"]
+)
+def test_a_disk_that_fills_in_the_work_folder(memory, file, saved_teacher, small_disk, tmp_path):
+    """Nothing is lost: with more room, the same command goes on from the fits that were kept."""
+    small, resize = small_disk
+    flags = ("--text", "sampled", "--tokens", "1024", "--attention-layers", "none", "--alignment.fit.refine_steps=0")
+    flags += ("--alignment.sequence_length", "128", "--alignment.activation_memory", memory)
+    flags += ("--alignment.work_dir", small, "--align", "closed-form")
+    resize("44k")
+    check_one_line_error(run(saved_teacher("llama-gqa"), tmp_path / "out", *flags), "disk is full, while", file)
+    nothing_left(tmp_path, "small")
+    kept = {path: path.stat().st_mtime_ns for path in small.glob("*/layer-*.safetensors")}
+    assert bool(kept) == (memory == "4GB") and not list(small.glob(".activations*"))
+    resize("1M")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("convert.alignment.fit.FitCache.drop_mixers", lambda cache: None)
+        assert run(saved_teacher("llama-gqa"), tmp_path / "out", *flags).returncode == 0
+    assert all(path.stat().st_mtime_ns == time_ for path, time_ in kept.items())
 
 
 INTERRUPTED = """
