@@ -75,9 +75,10 @@ class Budget:
 
     @cached_property
     def kept_windows(self) -> tuple[int, ...]:
-        """These layers, if they stay as they are: where a state is larger, or half of the budget holds them all."""
-        if not self.windows:
-            return ()
+        """These layers, if they stay as they are: where nothing is said of the cache, where a state is larger, or half
+        of the budget holds them all."""
+        if not self.windows or self.options.placement.cache is None or self.options.read == "normalised":
+            return self.windows
         context = self.options.placement.context
         own = attention_bytes(self._config, "sliding_attention", context, self._dtype)
         state = cache_bytes(self._config, context, self._dtype)[1] / self.shape[0]
@@ -141,7 +142,10 @@ class Budget:
 
     @cached_property
     def _config(self):
-        return hybrid_config(self.weights, everywhere(hybrid_layer(self.options, 1), self.shape[0]), self.options)
+        placement = everywhere(hybrid_layer(self.options, 1), self.shape[0])
+        if self.options.read == "normalised":
+            placement = placement.keeping(self.windows)
+        return hybrid_config(self.weights, placement, self.options)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -164,14 +168,21 @@ def hybrid_layer(options: ConversionOptions, window: int) -> Hybrid:
 
 
 def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool = False) -> int:
-    """Bytes of cache that the option `cache` allows one sequence, or (`whole`) that the teacher takes."""
+    """Bytes of cache that the option `cache` allows one sequence, or (`whole`) that the teacher takes.
+
+    The default is a share of what the teacher's layers take that see everything; its own windows stay beside that.
+    """
     asked = 1.0 if whole else options.cache
     assert asked is not None, "nothing was said about the cache"
     if isinstance(asked, str):
         return parse_size(asked)
     dtype = output_dtype(options.output.dtype, weights.checkpoint.tensors)
     config = hybrid_config(weights, everywhere(Attention(), weights.config.num_hidden_layers), options)
-    return int(asked * cache_bytes(config, options.placement.context, dtype)[0])
+    context, own = options.placement.context, 0
+    if options.placement.cache is None and "full_attention" in config.layer_types:
+        own = config.layer_types.count("sliding_attention")
+        own = own and own * attention_bytes(config, "sliding_attention", context, dtype)
+    return int(own + asked * (cache_bytes(config, context, dtype)[0] - own))
 
 
 def num_layers_within(weights: TeacherWeights, options: ConversionOptions, replacement: Layer) -> int:

@@ -17,12 +17,13 @@ EVENLY_PLACED = "scores decide which {} keep their attention; until they are tak
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
     """The options; where all layers of the teacher see a window, a cache budget chooses only how many of them stay.
 
-    Beyond windows of its own the teacher sees nothing, so nothing there is read as softmax would read it.
+    Beyond windows of its own the teacher sees nothing, so where they are replaced, the read is linear.
     """
     if "sliding_attention" not in weights.config.layer_types:
         return options
     if options.mixer.read is None and options.read == "normalised":
-        options = dataclasses.replace(options, mixer=dataclasses.replace(options.mixer, read="linear"))
+        linear = dataclasses.replace(options, mixer=dataclasses.replace(options.mixer, read="linear"))
+        options = linear if _replaces_windows(weights, linear) else options
     if not options.searches_budget or set(weights.config.layer_types) != {"sliding_attention"}:
         return options
     placement = options.placement
@@ -34,6 +35,15 @@ def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> 
         )
     cache, selection = options.cache, options.selection
     return dataclasses.replace(options, placement=dataclasses.replace(placement, cache=cache, selection=selection))
+
+
+def _replaces_windows(weights: TeacherWeights, options: ConversionOptions) -> bool:
+    """Whether something else may take the place of the teacher's own windows."""
+    kinds = weights.config.layer_types
+    if options.searches_budget and "full_attention" in kinds:
+        return not Budget(weights, options).kept_windows
+    kept = attention_layers(len(kinds), options.placement.attention_layers) if options.names_layers else ()
+    return any(kind == "sliding_attention" and i not in kept for i, kind in enumerate(kinds))
 
 
 def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligner: Aligner | None = None) -> Decision:

@@ -12,14 +12,14 @@ from convert.alignment.aligner import Aligner
 from convert.options import make_options
 from convert.pipeline import plan_conversion, run
 from convert.placement.budget import Budget
-from convert.placement.cache import cache_bytes
+from convert.placement.cache import attention_bytes, cache_bytes
 from convert.placement.decide import decide_placement, options_for_teacher
 from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
 from convert.plan import TeacherWeights, describe, hybrid_config, make_plan
 from convert.teachers.teacher import find_teacher
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
-from tests.teachers import make_teacher, random_ids
+from tests.teachers import random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)
 RANKED = [(1, 0), (3, 0), (3, 1), (0, 1), (2, 0), (0, 0), (1, 1), (2, 1)]
@@ -108,21 +108,27 @@ def with_window(folder, copy, window):
     return copy
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo3", "qwen2-mixed-window"])
+@pytest.mark.parametrize("cache", [0.6, None], ids=["budget", "default"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "qwen2-mixed-window"])
 @torch.no_grad()
-def test_the_teachers_own_windows_stay_where_they_are_cheap(name, saved_teacher, tmp_path):
-    """The budget goes to the other layers, whose heads alone can see everything, and the bytes are the cache's own."""
-    plan = convert(str(saved_teacher(name)), tmp_path / "out", **SEARCH | {"cache": 0.6})
+def test_the_teachers_own_windows_stay_where_they_are_cheap(name, cache, saved_teacher, tmp_path):
+    """The budget goes to the other layers, whose heads alone can see everything, and the bytes are the cache's own.
+    They are read as every default is. By default windows stay whatever they cost, and an eighth is of the others'."""
+    share, own = cache or 0.125, 8 if cache else 150
+    teacher = with_window(saved_teacher(name), tmp_path / "teacher", own)
+    plan = convert(str(teacher), tmp_path / "out", **SEARCH | {"cache": cache})
+    assert plan.placement.hybrid.read == "normalised" and plan.placement.hybrid.salient
     windows = [i for i, kind in enumerate(plan.config.conversion["teacher_layer_types"]) if kind != "full_attention"]
     others = {0, 1, 2, 3} - set(windows)
     assert len(windows) == 2 and set(plan.placement.replaced_layers) <= others
     assert all(plan.config.layer_types[i] == "sliding_attention" for i in windows)
     assert plan.placement.full_heads.keys() <= others and plan.placement.hybrid.window > 8
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    cache = model(random_ids(1, CONTEXT)).past_key_values
+    seen = model(random_ids(1, CONTEXT)).past_key_values
     taken = cache_bytes(plan.config, CONTEXT, torch.float32)
-    assert cache_nbytes(cache) == taken[1] <= 0.6 * taken[0]
-    whole = make_teacher(name)(random_ids(1, CONTEXT), use_cache=True).past_key_values
+    kept = 0 if cache else 2 * attention_bytes(plan.config, "sliding_attention", CONTEXT, torch.float32)
+    assert cache_nbytes(seen) == taken[1] <= share * (taken[0] - kept) + kept
+    whole = AutoModelForCausalLM.from_pretrained(teacher)(random_ids(1, CONTEXT), use_cache=True).past_key_values
     assert cache_nbytes(whole) == taken[0]
 
 

@@ -12,6 +12,7 @@ from convert.options import make_options
 from convert.placement.cache import cache_bytes
 from convert.placement.placement import Placement
 from convert.plan import describe
+from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.normalised_read import theory_mass
@@ -21,22 +22,30 @@ from tests.teachers import TEACHERS, make_teacher, random_ids
 READ = dict(read="normalised", window=6, sinks=2)
 
 
-@pytest.mark.parametrize("name", [name for name in TEACHERS if not getattr(TEACHERS[name][1], "sliding_window", None)])
+OWN_WINDOWS = {
+    name: [i for i, kind in enumerate(teacher_layer_types(config)) if kind == "sliding_attention"]
+    for name, (_, config) in TEACHERS.items()
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TEACHERS if len(OWN_WINDOWS[name]) < 4])
 @torch.no_grad()
 def test_the_first_tokens_and_a_wide_window_are_the_teacher(name, saved_teacher, tmp_path):
     """Nothing is fitted: out_proj is three times the teacher's o_proj, and the mass that of the theory."""
-    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", **READ)
+    kept = {"attention_layers": OWN_WINDOWS[name]} if OWN_WINDOWS[name] else {}
+    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", **READ, **kept)
+    replaced = plan.placement.replaced_layers[0]
     teacher, ids = make_teacher(name), random_ids(2, LENGTH)
     expected, first = teacher(ids).logits, READ["window"] + READ["sinks"]
     torch.testing.assert_close(hybrid(ids).logits[:, :first], expected[:, :first], rtol=1e-4, atol=1e-5)
-    hybrid.model.layers[0].mixer.out_proj.weight.mul_(2)  # as a fit might change it: not for the first tokens
+    hybrid.model.layers[replaced].mixer.out_proj.weight.mul_(2)  # as a fit might change it: not for the first tokens
     torch.testing.assert_close(hybrid(ids).logits[:, :first], expected[:, :first], rtol=1e-4, atol=1e-5)
     assert {rule.target.rpartition("mixer.")[2] for rule in plan.rules if rule.kind == "initialised"} <= {
         "read.mass", "read.log_decay", "out_proj.bias"
     }  # fmt: skip
-    wide, _ = converted(saved_teacher(name), tmp_path / "wide", read="normalised", window=LENGTH)
+    wide, _ = converted(saved_teacher(name), tmp_path / "wide", read="normalised", window=LENGTH, **kept)
     torch.testing.assert_close(wide(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    mixer = wide.model.layers[1].mixer
+    mixer = wide.model.layers[replaced].mixer
     assert {part.split(".")[0] for part in mixer.state_dict()} == {"attention", "read", "out_proj", "near_proj"}
     assert all(torch.equal(part, mixer.near_proj.weight) for part in mixer.out_proj.weight.chunk(3, dim=1))
     assert torch.equal(mixer.read.mass, theory_mass(mixer.read.mass.shape)) and not mixer.read.log_decay.any()
