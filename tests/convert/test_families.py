@@ -15,9 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import convert.weights.mapping as mixer_mapping
 from convert import convert
+from convert.options import make_options
+from convert.pipeline import plan_conversion
 from convert.plan import describe
-from convert.teachers.teacher import embedded_teacher, find_teacher
+from convert.teachers.teacher import embedded_teacher, find_teacher, teacher_layer_types
 from convert.tools.families import families, readme_table
+from tests.modeling.test_models import left_padded
 from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
 
 LAYERS = 2
@@ -48,6 +51,55 @@ def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert {rule.kind for rule in plan.rules} == {"moved"}
     assert plan.parameters_before == plan.parameters_after == sum(p.numel() for p in teacher.parameters())
+
+
+@every_teacher
+@torch.no_grad()
+def test_in_float64(name, saved_teacher, tmp_path):
+    """All attention is the teacher, up to the norms, which transformers computes in float32. A hybrid, the teacher's
+    own windows kept if others are there, is the same padded, packed, in pieces and while generating."""
+    layer_types = teacher_layer_types(make_teacher(name, layers=LAYERS).config)
+    windows = [i for i, kind in enumerate(layer_types) if kind == "sliding_attention"]
+    beside = {} if len(windows) == LAYERS else {"window": 6, "sinks": 2}
+    kept, _ = converted(saved_teacher(name, LAYERS), tmp_path / "all", attention_layers="all")
+    hybrid, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers=windows[:1], **beside)
+    assert plan.placement.replaced_layers and (not beside or plan.placement.hybrid.read == "normalised")
+    teacher, ids = make_teacher(name, layers=LAYERS), random_ids(2, 24)
+    for model in (teacher, kept, hybrid):
+        model.double().set_experts_implementation("eager")  # transformers' default knows no float64
+    torch.testing.assert_close(kept(ids).logits, teacher(ids).logits, rtol=0, atol=3e-6)
+    if hybrid.config.attn_logit_softcapping is not None:
+        hybrid.float()  # transformers' eager attention, which alone knows a cap, has no float64 for padding
+    whole, close = hybrid(ids, use_cache=False).logits, dict(rtol=1e-4, atol=1e-5)
+    padded, mask = left_padded(ids, 5)
+    torch.testing.assert_close(hybrid(padded, attention_mask=mask).logits[:, 5:], whole, **close)
+    positions = torch.arange(24).repeat(2)[None]
+    packed = hybrid(ids.view(1, -1), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed.view_as(whole), whole, **close)
+    pieces, cache = [], None
+    for piece in ids.split([9, 1, 1, 8, 5], dim=1):
+        out = hybrid(piece, past_key_values=cache, use_cache=True)
+        pieces, cache = [*pieces, out.logits], out.past_key_values
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **close)
+    generated = hybrid.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(hybrid(generated[:, 5:], use_cache=False).logits[:, 23:-1].argmax(-1), generated[:, 29:])
+
+
+@every_teacher
+def test_the_plan_of_the_default(name, saved_teacher, monkeypatch):
+    """Without reading a weight. No default is a hybrid without a state, and none has more cache than its teacher."""
+    monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)
+    if {"sliding_attention"} == set(teacher_layer_types(make_teacher(name).config)):
+        with pytest.raises(ValueError, match="of cache is too little: the mixers' states alone take"):
+            plan_conversion(make_options(str(saved_teacher(name)), "out"))
+        return
+    plan = plan_conversion(make_options(str(saved_teacher(name)), "out"))
+    kinds = set(plan.config.layer_types)
+    assert kinds - {"sliding_attention"} == {"hybrid"} and plan.placement.hybrid.state
+    assert plan.config.hybrid_read == "normalised" and plan.config.mixer != "none"
+    for size in plan.summary()["cache_bytes"].values():
+        assert size["hybrid"] < 0.15 * size["teacher"]
+    assert "a state read as softmax would beside a window" in describe(plan)
 
 
 @pytest.mark.parametrize(
