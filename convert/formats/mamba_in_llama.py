@@ -52,7 +52,8 @@ def mamba_layers(source: ForeignCheckpoint) -> list[int]:
     total, kept = said.get("n_layer", int), said.need("attn_layers", list) if "attn_layers" in said.values else []
     if any(type(layer) is not int for layer in kept):
         raise ValueError(f"{said.file}: attn_layers must be a list of layer numbers, not {kept}.")
-    if total is not None and sorted(set(range(total)) - set(kept)) != found:
+    # that there are so many layers is looked at first: they would all be listed
+    if total is not None and (total > len(source.tensors) or sorted(set(range(total)) - set(kept)) != found):
         raise ValueError(f"mamba_config.json leaves other layers than {found}, which have the Mamba tensors.")
     return found
 

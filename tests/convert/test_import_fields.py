@@ -89,6 +89,7 @@ NAMED = [
     ("v2", "config.json", "num_attention_heads", 0, LLAMA + "num_attention_heads must be a whole number of at"),
     ("v2", "config.json", "rope_scaling", {"rope_type": "nope"}, LLAMA + "rope_type must be one of ('default', "),
     ("v2", "config.json", "dtype", "x", LLAMA),
+    ("v2", "mamba_config.json", "n_layer", 10**9, "mamba_config.json leaves other layers than"),
     ("v2", "mamba_config.json", "attn_layers", None, "in/mamba_config.json: attn_layers must be a list, not null."),
     ("v2", "mamba_config.json", "ssm_cfg", None, "in/mamba_config.json has no ssm_cfg.ngroups."),
     ("phi-mamba", "config.json", "MixerModel", None, "in/config.json: MixerModel must be an object, not null."),
