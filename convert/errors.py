@@ -32,7 +32,7 @@ def message_of(error: Exception) -> str:
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {error.filename}{doing}."
     if number == errno.ENOMEM or isinstance(error, MemoryError) or _is_out_of_memory(text):
-        way_out = "use shorter sequences or smaller batches, or alignment.low_memory in a conversion"
+        way_out = "use shorter sequences or smaller batches, or in a conversion a smaller alignment.activation_memory"
         return f"out of memory{doing}; {way_out}{kept}."
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
         return (text if len(text) <= 1000 else f"{text[:1000]}...") or kind

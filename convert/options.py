@@ -265,8 +265,6 @@ class AlignmentOptions:
     """Number of sequences that judge the fits instead of taking part in them."""
     device: str = "cpu"
     """Device on which alignment runs: cpu, cuda."""
-    low_memory: bool = False
-    """Hold one block of the teacher in memory at a time; layers are then placed without scores."""
     activation_memory: int | str = "4GB"
     """Memory for activations; what exceeds it goes to disk."""
     work_dir: str | None = None
@@ -341,9 +339,8 @@ class ConversionOptions:
         if isinstance(placement.cache, str):
             parse_size(placement.cache)
         by_score = placement.selection in ("kl", "kl+recall")
-        if by_score and (alignment.method == "none" or alignment.low_memory):
-            way_out = "an alignment" if alignment.method == "none" else "the whole teacher in memory (no low_memory)"
-            raise ValueError(f"selection {placement.selection} scores fitted mixers; it needs {way_out}.")
+        if by_score and alignment.method == "none":
+            raise ValueError(f"selection {placement.selection} scores fitted mixers; it needs an alignment.")
         if placement.selection is not None and self.names_layers:
             raise ValueError("selection places a share of layers, and attention_layers names them; give one.")
         named = self.searches_budget and self.names_layers
@@ -433,8 +430,7 @@ class ConversionOptions:
     @property
     def selection(self) -> Literal["uniform", "kl", "kl+recall"]:
         """How a share of layers is placed."""
-        unscored = self.alignment.method == "none" or self.alignment.low_memory
-        return self.placement.selection or ("uniform" if unscored else "kl+recall")
+        return self.placement.selection or ("uniform" if self.alignment.method == "none" else "kl+recall")
 
     @property
     def scores_placement(self) -> bool:
@@ -535,7 +531,7 @@ class MohawkOptions:
         for name, value in (("hybrid", self.hybrid), ("teacher", self.teacher), ("output folder", self.output.folder)):
             if not value:
                 raise ValueError(f"No {name} given: convert-to-hybrid mohawk HYBRID OUT --teacher MODEL.")
-        unread = {"tokens", "fit", "low_memory", "activation_memory"}
+        unread = {"tokens", "fit", "activation_memory"}
         if self.alignment.method != "mohawk":
             unread.add("method")
         for name in sorted(unread & differences(self.alignment).keys()):

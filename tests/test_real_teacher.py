@@ -133,7 +133,7 @@ def test_closed_form_makes_it_a_language_model(layers, tokens, steps, teacher, t
     """
     kept = [layer for layer in range(30) if layer not in layers]
     convert(
-        str(smollm2_gguf), tmp_path / "hybrid", attention_layers=kept, tokens=tokens, low_memory=True,
+        str(smollm2_gguf), tmp_path / "hybrid", attention_layers=kept, tokens=tokens,
         sequence_length=256, refine_steps=steps,
     )  # fmt: skip
     student = LlambaForCausalLM.from_pretrained(tmp_path / "hybrid")

@@ -68,7 +68,7 @@ class Aligner:
         self.weights, self.options, self.progress, self.work = weights, options, progress, work
         if options.alignment.method == "mohawk":
             hybrid = options.placement.window is not None
-            check_stages(options.alignment, options.mixer.kind, options.alignment.low_memory, hybrid)
+            check_stages(options.alignment, options.mixer.kind, hybrid)
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
         # layers are scored one by one, so a quick fit must not depend on other replaced layers

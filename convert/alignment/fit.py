@@ -61,12 +61,16 @@ class FitCache:
         return fit
 
     def save_mixer(self, layer: int, mixer: nn.Module, fit: LayerFit) -> None:
+        """Keep a fit; the mixer's tensors are then mapped from the file and need no memory of their own."""
         if self.folder is None:
             return
         report = json.dumps(dataclasses.asdict(fit))
         write_beside(self._path(f"layer-{layer:03d}.json"), lambda path: path.write_text(report))
         state = {name: tensor.contiguous().cpu() for name, tensor in mixer.state_dict().items()}
-        write_beside(self._path(f"layer-{layer:03d}.safetensors"), lambda path: save_file(state, path))
+        path = self._path(f"layer-{layer:03d}.safetensors")
+        write_beside(path, lambda path: save_file(state, path))
+        if not any(tensor.is_cuda for tensor in mixer.state_dict().values()):
+            mixer.load_state_dict(load_file(path), assign=True)
 
     def load_json(self, name: str) -> dict:
         """What was saved under `name`, or nothing."""

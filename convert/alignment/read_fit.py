@@ -38,6 +38,10 @@ class Seen(NamedTuple):
     far: Far
     y: torch.Tensor
 
+    def for_features(self) -> "Seen":
+        """Without what only the mass is fitted on."""
+        return self._replace(near=self.near._replace(query=None, context=None, leaving=None))
+
 
 @torch.no_grad()
 def fit_read(
@@ -52,15 +56,22 @@ def fit_read(
         The relative squared error on `judging` with the theory's mass and the teacher's map, that after the fit, and
         the ridge; None if the theory was best.
     """
-    fitting, judging = ([_seen(mixer, u, y, rotary) for u, y in batches] for batches in (fitting, judging))
+    judging, seen_so_far = [_seen(mixer, u, y, rotary).for_features() for u, y in judging], []
+
+    def once() -> Iterator[tuple[Near, Far]]:
+        for u, y in fitting:
+            seen = _seen(mixer, u, y, rotary)
+            seen_so_far.append(seen.for_features())
+            yield seen.near, seen.far
+
     theory, out = mixer.read.mass.clone(), mixer.out_proj
     free = _fitted_columns(mixer)
     total = sum(seen.y[:, mixer.near_tokens :].square().sum().item() for seen in judging)
     total = max(total, torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
     mapped = sum(left.square().sum().item() for _, left in (_equations(mixer, seen, free) for seen in judging)) / total
-    fit_mass(mixer, [(seen.near, seen.far) for seen in fitting])
+    fit_mass(mixer, once())
     gram = moment = 0.0
-    for seen in fitting:
+    for seen in seen_so_far:
         F, left = _equations(mixer, seen, free)
         gram, moment = gram + (F.T @ F).double(), moment + (F.T @ left).double()
     parts = gram.diagonal().unflatten(0, (len(mixer.sizes), -1)).mean(1, keepdim=True)

@@ -23,12 +23,11 @@ from ..weights.students import STUDENTS
 
 
 class TeacherModel:
-    """Embedding, blocks, norm and head of the teacher, loaded when they are asked for.
+    """Embedding, blocks, norm and head of the teacher, loaded when they are asked for; of the blocks, one at a time.
 
     Args:
         weights: the teacher's tensors.
-        options: the device to run on, whether to hold one block at a time (`low_memory`), and how tensors that the
-            teacher says nothing about are initialised.
+        options: the device to run on, and how tensors that the teacher says nothing about are initialised.
     """
 
     mixer_config: PreTrainedConfig | None = None
@@ -44,7 +43,7 @@ class TeacherModel:
             ) from error
         self.weights, self.options = weights, options
         self.checkpoint, self.config = weights.checkpoint, weights.config
-        self.low_memory = options.alignment.low_memory
+        self._is_whole = False
         with torch.device("meta"):
             self.model = STUDENTS[self.config.model_type][1](self.config).eval().requires_grad_(False)
         self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
@@ -72,15 +71,16 @@ class TeacherModel:
         return self._loaded("model.embed_tokens")(ids.to(self.device))
 
     def block(self, layer: int) -> nn.Module:
-        """Block `layer` with its attention."""
-        if self.low_memory:
+        """Block `layer` with its attention; unless the teacher is whole, the blocks asked for before are let go."""
+        if not self._is_whole:
             for i, block in enumerate(self.model.model.layers):
                 if i != layer and not _is_meta(block):
                     block.to("meta")
         return self._loaded(f"model.layers.{layer}")
 
     def whole(self) -> nn.Module:
-        """The causal language model with everything loaded."""
+        """The causal language model with everything loaded, from now on."""
+        self._is_whole = True
         self._loaded("model.embed_tokens")
         for layer in range(self.num_layers):
             self._loaded(f"model.layers.{layer}")

@@ -131,8 +131,6 @@ def calibration_rows(
     """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough."""
     alignment, length = options.alignment, options.sequence_length
     if alignment.text == SAMPLED:
-        if alignment.low_memory:
-            raise ValueError("Sampling text from the teacher needs all of it in memory; leave out low_memory.")
         return sample_rows(model.whole(), length, count, options.seed)
     tokenizer = load_tokenizer(teacher, options.trust_remote_code)
     with contextlib.closing(documents(alignment.text, alignment.column)) as texts:

@@ -155,21 +155,19 @@ def test_heads_that_share_keys_share_a_state_within_a_budget(saved_teacher):
         assert not options_of("m", **said).searches_budget
 
 
-@pytest.mark.parametrize("low_memory", [True, False])
-def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(low_memory, saved_teacher, monkeypatch):
+def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(saved_teacher, monkeypatch):
     """Its heads may not see more than they do; so its layers are chosen as without a budget, on text as short."""
     weights = TeacherWeights.of(find_teacher(str(saved_teacher("mistral-window"))))
-    asked = options_of("m", cache=0.8, d_state=1, text="sampled", tokens=5120, low_memory=low_memory)
+    asked = options_of("m", cache=0.8, d_state=1, text="sampled", tokens=5120)
     options = options_for_teacher(asked, weights)
     placement = decide_placement(weights, options).placement
     assert len(placement.attention_layers) == 2 and placement.hybrid is None and not placement.full_heads
-    assert options.sequence_length == 512 and options.selection == ("uniform" if low_memory else "kl+recall")
-    if not low_memory:
-        monkeypatch.setattr(
-            "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
-        )
-        aligner = Aligner(weights, options)
-        assert aligner.ids.shape == (10, 512) and aligner.prose.shape == (2, 512)
+    assert options.sequence_length == 512 and options.selection == "kl+recall"
+    monkeypatch.setattr(
+        "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
+    )
+    aligner = Aligner(weights, options)
+    assert aligner.ids.shape == (10, 512) and aligner.prose.shape == (2, 512)
     for said in (dict(attention_layers=[1]), dict(attention_heads=2), dict(mixer="none")):
         with pytest.raises(ValueError, match="own layers see a window"):
             options_for_teacher(options_of("m", **said), weights)

@@ -134,7 +134,7 @@ def test_stream_equals_the_teacher(saved_teacher, name):
             lambda m, a, o: seen.append(o[0] if isinstance(o, tuple) else o)
         )
         teacher(ids)
-    model = teacher_model(saved_teacher(name), low_memory=True)
+    model = teacher_model(saved_teacher(name))
     for memory in (10**9, 1):
         stream = ActivationStream(model, ids, 2, memory)
         assert (stream._folder is None) == (memory > 1)
@@ -201,7 +201,7 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
     [
         ("llama-gqa", {}),
         ("llama-biases", {"mixer": "mamba2"}),
-        ("mistral-window", {"low_memory": True}),
+        ("mistral-window", {}),
         ("qwen3", {"expand_kv_heads": True}),
         ("phi3", {"mixer": "mamba1"}),
         ("phi", {"mixer": "mamba2"}),
@@ -212,13 +212,6 @@ def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
     """Closer to the teacher than the mapping alone, on text that was not used, for every family and mixer."""
     aligned = {"text": "sampled", "tokens": 768, "selection": "uniform"}
     aligned["alignment"] = {"sequence_length": 32, "fit": {"refine_steps": 10}}
-    if low_memory := options.get("low_memory"):
-        options = {name: value for name, value in options.items() if name != "low_memory"}
-        aligned["low_memory"] = low_memory
-        aligned["text"] = str(tmp_path / "text.txt")
-        (tmp_path / "text.txt").write_text(
-            "\n".join(" ".join(f"w{(i * j) % 90}" for i in range(40)) for j in range(60))
-        )
     plan, kl, report = mapped_and_aligned(name, two_layer_teacher(name), tmp_path, options, aligned)
     assert kl["closed-form"] < kl["none"], kl
     (fit,) = report["held_out_error"].values()

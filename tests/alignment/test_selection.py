@@ -230,14 +230,11 @@ def test_work_dir_resumes(said, two_layer_teacher, tmp_path, monkeypatch):
     "said, expected",
     [
         (dict(selection="kl", align="none"), "needs an alignment"),
-        (dict(selection="kl", low_memory=True), "whole teacher in memory"),
         (dict(selection="kl", attention_layers=[1]), "attention_layers names them"),
         (dict(selection="best"), "selection must be uniform or kl or kl.recall"),
         (dict(cache="1MB", attention_layers=0.5), "give one"),
-        (dict(low_memory=True, selection="uniform"), "needs all of it in memory"),
         (dict(device="tpu9", attention_layers=0.5), "device tpu9 cannot be used here"),
         (dict(align="mohawk", mixer="mamba1", alignment={"matrix_orientation": {"tokens": 9}}), "leave stage 1"),
-        (dict(align="mohawk", low_memory=True), "needs the whole teacher"),
     ],
 )
 def test_contradictions(two_layer_teacher, tmp_path, said, expected):

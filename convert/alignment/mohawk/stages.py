@@ -59,7 +59,7 @@ class Stages:
     def check(self) -> None:
         """Refuse a student that does not go with the teacher, and stages that cannot run."""
         windowed = Placement.of(self.student.config).hybrid is not None
-        check_stages(self.settings, self.student.config.mixer, self.teacher.low_memory, windowed)
+        check_stages(self.settings, self.student.config.mixer, windowed)
         if not self.mixers():
             raise ValueError("Every layer of this hybrid is attention: there is no mixer to align.")
         for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
@@ -77,6 +77,7 @@ class Stages:
         """Stage 1 or 2. With several processes each trains its share of the layers; then all have all."""
         settings = getattr(self.settings, name)
         self.student.requires_grad_(False)
+        self.teacher.whole()  # every step runs through all blocks
         mixers = self.mixers()
         rank, world_size = _ranks(self.teacher.device)
         mine = split_layers(sorted(mixers), rank, world_size)
@@ -143,7 +144,7 @@ class _ProgressCallback(TrainerCallback):
         self.progress("distilling, tokens", state.global_step * per_step, state.max_steps * per_step)
 
 
-def check_stages(settings: AlignmentOptions, mixer: str, low_memory: bool, windowed: bool) -> None:
+def check_stages(settings: AlignmentOptions, mixer: str, windowed: bool) -> None:
     """Refuse, before any work, stages that cannot run."""
     if settings.matrix_orientation.tokens:
         check_has_matrix_per_head(mixer)
@@ -154,10 +155,6 @@ def check_stages(settings: AlignmentOptions, mixer: str, low_memory: bool, windo
             )
     if settings.distillation.tokens:
         check_can_train()
-    if settings.distillation.tokens and low_memory:
-        raise ValueError(
-            "Distillation needs the whole teacher; leave out low_memory or say distillation: {tokens: 0}."
-        )
 
 
 def _ranks(device: torch.device) -> tuple[int, int]:
