@@ -6,10 +6,10 @@ from ..alignment.aligner import Aligner
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
 from .budget import Budget, KVHead, hybrid_layer, num_layers_within
-from .induction import induction_scores, ranked_heads
 from .layer_scores import choose_layers
 from .placement import Decision, Layer, Mixer, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
+from .retrieval import ranked_heads, retrieval_scores
 
 EVENLY_PLACED = "scores decide which {} keep their attention; until they are taken, these are evenly placed"
 
@@ -106,8 +106,8 @@ def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Lay
 def _ranked(weights: TeacherWeights, aligner: Aligner | None, notes: list[str]) -> list[KVHead]:
     """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
     if aligner is not None:
-        scores = induction_scores(aligner.model, aligner.options.seed, progress=aligner.progress)
-        aligner.report["induction_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
+        scores = retrieval_scores(aligner.model, aligner.ids, aligner.options.seed, aligner.progress)
+        aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
         return ranked_heads(scores, _shared(weights))
     notes.append(EVENLY_PLACED.format("heads"))
     layers, kv_heads = weights.config.num_hidden_layers, weights.config.num_key_value_heads

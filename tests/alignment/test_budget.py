@@ -192,7 +192,7 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
     assert plans[0].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     assert Placement.of(LlambaConfig.from_pretrained(tmp_path / "out")) == plan.placement
     assert plan.placement.replaced_layers and plan.placement.full_heads
-    scores = json.loads((tmp_path / "out" / "alignment.json").read_text())["induction_scores"]
+    scores = json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"]
     best_of_kv = {(layer, kv): max(of[2 * kv : 2 * kv + 2]) for layer, of in enumerate(scores) for kv in range(2)}
     kept = kept_kv_heads(plan.placement)
     assert min(best_of_kv[pair] for pair in kept) >= max(best_of_kv[pair] for pair in best_of_kv.keys() - kept)

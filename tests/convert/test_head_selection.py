@@ -1,4 +1,4 @@
-"""Heads that keep full attention: named, counted, found by induction, and what they cost."""
+"""Heads that keep full attention: named, counted, found by a needle, and what they cost."""
 
 import json
 
@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.alignment.probes import copy_probe
+from convert.alignment.probes import needle_probe
 from convert.options import make_options
 from convert.pipeline import plan_conversion
 from convert.placement.cache import cache_bytes
-from convert.placement.induction import induction_scores, ranked_heads
 from convert.placement.presets import counted_heads, kept_heads, query_heads
+from convert.placement.retrieval import NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
@@ -47,16 +47,18 @@ def test_counts():
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "phi-gqa-qk-norm", "qwen3"])
 @torch.no_grad()
-def test_induction_scores_are_the_teachers_attention_on_the_token_to_be_copied(name, saved_teacher):
-    scores = induction_scores(teacher_model(saved_teacher(name)), length=64)
+def test_retrieval_scores_are_the_teachers_attention_on_the_needle(name, saved_teacher):
+    ids = random_ids(ROWS + 1, 64)
+    scores = retrieval_scores(teacher_model(saved_teacher(name)), ids)
     teacher = make_teacher(name)
     teacher.set_attn_implementation("eager")
     size = TEACHERS[name][1].vocab_size
-    probe = copy_probe(range(size // 50, size - size // 5), 2, 64, 0)
+    probe = needle_probe(ids[:ROWS], range(size // 50, size - size // 5), 0, NEEDLE, 8)
+    assert probe.ids[:, 8 : 8 + NEEDLE].equal(probe.ids[:, -NEEDLE:])
     attentions = teacher(probe.ids, output_attentions=True).attentions
     for layer, attention in enumerate(attentions):
-        on_source = [attention[:, :, t, t + 1 - 64] for t in range(64, 127)]
-        torch.testing.assert_close(scores[layer], torch.stack(on_source).mean((0, 1)), rtol=1e-4, atol=1e-6)
+        on_needle = attention[:, :, -NEEDLE:, 8 : 8 + NEEDLE].sum(-1).amax(-1).mean(0)
+        torch.testing.assert_close(scores[layer], on_needle, rtol=1e-4, atol=1e-6)
 
 
 def test_key_value_heads_rank_by_their_best_query_head():
@@ -86,7 +88,7 @@ def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
         tokens=320, sequence_length=32, held_out_sequences=2,
     )  # fmt: skip
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
-    scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["induction_scores"])
+    scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"])
     best = [pair for pair in ranked_heads(scores, shared=2) if pair[0] in (0, 2)]
     expected = query_heads(best[:3], 2)
     assert plan.summary()["attention_heads"] == {layer: list(heads) for layer, heads in expected.items()}

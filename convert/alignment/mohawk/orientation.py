@@ -93,9 +93,13 @@ def mixer_rows(streams: list[torch.Tensor], rows: slice) -> torch.Tensor:
 
 @torch.no_grad()
 def attention_rows(
-    attention: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], tile: int
+    attention: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], tile: int, first: int = 0
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window."""
+    """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window.
+
+    Args:
+        u: (B, L, D). first: the row to begin with.
+    """
     shape = (*u.shape[:-1], -1, attention.head_dim)
     query, key = attention.q_proj(u).view(shape), attention.k_proj(u).view(shape)
     if attention.q_norm is not None:
@@ -103,7 +107,7 @@ def attention_rows(
     query, key = (apply_rotary(t.transpose(1, 2), *rotary, head_dim_axis=1) for t in (query, key))
     key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
     position = torch.arange(u.shape[1], device=u.device)
-    for start in range(0, u.shape[1], tile):
+    for start in range(first, u.shape[1], tile):
         rows = slice(start, min(start + tile, u.shape[1]))
         distance = position[rows, None] - position
         hidden = distance < 0

@@ -1,0 +1,58 @@
+"""Which heads look up distant tokens: a retrieval score per head, from one pass of the teacher over some text.
+
+Few heads do ("retrieval heads", arXiv 2404.15574; arXiv 2602.11374 keeps 2 % of them). A needle of random tokens lies
+early in prose and comes again at its end. The score of a head is the largest share of attention that a token of the
+second needle pays to the first. That finds the heads that copy what followed last time (induction heads), and those
+in earlier layers that find the same token again, without which the former miss more the farther away the needle is.
+Heads that look back by a step or two, which copying needs as well, are served by the window.
+"""
+
+import torch
+
+from ..alignment.mohawk.orientation import attention_rows
+from ..alignment.probes import needle_probe, plain_tokens
+from ..alignment.teacher_model import TeacherModel
+from ..weights.writer import Progress
+from .budget import KVHead
+
+ROWS = 4
+NEEDLE = 8
+"""Tokens of the needle."""
+
+
+@torch.no_grad()
+def retrieval_scores(
+    teacher: TeacherModel,
+    prose: torch.Tensor,
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> torch.Tensor:
+    """(layers, heads): the largest share of attention that a token of the second needle pays to the first, a mean.
+
+    Args:
+        prose: (S, L) token ids of text, of which the first few are used.
+    """
+    place = prose.shape[1] // 8
+    probe = needle_probe(prose[:ROWS], plain_tokens(teacher.config.vocab_size), seed, NEEDLE, place)
+    hidden, scores = teacher.embed(probe.ids), []
+    inputs = teacher.block_inputs(hidden)
+    for layer in range(teacher.num_layers):
+        progress("scoring heads", layer, teacher.num_layers)
+        block = teacher.block(layer)
+        u, rotary = block.input_layernorm(hidden), teacher.rotary(probe.ids.shape[1], layer)
+        ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)
+        scores.append(asking[..., place : place + NEEDLE].sum(-1).amax(-1).mean(0).cpu())
+        hidden = block(hidden, **inputs)
+    progress("scoring heads", teacher.num_layers, teacher.num_layers)
+    return torch.stack(scores)
+
+
+def ranked_heads(scores: torch.Tensor, shared: int) -> list[KVHead]:
+    """(layer, key/value head) pairs, the one whose best query head has the highest score first.
+
+    Args:
+        scores: (layers, heads). shared: query heads per key/value head.
+    """
+    of_kv = scores.unflatten(1, (-1, shared)).amax(-1)
+    pairs = [(layer, kv) for layer in range(of_kv.shape[0]) for kv in range(of_kv.shape[1])]
+    return sorted(pairs, key=lambda pair: (-of_kv[pair].item(), pair))
