@@ -73,29 +73,23 @@ class Command:
 
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
     from .pipeline import plan_conversion, run
-    from .plan import Plan, describe
+    from .plan import describe, describe_seconds, plan_printer
     from .weights.writer import human_bytes
 
     as_json, quiet = switches["json"], switches["quiet"]
     if switches["dry_run"]:
         _print(plan_conversion(options), describe, as_json, quiet)
         return
-    said: set[str] = set()
-
-    def print_news(plan: Plan) -> None:
-        news = [line for line in describe(plan).splitlines() if line not in said]
-        said.update(news)
-        if news and not (quiet or as_json):
-            console.print(printable("\n".join(news)), markup=False)
-
+    print_plan = plan_printer(lambda text: console.print(printable(text), markup=False))
     with progress_bars(quiet) as progress:
-        plan = run(options, print_news, progress)
+        plan = run(options, (lambda plan: None) if quiet or as_json else print_plan, progress)
     if as_json:
         sys.stdout.write(json.dumps(plan.summary() | {"output": options.output.folder}, indent=2) + "\n")
     if not quiet:
         console.print(
             f"[green]done[/] {escape(printable(options.output.folder))} ({human_bytes(plan.bytes_to_write)})"
         )
+        console.print(describe_seconds(plan))
         if options.output.push_to_hub:
             console.print(f"[green]pushed[/] {options.output.push_to_hub}")
 

@@ -6,11 +6,13 @@ open the teacher -> decide a placement -> plan -> fit -> write -> publish
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .alignment.aligner import Aligner, Alignment, public_text_name
+from .alignment.cost import alignment_cost
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
@@ -51,8 +53,7 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     with during(f"reading {options.model}"):
         weights = open_teacher(options, with_weights=False)
     options = options_for_teacher(options, weights)
-    decision = decide_placement(weights, options)
-    return checked(make_plan(weights, decision, options), options)
+    return costed(checked(make_plan(weights, decide_placement(weights, options), options), options), options)
 
 
 def run(
@@ -70,7 +71,7 @@ def run(
         ValueError: bad options, teacher or weights.
         OSError: the disk.
     """
-    output = Path(os.path.realpath(Path(options.output.folder).expanduser()))
+    output, watch = Path(os.path.realpath(Path(options.output.folder).expanduser())), Stopwatch()
     with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
         with during(f"reading {options.model}"):
             weights = open_teacher(options)
@@ -80,20 +81,24 @@ def run(
         licence = read_licence(weights.teacher, weights.checkpoint)
         push_to = options.output.push_to_hub
         repository = None if push_to is None else prepare_repository(push_to, options.output.private)
+        watch.over("opening")
         aligned = options.alignment.method != "none"
         aligner = Aligner(weights, options, progress, owner.make_work()) if aligned else None
         with during(f"fitting the mixers for {output}"):
             decision = decide_placement(weights, options)
-            plan = checked(make_plan(weights, decision, options), options)
+            plan = costed(checked(make_plan(weights, decision, options), options), options)
             on_plan(plan)
             if aligner is not None and plan.placement.replaced_layers:
                 aligner.read_text()  # before scores are taken, which may take minutes
             if decision.needs_scores:
-                plan = make_plan(weights, decide_placement(weights, options, aligner), options)
+                decided = make_plan(weights, decide_placement(weights, options, aligner), options)
+                plan = dataclasses.replace(decided, alignment_cost=plan.alignment_cost)
                 on_plan(plan)
+            watch.over("placement")
             alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
+            watch.over("alignment")
         with during(f"writing {output}"), owner.staged() as folder:
-            write(plan, alignment, options, side_files, licence, folder, progress)
+            write(plan, alignment, options, side_files, licence, folder, progress, watch)
             if alignment is not None and options.alignment.method == "mohawk":
                 aligner.train(folder, owner.work / "stages", plan.dtype)
         if repository is not None:
@@ -101,6 +106,19 @@ def run(
         if aligner is not None:
             aligner.finished()
     return plan
+
+
+class Stopwatch:
+    """Seconds of each stage of a run, from the end of the one before it."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def over(self, stage: str) -> None:
+        """This stage has come to its end."""
+        now = time.perf_counter()
+        self.seconds[stage], self._last = round(now - self._last, 1), now
 
 
 def open_teacher(options: ConversionOptions, with_weights: bool = True) -> TeacherWeights:
@@ -117,6 +135,11 @@ def checked(plan: Plan, options: ConversionOptions) -> Plan:
     return plan
 
 
+def costed(plan: Plan, options: ConversionOptions) -> Plan:
+    """The plan with what aligning will cost."""
+    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan, options))
+
+
 def write(
     plan: Plan,
     alignment: Alignment | None,
@@ -125,13 +148,16 @@ def write(
     licence: dict[str, str],
     folder: Path,
     progress: Progress,
+    watch: "Stopwatch",
 ) -> None:
     """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
     rules = plan.rules if alignment is None else alignment.rules(plan)
     shards = plan_shards(rules, plan.dtype, parse_size(options.output.max_shard_size))
     hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
     write_side_files(side_files, folder)
-    plan.config.conversion |= provenance(plan, alignment, options) | {"teacher_sha256": hashes}
+    watch.over("writing")
+    plan.config.conversion |= provenance(plan, alignment, options)
+    plan.config.conversion |= {"teacher_sha256": hashes, "seconds": watch.seconds}
     if alignment is not None:
         (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
     write_card(plan, options.output.push_to_hub or Path(options.output.folder).name, folder, licence)

@@ -3,8 +3,9 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -85,6 +86,13 @@ class TeacherWeights:
         return rules
 
 
+class Cost(NamedTuple):
+    """Seconds, and bytes of memory of the whole process at its peak."""
+
+    seconds: float
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a weight is read."""
@@ -98,6 +106,8 @@ class Plan:
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
     """What a dry run cannot know, and what of the teacher a state cannot have."""
+    alignment_cost: Cost | None = None
+    """What aligning will cost on this machine, where that can be said."""
 
     @property
     def teacher(self) -> Teacher:
@@ -148,6 +158,7 @@ class Plan:
             "bytes_to_write": self.bytes_to_write,
             "state_bytes": cache_bytes(self.config, 0, self.dtype)[1],
             "expected_peak_memory_bytes": self.expected_peak_memory(),
+            "expected_alignment": None if self.alignment_cost is None else self.alignment_cost._asdict(),
             "cache_bytes": {
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
                 for name, length in CONTEXTS.items()
@@ -263,6 +274,32 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
     )
 
 
+def minutes(seconds: float) -> str:
+    """225.0 -> "3 min 45 s"."""
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
+def describe_seconds(plan: Plan) -> str:
+    """Where the time of a finished conversion went."""
+    stages = plan.config.conversion["seconds"]
+    parts = ", ".join(f"{stage} {minutes(seconds)}" for stage, seconds in stages.items())
+    return f"took {minutes(sum(stages.values()))}: {parts}"
+
+
+def plan_printer(say: Callable[[str], None]) -> Callable[["Plan"], None]:
+    """Describes a plan, and where it is described again only the lines that are new."""
+    said: set[str] = set()
+
+    def news(plan: Plan) -> None:
+        lines = [line for line in describe(plan).splitlines() if line not in said]
+        said.update(lines)
+        if lines:
+            say("\n".join(lines))
+
+    return news
+
+
 def _lost(config: PreTrainedConfig) -> list[str]:
     """What of the teacher's attention has no counterpart in a state."""
     if config.attn_logit_softcapping is None or not {"hybrid", "linear_attention"} & set(config.layer_types):
@@ -301,6 +338,8 @@ def describe(plan: Plan) -> str:
         f"to write    {human_bytes(s['bytes_to_write'])}; peak memory of writing about "
         f"{human_bytes(s['expected_peak_memory_bytes'])} above the interpreter's own",
     ]
+    if (cost := plan.alignment_cost) is not None:
+        lines.append(f"to align    about {minutes(cost.seconds)} here, {human_bytes(cost.nbytes)} of memory")
     for context, size in s["cache_bytes"].items():
         share = size["hybrid"] / size["teacher"]
         lines.append(

@@ -5,7 +5,6 @@ make demo        or        python -m recipes.demo [--output runs/demo/hybrid]
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -14,18 +13,25 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from convert.alignment.probes import needle_probe, plain_tokens
 from convert.cli import progress_bars
 from convert.options import make_options
 from convert.pipeline import run
-from convert.plan import describe
+from convert.plan import describe_seconds, plan_printer
 from convert.teachers.teacher import embedded_teacher
 from convert.weights.writer import human_bytes
 
 from .evaluation.load_elsewhere import answer, run_elsewhere
 from .evaluation.metrics import Reader, figures, per_token, reader
+from .evaluation.recall import hits
+from .evaluation.speed import decoding_rates
 
 PROMPTS = ["What is the capital of France?", "Why is the sky blue? Answer in one sentence."]
-MAX_NEW_TOKENS, MAX_TOKENS = 40, 512
+MAX_NEW_TOKENS, MAX_TOKENS = 40, 1024
+NEEDLES, NEEDLE, PLACE = 8, 8, 32
+"""Texts with a needle, its tokens, and where it begins."""
+LONG = 16384
+"""Tokens of context at which decoding is timed."""
 HELD_OUT = Path(__file__).parent / "evaluation" / "held_out.txt"
 
 
@@ -36,13 +42,12 @@ def main(output: Path) -> dict:
     console, gguf, text = Console(), embedded_teacher(), HELD_OUT.read_text()
 
     console.rule("convert")
-    started = time.perf_counter()
     options = make_options(str(gguf), str(output), overwrite=True, work_dir=f"{output}.work")
+
+    print_plan = plan_printer(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     with progress_bars(quiet=False) as progress:
-        plan = run(options, progress=progress)
-    seconds = time.perf_counter() - started
-    console.print(describe(plan), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{seconds:.0f} s -> {output}", highlight=False)
+        plan = run(options, print_plan, progress)
+    console.print(f"{describe_seconds(plan)} -> {output}", highlight=False)
 
     console.rule("teacher, and the hybrid in a process without this project")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -53,12 +58,17 @@ def main(output: Path) -> dict:
         table.add_row(prompt, answer(teacher, tokenizer, prompt, MAX_NEW_TOKENS).strip(), of_hybrid.strip())
     console.print(table, markup=False)
 
+    console.rule("what is kept, and what it costs")
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :MAX_TOKENS]
     known = Reader(lambda ids: hybrid["logits"][None], lambda logits: logits)
     compared = figures(per_token(known, reader(teacher), ids, batch_size=1))
+    models = {"teacher": teacher, "hybrid": AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()}
+    vocabulary = plain_tokens(teacher.config.vocab_size)
+    probe = needle_probe(ids.expand(NEEDLES, -1), vocabulary, seed=1, width=NEEDLE, place=PLACE)
+    answers = probe.answers.sum().item()
     summary = plan.summary()
     report = {
-        "parameters": {"teacher": teacher.num_parameters(), "hybrid": hybrid["parameters"]},
+        "parameters": {which: model.num_parameters() for which, model in models.items()},
         "loaded_class": hybrid["class"],
         "align": plan.config.conversion["align"],
         "cache_bytes": summary["cache_bytes"],
@@ -66,19 +76,29 @@ def main(output: Path) -> dict:
         "held_out_tokens": ids.shape[1],
         "kl_nats_per_token": compared["kl"],
         "perplexity": {"teacher": compared["teacher_perplexity"], "hybrid": compared["perplexity"]},
-        "conversion_seconds": seconds,
+        "recall": {
+            which: hits(reader(model), probe, 1, model.device).sum().item() / answers
+            for which, model in models.items()
+        },
+        "decode_tokens_per_second": decoding_rates(models, LONG),
+        "conversion_seconds": plan.config.conversion["seconds"],
+    }
+    rows = {
+        "parameters": ("{:,}", report["parameters"]),
+        "perplexity of held-out text": ("{:.4g}", report["perplexity"]),
+        f"random tokens found again, {ids.shape[1] - PLACE} back": ("{:.0%}", report["recall"]),
+        f"tokens per second after {LONG:,}": ("{:.1f}", report["decode_tokens_per_second"]),
     }
     table = Table("", "teacher", "hybrid")
-    table.add_row("parameters", *(f"{n:,}" for n in report["parameters"].values()))
-    table.add_row("recurrent state, any length", "none", human_bytes(report["state_bytes"]))
     for context, size in report["cache_bytes"].items():
-        table.add_row(f"cache at {context} tokens", human_bytes(size["teacher"]), human_bytes(size["hybrid"]))
-    table.add_row("perplexity, held-out text", *(f"{p:.4g}" for p in report["perplexity"].values()))
+        table.add_row(f"cache of {context} tokens", human_bytes(size["teacher"]), human_bytes(size["hybrid"]))
+    for what, (form, figure) in rows.items():
+        table.add_row(what, form.format(figure["teacher"]), form.format(figure["hybrid"]))
     table.add_row("KL to the teacher, nats per token", "0", f"{report['kl_nats_per_token']:.3f}")
     console.print(table)
     console.print(
-        "Every mixer was fitted to the attention it replaces; nothing was trained end to end yet. What is lost beyond "
-        f"KL: `python -m recipes.evaluate {output}`.",
+        "Every layer was fitted to the attention it replaces; nothing was trained end to end. More figures: "
+        f"`python -m recipes.evaluate {output}`.",
         style="yellow",
     )
     (output.parent / f"{output.name}.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -16,7 +16,7 @@ from ..placement.placement import Layer, Placement, everywhere
 from ..plan import Plan, TeacherWeights, hybrid_config
 from ..weights.rules import Rule
 from ..weights.writer import Progress
-from .fit import FitCache, Fits, fit_mixers
+from .fit import FitCache, Fits, fit_mixers, return_free_memory
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .probes import plain_tokens, with_recall
@@ -154,6 +154,7 @@ class Aligner:
         if settings.refine_steps is None:
             beside_window = plan.placement.hybrid is not None
             settings = dataclasses.replace(settings, refine_steps=0 if beside_window else REFINE_STEPS)
+        return_free_memory()  # of what scores took
         fits = self.fit(layers, settings)
         self.report |= {
             "held_out_error": {layer: dataclasses.asdict(fit) for layer, (_, fit) in sorted(fits.items())},

@@ -22,7 +22,7 @@ from ..options import FitOptions
 from ..weights.mapping import set_decay
 from .read_fit import SALIENCE_SEQUENCES, fit_read, fit_salience
 
-BATCH_SEQUENCES = 4
+BATCH_SEQUENCES = 2
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
 REFINE_SEQUENCES = 2  # per gradient step
@@ -124,8 +124,9 @@ def fit_beside_window(mixer: HybridMixer, data: LayerData) -> LayerFit:
     if mixer.read is None:
         error = held_out_error(mixer, data)
         return LayerFit(None, None, error, error, error)
-    fitting, judging = (map(data.batch, _batches(rows)) for rows in (data.fitting(), data.judging()))
-    mapped, solved, ridge = fit_read(mixer, fitting, judging, data.rotary)
+    fitting, judging = _batches(data.fitting()), _batches(data.judging())
+    parts = (map(data.batch, batches) for batches in (fitting[::2], fitting[1::2], judging))
+    mapped, solved, ridge = fit_read(mixer, *parts, data.rotary)
     return LayerFit(None, ridge, mapped, solved, solved)
 
 

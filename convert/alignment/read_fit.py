@@ -8,6 +8,7 @@ own. The teacher's attention is computed a block of queries at a time, so memory
 Shapes: B batch, L length, H query heads, F features of the mass, D model width.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -45,23 +46,29 @@ class Seen(NamedTuple):
 
 @torch.no_grad()
 def fit_read(
-    mixer: HybridMixer, fitting: Iterable[Batch], judging: Iterable[Batch], rotary: Rotary
+    mixer: HybridMixer,
+    for_mass: Iterable[Batch],
+    others: Iterable[Batch],
+    judging: Iterable[Batch],
+    rotary: Rotary,
 ) -> tuple[float, float, float | None]:
     """Fit the mass and the output map in place; heads with full attention keep the teacher's map.
 
     Args:
-        fitting, judging: the layer's inputs and the teacher's outputs (B, L, D).
+        for_mass, others: the layer's inputs and the teacher's outputs (B, L, D). The output map is fitted on both, the
+            mass on the former alone: it has few numbers, and to know the true mass takes long.
+        judging: others of the kind.
 
     Returns:
         The relative squared error on `judging` with the theory's mass and the teacher's map, that after the fit, and
         the ridge; None if the theory was best.
     """
-    judging, seen_so_far = [_seen(mixer, u, y, rotary).for_features() for u, y in judging], []
+    judging, seen_before = [_seen(mixer, u, y, rotary).for_features() for u, y in judging], []
 
     def once() -> Iterator[tuple[Near, Far]]:
-        for u, y in fitting:
+        for u, y in for_mass:
             seen = _seen(mixer, u, y, rotary)
-            seen_so_far.append(seen.for_features())
+            seen_before.append(seen.for_features())
             yield seen.near, seen.far
 
     theory, out = mixer.read.mass.clone(), mixer.out_proj
@@ -71,7 +78,7 @@ def fit_read(
     mapped = sum(left.square().sum().item() for _, left in (_equations(mixer, seen, free) for seen in judging)) / total
     fit_mass(mixer, once())
     gram = moment = 0.0
-    for seen in seen_so_far:
+    for seen in itertools.chain(seen_before, (_seen(mixer, u, y, rotary) for u, y in others)):
         F, left = _equations(mixer, seen, free)
         gram, moment = gram + (F.T @ F).double(), moment + (F.T @ left).double()
     parts = gram.diagonal().unflatten(0, (len(mixer.sizes), -1)).mean(1, keepdim=True)

@@ -52,6 +52,22 @@ def run_once(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> tuple[floa
     return read - started, now(ids.device) - before, nbytes
 
 
+@torch.no_grad()
+def decoding_rates(models: dict[str, nn.Module], context: int, steps: int = 8, filled: int = 512) -> dict[str, float]:
+    """Tokens per second of each model, decoding after `context` tokens, of which all but a few are made up."""
+    caches, seconds = {}, {which: [] for which in models}
+    for which, model in models.items():
+        ids = torch.arange(filled, device=model.device)[None] % model.config.vocab_size
+        caches[which] = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        fill_cache(caches[which], context)
+    for _ in range(steps + 1):  # in turns; the first of each does not count
+        for which, model in models.items():
+            started = now(model.device)
+            model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=caches[which])
+            seconds[which].append(now(model.device) - started)
+    return {which: 1 / statistics.median(of_model[1:]) for which, of_model in seconds.items()}
+
+
 def speed(
     models: dict[str, nn.Module],
     batch: int,

@@ -1,0 +1,105 @@
+"""What aligning will cost on this machine, said before any of it is done: seconds, and memory.
+
+For layers whose state is read as softmax would read it, the default. Operations are counted from shapes, and how fast
+this machine does them is measured in a fraction of a second.
+
+Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E = 3 A features.
+"""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..options import ConversionOptions, parse_size
+from ..plan import Cost, Plan
+from ..weights.students import tensor_shapes
+from .closed_form import BATCH_SEQUENCES
+from .read_fit import QUERIES, RIDGES, SALIENCE_SEQUENCES
+
+PASSES = 6
+"""Passes over a matrix of scores: mask, maximum, exponential, sum, logarithm, weights."""
+OVERHEAD = 1.3
+"""What small operations, reading and writing add; measured on SmolLM2."""
+
+
+class Rates(NamedTuple):
+    """What a machine does in a second: operations of matrix products in float32 and float64, and exponentials."""
+
+    single: float
+    double: float
+    elements: float
+
+
+def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
+    """The cost of a closed-form alignment on this machine; None where it is of another kind."""
+    hybrid = plan.placement.hybrid
+    closed_form = options.alignment.method == "closed-form" and options.alignment.fit.stream == "teacher"
+    if not closed_form or hybrid is None or not hybrid.state or hybrid.read != "normalised":
+        return None
+    device = torch.device(options.alignment.device)
+    return cost_of(plan, options, measured_rates(device, plan.config.hidden_size), resident_bytes())
+
+
+def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int) -> Cost:
+    """The same on a machine of these rates, in a process that takes so much memory already."""
+    config, L = plan.config, options.sequence_length
+    T, behind = options.alignment.tokens // L * L, SALIENCE_SEQUENCES * L
+    layers, fitted, M = config.num_hidden_layers, config.layer_types.count("hybrid"), config.hidden_size
+    H, K, D, W = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hybrid_window
+    A, E, mass, block = H * D, 3 * H * D, 2 + D, met_by_a_token(plan.weights.config)
+    streaming = T * (2 * block + 2 * L * A)
+    reading = T * (2 * M * (A + 2 * K * D) + A * (8 * W + 4 * D) + L * A + 2 * H * mass**2)
+    solving = 2 * T * E * (E + 2 * M)
+    salience = behind * (L * A + 2 * M * (A + 2 * K * D))
+    double = len(RIDGES) * (E**3 / 3 + 2 * E**2 * M) + 4 * behind * M**2
+    scores = PASSES * H * (T * (L / 2 + 2 * W) + behind * L / 2)
+    of_layer = (reading + solving + salience) / rates.single + double / rates.double + scores / rates.elements
+    seconds = OVERHEAD * (layers * streaming / rates.single + fitted * of_layer)
+    activations = min(8 * T * M, parse_size(options.alignment.activation_memory))
+    kept = 4 * T * (3 * A + 2 * K * D + M)
+    at_a_time = 4 * BATCH_SEQUENCES * L * (12 * A + 3 * QUERIES * H)
+    teacher = 4 * (2 * block + config.vocab_size * M)
+    return Cost(seconds, resident + teacher + activations + kept + at_a_time + 36 * E**2)
+
+
+def met_by_a_token(config: PreTrainedConfig) -> int:
+    """Parameters of a block, a mean, of whose experts as many count as a token meets."""
+    share = 1.0 if config.num_experts is None else config.num_experts_per_tok / config.num_experts
+    counts = (
+        math.prod(shape) * (share if ".experts." in name else 1)
+        for name, shape in tensor_shapes(config).items()
+        if name.startswith("model.layers.")
+    )
+    return round(sum(counts) / config.num_hidden_layers)
+
+
+def measured_rates(device: torch.device, width: int) -> Rates:
+    """What this machine does in a second, the best of three."""
+    a, b = (torch.rand(1024, width, device=device) for _ in range(2))
+    many, products = torch.rand(2**20, device=device), 2 * 1024 * 1024 * width
+    single = products / _seconds(lambda: a @ b.mT, device)
+    a, b = a.double(), b.double()
+    return Rates(single, products / _seconds(lambda: a @ b.mT, device), len(many) / _seconds(many.exp, device))
+
+
+def _seconds(what: Callable[[], torch.Tensor], device: torch.device) -> float:
+    best = math.inf
+    for _ in range(3):
+        started = time.perf_counter()
+        what()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def resident_bytes() -> int:
+    """Memory that this process has taken at most so far."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
