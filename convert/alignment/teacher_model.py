@@ -71,11 +71,11 @@ class TeacherModel:
         return self._loaded("model.embed_tokens")(ids.to(self.device))
 
     def block(self, layer: int) -> nn.Module:
-        """Block `layer` with its attention; unless the teacher is whole, the blocks asked for before are let go."""
-        if not self._is_whole:
-            for i, block in enumerate(self.model.model.layers):
-                if i != layer and not _is_meta(block):
-                    block.to("meta")
+        """Block `layer` with its attention; unless the teacher is whole, all else is let go."""
+        model = self.model.model
+        for other in () if self._is_whole else (model.embed_tokens, *model.layers):
+            if other is not model.layers[layer] and not _is_meta(other):
+                other.to("meta")
         return self._loaded(f"model.layers.{layer}")
 
     def whole(self) -> nn.Module:

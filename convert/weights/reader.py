@@ -1,5 +1,7 @@
 """Read a teacher's checkpoint tensor by tensor: safetensors, PyTorch (weights only) or GGUF."""
 
+import functools
+import inspect
 import json
 import math
 import mmap
@@ -220,7 +222,7 @@ class GgufCheckpoint(Checkpoint):
     concurrent = False  # the tensor at hand is kept whole
 
     def __init__(self, path: Path, teacher_config):
-        from gguf import GGUFReader
+        import gguf
         from transformers import AutoModelForCausalLM
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
@@ -229,7 +231,9 @@ class GgufCheckpoint(Checkpoint):
         )
 
         self.files = [path]
-        reader = GGUFReader(path)
+        # transformers asks for this table once per module, and it takes a while to make
+        gguf.get_tensor_name_map = functools.cache(inspect.unwrap(gguf.get_tensor_name_map))
+        reader = gguf.GGUFReader(path)
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         licence = reader.fields.get("general.license")
         self.licence = None if licence is None else str(licence.contents())
