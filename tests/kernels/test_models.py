@@ -4,11 +4,14 @@ import pytest
 import torch
 
 import modeling_llamba.ssd as ssd
+from tests.kernels.conftest import DEVICE, INTERPRETED
 from tests.students import make_student
 from tests.teachers import random_ids
 
 PROMPT, STEPS = 70, 8
 KERNELS = {"fla": "chunk_simple_gla", "mamba_ssm": "mamba_chunk_scan_combined"}
+KERNELS = {backend: name for backend, name in KERNELS.items() if INTERPRETED or getattr(ssd, name) is not None}
+AUTO = {*([*KERNELS][:1])}
 MODELS = {  # pattern and mixer
     "pure": ("pure", "discrete_mamba2"),
     "step sizes": ("hybrid", "mamba2"),
@@ -40,6 +43,7 @@ def relative_error(got, expected):
 @torch.no_grad()
 def logits(model, ids):
     """Of the prompt at once, padded on the left in one row, and of steps of one token."""
+    model, ids = model.to(DEVICE), ids.to(DEVICE)
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     out = model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
@@ -61,8 +65,9 @@ def test_prefill_and_decoding(monkeypatch, launches, name, family):
         monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
         found[backend] = logits(model, ids)
         used = {kernel for kernel in KERNELS if launches[kernel] > before[kernel]}
-        assert used == ({"fla"} if backend == "auto" else {backend} & {*KERNELS})
-    assert all(relative_error(found[backend], found["torch"]) < 1e-5 for backend in found)
+        assert used == (AUTO if backend == "auto" else {backend} & {*KERNELS})
+    limit = 1e-5 if INTERPRETED else 5e-3
+    assert all(relative_error(found[backend], found["torch"]) < limit for backend in found)
 
 
 LAYOUTS = {  # of a row of 20 and 50 tokens
@@ -80,15 +85,17 @@ def test_training(monkeypatch, launches, name, layout):
     pattern, mixer = MODELS[name]
     model, ids = make_student("llamba", mixer, pattern, dtype=torch.float32), random_ids(1, 70)
     grads = {}
-    labels = ids.masked_fill(LAYOUTS[layout].get("attention_mask", torch.ones_like(ids)) == 0, -100)
+    model, ids = model.to(DEVICE), ids.to(DEVICE)
+    packing = {name: value.to(DEVICE) for name, value in LAYOUTS[layout].items()}
+    labels = ids.masked_fill(packing.get("attention_mask", torch.ones_like(ids)) == 0, -100)
     for backend in ("torch", "auto"):
         monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
-        loss = model(ids, labels=labels, use_cache=False, **LAYOUTS[layout]).loss
+        loss = model(ids, labels=labels, use_cache=False, **packing).loss
         found = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
         grads[backend] = dict(zip(dict(model.named_parameters()), found, strict=True))
-    assert launches["fla"] and not launches["mamba_ssm"]
+    assert {kernel for kernel, count in launches.items() if count} == AUTO & {"fla"}
     for parameter, gradient in grads["torch"].items():
         got = grads["auto"][parameter]
         assert (got is None) == (gradient is None), parameter
         if gradient is not None:
-            assert relative_error(got, gradient) < 1e-4 or not gradient.any(), parameter
+            assert relative_error(got, gradient) < (1e-4 if INTERPRETED else 5e-2) or not gradient.any(), parameter

@@ -1,6 +1,7 @@
 """The scan by the kernels of fla and mamba-ssm, through our own code, against the float64 recurrence.
 
-Of bf16 the limits are those of the type: fla multiplies in it, and the interpreter cuts bits off where a GPU rounds.
+Of bf16 the limits are those of the type: fla multiplies in it, and the interpreter cuts bits off where a GPU rounds. A
+GPU multiplies float32 in TF32, ten bits.
 """
 
 import math
@@ -10,6 +11,7 @@ import torch
 
 import modeling_llamba.ssd as ssd
 from tests.kernels import conftest
+from tests.kernels.conftest import DEVICE, INTERPRETED
 
 NAMES = ("y", "state", "dx", "dlog_a", "dB", "dC", "dstate")
 P, N = 32, 16
@@ -40,49 +42,62 @@ def make(case, dtype=torch.float32, requires_grad=False):
     lowest, highest = map(torch.tensor, decays)  # of all heads, or of each
     inputs[1] = lowest + (highest - lowest) * torch.rand(sizes[1])
     inputs[4] = inputs[4].float()
-    inputs = [t.requires_grad_(requires_grad) for t in inputs[: 5 if begins else 4]]
+    inputs = [t.to(DEVICE).requires_grad_(requires_grad) for t in inputs[: 5 if begins else 4]]
     seq_idx = None
     if packing is not None:
         seq_idx = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in packing])
+        seq_idx = seq_idx.to(DEVICE)
     return inputs, seq_idx
 
 
 def with_gradients(scan, inputs, **options):
     outputs = scan(*inputs, **options)
     torch.manual_seed(1)
-    weighted = sum((t * torch.randn(t.shape)).sum() for t in outputs)
+    weighted = sum((t * torch.randn(t.shape).to(DEVICE)).sum() for t in outputs)
     return *outputs, *torch.autograd.grad(weighted, inputs)
 
 
-def errors(got, expected):
+@pytest.fixture
+def errors(record_property):
     """Relative to the float64 recurrence, by name."""
-    pairs = zip(NAMES, got, expected, strict=False)
-    return {name: ((a.double() - b).norm() / b.double().norm().clamp_min(1e-30)).item() for name, a, b in pairs}
+
+    def compare(got, expected):
+        pairs = zip(NAMES, got, expected, strict=False)
+        found = {name: ((a.double() - b).norm() / b.double().norm().clamp_min(1e-30)).item() for name, a, b in pairs}
+        for name, error in found.items():
+            record_property(name, f"{error:.1e}")
+        return found
+
+    return compare
 
 
+@pytest.mark.skipif(not INTERPRETED and ssd.chunk_simple_gla is None, reason="needs fla-core")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_fla_and_its_gradients(case, dtype):
+def test_fla_and_its_gradients(errors, case, dtype):
     inputs, seq_idx = make(case, dtype, requires_grad=True)
     got = with_gradients(ssd.ssd_scan, inputs, seq_idx=seq_idx, backend="fla")
     expected = with_gradients(ssd.ssd_recurrence, inputs, seq_idx=seq_idx)
     assert got[0].dtype == got[1].dtype == torch.float32
-    limits = dict.fromkeys(NAMES, 1e-5 if dtype == torch.float32 else 1.5e-2)
-    limits["dlog_a"] = 1e-4 if dtype == torch.float32 else 3e-2  # behind float32 sums of logarithms, up to 1,200
+    exact = dtype == torch.float32 and INTERPRETED
+    limits = dict.fromkeys(NAMES, 1e-5 if exact else 2e-3 if dtype == torch.float32 else 1.5e-2)
+    limits["dlog_a"] = 1e-4 if exact else 3e-2  # behind float32 sums of logarithms, up to 1,200
     found = errors(got, expected)
     assert all(error < limits[name] for name, error in found.items()), found
 
 
+@pytest.mark.skipif(not INTERPRETED and ssd.mamba_chunk_scan_combined is None, reason="needs mamba-ssm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_mamba_ssm(case, dtype):
+def test_mamba_ssm(errors, case, dtype):
     inputs, seq_idx = make(case, dtype)
     got = ssd.ssd_scan(*inputs, seq_idx=seq_idx, backend="mamba_ssm")
     found = errors(got, ssd.ssd_recurrence(*inputs, seq_idx=seq_idx))
-    assert max(found.values()) < 1e-5, found
+    assert max(found.values()) < (1e-5 if INTERPRETED else 2e-3), found
 
 
-def test_why_mamba_ssm_does_not_train():
+@pytest.mark.skipif(not INTERPRETED, reason="TF32 hides what is to be seen")
+def test_why_mamba_ssm_does_not_train(errors):
     """Its x is divided by -log_a, and the gradient of that near a = 1 is a small difference of large numbers."""
     inputs, _ = make("decays near 1", requires_grad=True)
     with pytest.raises(ValueError, match="train with 'auto', 'fla', 'torch'"):
@@ -92,9 +107,10 @@ def test_why_mamba_ssm_does_not_train():
     assert found["dlog_a"] > 1e-2 and max(error for name, error in found.items() if name != "dlog_a") < 1e-5
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="every float32 test on a GPU is this one")
 @pytest.mark.parametrize("backend", ["fla", "mamba_ssm"])
 @pytest.mark.parametrize("case", ["130 tokens, grouped heads", "decays from 1e-8 to 1", "decays near 1"])
-def test_float32_on_tensor_cores(monkeypatch, case, backend):
+def test_float32_on_tensor_cores(monkeypatch, errors, case, backend):
     """They round the factors of a product to TF32, ten bits."""
     monkeypatch.setattr(conftest, "TENSOR_CORES", True)
     inputs, _ = make(case)

@@ -6,7 +6,7 @@ import torch
 import modeling_llamba.short_conv as short_conv
 import modeling_llamba.ssd as ssd
 from modeling_llamba.short_conv import ShortConv
-from tests.modeling.test_ssd import SHAPES, packed, relative_error
+from tests.modeling.test_ssd import relative_error
 from tests.students import make_student
 from tests.teachers import random_ids
 
@@ -158,39 +158,3 @@ def test_causal_conv1d_equals_the_sum_of_taps_on_gpu(monkeypatch, dtype, packing
         past = x[:, 1:5].mT.clone()
         steps = [conv(x[:, t : t + 1], None, past, in_place=True) for t in range(5, 9)]
         assert relative_error(torch.cat(steps, 1), conv(x)[:, 5:9].double()) < 2e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["torch", "mamba_ssm", "fla"])
-@pytest.mark.parametrize("shape", ["below-a-chunk", "many-chunks", "shared-states"])
-def test_backends_equal_recurrence_on_gpu(backend, dtype, shape, packing):
-    """Outputs, states and gradients, which mamba_ssm has none of; kernels multiply in TF32 or bf16."""
-    needed = {"mamba_ssm": ssd.mamba_chunk_scan_combined, "fla": ssd.chunk_simple_gla}
-    if backend in needed and needed[backend] is None:
-        pytest.skip(f"needs {backend}")
-    B, L, H, G, _, _, _, *states = SHAPES[shape]
-    sizes = [(B, L, G, 64), (B, L, (states or [H])[0]), (B, L, G, 64), (B, L, H, 64), (B, (states or [H])[0], 64, 64)]
-    inputs = [torch.randn(size, device="cuda") for size in sizes]
-    inputs[1] = -0.01 - 3 * torch.rand(sizes[1], device="cuda")
-    inputs = [
-        t.to(torch.float32 if i in (1, 4) else dtype).requires_grad_(backend != "mamba_ssm")
-        for i, t in enumerate(inputs)
-    ]
-    seq_idx = packed(shape).cuda() if packing else None
-    got = ssd.ssd_scan(*inputs, seq_idx=seq_idx, backend=backend)
-    expected = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
-    limit = 1e-6 if backend == "torch" else 3e-3 if dtype == torch.float32 else 2e-2
-    for name, one, reference in zip(("y", "state"), got, expected, strict=True):
-        assert relative_error(one, reference) < limit, name
-    if backend == "mamba_ssm":
-        return
-    weights = [torch.randn_like(t) for t in expected]
-    grads = torch.autograd.grad(sum((t * w).sum() for t, w in zip(got, weights, strict=True)), inputs)
-    references = torch.autograd.grad(sum((t * w).sum() for t, w in zip(expected, weights, strict=True)), inputs)
-    # gradients come back in the inputs' type
-    limit = max(2 * limit, 4e-3 if dtype == torch.bfloat16 else 0)
-    for name, one, reference in zip(NAMES, grads, references, strict=True):
-        assert relative_error(one, reference.double()) < limit, name
