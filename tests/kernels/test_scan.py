@@ -97,14 +97,17 @@ def test_mamba_ssm(errors, case, dtype):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="TF32 hides what is to be seen")
-def test_why_mamba_ssm_does_not_train(errors):
+@pytest.mark.parametrize("nearest", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_why_mamba_ssm_does_not_train(errors, nearest):
     """Its x is divided by -log_a, and the gradient of that near a = 1 is a small difference of large numbers."""
-    inputs, _ = make("decays near 1", requires_grad=True)
+    inputs, _ = make("decays of 1")
+    inputs[1] = -nearest * torch.rand(inputs[1].shape)
+    inputs = [t.requires_grad_() for t in inputs]
     with pytest.raises(ValueError, match="train with 'auto', 'fla', 'torch'"):
         ssd.ssd_scan(*inputs, backend="mamba_ssm")
     got = with_gradients(lambda *t: ssd._mamba_ssm_scan(*t, None, 64), inputs)
     found = errors(got, with_gradients(ssd.ssd_recurrence, inputs))
-    assert found["dlog_a"] > 1e-2 and max(error for name, error in found.items() if name != "dlog_a") < 1e-5
+    assert found["dlog_a"] > 2e-8 / nearest and max(error for name, error in found.items() if name != "dlog_a") < 1e-5
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="every float32 test on a GPU is this one")
