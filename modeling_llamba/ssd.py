@@ -26,16 +26,15 @@ try:
 except (ImportError, RuntimeError, OSError, AttributeError):
     mamba_chunk_scan_combined = None
 try:
-    from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+    from fla.ops.simple_gla import chunk_simple_gla
 except (ImportError, RuntimeError, OSError, AttributeError):
-    chunk_simple_gla = fused_recurrent_simple_gla = None
+    chunk_simple_gla = None
 
 # exp(-1e4) is exactly 0, and float64 sums of a few such terms still resolve the ordinary decays beside them.
 RESET_LOG_DECAY = -1e4
-# Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a.
-KERNEL_MIN_STEP = 1e-6
-# fla's kernel that goes token by token is the faster one up to about this many
-FLA_RECURRENT_TOKENS = 32
+# Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a. A million
+# tokens decay by 1e-6 then, and neither x / 1e-12 nor its product with 1e-12 leaves the range of float32 or bf16.
+KERNEL_MIN_STEP = 1e-12
 
 # overrides the configuration's mixer_backend
 BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
@@ -205,12 +204,12 @@ def requested_backend(configured: str) -> str:
 def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
     """Which of "torch", "mamba_ssm" and "fla" runs the scan.
 
-    "auto" takes a kernel that is installed, for tensors on CUDA: mamba_ssm's where no gradient is wanted, fla's
-    otherwise, else torch. mamba_ssm's divides x by -log_a, and near a = 1 the gradient of that is a small difference
-    of large numbers; asking for it by name accepts that.
+    "auto" takes a kernel that is installed, for tensors on CUDA: fla's, else mamba_ssm's where no gradient is wanted,
+    else torch. mamba_ssm's has no gradient here: x is divided by -log_a for it, and near a = 1 the gradient of that is
+    a small difference of large numbers (docs/results/performance.md).
 
     Raises:
-        ValueError: the backend is unknown, or asked for by name and not usable here.
+        ValueError: the backend is unknown, or asked for by name and not usable here, or not for this.
     """
     if asked not in BACKENDS:
         raise ValueError(
@@ -221,11 +220,13 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
     if asked in kernels and (kernels[asked] is None or not on_cuda):
         package = {"mamba_ssm": "mamba-ssm", "fla": "fla-core"}[asked]
         raise ValueError(f"The {asked} backend needs the package {package} and CUDA tensors; use backend 'torch'.")
+    if asked == "mamba_ssm" and recording:
+        raise ValueError("The mamba_ssm backend loses gradients of decays near 1: train with 'auto', 'fla', 'torch'.")
     if asked != "auto":
         return asked
-    if on_cuda and mamba_chunk_scan_combined is not None and not recording:
-        return "mamba_ssm"
-    return "fla" if on_cuda and chunk_simple_gla is not None else "torch"
+    if on_cuda and chunk_simple_gla is not None:
+        return "fla"
+    return "mamba_ssm" if on_cuda and mamba_chunk_scan_combined is not None and not recording else "torch"
 
 
 def is_recorded(*tensors: torch.Tensor | None) -> bool:
@@ -277,9 +278,8 @@ def _fla_scan(x, log_a, B, C, initial_state, seq_idx):
         if initial_state is not None:
             rows = initial_state
             initial_state = rows.new_zeros(len(where), *rows.shape[1:]).index_put((first.nonzero()[:, 0],), rows)
-    scan = chunk_simple_gla if L > FLA_RECURRENT_TOKENS else fused_recurrent_simple_gla
     with full_precision(x):
-        y, state = scan(
+        y, state = chunk_simple_gla(
             q, k, v, g, scale=1.0, initial_state=initial_state, output_final_state=True, state_v_first=True,
             cu_seqlens=offsets,
         )  # fmt: skip

@@ -31,7 +31,8 @@ def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
     """Autocast would turn the products inside the recurrence to half precision, and its state with them."""
     device = like.device.type
     # entering the context costs as much as some of what is done in it for one token
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    recasts = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if recasts else contextlib.nullcontext()
 
 
 def chunked_scan(

@@ -20,7 +20,8 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from .attention import append_keys, capped, qk_norms
 from .rotary import apply_rotary
-from .salient_tokens import compete
+from .salient_tokens import compete, holders_before
+from .ssd import sequence_starts
 
 MIN_BLOCK = 32
 
@@ -31,7 +32,7 @@ class WindowInputs(NamedTuple):
     index (B, L): of each token in its sequence, -1 at padding. sink_rotary: cos and sin (B, L, rotary dims) for
     queries that look at sinks, by kind of rotary embedding until `of_layer`, or None where they are the ordinary ones.
     causal_mask: for the heads with full attention, as transformers makes it. least: the smallest index, or None where
-    nobody may ask a tensor.
+    it is not known without waiting for a device.
     """
 
     index: torch.Tensor
@@ -233,6 +234,7 @@ class WindowAttention(nn.Module):
         entering = leaving_window(seen.index, self.places, self.window, length + since)
         entering = entering.masked_fill(seen.index.gather(1, entering.clamp(min=0)) < self.sinks, -1)
         if seq_idx is not None:  # whoever leaves is for the next query, if that is of the same sequence
+            seq_idx = sequence_starts(seq_idx).cumsum(1)
             of_column, of_query = F.pad(seq_idx, (self.places, 0), value=-2), F.pad(seq_idx, (0, 1), value=-3)
             entering = entering.masked_fill(of_column.gather(1, entering.clamp(min=0)) != of_query[:, 1:], -1)
         if not self.places:
@@ -243,20 +245,16 @@ class WindowAttention(nn.Module):
             before = compete(held, entering[:, :since], seen.salience)
             held, entering = before.held, entering[:, since:]
             leaving.append(before.leaving)
-        block, starts, visible = self._block(length), [], []
+        block = self._block(length)
         right = -length % block
-        entering = F.pad(entering, (0, right), value=-1)
-        of_query = None if seq_idx is None else F.pad(of_query, (0, right), value=-3)
-        for start in range(0, length, block):
-            stop = start + block
-            packed = None if seq_idx is None else (of_column, of_query[:, start : stop + 1])
-            outcome = compete(held, entering[:, start:stop], seen.salience, packed)
-            starts.append(held)
-            visible.append(outcome.seen.mT)
-            leaving.append(outcome.leaving)
-            held = outcome.held
-        leaving = torch.cat(leaving, dim=1)[:, : length + since]
-        return Selection(leaving, torch.stack(starts, 1), torch.stack(visible, 1), held)
+        entering = F.pad(entering, (0, right), value=-1).unflatten(1, (-1, block))
+        packed = None
+        if seq_idx is not None:
+            packed = of_column, F.pad(of_query, (0, right), value=-3).unfold(1, block + 1, block)
+        held = holders_before(held, entering, seen.salience, packed)
+        outcome = compete(held, entering, seen.salience, packed)
+        leaving = torch.cat([*leaving, outcome.leaving.flatten(1)], dim=1)[:, : length + since]
+        return Selection(leaving, held, outcome.seen.mT, outcome.held[:, -1])
 
     def _block(self, length: int) -> int:
         """Queries that are served at a time."""
@@ -455,8 +453,20 @@ def leaving_window(index: torch.Tensor, places: int, window: int, steps: int) ->
 
 
 def _heads(t: torch.Tensor, heads: list[int]) -> torch.Tensor:
-    """Some heads, in that order, of (B, heads, L, D)."""
-    return t.index_select(1, torch.tensor(heads, device=t.device))
+    """Some heads, in that order, of (B, heads, L, D); cut, as an index would have to be sent to the device."""
+    parts = [t[:, first:last] for first, last in runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers as ranges: [3, 4, 5, 1] is [(3, 6), (1, 2)]."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = found[-1][0], number + 1
+        else:
+            found.append((number, number + 1))
+    return found
 
 
 def _take(tokens: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -73,10 +73,9 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
             return {"runs": "torch", "why": f"{package}: {problem}"}
         return {"runs": name, "why": f"{package} {kernels[package]['version']} on CUDA"}
 
-    inference, training = choose("mamba_ssm", "mamba-ssm"), choose("fla", "fla-core")
-    scan = training if inference["runs"] == "torch" and training["runs"] == "fla" else inference
-    if scan["runs"] == "mamba_ssm":
-        scan["why"] += f"; {training['runs']} where a gradient is wanted ({training['why']})"
+    scan, inference = choose("fla", "fla-core"), choose("mamba_ssm", "mamba-ssm")
+    if scan["runs"] == "torch" and inference["runs"] == "mamba_ssm":
+        scan = inference | {"why": f"{inference['why']}; torch where a gradient is wanted ({scan['why']})"}
     conv = choose("causal_conv1d", "causal-conv1d")
     if asked := os.environ.get(BACKEND_VARIABLE):
         from modeling_llamba.ssd import choose_backend  # which takes seconds

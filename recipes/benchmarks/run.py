@@ -1,6 +1,7 @@
 """Speed and memory as ratios measured side by side, with targets.
 
     make bench        or        python -m recipes.benchmarks.run [--only scan] [--output runs/bench]
+    make bench-gpu    or        python -m recipes.benchmarks.run --only gpu
 
 Each topic runs in a process of its own. Writes TOPIC.json of each, and results.md of all; a run of a
 few topics keeps what was measured of the others. Smaller is better everywhere.
@@ -17,6 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -25,6 +27,7 @@ from .measure import Report
 
 # each is a module of this package with `measure(output) -> Report`
 TOPICS = ("scan", "decode", "conversion")
+GPU = "gpu"  # on request only
 
 
 def run_topic(topic: str, output: Path) -> int | None:
@@ -85,6 +88,8 @@ def as_markdown(reports: dict[str, dict]) -> str:
 
 def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
     """Measure the topics, print and save; returns how many failed."""
+    if GPU in topics and not torch.cuda.is_available():
+        sys.exit("There is no CUDA device here: make bench-gpu needs one, make bench measures on a CPU.")
     output.mkdir(parents=True, exist_ok=True)
     failed = 0
     for topic in topics:
@@ -92,7 +97,7 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
         if code := run_topic(topic, output):
             failed += 1
             print(f"{topic} failed with exit code {code}.", file=sys.stderr)
-    paths = {topic: output / f"{topic}.json" for topic in TOPICS}
+    paths = {topic: output / f"{topic}.json" for topic in (GPU, *TOPICS)}
     reports = {topic: json.loads(path.read_text()) for topic, path in paths.items() if path.is_file()}
     text = as_markdown(reports)
     (output / "results.md").write_text(text)
@@ -106,6 +111,6 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for the results")
-    parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, help="measure only these topics")
+    parser.add_argument("--only", nargs="+", choices=(*TOPICS, GPU), default=TOPICS, help="measure only these topics")
     arguments = parser.parse_args()
     sys.exit(1 if main(arguments.output, tuple(arguments.only)) else 0)

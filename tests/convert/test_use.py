@@ -77,7 +77,7 @@ def test_env_says_which_code_runs_and_why():
     report = environment()
     assert report["versions"]["torch"] == torch.__version__ and report["versions"]["transformers"]
     scan = report["backends"]["SSD scan (discrete_mamba2, mamba2)"]
-    kernels = ("mamba_ssm", "mamba-ssm"), ("fla", "fla-core")
+    kernels = ("fla", "fla-core"), ("mamba_ssm", "mamba-ssm")
     usable = [name for name, package in kernels if report["kernels"].get(package, {"problem": "?"})["problem"] is None]
     assert scan["runs"] == (usable[0] if torch.cuda.is_available() and usable else "torch") and scan["why"]
     assert json.loads(use("env", "--json").stdout) == report

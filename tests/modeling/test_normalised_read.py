@@ -6,6 +6,7 @@ import torch
 from modeling_llamba import LlambaForCausalLM
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.normalised_read import NormalisedRead, theory_mass
+from modeling_llamba.salient_tokens import compete, holders_before
 from modeling_llamba.window_attention import Near, Tokens, WindowInputs
 from tests.modeling.test_training import gradients
 from tests.students import make_student, student_config
@@ -282,3 +283,27 @@ def test_new_models_hold_the_theorys_mass():
 def test_contradictory_reads_are_refused(options):
     with pytest.raises(ValueError, match="hybrid_read"):
         student_config(pattern="normalised-only", **options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("places", [1, 3, 9])
+def test_who_holds_a_place_when_a_block_begins(places, packed):
+    """All blocks at once, against one block after the other; saliences that tie, blocks in which nobody enters."""
+    B, blocks, T = 2, 13, 4
+    columns = blocks * T
+    salience = torch.randint(6, (B, columns)).double()
+    held = torch.full((B, places), -1)
+    entering = torch.arange(columns).expand(B, -1).clone()
+    entering[torch.rand(B, columns) < 0.3] = -1
+    entering[0, 8:20] = -1
+    seq_idx = None
+    if packed:
+        own = (torch.rand(B, columns) < 0.1).cumsum(1)
+        of_query = torch.nn.functional.pad(own, (0, 1), value=own.max() + 1)
+        entering = entering.masked_fill(own != of_query[:, 1:], -1)
+        seq_idx = own, of_query.unfold(1, T + 1, T)
+    entering = entering.view(B, blocks, T)
+    found = holders_before(held, entering, salience, seq_idx)
+    for n in range(blocks):
+        assert [sorted(row) for row in found[:, n].tolist()] == [sorted(row) for row in held.tolist()], n
+        held = compete(held, entering[:, n], salience, None if seq_idx is None else (own, seq_idx[1][:, n])).held

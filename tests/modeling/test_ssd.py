@@ -148,34 +148,3 @@ def test_unknown_and_unusable_backends_are_refused(monkeypatch):
         ssd.ssd_scan(x, log_a, B, C, backend="fast")
     with pytest.raises(ValueError, match="needs the package mamba-ssm"):
         ssd.ssd_scan(x, log_a, B, C, backend="mamba_ssm")
-
-
-def stand_in_kernel(x, dt, A, B, C, chunk_size, initial_states=None, seq_idx=None, return_final_states=False):
-    """mamba_ssm's documented contract for mamba_chunk_scan_combined: S = exp(dt A) S + dt x B, y = S C."""
-    assert x.shape[2] == dt.shape[2] == A.shape[0] and x.shape[2] % B.shape[2] == 0 and B.shape == C.shape
-    y, state = ssd.ssd_recurrence(x * dt[..., None], dt * A, B, C, initial_states, seq_idx)
-    return y.float(), state.float()
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_mamba_ssm_arguments(monkeypatch, packing):
-    """The kernel's own arithmetic is tested on a GPU; that it is called rightly can be tested here."""
-    monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", stand_in_kernel)
-    inputs = random_inputs("many-chunks", (-3.0, -1e-2))
-    seq_idx = packed("many-chunks") if packing else None
-    y, state = ssd._mamba_ssm_scan(*inputs, seq_idx, 64)
-    y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
-    assert relative_error(y, y_ref) < 1e-5 and relative_error(state, state_ref) < 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("packing", [False, True])
-def test_mamba_ssm_kernel_on_gpu(packing):
-    if ssd.mamba_chunk_scan_combined is None:
-        pytest.skip("needs mamba-ssm")
-    inputs = [t.cuda() for t in random_inputs("many-chunks", (-3.0, -1e-2))]
-    seq_idx = packed("many-chunks").cuda() if packing else None
-    y, state = ssd.ssd_scan(*inputs, seq_idx=seq_idx, backend="mamba_ssm")
-    y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
-    assert relative_error(y, y_ref) < 2e-3 and relative_error(state, state_ref) < 2e-3

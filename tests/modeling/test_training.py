@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import StaticCache
 
 from tests.students import FAMILIES, MIXERS, make_student
 from tests.teachers import random_ids
@@ -214,16 +216,19 @@ def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer, patt
         ), name
 
 
+@pytest.mark.parametrize(
+    "pattern, cached, graphs", [("hybrid", StaticCache, 1), ("hybrid", None, 2), ("normalised", None, 2)]
+)
 @torch.no_grad()
-def test_compiled_decoding_step_with_a_static_cache():
-    from transformers import StaticCache
-
+def test_compiled_decoding_steps(pattern, cached, graphs):
+    """Without a break: one graph with a static cache, else a second for any number of tokens that went before."""
     torch.compiler.reset()
-    model = make_student("phimamba")
-    ids = random_ids(1, 12)
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    model(ids[:, :10], past_key_values=cache, use_cache=True)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for t in (10, 11):
+    model, ids = make_student("phimamba", pattern=pattern), random_ids(1, 26)
+    cache = None if cached is None else cached(config=model.config, max_cache_len=32)
+    cache = model(ids[:, :20], past_key_values=cache, use_cache=True).past_key_values
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for t in range(20, 26):
         step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.tensor([[t]]), use_cache=True)
         torch.testing.assert_close(step.logits[:, 0], model(ids[:, : t + 1]).logits[:, -1], rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == graphs

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import recipes.benchmarks.gpu as gpu
 import recipes.benchmarks.peers as bench_peers
 import recipes.benchmarks.run as bench
 import recipes.benchmarks.scan as bench_scan
@@ -175,3 +176,37 @@ def test_decoding_has_targets_for_every_hybrid():
 
 def test_inputs_are_reproducible():
     assert all(map(torch.equal, inputs(2, 8), inputs(2, 8)))
+
+
+TINY_SHAPE = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def test_the_gpu_topic_on_a_cpu(tmp_path, monkeypatch):
+    """The same code, at its smallest; without a device the command says so."""
+    monkeypatch.setattr(gpu, "CONTEXTS", (256,))
+    report = gpu.measure(tmp_path, "cpu", {"tiny": TINY_SHAPE}, (256,))
+    assert {target.name: target.value <= target.limit for target in report.targets} == {
+        "torch, float32: error against float64": True,
+        "torch, bfloat16: error against float64": True,
+    }
+    tables = {table.columns[0]: table.rows for table in report.tables}
+    assert [row[0] for row in tables["model, context"]] == ["tiny, teacher, 256", "tiny, default, 256"]
+    assert [row[0] for row in tables["training step"]] == ["tiny, teacher", "tiny, default"]
+    assert tables["scan of bf16: heads, tokens"][0][2:4] == ["", ""] and not report.skipped
+    bench.save("gpu", report, 1.0, tmp_path)
+    assert "tiny, default, 256" in bench.as_markdown({"gpu": json.loads((tmp_path / "gpu.json").read_text())})
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="no CUDA device"):
+            bench.main(tmp_path, ("gpu",))
+
+
+def test_operations_of_a_training_step():
+    """Six per parameter and token, and what attention adds; checked where that can be written down."""
+    tokens, shape = 128, TINY_SHAPE | {"tie_word_embeddings": True}
+    cost = gpu.step_cost(gpu.teacher_config, shape, tokens)
+    norms = 128 * (2 * shape["num_hidden_layers"] + 1)
+    attention = shape["num_hidden_layers"] * 12 * tokens**2 * 128
+    assert cost["flops"] == 6 * (cost["parameters"] - norms) * tokens + attention

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from recipes import dpo, sft
@@ -90,3 +91,69 @@ def test_two_processes_equal_one(recipe, done):
 def test_the_loss_under_fsdp2_has_the_gradients_of_one_process(done):
     """`fully_shard` on the CPU: the head's weight is sharded, gathered for the loss, its gradient spread again."""
     assert done[1].count("equal") == 2
+
+
+SHARDED = """
+import os, sys, torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from transformers import Trainer
+
+init = PartialState.__init__
+def on_cpus(self, *args, **kwargs):  # accelerate shards nothing on CPUs by itself
+    init(self, *args, **kwargs)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO):
+        self.distributed_type = DistributedType.MULTI_GPU
+PartialState.__init__ = on_cpus
+
+def say(what, trainer):
+    moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    shards = [*trainer.model.parameters(), *moments]
+    assert all(isinstance(t, torch.distributed.tensor.DTensor) for t in shards)
+    whole = [t.full_tensor().double().norm().item() for t in shards]
+    if dist.get_rank() == 0:
+        print(what, dist.get_world_size(), len(whole), *(f"{norm:.9e}" for norm in whole), flush=True)
+
+save, load = Trainer._save_checkpoint, Trainer._load_optimizer_and_scheduler
+def save_and_stop(self, *args, **kwargs):
+    save(self, *args, **kwargs)
+    say("saved", self)
+    if dist.get_world_size() == 2:
+        dist.barrier()
+        os._exit(3)
+def load_and_tell(self, checkpoint):
+    load(self, checkpoint)
+    if checkpoint is not None:
+        say("loaded", self)
+Trainer._save_checkpoint, Trainer._load_optimizer_and_scheduler = save_and_stop, load_and_tell
+
+from recipes import sft
+sft.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_with_another_number_of_processes(tmp_path):
+    """FSDP2 by accelerate and the recipe, cut off after the first of two steps on two processes, ended on one."""
+    teacher = save_chat_teacher(tmp_path / "teacher")
+    hybrid = save_hybrid(teacher, tmp_path / "hybrid", attention_layers="none")
+    more = ("--per_device_train_batch_size", "1", "--save_strategy", "steps", "--save_steps", "1")
+    arguments = common_arguments(hybrid, teacher, conversations(tmp_path / "chats"), tmp_path / "trained", *more)
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
+    launch += ["--config_file", "recipes/configs/accelerate/fsdp2.yaml", "--num_processes"]
+    told = {}
+    for processes in ("2", "1"):
+        command = [*launch, processes, str(tmp_path / "sharded.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+        assert done.returncode == (1 if processes == "2" else 0), done.stderr[-3000:]
+        told |= {tuple(line.split()[:2]): line.split()[2:] for line in done.stdout.splitlines() if "e" in line}
+    assert told["loaded", "1"] == told["saved", "2"] != told["saved", "1"] and len(told["loaded", "1"]) > 50
+    trained = json.loads((tmp_path / "trained" / "training.json").read_text())[-1]
+    assert [entry["step"] for entry in trained["log"] if "kl" in entry] == [1, 2]
+    before, after = (load_file(folder / "model.safetensors") for folder in (hybrid, tmp_path / "trained"))
+    assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
