@@ -233,7 +233,7 @@ def convolve_with_cache(
         past = past if recorded.conv is None else recorded.conv
         recorded.conv = torch.cat([past, x.mT], dim=-1)
         return conv(x, None, past)
-    continues = past is not None and cache.has_previous_state(layer_idx)
+    continues = past is not None
     if continues and x.shape[1] == 1 and conv.steps_in_place(x):
         return conv(x, None, past, in_place=True)
     inputs = cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)

@@ -187,13 +187,16 @@ class WindowAttention(nn.Module):
         seen = with_past(context, self._places(context, past)) if self.places else context
         selection = self._select(seen, key.shape[2], since, seq_idx)
         if recent is not None and key.shape[2] == 1 and inputs.all_behind(self.sinks) and not self.training:
-            sinks = past.first
-            output, log_mass = self.attend_one(query, sink_query, seen, selection, sinks)
+            sinks, start = past.first, max(seen.index.shape[1] - self.window, self.places)
+            sight = Tokens(*(t[:, :, start:] for t in seen[:2]), seen.index[:, start:])
+            if self.places:
+                sight = with_past(sight, seen.at(selection.held[:, 0]))
+            output, log_mass = self.attend_one(query, sink_query, sight, sinks)
         else:
             sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
             output, log_mass = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
         if of_full is not None:
-            output = self._with_full_heads(output, of_full)
+            output = self.with_full_heads(output, of_full)
         if past is not None:
             past.keep(context, sinks, new.index.shape[1], seen.at(selection.after) if self.places else None)
         log_mass = None if log_mass is None else log_mass.transpose(1, 2)
@@ -219,7 +222,7 @@ class WindowAttention(nn.Module):
             output, _ = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
             if self.full_heads:
                 one = Projected(query, sink_query, key, values, None)
-                output = self._with_full_heads(output, self._attend_fully(one, inputs.causal_mask, None))
+                output = self.with_full_heads(output, self._attend_fully(one, inputs.causal_mask, None))
             parts.append(output[..., : some.shape[1]])
         return torch.cat(parts, -1), value.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
@@ -384,25 +387,17 @@ class WindowAttention(nn.Module):
         return output.reshape(batch, heads, blocks * block, dim)[:, :, :length], log_mass
 
     def attend_one(
-        self,
-        query: torch.Tensor,
-        sink_query: torch.Tensor,
-        context: Tokens,
-        selection: Selection | None,
-        sinks: Tokens,
+        self, query: torch.Tensor, sink_query: torch.Tensor, sight: Tokens, sinks: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D) and (B, H, 1)."""
+        """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D) and (B, H, 1).
+
+        Args:
+            sight: what is seen beside the sinks, in any order.
+        """
         batch, heads, _, dim = query.shape
-        columns = context.index.shape[1]
-        keys, values = (t[:, :, max(columns - self.window, self.places) :] for t in (context.keys, context.values))
-        query, sink_query = (t.view(batch, self.kv_heads, -1, dim) for t in (query, sink_query))
-        seen = context.index[:, max(columns - self.window, self.places) :] >= self.sinks
-        if self.places:
-            salient = context.at(selection.held[:, 0])
-            keys, values = (torch.cat(pair, dim=2) for pair in ((salient.keys, keys), (salient.values, values)))
-            seen = torch.cat([salient.index >= 0, seen], dim=1)
-        seen = seen[:, None, None]
-        scores = self.scores(query, keys.mT, seen)
+        keys, values = sight[:2]
+        query, sink_query = (t.reshape(batch, self.kv_heads, -1, dim) for t in (query, sink_query))
+        scores = self.scores(query, keys.mT, (sight.index >= self.sinks)[:, None, None])
         if self.sinks:
             scores = torch.cat([self.scores(sink_query, sinks.keys.mT), scores], dim=-1)
         probabilities, log_mass = self._softmax(scores, query.dtype)
@@ -469,7 +464,7 @@ class WindowAttention(nn.Module):
         )
         return of_full
 
-    def _with_full_heads(self, output: torch.Tensor, of_full: torch.Tensor) -> torch.Tensor:
+    def with_full_heads(self, output: torch.Tensor, of_full: torch.Tensor) -> torch.Tensor:
         """The heads' outputs (B, H, L, D) with those of full attention in their places."""
         both = torch.cat([output, of_full.transpose(1, 2).to(output.dtype)], dim=1)
         place = {head: self.heads + i for i, head in enumerate(self.full_heads)}
