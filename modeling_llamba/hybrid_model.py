@@ -316,15 +316,13 @@ class HybridModel(HybridPreTrainedModel):
         masks["linear_attention"] = padding_mask
         if "hybrid" in self.config.layer_types:
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
-            sink_rotary = self.sink_rotary(inputs_embeds, given_positions, index)
+            sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index)
             # asked once for all layers, and only of single tokens, where it saves a lot: a device has to be waited for
             least = int(index.min()) if index.shape[1] == 1 and _may_ask(index) else None
             masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"), least)
         return masks
 
-    def sink_rotary(
-        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, index: torch.Tensor
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]] | None:
+    def _sink_rotary(self, inputs_embeds, position_ids, index):
         """cos and sin for queries that look at sinks, none of them farther away than the teacher was trained for."""
         embeddings = (self.rotary_emb, self.local_rotary_emb)
         if any(e is not None and e.rope_type in LENGTH_DEPENDENT_ROTARY for e in embeddings):

@@ -2,17 +2,18 @@
 
 A mixer, a window, sinks and places have a constant size, so a request has one slot of each layer: to vLLM it is the
 state of a Mamba layer. vLLM runs the tokens of all requests as one row: first a token each of those that decode, then
-the prompts that are read, or parts of them. Those that decode are one batch here and each prompt is a batch of its own.
+the prompts that are read, or parts of them. Those that decode are one batch here, each prompt is a batch of its own.
 `SlotCache` is the cache that the layer's code continues from and writes to.
 
 The window is a ring: token t is in column t mod W, so that a step writes one column.
 
-Shapes: B requests, L tokens, H query heads, K key/value heads, D head dim, S sinks, R places, W window; T, G, P, N as in
-the mixers.
+Shapes: B requests, L tokens, H query heads, K key/value heads, D head dim, S sinks, R places, W window; T, G, P, N as
+in the mixers.
 """
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -170,16 +171,37 @@ def keep_places(slots: dict[str, torch.Tensor], which: torch.Tensor | slice, sal
     slots["place_index"][which] = salient.index.to(slots["place_index"].dtype)
 
 
+class Step(NamedTuple):
+    """Where requests stand in their rings; the same for all layers.
+
+    column (B,): of the new token. index (B, W): of the token in each column, -1 where there is none. leaving (B, 1):
+    the column of who leaves the window after the new token, -1 where nobody does who could.
+    """
+
+    column: torch.Tensor
+    index: torch.Tensor
+    leaving: torch.Tensor
+
+    @classmethod
+    def at(cls, position: torch.Tensor, window: int, sinks: int) -> "Step":
+        """For new tokens at positions (B,)."""
+        columns, last = torch.arange(window, device=position.device), position[:, None] - window + 1
+        index = position[:, None] - (position[:, None] - columns) % window
+        return cls(position % window, index.clamp(min=-1), torch.where(last >= sinks, last % window, -1))
+
+
 @dataclass
 class SlotMetadata(BaseMambaAttentionMetadata):
     """vLLM's, and what would have to be asked of a device.
 
     prompts: (first token in the row, one after its last, tokens of the request before them) of each prompt.
-    least: tokens that precede the next one of whichever request decodes and has the fewest.
+    least: tokens that precede the next one of whichever request decodes and has the fewest. step: see `Step`; made by
+    the first layer that asks.
     """
 
     prompts: list[tuple[int, int, int]] = field(default_factory=list)
     least: int = 0
+    step: Step | None = None
 
 
 class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
@@ -321,7 +343,9 @@ class SlotLayer(nn.Module, MambaBase):
             which = metadata.state_indices_tensor_d[:decodes, 0].long()
             cache = SlotCache(slots, which, begun=True)
             tokens = [t[:, :decodes].transpose(0, 1) for t in inputs]
-            output[0, :decodes] = self._mix(tokens, cache, metadata.least)[:, 0]
+            if self.attention is not None and metadata.step is None:
+                metadata.step = Step.at(tokens[3][:, 0], self.attention.window, self.attention.sinks)
+            output[0, :decodes] = self._mix(tokens, cache, metadata)[:, 0]
             cache.write()
         if metadata.num_prefills:
             indices = metadata.state_indices_tensor_p.tolist()
@@ -331,8 +355,10 @@ class SlotLayer(nn.Module, MambaBase):
             output[:, start:stop] = self._mix([t[:, start:stop] for t in inputs], cache)
             cache.write()
 
-    def _mix(self, inputs: list[torch.Tensor], cache: SlotCache | None, least: int | None = None) -> torch.Tensor:
-        """(B, L, hidden) of tokens (B, L, ...); `least`, where there is one of each request: see `SlotMetadata`."""
+    def _mix(
+        self, inputs: list[torch.Tensor], cache: SlotCache | None, decoding: SlotMetadata | None = None
+    ) -> torch.Tensor:
+        """(B, L, hidden) of tokens (B, L, ...); `decoding` where there is one of each request."""
         hidden_states, cos, sin, *rest = inputs
         if self.attention is None:
             return self.mixer(hidden_states, (cos, sin), past_key_values=cache)
@@ -340,41 +366,49 @@ class SlotLayer(nn.Module, MambaBase):
         salience = rest[4] if self.attention.places else None
         projected = Projected(*(t.transpose(1, 2) for t in rest[:4]), salience)
         of_full = rest[-1] if self.paged else None
-        window = WindowInputs(index, least=least)
-        if least is None:
+        window = WindowInputs(index, least=None if decoding is None else decoding.least)
+        if decoding is None:
             seen = self.attention.attend_nearby(projected, window, of_full, cache)
         else:
-            seen = self._step(projected, index[:, 0], of_full, cache)
+            seen = self._step(projected, of_full, cache, decoding.step)
         return self.mixer.combine(seen, hidden_states, (cos, sin), None, None, cache, window)
 
-    def _step(
-        self, projected: Projected, position: torch.Tensor, of_full: torch.Tensor | None, cache: SlotCache
-    ) -> Near:
+    def _step(self, projected: Projected, of_full: torch.Tensor | None, cache: SlotCache, step: Step) -> Near:
         """`WindowAttention.attend_nearby` for one token of each request, behind the sinks, in the ring itself."""
         attention, slots, which = self.attention, cache.slots, cache.which
-        S, R, W = attention.sinks, attention.places, attention.window
-        slots["keys"][which, :, S + R + position % W] = projected.key[:, :, 0]
-        slots["values"][which, :, S + R + position % W] = projected.value[:, :, 0]
+        S, R = attention.sinks, attention.places
+        slots["keys"][which, :, S + R + step.column] = projected.key[:, :, 0]
+        slots["values"][which, :, S + R + step.column] = projected.value[:, :, 0]
         keys, values = slots["keys"][which], slots["values"][which]
-        ring = position[:, None] - (position[:, None] - torch.arange(W, device=position.device)) % W
-        index, salience = ring.clamp(min=-1), None
+        index, salience = step.index, None
         if R:
-            slots["salience"][which, R + position % W] = projected.salience[:, 0].to(slots["salience"].dtype)
+            slots["salience"][which, R + step.column] = projected.salience[:, 0].to(slots["salience"].dtype)
             index, salience = torch.cat([slots["place_index"][which].long(), index], 1), slots["salience"][which]
         first = Tokens(keys[:, :, :S], values[:, :, :S], index[:, :S])
         sight = Tokens(keys[:, :, S:], values[:, :, S:], index, salience)
         output, log_mass = attention.attend_one(projected.query, projected.sink_query, sight, first)
         if of_full is not None:
             output = attention.with_full_heads(output, of_full)
-        last = position - W + 1
-        leaving = torch.where(last >= S, R + last % W, -1)[:, None]
-        if R:
-            places = torch.arange(R, device=position.device)
+        leaving = torch.where(step.leaving >= 0, step.leaving + R, -1)
+        if R and not loses_at_once(leaving, salience, R):
+            places = torch.arange(R, device=index.device)
             outcome = compete(places.where(index[:, :R] >= 0, -1), leaving, salience)
             leaving = outcome.leaving
             keep_places(slots, which, sight.at(outcome.held), S)
         log_mass = None if log_mass is None else log_mass.transpose(1, 2)
         return Near(output.transpose(1, 2), log_mass, projected.query.transpose(1, 2), sight, leaving)
+
+
+def loses_at_once(leaving: torch.Tensor, salience: torch.Tensor, places: int) -> bool:
+    """Whether it is known that no token that leaves a window gets a place, as is so at most steps.
+
+    Args:
+        leaving: (B, 1) columns, -1 where there is none. salience: (B, columns), first of the places, -inf if empty.
+    """
+    if salience.is_cuda:  # which would have to be waited for
+        return False
+    loses = salience.gather(1, leaving.clamp(min=0)) <= salience[:, :places].amin(1, keepdim=True)
+    return bool((loses | (leaving < 0)).all())
 
 
 def hybrid_slots(inputs: list[torch.Tensor], output: torch.Tensor, layer_name: str) -> None:

@@ -30,7 +30,9 @@ def refuse(vllm_config: VllmConfig) -> None:
     config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
     length = vllm_config.model_config.max_model_len
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        raise ValueError("Hybrids are served on one device: leave out --tensor-parallel-size, --pipeline-parallel-size.")
+        raise ValueError(
+            "Hybrids are served on one device: leave out --tensor-parallel-size, --pipeline-parallel-size."
+        )
     if vllm_config.speculative_config is not None:
         raise ValueError("A hybrid's state cannot be taken back in vLLM: leave out --speculative-config.")
     if vllm_config.lora_config is not None:
@@ -69,8 +71,11 @@ class ServedModel(nn.Module):
         config = vllm_config.model_config.hf_config
         model = MODELS[config.model_type](config)
         self.embed_tokens, self.layers, self.norm = model.embed_tokens, model.layers, model.norm
-        self.rotary, self.sink_rotary = model.rotary, model.sink_rotary
-        self.hybrid = "hybrid" in config.layer_types
+        self.rotary = model.rotary
+        # no sink is seen as from farther away than this
+        self.reach = (
+            config.hybrid_sink_reach if vllm_config.model_config.max_model_len > config.hybrid_sink_reach else None
+        )
         # transformers' name for the function, and what the function then finds
         config._attn_implementation = "vllm_paged"
         for i, layer in enumerate(self.layers):
@@ -99,10 +104,10 @@ class ServedModel(nn.Module):
         """Hidden states (L, hidden) of tokens (L,) or their embeddings (L, hidden)."""
         hidden_states = (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[None]
         index = positions[None]
-        masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
-        if self.hybrid:
-            masks["hybrid"] = WindowInputs(index, self.sink_rotary(hidden_states, index, index))
         rotary = self.rotary(hidden_states, index)
+        of_sinks = None if self.reach is None else self.rotary(hidden_states, index.clamp(max=self.reach))
+        masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
+        masks["hybrid"] = WindowInputs(index, of_sinks)
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states, masks=masks, position_embeddings=rotary, seq_idx=None, past_key_values=None
