@@ -48,7 +48,7 @@ def refuse(vllm_config: VllmConfig) -> None:
             within = rope.get("original_max_position_embeddings") or config.max_position_embeddings
             if length > within:
                 raise ValueError(
-                    f"The angles of RoPE {rope['rope_type']} depend on the length of a text beyond {within} tokens, and "
+                    f"The angles of RoPE {rope['rope_type']} depend on a text's length beyond {within} tokens, and "
                     f"vLLM runs texts of many lengths at once: give --max-model-len {within} or less."
                 )
 
@@ -73,9 +73,8 @@ class ServedModel(nn.Module):
         self.embed_tokens, self.layers, self.norm = model.embed_tokens, model.layers, model.norm
         self.rotary = model.rotary
         # no sink is seen as from farther away than this
-        self.reach = (
-            config.hybrid_sink_reach if vllm_config.model_config.max_model_len > config.hybrid_sink_reach else None
-        )
+        reach = config.hybrid_sink_reach
+        self.reach = reach if vllm_config.model_config.max_model_len > reach else None
         # transformers' name for the function, and what the function then finds
         config._attn_implementation = "vllm_paged"
         for i, layer in enumerate(self.layers):

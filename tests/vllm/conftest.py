@@ -1,5 +1,6 @@
 """Models made by the project's environment, and vLLM's engine in this process."""
 
+import gc
 import json
 import os
 import subprocess
@@ -9,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -47,11 +47,13 @@ def engine(models, monkeypatch):
     def start(name: str, **options):
         from vllm import LLM
 
-        started.append(LLM(str(models / name), dtype="float32", disable_log_stats=False, **options))
+        memory = {"kv_cache_memory_bytes": 2**27}
+        started.append(LLM(str(models / name), dtype="float32", disable_log_stats=False, **memory | options))
         return started[-1]
 
     yield start
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     started.clear()
+    gc.collect()
     cleanup_dist_env_and_memory()

@@ -1,4 +1,4 @@
-"""Hybrids in vLLM, against transformers: equal tokens, however requests are cut, mixed, shared, stopped and resumed."""
+"""Hybrids in vLLM, against transformers: equal tokens, however requests are cut, mixed, shared and stopped."""
 
 import json
 import os
@@ -171,6 +171,7 @@ def server(models, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "normalised")]
+    command += ["--kv-cache-memory-bytes", str(2**27)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", "hybrid"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=log, stderr=log, cwd=ROOT)
