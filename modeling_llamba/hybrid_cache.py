@@ -258,7 +258,7 @@ def conv_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
 
 
 def recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
-    """A layer's recurrent state, or None before the first token; `get_recurrent_state` of transformers from 5.20 on."""
+    """A layer's recurrent state, or None before the first token; transformers' own getter is as young."""
     layer = cache.layers[layer_idx]
     return layer.recurrent_states[0] if layer.has_previous_state[0] else None
 

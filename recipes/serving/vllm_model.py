@@ -1,5 +1,7 @@
 """Llamba and PhiMamba as vLLM drives them: the modelling code's own blocks, with paged attention and slots in them."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -7,8 +9,10 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
 from vllm.model_executor.models.utils import maybe_prefix
+from vllm.platforms import current_platform
 
 from modeling_llamba.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel, finish_logits
 from modeling_llamba.modeling_llamba import LlambaModel
@@ -178,4 +182,13 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)} is no tensor of this model.")
             places[name].data.copy_(tensor)
             loaded.add(name)
+        if current_platform.is_cpu():
+            for linear in (module for module in self.modules() if isinstance(module, nn.Linear)):
+                dispatch_cpu_unquantized_gemm(linear, remove_weight=False)
+                linear.forward = partial(cpu_linear, linear)
         return loaded
+
+
+def cpu_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """vLLM's product with packed weights: for a few rows twice as fast as torch's."""
+    return linear.cpu_linear(x.flatten(0, -2), linear.weight, linear.bias).unflatten(0, x.shape[:-1])

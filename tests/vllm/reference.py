@@ -17,7 +17,7 @@ from tests.recipes.tiny_chat import chat_tokenizer
 from tests.students import make_student
 from tests.teachers import VOCAB
 
-LENGTHS = (5, 37, 600, 70, 1, 130, 251, 3)
+LENGTHS = (5, 37, 600, 70, 1, 130, 251, 3, 118, 122)
 NEW_TOKENS = 24
 # heads as vLLM's paged attention on a CPU wants them
 SIZES = dict(
@@ -58,9 +58,10 @@ def make(folder: Path) -> None:
         model.save_pretrained(folder / name)
         chat_tokenizer().save_pretrained(folder / name)
         refer(model, folder / name, prompts)
-    make_student(dtype=torch.float32, **SIZES | HOLDABLE).save_pretrained(folder / "exportable")
+    make_student(dtype=torch.float32, **SIZES | HOLDABLE | {"hidden_size": 128}).save_pretrained(folder / "exportable")
     for to in ("granitemoehybrid", "bamba"):
         export_checkpoint(exporting(folder / "exportable", folder / to, to=to))
+        chat_tokenizer().save_pretrained(folder / to)
         refer(AutoModelForCausalLM.from_pretrained(folder / to, dtype=torch.float32), folder / to, prompts)
 
 

@@ -87,20 +87,19 @@ def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
     assert_equal(outputs, [expected(models, name)[longest]] * 2)
 
 
-@pytest.mark.parametrize("name", ["normalised", "linear"])
-def test_a_request_that_was_preempted_goes_on(name, engine, models, prompts):
-    """Slots and pages for fewer requests than run."""
-    llm = engine(name, enforce_eager=True, enable_prefix_caching=False, block_size=32, num_gpu_blocks_override=12)
-    short = [i for i, prompt in enumerate(prompts) if len(prompt) < 200]
+def test_a_request_that_was_preempted_goes_on(engine, models, prompts):
+    """Pages for fewer requests than begin: each needs one more after its 128th token."""
+    llm = engine(name, enforce_eager=True, enable_prefix_caching=False, max_model_len=256, num_gpu_blocks_override=12)
+    short = [i for i, prompt in enumerate(prompts) if 100 < len(prompt) < 128] * 3
     outputs = greedy(llm, [prompts[i] for i in short])
     preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     assert sum(preempted) > 0
-    assert_equal(outputs, [expected(models, name)[i] for i in short])
+    assert_equal(outputs, [expected(models, "normalised")[i] for i in short])
 
 
 def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
     """Each sample's log-probabilities are those that transformers gives to its own tokens."""
-    outputs = greedy(engine("normalised", enforce_eager=True), prompts[:4], n=3, temperature=1.0, seed=0)
+    outputs = greedy(engine("normalised", enforce_eager=True), prompts[:4], n=3, temperature=1.0)
     samples = [(o.prompt_token_ids, sample) for o in outputs for sample in o.outputs]
     assert len({tuple(sample.token_ids) for _, sample in samples}) > 4
     file = tmp_path / "samples.json"
@@ -159,7 +158,7 @@ def test_an_export_for_vllm_fails_by_default(engine, prompts):
 
 
 def test_bamba_is_not_for_vllm(engine):
-    with pytest.raises(Exception, match="BambaForCausalLM"):
+    with pytest.raises(Exception, match="BambaForCausalLM|vLLM has no other way"):
         engine("bamba", enforce_eager=True)
 
 
