@@ -89,7 +89,9 @@ def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
 
 def test_a_request_that_was_preempted_goes_on(engine, models, prompts):
     """Pages for fewer requests than begin: each needs one more after its 128th token."""
-    llm = engine(name, enforce_eager=True, enable_prefix_caching=False, max_model_len=256, num_gpu_blocks_override=12)
+    llm = engine(
+        "normalised", enforce_eager=True, enable_prefix_caching=False, max_model_len=256, num_gpu_blocks_override=12
+    )
     short = [i for i, prompt in enumerate(prompts) if 100 < len(prompt) < 128] * 3
     outputs = greedy(llm, [prompts[i] for i in short])
     preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
