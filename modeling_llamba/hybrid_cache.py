@@ -248,6 +248,21 @@ def new_cache(config) -> DynamicCache:
     return cache
 
 
+def conv_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
+    """The inputs that a layer's short convolution remembers, or None before the first token.
+
+    As `get_conv_state` of transformers' caches, which there is from 5.20 on.
+    """
+    layer = cache.layers[layer_idx]
+    return layer.conv_states[0] if layer.has_previous_state[0] else None
+
+
+def recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
+    """A layer's recurrent state, or None before the first token; transformers' own getter is as young."""
+    layer = cache.layers[layer_idx]
+    return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+
 @dataclass
 class Recorded:
     """What a mixer was fed since the checkpoint.

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
 from .normalised_read import NormalisedRead
-from .window_attention import WindowAttention, WindowInputs
+from .window_attention import Near, WindowAttention, WindowInputs
 
 Unrolled = tuple[torch.Tensor, torch.Tensor]
 """A matrix and what it is applied to."""
@@ -77,8 +77,20 @@ class HybridMixer(nn.Module):
         `kwargs` go to transformers' attention function, for heads with full attention.
         """
         window = unpadded(hidden_states) if window is None else window
-        inputs = (hidden_states, position_embeddings, window, seq_idx, past_key_values)
-        seen = self.attention(*inputs, **kwargs)
+        seen = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values, **kwargs)
+        return self.combine(seen, hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, window)
+
+    def combine(
+        self,
+        seen: Near,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        padding_mask: torch.Tensor | None,
+        seq_idx: torch.Tensor | None,
+        past_key_values: Cache | None,
+        window: WindowInputs,
+    ) -> torch.Tensor:
+        """`forward`, once it is known what the attention sees."""
         near = seen.output.flatten(2)
         if self.read is not None:
             features = self.read(seen, seq_idx, past_key_values)

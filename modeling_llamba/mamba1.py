@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .hybrid_cache import recorded_by
+from .hybrid_cache import recorded_by, recurrent_state
 from .matrix_mixer import OPEN_GATE, convolve_with_cache
 from .norms import head_norm
 from .rotary import apply_rotary
@@ -86,7 +86,7 @@ class Mamba1(nn.Module):
         """(B, L, hidden) -> (B, L, hidden); arguments as in `SSDMixer.forward`."""
         x, dt, B, C, z = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         A = -self.A_log.to(dt.dtype).exp()
-        state = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
+        state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
         recorded = recorded_by(past_key_values, self.layer_idx)
         if recorded is not None:
             recorded.advance = partial(selective_advance, A=A)

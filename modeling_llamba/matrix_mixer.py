@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .hybrid_cache import Recorded, recorded_by
+from .hybrid_cache import Recorded, conv_state, recorded_by, recurrent_state
 from .norms import RMSNorm, head_norm
 from .rotary import apply_rotary
 from .short_conv import ShortConv
@@ -93,7 +93,7 @@ class SSDMixer(nn.Module):
             (B, L, hidden).
         """
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
-        state = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
+        state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
         layer = past_key_values.layers[self.layer_idx] if past_key_values is not None and self.delay else None
         recorded = recorded_by(past_key_values, self.layer_idx)
         if recorded is not None:
@@ -227,13 +227,13 @@ def convolve_with_cache(
     """Convolve (B, L, C), continuing from and updating the inputs the cache remembers."""
     if cache is None:
         return conv(x, seq_idx)
-    past = cache.get_conv_state(layer_idx)
+    past = conv_state(cache, layer_idx)
     recorded = recorded_by(cache, layer_idx)
     if recorded is not None:
         past = past if recorded.conv is None else recorded.conv
         recorded.conv = torch.cat([past, x.mT], dim=-1)
         return conv(x, None, past)
-    continues = past is not None and cache.has_previous_state(layer_idx)
+    continues = past is not None
     if continues and x.shape[1] == 1 and conv.steps_in_place(x):
         return conv(x, None, past, in_place=True)
     inputs = cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)

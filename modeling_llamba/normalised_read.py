@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .hybrid_cache import recorded_by
+from .hybrid_cache import recorded_by, recurrent_state
 from .ssd import is_recorded, repeat_groups, requested_backend, ssd_advance, ssd_read, ssd_scan
 from .ssd_chunked import full_precision
 from .window_attention import Near, runs
@@ -112,7 +112,7 @@ class NormalisedRead(nn.Module):
     def far(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> Far:
         """What each of the tokens reads; the cache's state then takes up what has left the window after the last."""
         batch, length, _, D = near.query.shape
-        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        state = None if cache is None else recurrent_state(cache, self.layer_idx)
         recorded = recorded_by(cache, self.layer_idx)
         query = near.query.to(torch.promote_types(near.query.dtype, torch.float32)) * self.config.score_scale
         tokens, log_a = self._leaving(near, query.dtype)
@@ -139,7 +139,7 @@ class NormalisedRead(nn.Module):
             recorded.inputs, recorded.advance = inputs, ssd_advance
         elif cache is not None:
             entered = _enter(state, *(t[:, -1] for t in inputs))
-            if entered is not cache.get_recurrent_state(self.layer_idx):
+            if entered is not recurrent_state(cache, self.layer_idx):
                 cache.update_recurrent_state(entered, self.layer_idx)
         values, count, keys = seen.split([D, 1, D], dim=-1)
         value_mean, key_mean = (t / count.clamp(min=1) for t in (values, keys))

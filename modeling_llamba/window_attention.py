@@ -99,6 +99,20 @@ class Near(NamedTuple):
     leaving: torch.Tensor | None
 
 
+class Projected(NamedTuple):
+    """What the attention computes of each token by itself.
+
+    query, sink_query (B, H, L, D): after norm and rotary embedding; the second looks at sinks. key, value
+    (B, K, L, D). salience (B, L), or None in a layer that has no places.
+    """
+
+    query: torch.Tensor
+    sink_query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    salience: torch.Tensor | None
+
+
 class FullHeads(nn.Module):
     """The attributes that transformers' attention functions read of a module, for heads with full attention."""
 
@@ -147,22 +161,43 @@ class WindowAttention(nn.Module):
         Args:
             hidden_states: (B, L, hidden). kwargs: for transformers' attention function.
         """
-        query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
-        new = Tokens(key, value, inputs.index, self._salience_of(hidden_states, inputs.index))
+        projected = self.project(hidden_states, position_embeddings, inputs)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        of_full = self._attend_fully(projected, inputs.causal_mask, past, **kwargs) if self.full_heads else None
+        return self.attend_nearby(projected, inputs, of_full, past, seq_idx)
+
+    def attend_nearby(
+        self,
+        projected: Projected,
+        inputs: WindowInputs,
+        of_full: torch.Tensor | None,
+        past=None,
+        seq_idx: torch.Tensor | None = None,
+    ) -> Near:
+        """The heads' outputs from tokens that are projected.
+
+        Args:
+            of_full: (B, L, heads, D) of the heads with full attention, in the order of `full_heads`; None without any.
+            past: the layer of the cache to continue from and to update, or None.
+        """
+        query, sink_query, key, value, salience = projected
+        new = Tokens(key, value, inputs.index, salience)
         recent = None if past is None else past.recent
         context = with_past(new, recent)
         since = 0 if past is None else past.since
         seen = with_past(context, self._places(context, past)) if self.places else context
         selection = self._select(seen, key.shape[2], since, seq_idx)
         if recent is not None and key.shape[2] == 1 and inputs.all_behind(self.sinks) and not self.training:
-            sinks = past.first
-            output, log_mass = self.attend_one(query, sink_query, seen, selection, sinks)
+            sinks, start = past.first, max(seen.index.shape[1] - self.window, self.places)
+            sight = Tokens(*(t[:, :, start:] for t in seen[:2]), seen.index[:, start:])
+            if self.places:
+                sight = with_past(sight, seen.at(selection.held[:, 0]))
+            output, log_mass = self.attend_one(query, sink_query, sight, sinks)
         else:
             sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
             output, log_mass = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
-        if self.full_heads:
-            output = self._with_full_heads(output, query, key, value, inputs.causal_mask, past, **kwargs)
+        if of_full is not None:
+            output = self.with_full_heads(output, of_full)
         if past is not None:
             past.keep(context, sinks, new.index.shape[1], seen.at(selection.after) if self.places else None)
         log_mass = None if log_mass is None else log_mass.transpose(1, 2)
@@ -177,8 +212,7 @@ class WindowAttention(nn.Module):
         seq_idx: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The attention matrix M (B, H, L, L) and v (B, H, L, D): the heads' outputs are M v."""
-        query, sink_query, key, value = self.project(hidden_states, position_embeddings, inputs)
-        salience = self._salience_of(hidden_states, inputs.index)
+        query, sink_query, key, value, salience = self.project(hidden_states, position_embeddings, inputs)
         unit, parts = torch.eye(key.shape[2], dtype=key.dtype, device=key.device), []
         for some in unit.split(self.head_dim, dim=1):  # whose outputs are columns of M
             values = F.pad(some, (0, self.head_dim - some.shape[1])).expand(*key.shape[:2], -1, -1)
@@ -188,12 +222,18 @@ class WindowAttention(nn.Module):
             sinks = self.find_sinks(new, seq_idx, None)
             output, _ = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
             if self.full_heads:
-                output = self._with_full_heads(output, query, key, values, inputs.causal_mask, None)
+                one = Projected(query, sink_query, key, values, None)
+                output = self.with_full_heads(output, self._attend_fully(one, inputs.causal_mask, None))
             parts.append(output[..., : some.shape[1]])
         return torch.cat(parts, -1), value.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
-    def project(self, hidden_states, position_embeddings, inputs: WindowInputs) -> tuple[torch.Tensor, ...]:
-        """Query and sink query (B, H, L, D), key and value (B, K, L, D)."""
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        inputs: WindowInputs,
+    ) -> Projected:
+        """Queries, keys, values and salience of tokens (B, L, hidden)."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
@@ -205,7 +245,8 @@ class WindowAttention(nn.Module):
         sink_query = rotated
         if inputs.sink_rotary is not None and self.sinks:
             sink_query = apply_rotary(query, *inputs.sink_rotary, head_dim_axis=1)
-        return rotated, sink_query, apply_rotary(key, cos, sin, head_dim_axis=1), value
+        salience = self._salience_of(hidden_states, inputs.index)
+        return Projected(rotated, sink_query, apply_rotary(key, cos, sin, head_dim_axis=1), value, salience)
 
     def _salience_of(self, hidden_states: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
         """(B, L), in float32 or wider; sinks and padding take no place."""
@@ -344,25 +385,17 @@ class WindowAttention(nn.Module):
         return output.reshape(batch, heads, blocks * block, dim)[:, :, :length], log_mass
 
     def attend_one(
-        self,
-        query: torch.Tensor,
-        sink_query: torch.Tensor,
-        context: Tokens,
-        selection: Selection | None,
-        sinks: Tokens,
+        self, query: torch.Tensor, sink_query: torch.Tensor, sight: Tokens, sinks: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D) and (B, H, 1)."""
+        """`attend` for one token a row, all of them behind the sinks: (B, H, 1, D) and (B, H, 1).
+
+        Args:
+            sight: what is seen beside the sinks, in any order.
+        """
         batch, heads, _, dim = query.shape
-        columns = context.index.shape[1]
-        keys, values = (t[:, :, max(columns - self.window, self.places) :] for t in (context.keys, context.values))
-        query, sink_query = (t.view(batch, self.kv_heads, -1, dim) for t in (query, sink_query))
-        seen = context.index[:, max(columns - self.window, self.places) :] >= self.sinks
-        if self.places:
-            salient = context.at(selection.held[:, 0])
-            keys, values = (torch.cat(pair, dim=2) for pair in ((salient.keys, keys), (salient.values, values)))
-            seen = torch.cat([salient.index >= 0, seen], dim=1)
-        seen = seen[:, None, None]
-        scores = self.scores(query, keys.mT, seen)
+        keys, values = sight[:2]
+        query, sink_query = (t.reshape(batch, self.kv_heads, -1, dim) for t in (query, sink_query))
+        scores = self.scores(query, keys.mT, (sight.index >= self.sinks)[:, None, None])
         if self.sinks:
             scores = torch.cat([self.scores(sink_query, sinks.keys.mT), scores], dim=-1)
         probabilities, log_mass = self._softmax(scores, query.dtype)
@@ -408,8 +441,9 @@ class WindowAttention(nn.Module):
         keys = F.pad(keys, (0, 0, 0, 0, 0, right)).unflatten(2, (blocks, block))[:, :, None]
         return keys, F.pad(index, (0, 0, 0, right), value=-1).unflatten(1, (blocks, block))
 
-    def _with_full_heads(self, output, query, key, value, causal_mask, past, **kwargs):
-        key, value = _heads(key, self.full_kv_heads), _heads(value, self.full_kv_heads)
+    def _attend_fully(self, projected: Projected, causal_mask, past, **kwargs) -> torch.Tensor:
+        """Full attention of the heads that have it, (B, L, heads, D)."""
+        key, value = (_heads(t, self.full_kv_heads) for t in (projected.key, projected.value))
         if past is not None:
             key, value = append_keys(past.full, key, value)
         if self._kv_place is not None:
@@ -417,7 +451,7 @@ class WindowAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         of_full, _ = attend(
             self.full.train(self.training),
-            _heads(query, self.full_heads),
+            _heads(projected.query, self.full_heads),
             key,
             value,
             causal_mask,
@@ -426,6 +460,10 @@ class WindowAttention(nn.Module):
             **capped(self.softcap),
             **kwargs,
         )
+        return of_full
+
+    def with_full_heads(self, output: torch.Tensor, of_full: torch.Tensor) -> torch.Tensor:
+        """The heads' outputs (B, H, L, D) with those of full attention in their places."""
         both = torch.cat([output, of_full.transpose(1, 2).to(output.dtype)], dim=1)
         place = {head: self.heads + i for i, head in enumerate(self.full_heads)}
         return _heads(both, [place.get(head, head) for head in range(self.heads)])

@@ -29,7 +29,7 @@ def layer_and_data(folder, layer=1, heads=None, **hybrid):
 def dense(mixer, u, rotary):
     """Scores (B, H, L, L) of full causal attention."""
     attention = mixer.attention
-    q, _, k, _ = attention.project(u, rotary, unpadded(u))
+    q, _, k, *_ = attention.project(u, rotary, unpadded(u))
     k = k.repeat_interleave(attention.heads // attention.kv_heads, dim=1)
     scores = q @ k.mT * attention.scaling
     return scores.masked_fill(torch.ones(u.shape[1], u.shape[1]).triu(1).bool(), -torch.inf)

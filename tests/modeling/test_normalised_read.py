@@ -28,7 +28,7 @@ def token_by_token(m, u, rotary, inputs, seq_idx=None):
     """out of a hybrid layer whose heads have no full attention, in float64."""
     config, attention, read = m.config, m.attention, m.read
     W, sinks, H = config.hybrid_window, config.hybrid_sinks, attention.heads
-    q, _, k, v = (t.double() for t in attention.project(u, rotary, inputs))
+    q, _, k, v = (t.double() for t in attention.project(u, rotary, inputs)[:4])
     k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
     q, planes, D = q * q.shape[-1] ** -0.5, read.planes, q.shape[-1]
     a = read.log_decay.double().exp().repeat_interleave(H // len(read.log_decay))

@@ -1,0 +1,16 @@
+"""Llamba and PhiMamba in vLLM, by its own entry point: `vllm serve HYBRID`, without the checkpoint's remote code.
+
+vllm_model.py is the model as vLLM drives it, slots.py keeps what a layer carries from step to step in vLLM's cache.
+The layers themselves are those of `modeling_llamba`.
+"""
+
+
+def register() -> None:
+    """Make the two families known to vLLM; named in pyproject.toml, called in each of its processes."""
+    from vllm import ModelRegistry
+
+    import modeling_llamba  # noqa: F401
+    import modeling_phimamba  # noqa: F401
+
+    for name in ("LlambaForCausalLM", "PhiMambaForCausalLM"):
+        ModelRegistry.register_model(name, "recipes.serving.vllm_model:ServedHybrid")

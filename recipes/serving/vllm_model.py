@@ -1,0 +1,194 @@
+"""Llamba and PhiMamba as vLLM drives them: the modelling code's own blocks, with paged attention and slots in them."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.platforms import current_platform
+
+from modeling_llamba.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel, finish_logits
+from modeling_llamba.modeling_llamba import LlambaModel
+from modeling_llamba.window_attention import WindowInputs
+from modeling_phimamba.modeling_phimamba import PhiMambaModel
+
+from .slots import SlotLayer, slot_shape, state_of
+
+MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
+SUFFIX = ".mixer"
+
+
+def refuse(vllm_config: VllmConfig) -> None:
+    """Stop at what cannot be served.
+
+    Raises:
+        ValueError: naming it, and the way out.
+    """
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    length = vllm_config.model_config.max_model_len
+    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            "Hybrids are served on one device: leave out --tensor-parallel-size, --pipeline-parallel-size."
+        )
+    if vllm_config.speculative_config is not None:
+        raise ValueError("A hybrid's state cannot be taken back in vLLM: leave out --speculative-config.")
+    if vllm_config.lora_config is not None:
+        raise ValueError("Adapters are not served: merge them into the weights (merge_and_unload) and leave out LoRA.")
+    if vllm_config.quant_config is not None:
+        raise ValueError("Quantised hybrids are not served: leave out --quantization.")
+    if config.mixer == "mamba1" and {"linear_attention", "hybrid"} & set(config.layer_types):
+        raise ValueError("The mixer mamba1 is not served: use transformers, or convert with another mixer.")
+    if getattr(config, "num_experts", None) is not None:
+        raise ValueError("Experts are not served: use transformers.")
+    for rope in (config.rope_parameters, config.local_rope_parameters):
+        if rope is not None and rope["rope_type"] in LENGTH_DEPENDENT_ROTARY:
+            within = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            if length > within:
+                raise ValueError(
+                    f"The angles of RoPE {rope['rope_type']} depend on a text's length beyond {within} tokens, and "
+                    f"vLLM runs texts of many lengths at once: give --max-model-len {within} or less."
+                )
+
+
+def paged_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
+    """transformers' interface to an attention function; the module holds vLLM's."""
+    tokens = (t[0].transpose(0, 1).flatten(1) for t in (query, key, value))
+    return module.paged(*tokens).unflatten(-1, (-1, query.shape[-1]))[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register("vllm_paged", paged_attention)
+
+
+@support_torch_compile
+class ServedModel(nn.Module):
+    """Embedding, blocks and final norm; all requests' tokens are one row."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        model = MODELS[config.model_type](config)
+        self.embed_tokens, self.layers, self.norm = model.embed_tokens, model.layers, model.norm
+        self.rotary = model.rotary
+        # no sink is seen as from farther away than this
+        reach = config.hybrid_sink_reach
+        self.reach = reach if vllm_config.model_config.max_model_len > reach else None
+        # transformers' name for the function, and what the function then finds
+        config._attn_implementation = "vllm_paged"
+        for i, layer in enumerate(self.layers):
+            name = f"{prefix}.layers.{i}"
+            if layer.layer_type in ("linear_attention", "hybrid"):
+                layer.mixer = SlotLayer(layer.mixer, config, i, vllm_config, name + SUFFIX)
+                continue
+            layer.self_attn.paged = Attention(
+                config.num_attention_heads,
+                config.head_dim,
+                config.score_scale,
+                num_kv_heads=config.num_key_value_heads,
+                cache_config=vllm_config.cache_config,
+                logits_soft_cap=config.attn_logit_softcapping,
+                per_layer_sliding_window=layer.self_attn.sliding_window,
+                prefix=f"{name}.self_attn",
+            )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states (L, hidden) of tokens (L,) or their embeddings (L, hidden)."""
+        hidden_states = (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[None]
+        index = positions[None]
+        rotary = self.rotary(hidden_states, index)
+        of_sinks = None if self.reach is None else self.rotary(hidden_states, index.clamp(max=self.reach))
+        masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
+        masks["hybrid"] = WindowInputs(index, of_sinks)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, masks=masks, position_embeddings=rotary, seq_idx=None, past_key_values=None
+            )
+        return self.norm(hidden_states)[0]
+
+
+class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+    """Language model head on the model; what vLLM asks of a hybrid."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        refuse(vllm_config)
+        self.config = vllm_config.model_config.hf_config
+        self.model = ServedModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=self.config.lm_head_bias)
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """The largest slot of a layer, which says how large vLLM's pages are."""
+        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        layers = [i for i, kind in enumerate(config.layer_types) if kind in ("linear_attention", "hybrid")]
+        return max(slot_shape(state_of(config, i, dtype)) for i in layers)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        """Of a slot."""
+        return (torch.float32,)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple:
+        """A prefix is kept by copying slots whole, whatever is in them."""
+        return (get_temporal_copy_spec,)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(L,) -> (L, hidden)."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """As `ServedModel.forward`."""
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(L, hidden) -> (L, vocabulary)."""
+        return finish_logits(self.lm_head(hidden_states), self.config)
+
+    def load_weights(self, weights) -> set[str]:
+        """Fill parameters and buffers; returns the names of those filled.
+
+        Raises:
+            ValueError: the checkpoint has a tensor that the model has not, or of another shape.
+        """
+        places = dict(self.named_parameters()) | dict(self.named_buffers())
+        loaded = set()
+        for name, tensor in weights:
+            name = name.replace(".mixer.", ".mixer.mixer.")
+            if name == "lm_head.weight" and self.config.tie_word_embeddings:
+                continue
+            if name not in places or places[name].shape != tensor.shape:
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} is no tensor of this model.")
+            places[name].data.copy_(tensor)
+            loaded.add(name)
+        if current_platform.is_cpu():
+            for linear in (module for module in self.modules() if isinstance(module, nn.Linear)):
+                dispatch_cpu_unquantized_gemm(linear, remove_weight=False)
+                linear.forward = partial(cpu_linear, linear)
+        return loaded
+
+
+def cpu_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """vLLM's product with packed weights: for a few rows twice as fast as torch's."""
+    return linear.cpu_linear(x.flatten(0, -2), linear.weight, linear.bias).unflatten(0, x.shape[:-1])

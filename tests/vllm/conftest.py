@@ -1,0 +1,59 @@
+"""Models made by the project's environment, and vLLM's engine in this process."""
+
+import gc
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def reference(*arguments: str) -> None:
+    """tests.vllm.reference, in the environment that REFERENCE_PYTHON names."""
+    python = os.environ.get("REFERENCE_PYTHON", ".venv/bin/python")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM")}
+    subprocess.run([python, "-m", "tests.vllm.reference", *arguments], cwd=ROOT, env=environment, check=True)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """A folder of models with their references."""
+    folder = tmp_path_factory.mktemp("models")
+    reference("make", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompts(models) -> list[list[int]]:
+    return json.loads((models / "prompts.json").read_text())
+
+
+@pytest.fixture
+def engine(models, monkeypatch):
+    """name of a model, vLLM's options -> an engine with it."""
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    started = []
+
+    def start(name: str, **options):
+        from vllm import LLM
+
+        memory = {"kv_cache_memory_bytes": 2**27}
+        started.append(LLM(str(models / name), dtype="float32", disable_log_stats=False, **memory | options))
+        return started[-1]
+
+    yield start
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    started.clear()
+    gc.collect()
+    cleanup_dist_env_and_memory()

@@ -1,0 +1,209 @@
+"""Hybrids in vLLM, against transformers: equal tokens, however requests are cut, mixed, shared and stopped."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.vllm.conftest import ROOT, SETTINGS, reference
+from tests.vllm.reference import CASES, NEW_TOKENS
+
+pytestmark = pytest.mark.vllm
+REFUSED = {"experts": "Experts are not served", "mamba1": "mamba1 is not served"}
+SERVED = [name for name in CASES if name not in REFUSED]
+# chunks that cut the window of 24 and the short convolution; fewer slots than requests
+IN_PIECES = dict(max_num_batched_tokens=47, max_num_seqs=3, enable_prefix_caching=False)
+
+
+def greedy(llm, prompts, **options):
+    """The tokens of each prompt and their log-probabilities."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(**dict(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0) | options)
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+
+def differences(outputs, references) -> tuple[int, float]:
+    """How many of the tokens differ, and the largest difference of the log-probabilities of those that do not."""
+    wrong, worst, compared = 0, 0.0, 0
+    for output, expected in zip(outputs, references, strict=True):
+        tokens = list(output.token_ids)
+        assert len(tokens) == len(expected["tokens"])
+        for position, (token, right) in enumerate(zip(tokens, expected["tokens"], strict=True)):
+            if token != right:
+                wrong += 1
+                continue
+            found = output.logprobs[position][token].logprob
+            worst, compared = max(worst, abs(found - expected["logprobs"][position])), compared + 1
+    return wrong, worst if compared else float("inf")
+
+
+def expected(models, name):
+    return json.loads((models / name / "reference.json").read_text())
+
+
+def assert_equal(outputs, references):
+    wrong, worst = differences([output.outputs[0] for output in outputs], references)
+    assert wrong == 0 and worst < 1e-4, f"{wrong} tokens differ, log-probabilities by {worst}"
+
+
+@pytest.mark.parametrize("options", [{}, IN_PIECES], ids=["default", "in pieces"])
+@pytest.mark.parametrize("name", SERVED)
+def test_tokens_and_log_probabilities_are_transformers(name, options, engine, models, prompts):
+    """Ragged prompts of 1 to 600 tokens; vLLM's default flags compile what lies between the layers."""
+    assert_equal(greedy(engine(name, **options), prompts), expected(models, name))
+
+
+@pytest.mark.parametrize("name", ["normalised", "linear"])
+def test_a_lost_state_shows(name, engine, models, prompts, monkeypatch):
+    """Every part of a prompt but the first begins anew: what is compared above must see it."""
+    from recipes.serving import slots
+
+    class Forgetful(slots.PromptCache):
+        def __init__(self, held, slot, seen, attention):
+            super().__init__(held, slot, 0, attention)
+
+    monkeypatch.setattr(slots, "PromptCache", Forgetful)
+    llm = engine(name, enforce_eager=True, **IN_PIECES)
+    long = [i for i, prompt in enumerate(prompts) if len(prompt) > 60]
+    references = expected(models, name)
+    outputs = greedy(llm, [prompts[i] for i in long])
+    for output, i in zip(outputs, long, strict=True):
+        wrong, worst = differences([output.outputs[0]], [references[i]])
+        assert wrong or worst > 1e-3
+
+
+@pytest.mark.parametrize("name", ["normalised", "linear", "mixers alone"])
+def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
+    llm = engine(name, enforce_eager=True)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    greedy(llm, [prompts[longest][:520]])
+    outputs = greedy(llm, [prompts[longest], prompts[longest]])
+    assert all(output.num_cached_tokens >= 128 for output in outputs)
+    assert_equal(outputs, [expected(models, name)[longest]] * 2)
+
+
+def test_a_request_that_was_preempted_goes_on(engine, models, prompts):
+    """Pages for fewer requests than begin: each needs one more after its 128th token."""
+    llm = engine(
+        "normalised", enforce_eager=True, enable_prefix_caching=False, max_model_len=256, num_gpu_blocks_override=12
+    )
+    short = [i for i, prompt in enumerate(prompts) if 100 < len(prompt) < 128] * 3
+    outputs = greedy(llm, [prompts[i] for i in short])
+    preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    assert sum(preempted) > 0
+    assert_equal(outputs, [expected(models, "normalised")[i] for i in short])
+
+
+def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
+    """Each sample's log-probabilities are those that transformers gives to its own tokens."""
+    outputs = greedy(engine("normalised", enforce_eager=True), prompts[:4], n=3, temperature=1.0)
+    samples = [(o.prompt_token_ids, sample) for o in outputs for sample in o.outputs]
+    assert len({tuple(sample.token_ids) for _, sample in samples}) > 4
+    file = tmp_path / "samples.json"
+    file.write_text(json.dumps([{"prompt": p, "tokens": list(s.token_ids)} for p, s in samples]))
+    reference("score", str(models / "normalised"), str(file))
+    wrong, worst = differences([sample for _, sample in samples], json.loads(file.read_text()))
+    assert wrong == 0 and worst < 1e-4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(name, engine):
+    with pytest.raises(Exception, match=REFUSED[name]):
+        engine(name, enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    "part, fields, message",
+    [
+        ("parallel_config", {"tensor_parallel_size": 2}, "one device"),
+        ("model_config", {"max_model_len": 2000}, "--max-model-len 64"),
+        (None, {"speculative_config": object()}, "--speculative-config"),
+        (None, {"lora_config": object()}, "merge_and_unload"),
+        (None, {"quant_config": object()}, "--quantization"),
+    ],
+)
+def test_options_of_vllm_that_are_not_served(part, fields, message):
+    from types import SimpleNamespace
+
+    from modeling_llamba import LlambaConfig
+    from recipes.serving.vllm_model import refuse
+
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = LlambaConfig(num_hidden_layers=2, rope_parameters=rope, max_position_embeddings=64)
+    served = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, max_model_len=64),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        speculative_config=None, lora_config=None, quant_config=None,
+    )  # fmt: skip
+    refuse(served)
+    for name, value in fields.items():
+        setattr(served if part is None else getattr(served, part), name, value)
+    with pytest.raises(ValueError, match=message):
+        refuse(served)
+
+
+def test_an_export_for_vllm_needs_a_flag(engine, models, prompts):
+    """GraniteMoeHybrid: equal without prefix caching; vLLM's default, which has it, fails on a CPU."""
+    outputs = greedy(engine("granitemoehybrid", enforce_eager=True, **IN_PIECES), prompts)
+    assert_equal(outputs, expected(models, "granitemoehybrid"))
+
+
+def test_an_export_for_vllm_fails_by_default(engine, prompts):
+    """When this fails, the flag is no longer needed, and docs/guide/formats.md says too much."""
+    with pytest.raises(Exception, match="out of bounds|IndexError|index"):
+        greedy(engine("granitemoehybrid", enforce_eager=True), prompts)
+
+
+def test_bamba_is_not_for_vllm(engine):
+    with pytest.raises(Exception, match="BambaForCausalLM|vLLM has no other way"):
+        engine("bamba", enforce_eager=True)
+
+
+@pytest.fixture
+def server(models, tmp_path):
+    """An OpenAI client of a server of its own, which found the model by the plugin."""
+    openai = pytest.importorskip("openai")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "normalised")]
+    command += ["--kv-cache-memory-bytes", str(2**27)]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", "hybrid"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=log, stderr=log, cwd=ROOT)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        try:
+            for _ in range(600):
+                try:
+                    client.models.list()
+                    break
+                except openai.APIConnectionError:
+                    assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                    time.sleep(1)
+            yield client
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def test_chat_streams_and_stops(server, models, prompts):
+    """What is streamed is what is given at once, transformers' greedy words, and ends before a stop string."""
+    chat = dict(model="hybrid", messages=[{"role": "user", "content": "w20 w21 w22"}], temperature=0, max_tokens=16)
+    chat |= dict(extra_body={"ignore_eos": True})
+    whole = server.chat.completions.create(**chat).choices[0].message.content
+    parts = [part.choices[0].delta.content or "" for part in server.chat.completions.create(**chat, stream=True)]
+    assert len(parts) > 8 and "".join(parts) == whole
+    first = expected(models, "normalised")[1]
+    text = dict(model="hybrid", prompt=first["prompt"], temperature=0, max_tokens=NEW_TOKENS)
+    text |= dict(extra_body={"ignore_eos": True, "return_token_ids": True})
+    given = server.completions.create(**text).choices[0]
+    assert given.token_ids == first["tokens"]
+    words = given.text.split()
+    stop = next(word for word in words[3:] if word not in words[:3])
+    stopped = server.completions.create(**text, stop=[f" {stop}"]).choices[0]
+    assert stopped.finish_reason == "stop" and stopped.text == given.text[: given.text.index(f" {stop}")]
