@@ -1,11 +1,10 @@
 """Which heads look up distant tokens: a retrieval score per head, from one pass of the teacher over some text.
 
 Few heads do ("retrieval heads", arXiv 2404.15574; arXiv 2602.11374 keeps 2 % of them). A needle of random tokens lies
-early in prose and comes again at its end. The score of a head is the share of attention that the second needle pays to
-the first; what of it is paid to the token that comes next there, which is the one to be copied, counts half as much
-again. That finds the heads that copy what followed last time (induction heads), and those in earlier layers that find
-the same token again, without which the former miss more the farther away the needle is. Heads that look back by a step
-or two, which copying needs as well, are served by the window.
+early in prose and comes again at its end. The score of a head is the largest share of attention that a token of the
+second needle pays to the first. That finds the heads that copy what followed last time (induction heads), and those
+in earlier layers that find the same token again, without which the former miss more the farther away the needle is.
+Heads that look back by a step or two, which copying needs as well, are served by the window.
 """
 
 import torch
@@ -28,7 +27,7 @@ def retrieval_scores(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> torch.Tensor:
-    """(layers, heads): the share of attention that the second needle pays to the first, as above, a mean.
+    """(layers, heads): the largest share of attention that a token of the second needle pays to the first, a mean.
 
     Args:
         prose: (S, L) token ids of text, of which the first few are used.
@@ -41,10 +40,8 @@ def retrieval_scores(
         progress("scoring heads", layer, teacher.num_layers)
         block = teacher.block(layer)
         u, rotary = block.input_layernorm(hidden), teacher.rotary(probe.ids.shape[1], layer)
-        ((_, shares),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)
-        shares = shares[..., place : place + NEEDLE].mean(0)  # (heads, NEEDLE of the second, NEEDLE of the first)
-        to_next = shares.diagonal(offset=1, dim1=1, dim2=2).mean(-1)
-        scores.append((shares.sum(-1).mean(-1) + to_next / 2).cpu())
+        ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)
+        scores.append(asking[..., place : place + NEEDLE].sum(-1).amax(-1).mean(0).cpu())
         hidden = block(hidden, **inputs)
     progress("scoring heads", teacher.num_layers, teacher.num_layers)
     return torch.stack(scores)
