@@ -70,7 +70,8 @@ def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int)
 
 def met_by_a_token(config: PreTrainedConfig) -> int:
     """Parameters of a block, a mean, of whose experts as many count as a token meets."""
-    share = 1.0 if config.num_experts is None else config.num_experts_per_tok / config.num_experts
+    experts = getattr(config, "num_experts", None)  # PhiMamba has none
+    share = 1.0 if experts is None else config.num_experts_per_tok / experts
     counts = (
         math.prod(shape) * (share if ".experts." in name else 1)
         for name, shape in tensor_shapes(config).items()
