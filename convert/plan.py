@@ -287,7 +287,7 @@ def describe_seconds(plan: Plan) -> str:
     return f"took {minutes(sum(stages.values()))}: {parts}"
 
 
-def plan_printer(say: Callable[[str], None]) -> Callable[["Plan"], None]:
+def plan_printer(say: Callable[[str], None]) -> Callable[[Plan], None]:
     """Describes a plan, and where it is described again only the lines that are new."""
     said: set[str] = set()
 

@@ -7,7 +7,6 @@ Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H 
 """
 
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ class Rates(NamedTuple):
 
 
 def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
-    """The cost of a closed-form alignment on this machine; None where it is of another kind."""
+    """What a closed-form fit of the normalised read costs on this machine; None for any other alignment."""
     hybrid = plan.placement.hybrid
     closed_form = options.alignment.method == "closed-form" and options.alignment.fit.stream == "teacher"
     if not closed_form or hybrid is None or not hybrid.state or hybrid.read != "normalised":
@@ -101,6 +100,10 @@ def _seconds(what: Callable[[], torch.Tensor], device: torch.device) -> float:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has taken at most so far."""
+    """Memory that this process has taken at most so far; 0 on Windows, which does not say."""
+    if sys.platform == "win32":
+        return 0
+    import resource  # which there is not on Windows
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most

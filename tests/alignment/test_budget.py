@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.aligner import Aligner
+from convert.alignment.cost import Rates, cost_of
 from convert.options import make_options
 from convert.pipeline import plan_conversion, run
 from convert.placement.budget import Budget
@@ -282,3 +283,14 @@ def test_an_eighth_of_the_cache_where_nothing_is_said_of_the_layers(said):
     assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.125
     assert make_options("m", "o", **said).cache is None
     assert make_options("m", "o", sinks=2, shared_state=True).cache == 0.125
+
+
+def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):
+    folder, rates = str(saved_teacher("llama-gqa")), Rates(1e9, 5e8, 1e8)
+    few, many = (make_options(folder, "o", **SEARCH | {"tokens": tokens}) for tokens in (320, 3200))
+    plan = plan_conversion(few)
+    assert plan.alignment_cost.seconds > 0 and "to align" in describe(plan)
+    costs = [cost_of(plan, options, rates, resident=1000) for options in (few, many)]
+    assert costs[0].seconds < costs[1].seconds < 10 * costs[0].seconds  # the solutions take the same for any text
+    assert 1000 < costs[0].nbytes < costs[1].nbytes
+    assert plan_conversion(make_options(folder, "o", align="none")).alignment_cost is None
