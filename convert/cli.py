@@ -34,6 +34,7 @@ from .errors import message_of, printable
 from .options import (
     CONVERSION_FLAGS,
     MOHAWK_FLAGS,
+    ChatOptions,
     ConversionOptions,
     EnvOptions,
     ExportOptions,
@@ -142,6 +143,13 @@ def generate_command(options: GenerateOptions, switches: Switches) -> None:
         sys.stderr.write(f"{name}: {rate:.1f} tokens per second\n")
 
 
+def chat_command(options: ChatOptions, switches: Switches) -> None:
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from .tools.chat import chat
+
+    chat(options)
+
+
 COMMANDS = {
     "convert": Command(
         ConversionOptions,
@@ -176,6 +184,12 @@ COMMANDS = {
         {"MODEL": "model"},
         flags_of("prompt", "teacher", "max_new_tokens", "temperature", "seed", "raw", "dtype", "device", "revision",
                  "trust_remote_code"),
+    ),
+    "chat": Command(
+        ChatOptions,
+        chat_command,
+        {"MODEL": "model"},
+        flags_of("max_new_tokens", "temperature", "seed", "dtype", "device", "revision", "trust_remote_code"),
     ),
 }  # fmt: skip
 

@@ -629,23 +629,17 @@ class FamiliesOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """Answer a prompt, streaming; beside the teacher on request."""
+class ChatOptions:
+    """Talk with a model; every line is a turn, and none is read twice."""
 
     model: str | None = None
     """Folder, Hub id or GGUF file."""
-    prompt: str = ""
-    """Text to answer."""
-    teacher: str | None = None
-    """Answer beside this model; `recorded` is the teacher that the checkpoint names."""
-    max_new_tokens: PositiveInt = 128
-    """Largest number of tokens to generate."""
+    max_new_tokens: PositiveInt = 256
+    """Largest number of tokens of an answer."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 decodes greedily."""
     seed: Seed = 0
     """Seed of the sampling."""
-    raw: bool = False
-    """Continue the text without the chat template."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in memory."""
     device: str = "cpu"
@@ -654,6 +648,20 @@ class GenerateOptions:
     """Branch, tag or commit of a Hub repository."""
     trust_remote_code: bool = False
     """Run code from the model's repository."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ChatOptions):
+    """Answer a prompt, streaming; beside the teacher on request."""
+
+    prompt: str = ""
+    """Text to answer."""
+    teacher: str | None = None
+    """Answer beside this model; `recorded` is the teacher that the checkpoint names."""
+    max_new_tokens: PositiveInt = 128
+    """Largest number of tokens to generate."""
+    raw: bool = False
+    """Continue the text without the chat template."""
 
 
 class OptionParser:

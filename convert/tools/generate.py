@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.columns import Columns
@@ -43,6 +44,11 @@ def recorded_teacher(config: PreTrainedConfig) -> str:
     raise ValueError(f"The recorded teacher, {name}, was a local path; say where it is: --teacher MODEL.")
 
 
+def sampling(temperature: float) -> dict[str, Any]:
+    """What `generate` is told: to sample, or at temperature 0 to decode greedily."""
+    return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+
+
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -52,11 +58,10 @@ def generate(
     on_text: Callable[[str], None],
 ) -> float:
     """Continue one prompt, passing each piece of text to `on_text`; returns the tokens per second."""
-    options = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     streamer = PieceStreamer(tokenizer, on_text)
     started = time.perf_counter()
-    ids = model.generate(**inputs, **options, max_new_tokens=max_new_tokens, streamer=streamer)
+    ids = model.generate(**inputs, **sampling(temperature), max_new_tokens=max_new_tokens, streamer=streamer)
     return (ids.shape[1] - inputs["input_ids"].shape[1]) / (time.perf_counter() - started)
 
 

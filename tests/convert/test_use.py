@@ -1,5 +1,6 @@
 """inspect, env and generate, as they are typed."""
 
+import io
 import json
 import shutil
 
@@ -8,6 +9,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from convert import convert
+from convert.cli import main
+from convert.tools.chat import Conversation
 from convert.tools.env import environment
 from convert.tools.generate import recorded_teacher
 from convert.tools.inspect import inspect_model
@@ -15,6 +18,7 @@ from modeling_llamba import LlambaForCausalLM
 from tests.convert.test_bad_input import check_one_line_error
 from tests.convert.test_bad_input import run_as_is as use
 from tests.modeling.test_training import tokenizer
+from tests.recipes.tiny_chat import save_chat_teacher, save_hybrid
 from tests.students import make_student, student_config
 from tests.teachers import TINY, random_ids
 
@@ -168,3 +172,38 @@ def test_no_teacher_recorded(checkpoints):
     tokenizer().save_pretrained(checkpoints / "found")
     done = use("generate", checkpoints / "found", "--prompt", "w3", "--teacher", "recorded")
     assert done.returncode == 1 and "records no teacher" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """A hybrid with a chat template, a window of four, kept heads and a state."""
+    folder = tmp_path_factory.mktemp("chat")
+    teacher = save_chat_teacher(folder / "teacher")
+    return save_hybrid(teacher, folder / "hybrid", attention_layers=0.25, window=4, attention_heads="1:0,1:1")
+
+
+@pytest.mark.parametrize("limit", [2, 9])
+def test_a_conversation_reads_nothing_twice_and_answers_as_if_it_had(chatting, limit):
+    model, tokenizer = LlambaForCausalLM.from_pretrained(chatting).eval(), AutoTokenizer.from_pretrained(chatting)
+    conversation, read = Conversation(model, tokenizer), []
+    model.model.embed_tokens.register_forward_hook(lambda module, ids, out: read.append(ids[0].shape[1]))
+    for said in ("w9 w10 w11", "w12 w9", "w40"):
+        answer = conversation.answer(said, limit, 0.0)
+        turns, fed = conversation.messages[:-1], sum(read)
+        anew = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ids = model.generate(**anew, do_sample=False, max_new_tokens=limit)[0]
+        assert answer == tokenizer.decode(ids[anew["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert fed == len(ids) - 1 == len(conversation.held)
+        del read[:]
+        read.append(fed)
+
+
+def test_chat_answers_every_line_until_the_input_ends(chatting, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("w9 w10\nw12\n"))
+    main(["chat", str(chatting), "--max-new-tokens", "3"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_chat_wants_a_chat_template(checkpoints):
+    done = use("chat", checkpoints / "hybrid")
+    check_one_line_error(done, "no chat template; continue a text with")
