@@ -141,10 +141,12 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
             start, self.since = 0, self.since + new_tokens
         else:
             start, self.salient = max(context.index.shape[1] - self.window + 1, 0), salient
-        # copies: a view would hold on to the whole prompt
-        keys, values = (t[:, :, start:].clone() for t in (context.keys, context.values))
-        others = (None if t is None else t[:, start:].clone() for t in (context.index, context.salience))
-        self.recent = Tokens(keys, values, *others)
+        keys, values = (t[:, :, start:] for t in context[:2])
+        others = (None if t is None else t[:, start:] for t in context[2:])
+        recent = Tokens(keys, values, *others)
+        if start > 1:  # a view would hold on to the whole prompt
+            recent = Tokens(*(None if t is None else t.clone() for t in recent))
+        self.recent = recent
         self.first = sinks
         self.seen_tokens += new_tokens
 

@@ -21,7 +21,7 @@ class Competition(NamedTuple):
 
     seen (B, ..., M, T) bool: which candidate, who held a place before or entered since, holds one at each step, before
     anybody leaves. leaving (B, ..., T): who goes on to the state after each step. held (B, ..., R): who holds a place
-    after the last step.
+    after the last step, the most salient first.
     """
 
     seen: torch.Tensor
@@ -66,9 +66,25 @@ def compete(
     if mine is not None:
         before, lost, holding = before & mine[..., :-1], lost & mine[..., 1:], holding & mine[..., -1]
     leaving = torch.where(lost.any(-2), candidates.gather(-1, lost.int().argmax(-2)), -1)
-    stays = holding.int().argsort(dim=-1, descending=True, stable=True)[..., :places]
+    order = score.masked_fill(~holding, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    stays = order[..., :places]
     kept = torch.where(holding.gather(-1, stays), candidates.gather(-1, stays), -1)
     return Competition(before, leaving, kept)
+
+
+@torch.no_grad()
+def compete_once(exists: torch.Tensor, salience: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`compete` for a single step, where the holders are the first R columns and who enters is the next.
+
+    Args:
+        exists, salience: (B, R + 1).
+
+    Returns:
+        leaving (B, 1) and held (B, R).
+    """
+    order = salience.masked_fill(~exists, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    columns = torch.where(exists.gather(1, order), order, -1)
+    return columns[:, -1:], columns[:, :-1]
 
 
 @torch.no_grad()

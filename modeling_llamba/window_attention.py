@@ -20,7 +20,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from .attention import append_keys, capped, qk_norms
 from .rotary import apply_rotary
-from .salient_tokens import compete, holders_before
+from .salient_tokens import compete, compete_once, holders_before
 from .ssd import sequence_starts
 
 MIN_BLOCK = 32
@@ -186,14 +186,12 @@ class WindowAttention(nn.Module):
         context = with_past(new, recent)
         since = 0 if past is None else past.since
         seen = with_past(context, self._places(context, past)) if self.places else context
-        selection = self._select(seen, key.shape[2], since, seq_idx)
-        if recent is not None and key.shape[2] == 1 and inputs.all_behind(self.sinks) and not self.training:
-            sinks, start = past.first, max(seen.index.shape[1] - self.window, self.places)
-            sight = Tokens(*(t[:, :, start:] for t in seen[:2]), seen.index[:, start:])
-            if self.places:
-                sight = with_past(sight, seen.at(selection.held[:, 0]))
-            output, log_mass = self.attend_one(query, sink_query, sight, sinks)
+        one = recent is not None and key.shape[2] == 1 and inputs.all_behind(self.sinks) and not self.training
+        if one and seen.index.shape[1] <= self.places + self.window:  # unless passes are recorded
+            selection, sinks = self._select_once(seen), past.first
+            output, log_mass = self.attend_one(query, sink_query, seen, sinks)
         else:
+            selection = self._select(seen, key.shape[2], since, seq_idx)
             sinks = self.find_sinks(new, seq_idx, None if past is None else past.first)
             output, log_mass = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
         if of_full is not None:
@@ -296,6 +294,18 @@ class WindowAttention(nn.Module):
         outcome = compete(held, entering, seen.salience, packed)
         leaving = torch.cat([*leaving, outcome.leaving.flatten(1)], dim=1)[:, : length + since]
         return Selection(leaving, held, outcome.seen.mT, outcome.held[:, -1])
+
+    def _select_once(self, seen: Tokens) -> Selection | None:
+        """`_select` for one token a row, behind the sinks, where nothing came since the cache's places."""
+        if not self.places and self.config.hybrid_read == "linear":
+            return None
+        first, places = seen.index[:, : self.places + 1], self.places
+        if seen.index.shape[1] < places + self.window:
+            first = F.pad(first[:, :places], (0, 1), value=-1)  # nobody leaves the window yet
+        if not places:
+            return Selection(torch.where(first >= self.sinks, 0, -1))
+        leaving, after = compete_once(first >= self.sinks, seen.salience[:, : places + 1])
+        return Selection(leaving, after=after)
 
     def _block(self, length: int) -> int:
         """Queries that are served at a time."""
