@@ -66,6 +66,7 @@ class Options:
     recall_lengths: list[int] | None = option(None, "Numbers of tokens per recall probe. Default: --lengths.")
     depths: list[float] = option([0.1, 0.5, 0.9], "Where needle and passkey are hidden: 0 is first, 1 is last.")
     max_new_tokens: int = option(64, "Largest number of tokens of an answer.")
+    temperature: float = option(0.0, "Sampling temperature of the answers; 0 decodes greedily.")
     tasks: list[str] | None = option(None, "Names of lm-eval tasks.")
     include_path: str | None = option(None, "Folder with lm-eval tasks of your own as YAML files.")
     num_fewshot: int | None = option(None, "Number of examples before each question of a task.")
@@ -75,7 +76,7 @@ class Options:
     speed_tokens: int = option(32, "Number of decoding steps that are timed.")
     limit: int | None = option(None, "Largest number of sequences, prompts and documents of anything.")
     batch_size: int = option(8, "Number of sequences read at once; changes no figure.")
-    seed: int = option(0, "Seed of the recall probes.")
+    seed: int = option(0, "Seed of the recall probes and of sampled answers.")
     dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
     device: str = option("cpu", "cpu or cuda.")
     trust_remote_code: bool = option(False, "Run the code that a repository brings along.")
@@ -136,7 +137,7 @@ class Options:
         own = {
             "text": {"sequences": self.sequences, "column": self.text_column},
             "recall": {"text": [*first, first.fingerprint()], "sequences": self.sequences, "depths": self.depths},
-            "generation": {"max_new_tokens": self.max_new_tokens},
+            "generation": {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature},
             "tasks": {"include_path": [self.include_path, own_tasks], "num_fewshot": self.num_fewshot},
             "speed": {"speed_tokens": self.speed_tokens},
         }
@@ -251,12 +252,15 @@ class Evaluation:
         prompts = list(PROMPTS[: self.options.capped(len(PROMPTS))])
         said = {w: self.folder.cell("generation", w, self._said, w, prompts) for w in self.names}
         answers = said["model"], said.get("teacher")
-        return self.folder.cell("generation", "judged", lambda: judge(prompts, *answers, self.tokenizer))
+        return self.folder.cell(
+            "generation", "judged", lambda: judge(prompts, *answers, self.tokenizer, self.options.max_new_tokens)
+        )
 
     def _said(self, which: str, prompts: list[str]) -> list[list[int]]:
         o, advance = self.options, partial(self.progress, f"generation, {which}", total=len(prompts))
         model = self.models[which]
-        return continuations(model, self.tokenizer, prompts, o.max_new_tokens, o.batch_size, advance)
+        how = o.max_new_tokens, o.batch_size, advance, o.temperature, o.seed
+        return continuations(model, self.tokenizer, prompts, *how)
 
     def tasks(self) -> list[dict[str, Any]]:
         """A row per task and metric."""

@@ -1,4 +1,4 @@
-"""Greedy decoding of the same prompts: how long it agrees, how much it repeats, what instructions it follows.
+"""Answers to the same prompts: how long they agree, how much they repeat, if they end, what instructions they follow.
 
 Likelihood flatters a hybrid: it is always shown the teacher's own history. Here each model reads its own. The
 instructions are in the manner of IFEval (Zhou et al. 2023, arXiv 2311.07911), which lm-eval has as well, but needs
@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from convert.checkpoint.load import encode
+from convert.tools.generate import sampling
 
 from .metrics import Advance
 
@@ -24,6 +25,15 @@ QUESTIONS = (
     "List three uses of copper.",
     "My name is Miriam and I live in Oslo. What is my name, and where do I live?",
     "Explain to a child what a bank does.",
+    "Translate into French: good morning, my friend.",
+    "What is 17 plus 25?",
+    "Who wrote Romeo and Juliet?",
+    "Give me a recipe for pancakes.",
+    "Write a Python function that returns the sum of a list.",
+    "Summarise in one sentence: The ship left the harbour at dawn. By noon a storm had broken its mast, and the crew "
+    "rowed back through the night.",
+    "What should I pack for a week in the mountains in winter?",
+    "Tell me a story about a lighthouse keeper who finds a letter in a bottle.",
 )
 
 
@@ -103,9 +113,12 @@ def continuations(
     max_new_tokens: int,
     batch_size: int,
     advance: Advance = lambda done: None,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[list[int]]:
-    """The greedy answer to each prompt, the end-of-text token included; in batches padded on the left."""
+    """The answer to each prompt, the end-of-text token included; in batches padded on the left."""
     said: list[list[int]] = []
+    torch.manual_seed(seed)
     end = model.generation_config.eos_token_id
     ends = set(end) if isinstance(end, (list, tuple)) else {end}
     for start in range(0, len(prompts), batch_size):
@@ -113,11 +126,8 @@ def continuations(
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         ids = model.generate(
             **inputs,
-            do_sample=False,
+            **{"temperature": None, "top_p": None, "top_k": None} | sampling(temperature),
             num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
         )
@@ -129,9 +139,13 @@ def continuations(
 
 
 def judge(
-    prompts: list[str], model: list[list[int]], teacher: list[list[int]] | None, tokenizer: PreTrainedTokenizerBase
+    prompts: list[str],
+    model: list[list[int]],
+    teacher: list[list[int]] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
 ) -> dict[str, Any]:
-    """Figures over all prompts, and every answer."""
+    """Figures over all prompts, and every answer; one that has as many tokens as it may have was cut off."""
     answers: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
     repeated, share = {}, {}
     for which, said in (("model", model), ("teacher", teacher)):
@@ -144,9 +158,12 @@ def judge(
         repeated[which] = None if said is None else sum(map(repetition, said)) / len(said)
     pairs = [] if teacher is None else list(zip(model, teacher, strict=True))
     agreement = [common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs]
+    alike = sorted(common_prefix(a, b) for a, b in pairs)
     return {
         "prompts": len(prompts),
         "greedy_agreement": sum(agreement) / len(agreement) if agreement else None,
+        "tokens_alike": alike[len(alike) // 2] if alike else None,
+        "cut_off": sum(len(a) == max_new_tokens > len(b) for a, b in pairs) if pairs else None,
         "repetition": repeated["model"],
         "teacher_repetition": repeated["teacher"],
         "instructions": share | {"count": sum(prompt in INSTRUCTIONS for prompt in prompts)},

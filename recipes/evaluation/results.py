@@ -43,9 +43,10 @@ SECTIONS = {
         ("probe", "length", "distance", "teacher", "model", "samples"),
     ),
     "generation": (
-        "Greedy: tokens in common with the teacher's answer, repeated 4-grams, share of the instructions followed.",
-        ("prompts", "greedy_agreement", "teacher_repetition", "repetition", "instructions", "teacher_following",
-         "model_following"),
+        "Share of each answer, and median number of tokens, in common with the teacher's; answers cut off where the "
+        "teacher's end; repeated 4-grams; share of the instructions followed.",
+        ("prompts", "greedy_agreement", "tokens_alike", "cut_off", "teacher_repetition", "repetition",
+         "instructions", "teacher_following", "model_following"),
     ),
     "tasks": (
         "Relative: (model − chance) / (teacher − chance) ± one standard error; – where the teacher is at chance.",

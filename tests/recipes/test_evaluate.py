@@ -430,9 +430,11 @@ def test_greedy_agreement_and_repetition():
     assert common_prefix([1, 2, 3], [1, 2, 4]) == 2 and common_prefix([1], [1, 2]) == 1
     assert repetition([1, 2, 3, 4, 5, 6]) == 0 and repetition([1] * 10) == pytest.approx(6 / 7)
     comma = "Write one sentence about birds without any comma."
-    found = judge([PROMPTS[0], comma], [[5, 6, 7, 8], [9] * 8], [[5, 6, 1, 8], [9] * 8], chat_tokenizer())
+    found = judge([PROMPTS[0], comma], [[5, 6, 7, 8], [9] * 8], [[5, 6, 1, 8], [9] * 8], chat_tokenizer(), 4)
     assert found["greedy_agreement"] == pytest.approx((0.5 + 1) / 2)
     assert found["repetition"] == pytest.approx((0 + 4 / 5) / 2)
+    assert found["tokens_alike"] == 8 and found["cut_off"] == 0
+    assert judge([comma], [[5, 6, 7, 8]], [[5, 6, 2]], chat_tokenizer(), 4)["cut_off"] == 1
     assert found["instructions"] == {"model": 1.0, "teacher": 1.0, "count": 1}
     assert found["answers"][0]["model_followed"] is None and found["answers"][1]["model"] == " ".join(["w9"] * 8)
 
