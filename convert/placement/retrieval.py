@@ -4,7 +4,9 @@ Few heads do ("retrieval heads", arXiv 2404.15574; arXiv 2602.11374 keeps 2 % of
 early in prose and comes again at its end. The score of a head is the largest share of attention that a token of the
 second needle pays to the first. That finds the heads that copy what followed last time (induction heads), and those
 in earlier layers that find the same token again, without which the former miss more the farther away the needle is.
-Heads that look back by a step or two, which copying needs as well, are served by the window.
+In a dozen heads that share is nearly 1, so a little is added for the attention to the token that followed last time:
+of the heads that find the same token, one or two suffice. Heads that look back by a step or two, which copying needs
+as well, are served by the window.
 """
 
 import torch
@@ -18,6 +20,8 @@ from .budget import KVHead
 ROWS = 4
 NEEDLE = 8
 """Tokens of the needle."""
+FOLLOWING = 0.04
+"""What a share of attention to the token that followed last time counts for beside the largest share of any."""
 
 
 @torch.no_grad()
@@ -27,7 +31,10 @@ def retrieval_scores(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> torch.Tensor:
-    """(layers, heads): the largest share of attention that a token of the second needle pays to the first, a mean.
+    """(layers, heads): how much the second needle looks at the first, a mean over rows.
+
+    The largest share of attention that a token pays to the first needle, and FOLLOWING times the mean share that goes
+    to the token after the same one.
 
     Args:
         prose: (S, L) token ids of text, of which the first few are used.
@@ -41,7 +48,9 @@ def retrieval_scores(
         block = teacher.block(layer)
         u, rotary = block.input_layernorm(hidden), teacher.rotary(probe.ids.shape[1], layer)
         ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)
-        scores.append(asking[..., place : place + NEEDLE].sum(-1).amax(-1).mean(0).cpu())
+        found = asking[..., place : place + NEEDLE]  # (rows, heads, NEEDLE, NEEDLE)
+        following = found.diagonal(1, -2, -1).mean(-1)
+        scores.append((found.sum(-1).amax(-1) + FOLLOWING * following).mean(0).cpu())
         hidden = block(hidden, **inputs)
     progress("scoring heads", teacher.num_layers, teacher.num_layers)
     return torch.stack(scores)

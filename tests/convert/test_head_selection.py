@@ -12,7 +12,7 @@ from convert.options import make_options
 from convert.pipeline import plan_conversion
 from convert.placement.cache import cache_bytes
 from convert.placement.presets import counted_heads, kept_heads, query_heads
-from convert.placement.retrieval import NEEDLE, ROWS, ranked_heads, retrieval_scores
+from convert.placement.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
@@ -57,8 +57,10 @@ def test_retrieval_scores_are_the_teachers_attention_on_the_needle(name, saved_t
     assert probe.ids[:, 8 : 8 + NEEDLE].equal(probe.ids[:, -NEEDLE:])
     attentions = teacher(probe.ids, output_attentions=True).attentions
     for layer, attention in enumerate(attentions):
-        on_needle = attention[:, :, -NEEDLE:, 8 : 8 + NEEDLE].sum(-1).amax(-1).mean(0)
-        torch.testing.assert_close(scores[layer], on_needle, rtol=1e-4, atol=1e-6)
+        on_needle = attention[:, :, -NEEDLE:, 8 : 8 + NEEDLE]
+        following = torch.stack([on_needle[:, :, i, i + 1] for i in range(NEEDLE - 1)]).mean(0)
+        expected = (on_needle.sum(-1).amax(-1) + FOLLOWING * following).mean(0)
+        torch.testing.assert_close(scores[layer], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_key_value_heads_rank_by_their_best_query_head():
