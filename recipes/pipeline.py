@@ -12,6 +12,7 @@ the KL.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tarfile
@@ -44,8 +45,8 @@ from .training.save import LABELS, read_record
 
 CHATS = "llamafactory==0.9.5"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-PROMPTS = 192
-PAIRS, HELD_OUT_PAIRS = 80, 200
+PROMPTS, TURNS = 192, 8
+PAIRS, HELD_OUT_PAIRS = 40, 200
 PAIR_TOKENS = 192
 QUESTION = "What is the capital of France?"
 COMMON = [
@@ -54,7 +55,8 @@ COMMON = [
     "--per_device_train_batch_size", "4",
     "--lr_scheduler_type", "cosine", "--warmup_steps", "0.1", "--gradient_checkpointing", "false",
 ]  # fmt: skip
-SFT = ["--learning_rate", "5e-5", "--other_learning_rate", "5e-6", "--max_length", "256"]
+SFT = ["--learning_rate", "5e-5", "--other_learning_rate", "5e-6", "--max_length", "1024",
+       "--per_device_train_batch_size", "1"]  # fmt: skip
 
 
 def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[str, float]:
@@ -73,12 +75,27 @@ def prepare_data(gguf: Path, folder: Path) -> None:
         seqkd.main([
             "--teacher_model_name_or_path", str(gguf), "--dataset_name", str(folder / "prompts.jsonl"),
             "--output_dir", str(folder / "seqkd"), "--max_prompts", str(PROMPTS), "--max_prompt_length", "128",
-            "--max_new_tokens", "64", "--batch_size", "32", "--test_share", "0.1", "--truncated", "keep",
+            "--max_new_tokens", "64", "--batch_size", "32", "--test_share", "0.2", "--truncated", "keep",
         ])  # fmt: skip
+    if not (folder / "chats" / "test.jsonl").is_file():
+        join_turns(folder / "seqkd", folder / "chats")
+
+
+def join_turns(answers: Path, folder: Path) -> None:
+    """Write conversations of TURNS prompts and their answers.
+
+    A single answer fits into the hybrid's window, where it is its teacher already and has nothing to learn.
+    """
+    folder.mkdir(exist_ok=True)
+    for name in ("train.jsonl", "test.jsonl"):
+        rows = [json.loads(line) for line in (answers / name).read_text().splitlines()]
+        chats = [rows[i : i + TURNS] for i in range(0, len(rows), TURNS)]
+        joined = [[turn for row in chat for turn in row["prompt"] + row["completion"]] for chat in chats]
+        write_lines(folder / name, [{"messages": turns} for turns in joined])
 
 
 def fetch_chats(folder: Path) -> None:
-    """Write prompts.jsonl, and of the preference pairs the shortest to pairs/train.jsonl and pairs/test.jsonl.
+    """Write prompts.jsonl, and the preference pairs with the shortest prompts as pairs/train.jsonl and test.jsonl.
 
     They lie in the source archive of the PyPI package `llamafactory` (Apache-2.0), which is downloaded, not installed:
     instructions like those of Stanford Alpaca (whose data set is CC BY-NC 4.0), and chosen and rejected answers.
@@ -97,13 +114,13 @@ def fetch_chats(folder: Path) -> None:
 
     pairs = [
         {
-            "prompt": [message(turn) for turn in row["conversations"]],
+            "prompt": [message(row["conversations"][-1])],  # earlier turns would fill what fits
             "chosen": [message(row["chosen"])],
             "rejected": [message(row["rejected"])],
         }
         for row in pairs
     ]
-    pairs = sorted(pairs, key=lambda pair: len(json.dumps(pair)))[: PAIRS + HELD_OUT_PAIRS]
+    pairs = sorted(pairs, key=lambda pair: len(pair["prompt"][0]["content"]))[: PAIRS + HELD_OUT_PAIRS]
     every = len(pairs) // PAIRS  # long and short ones in both splits
     train = range(0, PAIRS * every, every)
     (folder / "pairs").mkdir(exist_ok=True)
@@ -137,7 +154,7 @@ def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     hybrid, finetuned, preferred = (folder / name for name in ("hybrid", "sft", "dpo"))
     if not (hybrid / "config.json").is_file():
         convert(str(gguf), str(hybrid))
-    train(sft.main, hybrid, gguf, folder / "seqkd", finetuned, *SFT)
+    train(sft.main, hybrid, gguf, folder / "chats", finetuned, *SFT)
     dpo_options = ["--learning_rate", "5e-6", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")
     teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
@@ -152,11 +169,16 @@ def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     if push_to_hub is not None:
         pulled = push_and_pull(preferred, push_to_hub, folder)
         report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
-    report["rows"] = {name: len(load_dataset(str(folder / name))["train"]) for name in ("seqkd", "pairs")}
+    report["rows"] = {name: len(load_dataset(str(folder / name))["train"]) for name in ("chats", "pairs")}
     report["seconds"] = time.perf_counter() - started
     (folder / "results.json").write_text(json.dumps(report, indent=2) + "\n")
     show(report)
     return report
+
+
+def accuracy_margin(accuracy: float) -> float:
+    """Half of the 95 % interval of an accuracy over the held-out pairs."""
+    return 1.96 * math.sqrt(accuracy * (1 - accuracy) / HELD_OUT_PAIRS)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -169,7 +191,11 @@ def show(report: dict[str, Any]) -> None:
     table = Table("stage", "", "before", "after", title="training, on held-out answers and pairs")
     for stage in report["training"]:
         for key in sorted(LABELS.keys() & stage["before"].keys() & stage["after"].keys()):
-            table.add_row(stage["stage"], LABELS[key], *(f"{stage[when][key]:.3f}" for when in ("before", "after")))
+            cells = [f"{stage[when][key]:.3f}" for when in ("before", "after")]
+            if key == "eval_rewards/accuracies":
+                margins = (accuracy_margin(stage[when][key]) for when in ("before", "after"))
+                cells = [f"{cell} ± {margin:.3f}" for cell, margin in zip(cells, margins, strict=True)]
+            table.add_row(stage["stage"], LABELS[key], *cells)
     console.print(table)
     if "pulled" in report:
         console.print(f"{report['pulled']['question']} {report['pulled']['answer']}", highlight=False)
