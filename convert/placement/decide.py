@@ -74,11 +74,10 @@ def decide_placement(
             if aligner is None:
                 notes.append(EVENLY_PLACED.format("layers"))
             else:
-                from .layer_scores import choose_layers
+                from .layer_scores import RECALL_WEIGHT, choose_layers
 
                 aligner.follow(replacement)
-                recall_weight = options.placement.recall_weight if options.selection == "kl+recall" else 0.0
-                kept = choose_layers(aligner, len(kept), recall_weight)
+                kept = choose_layers(aligner, len(kept), RECALL_WEIGHT if options.selection == "kl+recall" else 0.0)
     placement = everywhere(replacement, num_layers).keeping(kept)
     if asked_heads is not None and placement.replaced_layers:
         heads = kept_heads(asked_heads, num_layers, weights.config.num_attention_heads)

@@ -37,7 +37,8 @@ def test_shapes_are_those_of_the_model(name, saved_teacher):
 def test_shapes_of_every_mixer_and_layer(family):
     for pattern in PATTERNS:
         if family == "llamba" or pattern not in ("gemma", "experts"):
-            for mixer in MIXERS if "normalised" not in pattern else MIXERS[:1]:
+            mixers = {"normalised": MIXERS[:1], "normalised-only": MIXERS[:1], "shared": MIXERS[:2]}
+            for mixer in mixers.get(pattern, MIXERS):
                 assert_shapes(student_config(family, mixer, pattern))
 
 
