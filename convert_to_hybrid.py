@@ -18,6 +18,9 @@ def main() -> None:
                 f"error: {', '.join(places) or 'nothing'} stands where this project's package {name} should; install "
                 "it apart from others: pipx install, uv tool install, or a virtual environment of its own."
             )
-    from convert.cli import main as run
+    try:
+        from convert.cli import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # before the command could say so itself
+        sys.exit(130)

@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .dry_run import plan_conversion
     from .options import ConversionOptions
-    from .pipeline import convert, plan_conversion
+    from .pipeline import convert
     from .plan import Plan
 
-MODULES = {"ConversionOptions": "options", "Plan": "plan", "convert": "pipeline", "plan_conversion": "pipeline"}
+MODULES = {"ConversionOptions": "options", "Plan": "plan", "convert": "pipeline", "plan_conversion": "dry_run"}
 __all__ = ["ConversionOptions", "Plan", "convert", "plan_conversion"]
 
 

@@ -73,14 +73,17 @@ class Command:
 
 
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
-    from .pipeline import plan_conversion, run
-    from .plan import describe, describe_seconds, plan_printer
-    from .weights.writer import human_bytes
-
     as_json, quiet = switches["json"], switches["quiet"]
     if switches["dry_run"]:
+        from .dry_run import plan_conversion
+        from .plan import describe
+
         _print(plan_conversion(options), describe, as_json, quiet)
         return
+    from .pipeline import run
+    from .plan import describe_seconds, plan_printer
+    from .weights.writer import human_bytes
+
     print_plan = plan_printer(lambda text: console.print(printable(text), markup=False))
     with progress_bars(quiet) as progress:
         plan = run(options, (lambda plan: None) if quiet or as_json else print_plan, progress)
@@ -217,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     name = argv.pop(0) if word in COMMANDS else "convert"
     command, verbose = COMMANDS[name], bool({"-v", "--verbose"} & set(argv))
-    set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
     with one_line_errors(verbose):
+        set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
         nearest = difflib.get_close_matches(word, COMMANDS, 1)
         if name != word and nearest and not os.path.exists(word):
             raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")

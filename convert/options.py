@@ -73,10 +73,6 @@ class PlacementOptions:
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
-    recall_weight: NonNegativeFloat = 0.3
-    """How many nats of KL one nat of recall loss counts for when layers are scored."""
-    rounds: PositiveInt = 3
-    """Number of rounds in which attention layers are chosen; the remaining layers are scored again after each."""
 
     def __post_init__(self):
         if isinstance(self.cache, float) and 1000 <= self.cache < float("inf"):  # bytes, which no share can be
@@ -163,10 +159,6 @@ class FitOptions:
     refine_steps: NonNegativeInt | None = None
     """Number of gradient steps after the closed form, on each mixer by itself; by default 120 for a mixer alone and
     none beside a window, where they take ten times as long as the fit and gain little."""
-    refine_learning_rate: PositiveFloat = 2e-3
-    """Peak learning rate of those steps."""
-    refine_attention: bool = False
-    """Let those steps change the window's query, key and value projections, too."""
 
     def __post_init__(self):
         for name in ("decays", "decays_beside_window", "ridges"):

@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from .alignment.aligner import Aligner, Alignment, public_text_name
-from .alignment.cost import alignment_cost
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import SideFiles, read_licence, read_side_files, write_side_files
+from .dry_run import checked, costed, open_teacher
 from .errors import during
-from .formats.export import NATIVE_CLASSES, check_holdable, obstacles
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
-from .plan import Plan, TeacherWeights, make_plan
-from .teachers.teacher import find_teacher
+from .plan import Plan, make_plan
 from .weights.writer import Progress, plan_shards, write_and_hash
 
 
@@ -43,17 +41,6 @@ def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
         >>> convert("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", attention_layers=0.25)  # doctest: +SKIP
     """
     return run(make_options(model, os.fspath(output), **options))
-
-
-def plan_conversion(options: ConversionOptions) -> Plan:
-    """What `run` would do; reads the configuration and the headers of the weights only.
-
-    Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
-    """
-    with during(f"reading {options.model}"):
-        weights = open_teacher(options, with_weights=False)
-    options = options_for_teacher(options, weights)
-    return costed(checked(make_plan(weights, decide_placement(weights, options), options), options), options)
 
 
 def run(
@@ -119,25 +106,6 @@ class Stopwatch:
         """This stage has come to its end."""
         now = time.perf_counter()
         self.seconds[stage], self._last = round(now - self._last, 1), now
-
-
-def open_teacher(options: ConversionOptions, with_weights: bool = True) -> TeacherWeights:
-    """Find the teacher and give every tensor of it a place; `with_weights=False` leaves safetensors on the Hub."""
-    found = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code, with_weights)
-    return TeacherWeights.of(found)
-
-
-def checked(plan: Plan, options: ConversionOptions) -> Plan:
-    """The plan, unless it was to be ready for export and is not."""
-    if options.mixer.export_ready:
-        holders = [target for target, native in NATIVE_CLASSES.items() if not obstacles(plan.config, native)]
-        check_holdable(plan.config, holders[0] if holders else "bamba")
-    return plan
-
-
-def costed(plan: Plan, options: ConversionOptions) -> Plan:
-    """The plan with what aligning will cost."""
-    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan, options))
 
 
 def write(

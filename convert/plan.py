@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid_mixer import make_mixer
-
 from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
 from .placement.placement import Decision, Placement
@@ -19,7 +17,7 @@ from .teachers.teacher import Teacher, config_errors, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
 from .weights.rules import Rule, Source, Stack, canonical_sources, moved
-from .weights.students import STUDENTS, layer_letters, tensor_shapes
+from .weights.students import STUDENTS, layer_letters, mixer_shapes, tensor_shapes
 from .weights.writer import human_bytes, output_dtype
 
 
@@ -70,10 +68,8 @@ class TeacherWeights:
         Args:
             config: the hybrid's configuration, with `layer` replaced.
         """
-        with torch.device("meta"):
-            mixer = make_mixer(config, layer)
         prefix = f"model.layers.{layer}.mixer."
-        shapes = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in mixer.state_dict().items()}
+        shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
         mapping = LayerMapping(config, layer, self.sources, options.mixer.initial_decay, options.seed)
         rules = mapping.rules(shapes)
         if f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
@@ -175,7 +171,7 @@ class Plan:
 def attention_config(teacher: Teacher) -> PreTrainedConfig:
     """The configuration of the hybrid with every layer kept as attention, which computes what the teacher does."""
     fields, layer_types = hybrid_fields(teacher.config, teacher.family)
-    return STUDENTS[teacher.family.student][0](**fields, layer_types=layer_types)
+    return STUDENTS[teacher.family.student](**fields, layer_types=layer_types)
 
 
 def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> MixerOptions:

@@ -6,11 +6,11 @@ is more than half of a small model's step. Here a layer of it, itself unchanged,
 Shapes: B batch, L length, H query heads, K key/value heads.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.utils import is_torchdynamo_compiling
 
 from .norms import head_norm
@@ -62,8 +62,7 @@ class SoftmaxAttention(nn.Module):
         key = apply_rotary(key.transpose(1, 2), cos, sin, head_dim_axis=1)
         if past_key_values is not None:
             key, value = update_keys(past_key_values, self.layer_idx, key, value)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, probabilities = attend(
+        output, probabilities = attention_function(self.config)(
             self,
             query,
             key,
@@ -76,6 +75,15 @@ class SoftmaxAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
+
+
+def attention_function(config) -> Callable:
+    """transformers' function for softmax attention, as the model was told; eager is Gemma 2's, which knows a cap."""
+    # here, since they take seconds to import, and a plan makes layers without running them
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
 
 
 def qk_norms(config) -> list[nn.Module | None]:

@@ -30,7 +30,7 @@ from .mamba2 import DiscreteMamba2, Mamba2
 from .matrix_mixer import OPEN_GATE
 from .normalised_read import NormalisedRead, theory_mass
 from .norms import RMSNorm
-from .rotary import RotaryEmbedding, local_rotary_embedding
+from .rotary import local_rotary_embedding, rotary_embedding
 from .short_conv import ShortConv
 from .speculative_decoding import speculative_decoding
 from .ssd import sequence_starts
@@ -212,7 +212,7 @@ class HybridModel(HybridPreTrainedModel):
         self.embed_dropout = nn.Dropout(config.embd_pdrop)
         self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
         self.norm = self.make_norm(config)
-        self.rotary_emb, self.local_rotary_emb = RotaryEmbedding(config), local_rotary_embedding(config)
+        self.rotary_emb, self.local_rotary_emb = rotary_embedding(config), local_rotary_embedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -15,10 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-from .attention import append_keys, capped, qk_norms
+from .attention import append_keys, attention_function, capped, qk_norms
 from .rotary import apply_rotary
 from .salient_tokens import compete, compete_once, holders_before
 from .ssd import sequence_starts
@@ -458,8 +456,7 @@ class WindowAttention(nn.Module):
             key, value = append_keys(past.full, key, value)
         if self._kv_place is not None:
             key, value = _heads(key, self._kv_place), _heads(value, self._kv_place)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        of_full, _ = attend(
+        of_full, _ = attention_function(self.config)(
             self.full.train(self.training),
             _heads(projected.query, self.full_heads),
             key,

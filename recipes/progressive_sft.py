@@ -22,7 +22,7 @@ from torch import nn
 from convert import convert
 from convert.checkpoint.folder import MARKER, OutputFolder, make_work, remove_made, remove_work
 from convert.placement.placement import Placement
-from convert.weights.students import STUDENTS
+from convert.weights.students import model_class
 
 from . import sft
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
@@ -59,7 +59,7 @@ def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, m
     config.layer_types = [ours if i in mixers else theirs for i, (ours, theirs) in enumerate(kinds)]
     if config.hybrid_full_heads is not None:
         config.hybrid_full_heads = [heads if i in mixers else [] for i, heads in enumerate(config.hybrid_full_heads)]
-    model = STUDENTS[config.model_type][1](config)
+    model = model_class(config.model_type)(config)
     sources = [attention.state_dict(), lender.state_dict(), {} if before is None else before.state_dict()]
     # what lies outside the mixers is the teacher's, unless the lender has been trained
     state = {}

@@ -26,6 +26,7 @@ BATCH_SEQUENCES = 2
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
 REFINE_SEQUENCES = 2  # per gradient step
+REFINE_LEARNING_RATE = 2e-3  # at its peak
 NARROW_WINDOW = 16
 
 
@@ -285,20 +286,20 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:
-    """A fixed number of AdamW steps on the mixer (see `refine_attention`), in place, on its squared error."""
+    """A fixed number of AdamW steps on the mixer, in place, on its squared error; a window beside it stays."""
     generator, start = torch.Generator().manual_seed(seed), first_fitted(mixer, data)
-    if isinstance(mixer, HybridMixer) and not settings.refine_attention:
+    if isinstance(mixer, HybridMixer):
         mixer.attention.requires_grad_(False)
         if mixer.near_tokens:
             mixer.near_proj.requires_grad_(False)
     squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
     scale = len(data.fitting()) / max(sum(squares), TINY)
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=settings.refine_learning_rate, betas=(0.9, 0.95), weight_decay=0)
+    optimizer = torch.optim.AdamW(trained, lr=REFINE_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
     steps, order = settings.refine_steps, []
     for step in range(steps):
         warm, left = (step + 1) / (0.1 * steps), 1 - step / steps
-        optimizer.param_groups[0]["lr"] = settings.refine_learning_rate * min(1.0, warm) * left
+        optimizer.param_groups[0]["lr"] = REFINE_LEARNING_RATE * min(1.0, warm) * left
         if len(order) < REFINE_SEQUENCES:
             order = torch.randperm(len(data.fitting()), generator=generator).tolist()
         rows, order = order[:REFINE_SEQUENCES], order[REFINE_SEQUENCES:]

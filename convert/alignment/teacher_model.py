@@ -13,13 +13,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_mixer import HybridMixer, make_mixer, unpadded
-from modeling_llamba.rotary import RotaryEmbedding, local_rotary_embedding
+from modeling_llamba.rotary import local_rotary_embedding, rotary_embedding
 
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule, moved
-from ..weights.students import STUDENTS
+from ..weights.students import model_class
 
 
 class TeacherModel:
@@ -45,8 +45,8 @@ class TeacherModel:
         self.checkpoint, self.config = weights.checkpoint, weights.config
         self._is_whole = False
         with torch.device("meta"):
-            self.model = STUDENTS[self.config.model_type][1](self.config).eval().requires_grad_(False)
-        self.model.model.rotary_emb = RotaryEmbedding(self.config).to(self.device)
+            self.model = model_class(self.config.model_type)(self.config).eval().requires_grad_(False)
+        self.model.model.rotary_emb = rotary_embedding(self.config).to(self.device)
         if self.model.model.local_rotary_emb is not None:
             self.model.model.local_rotary_emb = local_rotary_embedding(self.config).to(self.device)
 

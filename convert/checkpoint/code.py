@@ -7,12 +7,12 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from ..weights.students import STUDENTS
+from ..weights.students import model_class
 
 
 def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json, whose presence makes the folder a checkpoint, and the code that it names."""
-    config.architectures = [STUDENTS[config.model_type][1].__name__]
+    config.architectures = [model_class(config.model_type).__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
 

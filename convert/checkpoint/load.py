@@ -2,23 +2,20 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, PreTrainedConfig
 
-import modeling_llamba  # noqa: F401  registers its classes
+import modeling_llamba  # noqa: F401  registers its configuration
 import modeling_phimamba  # noqa: F401
 
 from ..teachers.teacher import first_line, gguf_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,8 +47,10 @@ def load_config(model: str, revision: str | None = None, trust_remote_code: bool
 
 def load_tokenizer(
     model: str, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+) -> "PreTrainedTokenizerBase":
     """The tokenizer of a checkpoint; pads on the left."""
+    from transformers import AutoTokenizer
+
     name, where = locate(model)
     try:
         if where:
@@ -72,12 +71,18 @@ def load_model(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """A causal language model, ready to generate; a GGUF file is dequantised to float32.
 
     Raises:
         ValueError: it cannot be found or read, the weights are damaged, or there is no such dtype or device.
     """
+    # here, since models take seconds to import, and `inspect` needs none
+    from transformers import AutoModelForCausalLM
+
+    from modeling_llamba import LlambaForCausalLM  # noqa: F401  registers it
+    from modeling_phimamba import PhiMambaForCausalLM  # noqa: F401
+
     name, where = locate(model)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
@@ -118,7 +123,7 @@ def check_whole(model: str | Path, found: Mapping[str, Collection]) -> None:
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str], chat: bool) -> dict[str, torch.Tensor]:
+def encode(tokenizer: "PreTrainedTokenizerBase", prompts: list[str], chat: bool) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask (B, L), padded on the left; prompts are chat messages if there is a template."""
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise ValueError("The prompt is empty; give --prompt some text.")

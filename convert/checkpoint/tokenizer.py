@@ -88,7 +88,7 @@ def _tokenizer_code(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
         raise ValueError(
             f"The tokenizer of {teacher.name} is code of its own; say --trust-remote-code to take it along."
         )
-    ours = code_files(STUDENTS[teacher.family.student][0])
+    ours = code_files(STUDENTS[teacher.family.student])
     files = {path.name: path.read_bytes() for path in teacher.folder.glob("*.py")}
     if clash := files.keys() & set(ours):
         raise ValueError(f"The teacher's {min(clash)} would collide with a file of the hybrid's own code.")

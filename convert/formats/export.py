@@ -300,7 +300,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
             f"{options.model} is no hybrid of this project (model_type {kind!r}); convert or import one first."
         )
     with config_errors(f"{folder / 'config.json'} is not a valid {kind} configuration"):
-        source = STUDENTS[kind][0](**raw)
+        source = STUDENTS[kind](**raw)
     check_holdable(source, options.to)
     config = native_config(source, options.to, options.expand)
     architecture = config.architectures[0]

@@ -126,7 +126,7 @@ def _check_base(base: PreTrainedConfig, ours: PreTrainedConfig, name: str) -> No
 
 
 def _make_config(model_type: str, fields: dict[str, Any], options: ImportOptions) -> PreTrainedConfig:
-    config_class = STUDENTS[model_type][0]
+    config_class = STUDENTS[model_type]
     known = {field.name for field in dataclasses.fields(config_class)}
     unknown = sorted(set(options.fields) - known)
     if unknown:

@@ -1,15 +1,16 @@
 """Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from ..alignment.aligner import Aligner
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
 from .budget import Budget, KVHead, hybrid_layer, num_layers_within
-from .layer_scores import choose_layers
 from .placement import Decision, Layer, Mixer, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
-from .retrieval import ranked_heads, retrieval_scores
+
+if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
+    from ..alignment.aligner import Aligner
 
 EVENLY_PLACED = "scores decide which {} keep their attention; until they are taken, these are evenly placed"
 
@@ -46,7 +47,9 @@ def _replaces_windows(weights: TeacherWeights, options: ConversionOptions) -> bo
     return any(kind == "sliding_attention" and i not in kept for i, kind in enumerate(kinds))
 
 
-def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligner: Aligner | None = None) -> Decision:
+def decide_placement(
+    weights: TeacherWeights, options: ConversionOptions, aligner: "Aligner | None" = None
+) -> Decision:
     """What every layer holds.
 
     Args:
@@ -71,9 +74,10 @@ def decide_placement(weights: TeacherWeights, options: ConversionOptions, aligne
             if aligner is None:
                 notes.append(EVENLY_PLACED.format("layers"))
             else:
+                from .layer_scores import RECALL_WEIGHT, choose_layers
+
                 aligner.follow(replacement)
-                recall_weight = options.placement.recall_weight if options.selection == "kl+recall" else 0.0
-                kept = choose_layers(aligner, len(kept), recall_weight)
+                kept = choose_layers(aligner, len(kept), RECALL_WEIGHT if options.selection == "kl+recall" else 0.0)
     placement = everywhere(replacement, num_layers).keeping(kept)
     if asked_heads is not None and placement.replaced_layers:
         heads = kept_heads(asked_heads, num_layers, weights.config.num_attention_heads)
@@ -103,9 +107,11 @@ def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Lay
     return 0.5 if asked is None else asked
 
 
-def _ranked(weights: TeacherWeights, aligner: Aligner | None, notes: list[str]) -> list[KVHead]:
+def _ranked(weights: TeacherWeights, aligner: "Aligner | None", notes: list[str]) -> list[KVHead]:
     """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
     if aligner is not None:
+        from .retrieval import ranked_heads, retrieval_scores
+
         scores = retrieval_scores(aligner.model, aligner.ids, aligner.options.seed, aligner.progress)
         aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
         return ranked_heads(scores, _shared(weights))

@@ -18,6 +18,10 @@ from ..alignment.teacher_model import TeacherModel, replaced
 from ..weights.writer import Progress
 
 MIN_TEACHER_ACCURACY = 0.2
+RECALL_WEIGHT = 0.3
+"""Nats of KL that a nat of recall loss counts for."""
+ROUNDS = 3
+"""How often layers are chosen; those that remain are scored again after each, since costs alone do not add up."""
 PROBE_LENGTH = 96
 """Random tokens of the copy probe before they repeat."""
 
@@ -180,9 +184,8 @@ def choose_layers(aligner: Aligner, count: int, recall_weight: float) -> tuple[i
     num_layers, started = aligner.model.num_layers, time.perf_counter()
     if count == num_layers:
         return tuple(range(num_layers))
-    rounds = aligner.options.placement.rounds
     prose = hashlib.sha256(aligner.prose.numpy().tobytes()).hexdigest()
-    cache = aligner.cache(aligner.quick, rounds=rounds, prose=prose)
+    cache = aligner.cache(aligner.quick, prose=prose)
     name = f"chosen-{count}-{recall_weight}.json"
     found = cache.load_json(name)
     if not found:
@@ -190,7 +193,7 @@ def choose_layers(aligner: Aligner, count: int, recall_weight: float) -> tuple[i
         mixers = {layer: mixer for layer, (mixer, _) in fits.items()}
         evaluator = LayerEvaluator(aligner.model, aligner.prose, aligner.options.seed)
         replaced, scores = select_layers(
-            mixers, evaluator, num_layers - count, recall_weight, rounds, cache, aligner.progress
+            mixers, evaluator, num_layers - count, recall_weight, ROUNDS, cache, aligner.progress
         )
         found = {
             "replaced": list(replaced),

@@ -7,6 +7,7 @@ MISTRAL = TeacherFamily(
     model_type="mistral",
     title="Mistral",
     student="llamba",
+    gguf=True,
     tensors=LLAMA.tensors,
     fields={"rms_norm_eps": "rms_norm_eps"},
 )

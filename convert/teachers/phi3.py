@@ -7,6 +7,7 @@ PHI3 = TeacherFamily(
     model_type="phi3",
     title="Phi-3 and Phi-4-mini",
     student="llamba",
+    gguf=True,
     tensors={
         **OTHER_TENSORS,
         **ROTARY_BUFFERS,

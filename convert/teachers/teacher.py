@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 from huggingface_hub import HfApi, snapshot_download
@@ -25,13 +25,16 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
     StrictDataclassError,
 )
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig
 
 from modeling_llamba.hybrid_config import check_numbers
 
 from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json
 from . import get_family
 from .base import COMMON_FIELDS, TeacherFamily
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "LICENCE*", "NOTICE*"]
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -68,8 +71,10 @@ class Teacher:
 
 
 @functools.lru_cache(maxsize=1)
-def gguf_tokenizer(folder: Path, gguf_file: str) -> PreTrainedTokenizerBase:
+def gguf_tokenizer(folder: Path, gguf_file: str) -> "PreTrainedTokenizerBase":
     """The tokenizer inside a GGUF file; reading one takes seconds, and a conversion needs it twice."""
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
 
 

@@ -21,7 +21,7 @@ def families() -> list[dict[str, Any]]:
         {
             "model_type": family.model_type,
             "models": family.title,
-            "hybrid": STUDENTS[family.student][1].__name__.removesuffix("ForCausalLM"),
+            "hybrid": STUDENTS[family.student].__name__.removesuffix("Config"),
             "formats": ["safetensors", *(["gguf"] if family.gguf else [])],
             "export": export_targets(family),
             "weights": ["random", *([REAL_WEIGHTS[family.model_type]] if family.model_type in REAL_WEIGHTS else [])],
@@ -35,7 +35,7 @@ def export_targets(family: TeacherFamily) -> list[str]:
     no window of its own."""
     fields, types = hybrid_fields(AutoConfig.for_model(family.model_type), family)
     layers = ["linear_attention", *["full_attention"] * (len(types) - 1)]
-    config = STUDENTS[family.student][0](
+    config = STUDENTS[family.student](
         **fields, layer_types=layers, mixer="mamba2", mixer_qk_norm=fields.get("qk_norm")
     )
     return [target for target, native in NATIVE_CLASSES.items() if not obstacles(config, native)]

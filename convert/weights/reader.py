@@ -41,6 +41,14 @@ SAFETENSORS_DTYPES = {
 }
 # several weights to a number, as MLX stores them, or less than a byte each
 PACKED_DTYPES = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
+# what GGUF says of a model and transformers' reader may leave out -> the field that has to say the same
+GGUF_FIELDS = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+# layers -> Gemmas (2 and 3, 27B) whose attention scale GGUF does not say, and of which transformers knows another
+GGUF_OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
 GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
 
 
@@ -235,6 +243,7 @@ class GgufCheckpoint(Checkpoint):
         gguf.get_tensor_name_map = functools.cache(inspect.unwrap(gguf.get_tensor_name_map))
         reader = gguf.GGUFReader(path)
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        _check_left_out(path.name, reader.fields, architecture, teacher_config)
         licence = reader.fields.get("general.license")
         self.licence = None if licence is None else str(licence.contents())
         heads = {key: getattr(teacher_config, key) for key in ("num_attention_heads", "num_key_value_heads")}
@@ -273,6 +282,20 @@ class GgufCheckpoint(Checkpoint):
             weights = self._processor.process(weights=weights, name=tensor.name).weights
             self._last = (name, torch.from_numpy(weights.copy()).view(self.tensors[name].shape))
         return self._last[1][start:stop]
+
+
+def _check_left_out(name: str, fields, architecture: str, config) -> None:
+    """Refuse a GGUF file of which transformers' reader makes another model."""
+    said = {key: fields.get(f"{architecture}.{key}") for key in ("rope.scaling.type", *GGUF_FIELDS)}
+    for key, field in said.items():
+        value = None if field is None else field.contents()
+        has = "none" if key == "rope.scaling.type" else getattr(config, GGUF_FIELDS[key], None)
+        if value not in (None, has):
+            raise ValueError(f"{name} says {key} {value}, where transformers reads {has}; use the safetensors.")
+    if config.num_hidden_layers == GGUF_OTHER_SCALE.get(architecture):
+        raise ValueError(
+            f"Of {name}, a Gemma of 27B, transformers reads another attention scale; use the safetensors."
+        )
 
 
 class RemoteHeaders(Checkpoint):

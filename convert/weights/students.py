@@ -3,20 +3,83 @@
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba import LlambaConfig, LlambaForCausalLM
-from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
+import modeling_llamba
+import modeling_phimamba
+from modeling_llamba.attention import SoftmaxAttention
+from modeling_llamba.hybrid_mixer import make_mixer
 
-STUDENTS = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
+STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
 MIXER_LAYERS = ("linear_attention", "hybrid")
 """Layer types whose attention was replaced."""
+Shapes = dict[str, tuple[int, ...]]
 
 
-def tensor_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a hybrid's tensors without allocating any; a tied head is left out."""
-    return meta_shapes(STUDENTS[config.model_type][1], config)
+def model_class(model_type: str) -> type:
+    """The causal language model of a hybrid; the first call takes seconds, since it imports transformers' models."""
+    package = {"llamba": modeling_llamba, "phimamba": modeling_phimamba}[model_type]
+    return getattr(package, STUDENTS[model_type].__name__.replace("Config", "ForCausalLM"))
 
 
-def meta_shapes(model_class: type, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: PreTrainedConfig) -> Shapes:
+    """Names and shapes of a hybrid's tensors, in its own order; a tied head is left out.
+
+    Written down here instead of read off a model, since a plan is made without transformers' models.
+    """
+    sizes = config.vocab_size, config.hidden_size
+    shapes = {"model.embed_tokens.weight": sizes}
+    for layer in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block_shapes(config, layer).items()}
+    shapes |= _norm("model.norm", config)
+    if not config.tie_word_embeddings:
+        shapes |= {"lm_head.weight": sizes}
+    return shapes | ({"lm_head.bias": sizes[:1]} if config.lm_head_bias else {})
+
+
+def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if config.layer_types[layer] in MIXER_LAYERS:
+        shapes = {f"mixer.{name}": shape for name, shape in mixer_shapes(config, layer).items()}
+    else:
+        with torch.device("meta"):
+            attention = SoftmaxAttention(config, layer).state_dict()
+        shapes = {f"self_attn.{name}": tuple(tensor.shape) for name, tensor in attention.items()}
+    if config.model_type == "phimamba":
+        shapes |= _linear("mlp.fc1", hidden, inner, True) | _linear("mlp.fc2", inner, hidden, True)
+        return shapes | _norm("input_layernorm", config)
+    if config.has_experts(layer):
+        count, width = config.num_experts, config.moe_intermediate_size
+        shapes |= {
+            "mlp.experts.gate_up_proj": (count, 2 * width, hidden),
+            "mlp.experts.down_proj": (count, hidden, width),
+            "mlp.gate.weight": (count, hidden),
+        }
+    else:
+        for name, width_in, width_out in (("gate", hidden, inner), ("up", hidden, inner), ("down", inner, hidden)):
+            shapes |= _linear(f"mlp.{name}_proj", width_in, width_out, config.mlp_bias)
+    norms = {"input_layernorm": "after", "mixer_out_norm": "before"}
+    norms |= {"post_attention_layernorm": "after", "mlp_out_norm": "before"}
+    for name, absent in norms.items():
+        shapes |= {} if config.norm_placement == absent else _norm(name, config)
+    return shapes
+
+
+def mixer_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
+    """Names and shapes of the tensors of a mixer."""
+    with torch.device("meta"):
+        mixer = make_mixer(config, layer)
+    return {name: tuple(tensor.shape) for name, tensor in mixer.state_dict().items()}
+
+
+def _linear(name: str, width_in: int, width_out: int, bias: bool) -> Shapes:
+    return {f"{name}.weight": (width_out, width_in)} | ({f"{name}.bias": (width_out,)} if bias else {})
+
+
+def _norm(name: str, config: PreTrainedConfig) -> Shapes:
+    parts = ("weight", "bias") if config.model_type == "phimamba" else ("weight",)
+    return {f"{name}.{part}": (config.hidden_size,) for part in parts}
+
+
+def meta_shapes(model_class: type, config: PreTrainedConfig) -> Shapes:
     """Names and shapes of the tensors that a model class stores, made on the meta device."""
     with torch.device("meta"):
         model = model_class(config)

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 from convert import convert
 from convert.alignment.aligner import Aligner
 from convert.alignment.cost import Rates, cost_of
+from convert.dry_run import plan_conversion
 from convert.options import make_options
-from convert.pipeline import plan_conversion, run
+from convert.pipeline import run
 from convert.placement.budget import Budget
 from convert.placement.cache import attention_bytes, cache_bytes
 from convert.placement.decide import decide_placement, options_for_teacher

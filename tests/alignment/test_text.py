@@ -149,7 +149,7 @@ def test_weights_with_nan_are_named(tmp_path):
         ("alignment: {fit: 5}", "alignment.fit is a section"),
         ("alignment: {fit: {decays: []}}", "decays is empty"),
         ("alignment: {held_out_sequences: 0}", "alignment.held_out_sequences must be a .*number above 0, not 0"),
-        ("placement: {rounds: 0}", "placement.rounds must be a .*number above 0, not 0"),
+        ("placement: {context: 0}", "placement.context must be a .*"),
         ("alignment: {distillation: {warmup: 0.9}}", "sum to more than 1"),
         ("alignment: {method: random}", "method must be none or closed-form or mohawk, not random"),
         ("alignment: {distillation: {bf16: 1}}", "bf16 must be true or false, not 1"),
@@ -167,10 +167,10 @@ def test_options_file_is_read(tmp_path):
     path = tmp_path / "options.yaml"
     path.write_text(
         "alignment:\n  method: mohawk\n  fit:\n"
-        "    decays: [0.5, 0.9]\n    refine_learning_rate: 1e-3\n  distillation: {tokens: 7}\n"
+        "    decays: [0.5, 0.9]\n    refine_steps: 3\n  distillation: {tokens: 7}\n"
     )
     options = make_options("m", "o", config=path)
-    assert options.alignment.fit.decays == (0.5, 0.9) and options.alignment.fit.refine_learning_rate == 1e-3
+    assert options.alignment.fit.decays == (0.5, 0.9) and options.alignment.fit.refine_steps == 3
     assert options.alignment.distillation.tokens == 7 and options.placement == PlacementOptions()
     assert make_options("m", "o").sequence_length == 1024
     assert make_options("m", "o", attention_layers=0.5).sequence_length == 512

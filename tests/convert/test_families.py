@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import convert.weights.mapping as mixer_mapping
 from convert import convert
+from convert.dry_run import plan_conversion
 from convert.options import make_options
-from convert.pipeline import plan_conversion
 from convert.plan import describe
 from convert.teachers.teacher import embedded_teacher, find_teacher, teacher_layer_types
 from convert.tools.families import families, readme_table

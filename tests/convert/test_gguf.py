@@ -14,17 +14,31 @@ from convert.teachers import FAMILIES
 from convert.teachers.teacher import find_teacher
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
+ROPE = {"rope_type": "default", "rope_theta": 300.0}
 # teacher -> its name in GGUF, and what transformers does not read there but takes for granted
 ARCHITECTURES = {
-    "llama-gqa": ("llama", {}),
-    "qwen3": ("qwen3", {"head_dim": 128}),
-    "gemma2": ("gemma2", {}),
-    "gemma3": ("gemma3", {}),
-    "qwen3-moe": ("qwen3moe", {"moe_intermediate_size": 768, "mlp_only_layers": []}),
-}
+    "llama-gqa": ("llama", {"rope_parameters": ROPE}),
+    "mistral-no-window": ("llama", {"rope_parameters": ROPE}),
+    "qwen2": ("qwen2", {"rope_parameters": ROPE}),
+    "phi3": ("phi3", {"rope_parameters": ROPE, "vocab_size": 32064}),  # a padding token that TINY does not have
+    "qwen3": ("qwen3", {"rope_parameters": ROPE, "head_dim": 128}),
+    "gemma2": (
+        "gemma2",
+        {"rope_parameters": ROPE, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+         "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": (
+        "gemma3",
+        {"query_pre_attn_scalar": 256, "layer_types": ["sliding_attention"] * 2, "rope_parameters": None},
+    ),
+    "qwen3-moe": (
+        "qwen3moe",
+        {"rope_parameters": ROPE, "moe_intermediate_size": 768, "mlp_only_layers": [], "norm_topk_prob": True},
+    ),
+}  # fmt: skip
 
 
-def write_gguf(path, name):
+def write_gguf(path, name, **said):
     """A teacher in a GGUF file as llama.cpp writes it: gate and up of all experts apart, Gemma's norms plus 1."""
     architecture, taken_for_granted = ARCHITECTURES[name]
     teacher = make_teacher(name, layers=2, **taken_for_granted)
@@ -32,12 +46,17 @@ def write_gguf(path, name):
     keys = GGUF_CONFIG_MAPPING.get(teacher.config.model_type) or GGUF_CONFIG_MAPPING[architecture]
     for key, field in keys.items():
         value = getattr(teacher.config, field or "", None)
+        if field == "rope_theta":
+            value = teacher.config.rope_parameters.get("rope_theta")
         if isinstance(value, int | float):
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f"{architecture}.{key}", value)
+    for key, value in said.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(f"{architecture}.{key}", value)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
     tensors = teacher.state_dict()
-    for stored, ours in get_gguf_hf_weights_map(teacher, processor).items():
+    for stored, ours in get_gguf_hf_weights_map(teacher, processor, architecture).items():
         tensor = tensors[ours]
         if "_exps" in stored and "gate_up" in ours:
             tensor, stored = tensor.chunk(2, dim=1)["up" in stored], f"{stored}.weight"
@@ -53,17 +72,33 @@ def write_gguf(path, name):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return teacher
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def test_a_gguf_file_is_the_model_transformers_makes_of_it(name, tmp_path):
-    write_gguf(tmp_path / "t.gguf", name)
+    teacher = write_gguf(tmp_path / "t.gguf", name)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="t.gguf", dtype=torch.float32)
     weights = TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
     ids = random_ids(2, 24)
     ours = TeacherModel(weights, make_options("t", "o", attention_layers="all")).whole()
     torch.testing.assert_close(ours(ids).logits, expected(ids).logits)
+    torch.testing.assert_close(ours(ids).logits, teacher(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("llama-gqa", {"rope.scaling.type": "yarn"}),
+        ("phi3", {"attention.sliding_window": 7}),
+        ("gemma2", {"attn_logit_softcapping": 20}),
+    ],
+)
+def test_what_transformers_leaves_out_is_refused(name, said, tmp_path):
+    write_gguf(tmp_path / "t.gguf", name, **said)
+    with pytest.raises(ValueError, match=f"{next(iter(said))} .*use the safetensors"):
+        TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
 
 
 def test_what_is_said_to_be_tested_is():

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.probes import needle_probe
+from convert.dry_run import plan_conversion
 from convert.options import make_options
-from convert.pipeline import plan_conversion
 from convert.placement.cache import cache_bytes
 from convert.placement.presets import counted_heads, kept_heads, query_heads
 from convert.placement.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores

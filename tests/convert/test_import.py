@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PhiConfig
 
-import modeling_llamba  # noqa: F401  (registers the class)
-import modeling_phimamba  # noqa: F401
 from convert.formats.import_ import import_checkpoint, plan_import
 from tests import published as p
 from tests.convert.test_bad_input import run_as_is as run

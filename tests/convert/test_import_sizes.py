@@ -123,7 +123,7 @@ def test_parameters_at_full_size_match_the_published_files(name):
     (config, shapes, *mamba_config), parameters, itemsize, file_size = SIZES[name]
     source = ForeignCheckpoint(name, config, Headers(shapes), *mamba_config)
     known = recognise(source)
-    ours = STUDENTS[known.student(source)][0](**known.fields(source))
+    ours = STUDENTS[known.student(source)](**known.fields(source))
     table, dropped = known.table(source, ours)
     rules = make_rules(table, tensor_shapes(ours), source.tensors, dropped, known.name)
     count = sum(math.prod(rule.shape) for rule in rules)

@@ -23,11 +23,12 @@ for line in sys.stdin:
         child = os.fork()
         if not child:
             for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(each, signal.SIG_DFL)
             sys.stderr = open(f"{log}.{number}", "w")
             convert.cli.console.file = sys.stderr
             code = 0
             try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 convert.cli.main(command)
             except SystemExit as stop:
                 code = stop.code

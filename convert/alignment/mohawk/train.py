@@ -24,7 +24,7 @@ from ...options import AlignmentOptions, MohawkOptions, parse_size
 from ...plan import TeacherWeights
 from ...teachers.teacher import find_teacher
 from ...weights.rules import Rule
-from ...weights.students import STUDENTS
+from ...weights.students import STUDENTS, model_class
 from ...weights.writer import Progress, plan_shards, write_shards
 from ..teacher_model import TeacherModel
 from ..text import calibration_rows
@@ -40,7 +40,8 @@ def load_hybrid(folder: Path) -> nn.Module:
     if model_type not in STUDENTS:
         raise ValueError(f"{folder} holds a {model_type} model, not a hybrid; make one with convert-to-hybrid first.")
     try:
-        hybrid, found = STUDENTS[model_type][1].from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        loading = model_class(model_type).from_pretrained
+        hybrid, found = loading(folder, dtype=torch.float32, output_loading_info=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder} does not load: {' '.join(str(error).split())}") from error
     check_whole(folder, found)

@@ -1,0 +1,45 @@
+"""What a conversion would do, from the teacher's configuration and the headers of its weights.
+
+It imports none of transformers' models, which take seconds; what takes scores or writes imports them (pipeline.py).
+"""
+
+import dataclasses
+
+from .alignment.cost import alignment_cost
+from .errors import during
+from .options import ConversionOptions
+from .placement.decide import decide_placement, options_for_teacher
+from .plan import Plan, TeacherWeights, make_plan
+from .teachers.teacher import find_teacher
+
+
+def plan_conversion(options: ConversionOptions) -> Plan:
+    """What `run` would do; reads the configuration and the headers of the weights only.
+
+    Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
+    """
+    with during(f"reading {options.model}"):
+        weights = open_teacher(options, with_weights=False)
+    options = options_for_teacher(options, weights)
+    return costed(checked(make_plan(weights, decide_placement(weights, options), options), options), options)
+
+
+def open_teacher(options: ConversionOptions, with_weights: bool = True) -> TeacherWeights:
+    """Find the teacher and give every tensor of it a place; `with_weights=False` leaves safetensors on the Hub."""
+    found = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code, with_weights)
+    return TeacherWeights.of(found)
+
+
+def checked(plan: Plan, options: ConversionOptions) -> Plan:
+    """The plan, unless it was to be ready for export and is not."""
+    if options.mixer.export_ready:
+        from .formats.export import NATIVE_CLASSES, check_holdable, obstacles
+
+        holders = [target for target, native in NATIVE_CLASSES.items() if not obstacles(plan.config, native)]
+        check_holdable(plan.config, holders[0] if holders else "bamba")
+    return plan
+
+
+def costed(plan: Plan, options: ConversionOptions) -> Plan:
+    """The plan with what aligning will cost."""
+    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan, options))

@@ -1,0 +1,55 @@
+"""A plan is made without any of transformers' models, which take seconds to import, and is right nevertheless."""
+
+import subprocess
+import sys
+
+import pytest
+from transformers.activations import ACT2FN
+
+from convert.dry_run import plan_conversion
+from convert.options import make_options
+from convert.weights.students import meta_shapes, model_class, tensor_shapes
+from modeling_llamba.hybrid_config import ACTIVATIONS
+from tests.students import MIXERS, PATTERNS, student_config
+from tests.teachers import TEACHERS
+
+RUN = """
+import sys
+from convert.cli import main
+main(sys.argv[1:])
+assert "transformers.configuration_utils" in sys.modules and "transformers.modeling_utils" not in sys.modules
+"""
+
+
+def assert_shapes(config):
+    of_model = meta_shapes(model_class(config.model_type), config)
+    assert list(tensor_shapes(config).items()) == list(of_model.items())
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_shapes_are_those_of_the_model(name, saved_teacher):
+    for layers in ("all", "0.5"):
+        plan = plan_conversion(make_options(str(saved_teacher(name)), "unused", attention_layers=layers))
+        assert_shapes(plan.config)
+
+
+@pytest.mark.parametrize("family", ["llamba", "phimamba"])
+def test_shapes_of_every_mixer_and_layer(family):
+    for pattern in PATTERNS:
+        if family == "llamba" or pattern not in ("gemma", "experts"):
+            mixers = {"normalised": MIXERS[:1], "normalised-only": MIXERS[:1], "shared": MIXERS[:2]}
+            for mixer in mixers.get(pattern, MIXERS):
+                assert_shapes(student_config(family, mixer, pattern))
+
+
+def test_models_are_not_imported(saved_teacher, tmp_path):
+    teacher, out = str(saved_teacher("qwen3-moe")), str(tmp_path / "out")
+    for arguments in ([teacher, out, "--dry-run"], [teacher, out, "--dry-run", "--attention-layers", "0.5", "--json"]):
+        subprocess.run([sys.executable, "-c", RUN, *arguments], check=True, stdout=subprocess.DEVNULL)
+    config = student_config()
+    config.save_pretrained(out)
+    subprocess.run([sys.executable, "-c", RUN, "inspect", out], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_activations_are_those_of_transformers_without_parameters():
+    assert set(ACTIVATIONS) == {name for name in ACT2FN if not list(ACT2FN[name].parameters())}
