@@ -1,22 +1,17 @@
-"""PhiMamba, in transformers' auto classes: the configuration from import on, the models once they are asked for."""
+"""PhiMamba in transformers' auto classes; its models are imported once they are asked for."""
 
-from transformers import AutoConfig
+import importlib
+
+from modeling_llamba.registration import register
 
 from .configuration_phimamba import PhiMambaConfig
 
-AutoConfig.register("phimamba", PhiMambaConfig, exist_ok=True)
-
 __all__ = ["PhiMambaConfig", "PhiMambaForCausalLM", "PhiMambaModel"]
+
+register(PhiMambaConfig, f"{__name__}.modeling_phimamba", "PhiMambaModel", "PhiMambaForCausalLM")
 
 
 def __getattr__(name: str):
-    """transformers' own models take seconds to import, and a plan needs a configuration only."""
-    if name not in ("PhiMambaForCausalLM", "PhiMambaModel"):
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    from .modeling_phimamba import PhiMambaForCausalLM, PhiMambaModel
-
-    AutoModel.register(PhiMambaConfig, PhiMambaModel, exist_ok=True)
-    AutoModelForCausalLM.register(PhiMambaConfig, PhiMambaForCausalLM, exist_ok=True)
-    return {"PhiMambaForCausalLM": PhiMambaForCausalLM, "PhiMambaModel": PhiMambaModel}[name]
+    return getattr(importlib.import_module(f"{__name__}.modeling_phimamba"), name)

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from convert.teachers.teacher import embedded_teacher
-from modeling_llamba import LlambaForCausalLM  # noqa: F401  registers it, as PhiMambaForCausalLM
-from modeling_phimamba import PhiMambaForCausalLM  # noqa: F401
 from tests.teachers import make_teacher
 
 

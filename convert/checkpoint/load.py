@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig
 
-import modeling_llamba  # noqa: F401  registers its configuration
+import modeling_llamba  # noqa: F401  registers its classes
 import modeling_phimamba  # noqa: F401
 
 from ..teachers.teacher import first_line, gguf_tokenizer
@@ -77,11 +77,7 @@ def load_model(
     Raises:
         ValueError: it cannot be found or read, the weights are damaged, or there is no such dtype or device.
     """
-    # here, since models take seconds to import, and `inspect` needs none
     from transformers import AutoModelForCausalLM
-
-    from modeling_llamba import LlambaForCausalLM  # noqa: F401  registers it
-    from modeling_phimamba import PhiMambaForCausalLM  # noqa: F401
 
     name, where = locate(model)
     if dtype not in DTYPES:

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
+import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
+import modeling_phimamba  # noqa: F401
 from convert.alignment.distillation.trainer import check_vocabulary_sizes
 from convert.checkpoint.load import check_whole, load_tokenizer
 from convert.teachers.teacher import first_line
 from convert.weights.students import STUDENTS
-from modeling_llamba import LlambaForCausalLM  # noqa: F401  registers it: a hybrid loads with the installed code
-from modeling_phimamba import PhiMambaForCausalLM  # noqa: F401
 
 from .arguments import TeacherArguments
 
