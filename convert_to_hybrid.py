@@ -23,4 +23,5 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:  # before the command could say so itself
+        sys.stderr.write("error: interrupted; nothing was done.\n")
         sys.exit(130)

@@ -259,10 +259,11 @@ class HybridConfig(PreTrainedConfig):
             "mixer_backend": BACKENDS,
             "mixer_sees": ("all", "beyond"),
             "hybrid_read": ("linear", "normalised"),
-            "hidden_act": ACTIVATIONS,
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act must be one of transformers' activations, not {self.hidden_act!r}.")
         check_numbers(vars(self))
         absent = [name for name in SIZES if getattr(self, name) is None]
         if absent:

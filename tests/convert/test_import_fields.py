@@ -125,7 +125,7 @@ EXPORT = {
     "num_key_value_heads": (0, "num_key_value_heads must be a whole number of at least 1, not 0."),
     "mixer_d_conv": (None, "mixer_d_conv must be a whole number"),
     "rope_parameters": ({"rope_type": "nope", "rope_theta": 1e4}, "rope_type must be one of"),
-    "hidden_act": ("nope", "hidden_act must be one of .*'silu'.*, not 'nope'."),
+    "hidden_act": ("nope", "hidden_act must be one of transformers' activations, not 'nope'."),
     "rms_norm_eps": ("x", "rms_norm_eps must be a number"),
     "model_type": ([], "is no hybrid of this project"),
 }
