@@ -11,6 +11,7 @@ Shapes: B requests, L tokens, H query heads, K key/value heads, D head dim, S si
 in the mixers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -244,9 +245,12 @@ class SlotLayer(nn.Module, MambaBase):
 
     Heads of a hybrid layer that see everything are vLLM's own paged attention, one of one key/value head for each, so
     that all of a model are alike: vLLM's pages of a model are of one size.
+
+    Args:
+        step: `step_window`, or `compiled_step()`, the same for all layers of a model.
     """
 
-    def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str):
+    def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str, step: Callable):
         super().__init__()
         self.mixer, self.prefix, self.state = mixer, prefix, state_of(config, layer, vllm_config.model_config.dtype)
         self.attention: WindowAttention | None = getattr(mixer, "attention", None)
@@ -270,8 +274,7 @@ class SlotLayer(nn.Module, MambaBase):
             self.register_buffer("is_full", is_full, persistent=False)
             if mixer.read is not None:
                 mixer.read.full_heads, mixer.read.layer_idx = [], 0
-        compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
-        self.step = compiled_step if compiles else step_window
+        self.step = step
         self.kv_cache, self.slots = (), {}
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
@@ -338,7 +341,7 @@ class SlotLayer(nn.Module, MambaBase):
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures memory, and has no slots yet, or wants everything compiled
             output.copy_(self._mix(inputs, None))
-            if self.slots and self.attention is not None and self.step is compiled_step:
+            if self.slots and self.attention is not None and self.step is not step_window:
                 self._compile(inputs)
             return
         metadata: SlotMetadata = metadata[self.prefix]
@@ -388,7 +391,7 @@ class SlotLayer(nn.Module, MambaBase):
         """(B, 1, hidden) of one token of each request (B, 1, ...), behind the sinks."""
         hidden_states, cos, sin, index, projected, of_full = self._parts(tokens)
         mixer, attention, query = self.mixer, self.attention, projected.query
-        of_full = query if of_full is None else attention.with_full_heads(query, of_full)
+        of_full = query.clone() if of_full is None else attention.with_full_heads(query, of_full)
         near, features = self.step(attention, mixer.read, self.slots, step, projected, of_full, self.is_full)
         if features is None:
             seen, cache = Near(near, None, query, None, None), SlotCache(self.slots, step.slots, begun=True)
@@ -452,7 +455,15 @@ def step_window(
     return output, features
 
 
-compiled_step = torch.compile(step_window, backend=current_platform.simple_compile_backend)
+def compiled_step() -> Callable:
+    """`step_window` compiled for all layers of a model, which differ in nothing but their tensors.
+
+    So tensors and their sizes are all that is checked at each call: to check the modules takes as long as the step.
+    """
+    checks = ("TENSOR_MATCH", "SHAPE_ENV")
+    options = {"guard_filter_fn": lambda guards: [guard.guard_type in checks for guard in guards]}
+    backend = current_platform.simple_compile_backend
+    return torch.compile(step_window, backend=backend, options=options, isolate_recompiles=True)
 
 
 def take_place(
