@@ -391,7 +391,9 @@ class SlotLayer(nn.Module, MambaBase):
         """(B, 1, hidden) of one token of each request (B, 1, ...), behind the sinks."""
         hidden_states, cos, sin, index, projected, of_full = self._parts(tokens)
         mixer, attention, query = self.mixer, self.attention, projected.query
-        of_full = query.clone() if of_full is None else attention.with_full_heads(query, of_full)
+        # in either case a tensor of its own, laid out the same: what is compiled depends on that
+        of_full = query if of_full is None else attention.with_full_heads(query, of_full)
+        of_full = of_full.clone(memory_format=torch.contiguous_format)[:, :, 0]
         near, features = self.step(attention, mixer.read, self.slots, step, projected, of_full, self.is_full)
         if features is None:
             seen, cache = Near(near, None, query, None, None), SlotCache(self.slots, step.slots, begun=True)
@@ -426,7 +428,7 @@ def step_window(
     Some 200 small operations, compiled to a few; no product with a layer's weights is among them.
 
     Args:
-        of_full: (B, H, 1, D), of which the heads that see everything count. is_full: (H,), which these are.
+        of_full: (B, H, D), of which the heads that see everything count. is_full: (H,), which these are.
 
     Returns:
         What the heads see nearby (B, 1, H, D), and the features of a normalised read (B, 1, 3 H D).
@@ -443,7 +445,7 @@ def step_window(
     first = Tokens(keys[:, :, :S], values[:, :, :S], index[:, :S])
     sight = Tokens(keys[:, :, S:], values[:, :, S:], index, salience)
     output, log_mass = attention.attend_one(new.query, new.sink_query, sight, first)
-    output = torch.where(is_full[:, None, None], of_full.to(output.dtype), output).transpose(1, 2)
+    output = torch.where(is_full[:, None], of_full.to(output.dtype), output[:, :, 0])[:, None]
     if R:
         leaving = take_place(slots, which, sight, leaving, S, R)
     if read is None:

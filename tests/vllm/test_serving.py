@@ -97,14 +97,14 @@ def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
 
 @pytest.mark.parametrize("name", ["normalised", "linear", "sliding window, biases, key norms"])
 def test_a_request_that_was_preempted_goes_on(name, engine, models, prompts):
-    """Pages for fewer requests than begin: each needs one more after its 128th token."""
-    few = dict(enable_prefix_caching=False, max_model_len=256, num_gpu_blocks_override=12)
+    """Pages for fewer requests than begin: each needs one more after its 128th or 256th token."""
+    few = dict(enable_prefix_caching=False, max_model_len=512, num_gpu_blocks_override=16)
     llm = engine(name, enforce_eager=True, **few)
-    short = [i for i, prompt in enumerate(prompts) if 100 < len(prompt) < 128] * 3
-    outputs = greedy(llm, [prompts[i] for i in short])
+    some = [i for i, prompt in enumerate(prompts) if len(prompt) in (118, 122, 251)] * 4
+    outputs = greedy(llm, [prompts[i] for i in some])
     preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     assert sum(preempted) > 0
-    assert_equal(outputs, [expected(models, name)[i] for i in short])
+    assert_equal(outputs, [expected(models, name)[i] for i in some])
 
 
 def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
