@@ -1,13 +1,17 @@
 """A hybrid and its teacher in the same vLLM on a CPU: requests that fit in memory, and tokens per second.
 
 Both are in this process and take turns, so that whatever disturbs one disturbs the other; times are the process's CPU
-time on one thread. Prompts are random tokens, flags vLLM's defaults. Run it in the environment of `make test-vllm`.
+time on one thread. Prompts are random tokens, flags vLLM's defaults but for prefix caching. `make bench-vllm` runs
+
+    python -m recipes.benchmarks.serving FOLDER --make     in the project's environment: FOLDER/teacher, FOLDER/hybrid
+    python -m recipes.benchmarks.serving FOLDER            in that of `make test-vllm`
 """
 
 import argparse
 import os
 import statistics
 import time
+from pathlib import Path
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -56,22 +60,40 @@ def steps(engine, count: int) -> list[float]:
     return times
 
 
+def make_models(folder: Path) -> None:
+    """The embedded teacher as vLLM reads it, and the hybrid that the command makes of it by default."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from convert.options import make_options
+    from convert.pipeline import run
+    from convert.teachers.teacher import embedded_teacher
+
+    gguf = embedded_teacher()
+    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    del teacher.config.quantization_config
+    teacher.save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder / "teacher")
+    run(make_options(str(gguf), str(folder / "hybrid"), overwrite=True))
+
+
 def main() -> None:
     """Print two tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("teacher", help="folder of the teacher")
-    parser.add_argument("hybrid", help="folder of what convert-to-hybrid made of it")
-    parser.add_argument(
-        "--cells", nargs="*", default=["512x1", "512x8", "4096x1", "4096x8", "16384x1"], help="tokens x requests"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--make", action="store_true", help="make the two models in the folder, and stop")
+    cells = ["512x1", "512x8", "4096x1", "4096x8", "16384x1"]
+    parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests")
     args = parser.parse_args()
+    if args.make:
+        make_models(args.folder)
+        return
     os.environ |= SETTINGS
     from vllm import LLM
 
     options = {"dtype": "float32", "max_num_batched_tokens": 2048, "max_num_seqs": 8, "enable_prefix_caching": False}
     options |= {"skip_tokenizer_init": True, "max_model_len": max(FITTING)}
-    models = {"teacher": args.teacher, "hybrid": args.hybrid}
-    engines = {name: LLM(folder, **options).llm_engine for name, folder in models.items()}
+    engines = {name: LLM(str(args.folder / name), **options).llm_engine for name in ("teacher", "hybrid")}
     gibibytes = SETTINGS["VLLM_CPU_KVCACHE_SPACE"]
     print(f"Requests that fit in {gibibytes} GiB\n\n| tokens | teacher | hybrid |\n|---|---|---|")
     for tokens in FITTING:
