@@ -100,7 +100,8 @@ def test_a_request_that_was_preempted_goes_on(name, engine, models, prompts):
     """Pages for fewer requests than begin: each needs one more after its 128th or 256th token."""
     few = dict(enable_prefix_caching=False, max_model_len=512, num_gpu_blocks_override=16)
     llm = engine(name, enforce_eager=True, **few)
-    some = [i for i, prompt in enumerate(prompts) if len(prompt) in (118, 122, 251)] * 4
+    of_length = {len(prompt): i for i, prompt in enumerate(prompts)}
+    some = [of_length[251]] * 6 + [of_length[118], of_length[122]] * 2
     outputs = greedy(llm, [prompts[i] for i in some])
     preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     assert sum(preempted) > 0
