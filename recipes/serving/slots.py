@@ -11,6 +11,7 @@ Shapes: B requests, L tokens, H query heads, K key/value heads, D head dim, S si
 in the mixers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -22,12 +23,13 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from modeling_llamba.salient_tokens import compete
+from modeling_llamba.normalised_read import NormalisedRead
 from modeling_llamba.window_attention import Near, Projected, Tokens, WindowAttention, WindowInputs
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -143,8 +145,8 @@ class PromptCache(SlotCache):
             sinks = torch.arange(self.sinks, device=index.device)
             self.first = self._tokens(sinks, sinks.masked_fill(sinks >= seen, -1), salient=False)
             if self.places:
-                places = self.sinks + torch.arange(self.places, device=index.device)
-                self.salient = self._tokens(places, self.slots["place_index"][slot].long())
+                held, order = self.slots["place_index"][slot].long().sort()  # of equals the earlier one stays
+                self.salient = self._tokens(self.sinks + order, held)
 
     def _tokens(self, columns: torch.Tensor, index: torch.Tensor, salient: bool = True) -> Tokens:
         keys, values = (self.slots[name][self.which][:, :, columns] for name in ("keys", "values"))
@@ -160,34 +162,30 @@ class PromptCache(SlotCache):
         keys[:, :, : self.sinks], values[:, :, : self.sinks] = sinks[:2]
         if self.places:
             self.slots["salience"][self.which][:, ring - self.sinks] = context.salience[:, -size:]
-            keep_places(self.slots, self.which, salient, self.sinks)
-
-
-def keep_places(slots: dict[str, torch.Tensor], which: torch.Tensor | slice, salient: Tokens, sinks: int) -> None:
-    """Put salient tokens into their places, behind the sinks."""
-    places = slice(sinks, sinks + salient.index.shape[1])
-    slots["keys"][which, :, places], slots["values"][which, :, places] = salient[:2]
-    slots["salience"][which, : salient.index.shape[1]] = salient.salience.to(slots["salience"].dtype)
-    slots["place_index"][which] = salient.index.to(slots["place_index"].dtype)
+            places = slice(self.sinks, self.sinks + self.places)
+            keys[:, :, places], values[:, :, places] = salient[:2]
+            self.slots["salience"][self.which, : self.places] = salient.salience
+            self.slots["place_index"][self.which] = salient.index.int()
 
 
 class Step(NamedTuple):
     """Where requests stand in their rings; the same for all layers.
 
-    column (B,): of the new token. index (B, W): of the token in each column, -1 where there is none. leaving (B, 1):
-    the column of who leaves the window after the new token, -1 where nobody does who could.
+    slots (B,). column (B,): of the new token. index (B, W): of the token in each column, -1 where there is none.
+    leaving (B, 1): the column of who leaves the window after the new token, -1 where nobody does who could.
     """
 
+    slots: torch.Tensor
     column: torch.Tensor
     index: torch.Tensor
     leaving: torch.Tensor
 
     @classmethod
-    def at(cls, position: torch.Tensor, window: int, sinks: int) -> "Step":
+    def at(cls, slots: torch.Tensor, position: torch.Tensor, window: int, sinks: int) -> "Step":
         """For new tokens at positions (B,)."""
         columns, last = torch.arange(window, device=position.device), position[:, None] - window + 1
         index = position[:, None] - (position[:, None] - columns) % window
-        return cls(position % window, index.clamp(min=-1), torch.where(last >= sinks, last % window, -1))
+        return cls(slots, position % window, index.clamp(min=-1), torch.where(last >= sinks, last % window, -1))
 
 
 @dataclass
@@ -247,9 +245,12 @@ class SlotLayer(nn.Module, MambaBase):
 
     Heads of a hybrid layer that see everything are vLLM's own paged attention, one of one key/value head for each, so
     that all of a model are alike: vLLM's pages of a model are of one size.
+
+    Args:
+        step: `step_window`, or `compiled_step()`, the same for all layers of a model.
     """
 
-    def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str):
+    def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str, step: Callable):
         super().__init__()
         self.mixer, self.prefix, self.state = mixer, prefix, state_of(config, layer, vllm_config.model_config.dtype)
         self.attention: WindowAttention | None = getattr(mixer, "attention", None)
@@ -267,6 +268,13 @@ class SlotLayer(nn.Module, MambaBase):
                 )
                 for head in self.attention.full_kv_heads
             )
+            # one step is compiled for all layers: tensors say which heads see everything, and a cache is of one layer
+            is_full = torch.zeros(self.attention.heads, dtype=torch.bool)
+            is_full[self.attention.full_heads] = True
+            self.register_buffer("is_full", is_full, persistent=False)
+            if mixer.read is not None:
+                mixer.read.full_heads, mixer.read.layer_idx = [], 0
+        self.step = step
         self.kv_cache, self.slots = (), {}
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
@@ -284,7 +292,8 @@ class SlotLayer(nn.Module, MambaBase):
         pages, start = kv_cache.squeeze((1, 2)), 0
         for name, (shape, dtype) in self.state.items():
             size = prod(shape) * dtype.itemsize
-            self.slots[name] = pages[:, start : start + size].view(dtype).view(-1, *shape)
+            # by way of DLPack it is a tensor of its own to torch.compile, which takes views of one another badly
+            self.slots[name] = torch.from_dlpack(pages[:, start : start + size].view(dtype).view(-1, *shape))
             start += size
 
     @property
@@ -330,8 +339,10 @@ class SlotLayer(nn.Module, MambaBase):
     def run(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """What `forward` does beside projecting: each request goes on from its slot."""
         metadata = get_forward_context().attn_metadata
-        if metadata is None:  # vLLM measures memory, and has no slots yet
+        if metadata is None:  # vLLM measures memory, and has no slots yet, or wants everything compiled
             output.copy_(self._mix(inputs, None))
+            if self.slots and self.attention is not None and self.step is not step_window:
+                self._compile(inputs)
             return
         metadata: SlotMetadata = metadata[self.prefix]
         slots, decodes, begun = self.slots, metadata.num_decodes, []
@@ -341,74 +352,141 @@ class SlotLayer(nn.Module, MambaBase):
             begun = [(i, i + 1, int(inputs[3][0, i]), slot) for i, slot in enumerate(indices)]
         elif decodes:
             which = metadata.state_indices_tensor_d[:decodes, 0].long()
-            cache = SlotCache(slots, which, begun=True)
-            tokens = [t[:, :decodes].transpose(0, 1) for t in inputs]
-            if self.attention is not None and metadata.step is None:
-                metadata.step = Step.at(tokens[3][:, 0], self.attention.window, self.attention.sinks)
-            output[0, :decodes] = self._mix(tokens, cache, metadata)[:, 0]
-            cache.write()
+            tokens = [t[0, :decodes, None] for t in inputs]
+            if self.attention is None:
+                cache = SlotCache(slots, which, begun=True)
+                output[0, :decodes] = self._mix(tokens, cache)[:, 0]
+                cache.write()
+            else:
+                if metadata.step is None:
+                    metadata.step = Step.at(which, tokens[3][:, 0], self.attention.window, self.attention.sinks)
+                output[0, :decodes] = self._decode(tokens, metadata.step, metadata.least)[:, 0]
         if metadata.num_prefills:
             indices = metadata.state_indices_tensor_p.tolist()
             begun += [(*span, slot) for span, slot in zip(metadata.prompts, indices, strict=True)]
         for start, stop, seen, slot in begun:
             cache = PromptCache(slots, slot, seen, self.attention)
-            output[:, start:stop] = self._mix([t[:, start:stop] for t in inputs], cache)
+            output[:, start:stop] = self._mix([t[:, start:stop] for t in inputs], cache, seen)
             cache.write()
 
-    def _mix(
-        self, inputs: list[torch.Tensor], cache: SlotCache | None, decoding: SlotMetadata | None = None
-    ) -> torch.Tensor:
-        """(B, L, hidden) of tokens (B, L, ...); `decoding` where there is one of each request."""
-        hidden_states, cos, sin, *rest = inputs
+    def _mix(self, inputs: list[torch.Tensor], cache: SlotCache | None, seen: int = 0) -> torch.Tensor:
+        """(B, L, hidden) of tokens (B, L, ...), which `seen` others precede."""
         if self.attention is None:
-            return self.mixer(hidden_states, (cos, sin), past_key_values=cache)
-        index, *rest = rest
-        salience = rest[4] if self.attention.places else None
-        projected = Projected(*(t.transpose(1, 2) for t in rest[:4]), salience)
-        of_full = rest[-1] if self.paged else None
-        window = WindowInputs(index, least=None if decoding is None else decoding.least)
-        if decoding is None:
-            seen = self.attention.attend_nearby(projected, window, of_full, cache)
-        else:
-            seen = self._step(projected, of_full, cache, decoding.step)
-        return self.mixer.combine(seen, hidden_states, (cos, sin), None, None, cache, window)
+            hidden_states, *rotary = inputs
+            return self.mixer(hidden_states, rotary, past_key_values=cache)
+        hidden_states, cos, sin, index, projected, of_full = self._parts(inputs)
+        window = WindowInputs(index, least=seen)
+        near = self.attention.attend_nearby(projected, window, of_full, cache)
+        if near.log_mass is not None:
+            near = near._replace(log_mass=near.log_mass.masked_fill(self.is_full, torch.inf))
+        return self.mixer.combine(near, hidden_states, (cos, sin), None, None, cache, window)
 
-    def _step(self, projected: Projected, of_full: torch.Tensor | None, cache: SlotCache, step: Step) -> Near:
-        """`WindowAttention.attend_nearby` for one token of each request, behind the sinks, in the ring itself."""
-        attention, slots, which = self.attention, cache.slots, cache.which
-        S, R = attention.sinks, attention.places
-        slots["keys"][which, :, S + R + step.column] = projected.key[:, :, 0]
-        slots["values"][which, :, S + R + step.column] = projected.value[:, :, 0]
-        keys, values = slots["keys"][which], slots["values"][which]
-        index, salience = step.index, None
-        if R:
-            slots["salience"][which, R + step.column] = projected.salience[:, 0].to(slots["salience"].dtype)
-            index, salience = torch.cat([slots["place_index"][which].long(), index], 1), slots["salience"][which]
-        first = Tokens(keys[:, :, :S], values[:, :, :S], index[:, :S])
-        sight = Tokens(keys[:, :, S:], values[:, :, S:], index, salience)
-        output, log_mass = attention.attend_one(projected.query, projected.sink_query, sight, first)
-        if of_full is not None:
-            output = attention.with_full_heads(output, of_full)
-        leaving = torch.where(step.leaving >= 0, step.leaving + R, -1)
-        if R and not loses_at_once(leaving, salience, R):
-            places = torch.arange(R, device=index.device)
-            outcome = compete(places.where(index[:, :R] >= 0, -1), leaving, salience)
-            leaving = outcome.leaving
-            keep_places(slots, which, sight.at(outcome.held), S)
-        log_mass = None if log_mass is None else log_mass.transpose(1, 2)
-        return Near(output.transpose(1, 2), log_mass, projected.query.transpose(1, 2), sight, leaving)
+    def _parts(self, inputs: list[torch.Tensor]) -> tuple:
+        """What `forward` has put into a list."""
+        hidden_states, cos, sin, index, *rest = inputs
+        projected = Projected(*(t.transpose(1, 2) for t in rest[:4]), rest[4] if self.attention.places else None)
+        return hidden_states, cos, sin, index, projected, rest[-1] if self.paged else None
+
+    def _decode(self, tokens: list[torch.Tensor], step: Step, least: int) -> torch.Tensor:
+        """(B, 1, hidden) of one token of each request (B, 1, ...), behind the sinks."""
+        hidden_states, cos, sin, index, projected, of_full = self._parts(tokens)
+        mixer, attention, query = self.mixer, self.attention, projected.query
+        # in either case a tensor of its own, laid out the same: what is compiled depends on that
+        of_full = query if of_full is None else attention.with_full_heads(query, of_full)
+        of_full = of_full.clone(memory_format=torch.contiguous_format)[:, :, 0]
+        near, features = self.step(attention, mixer.read, self.slots, step, projected, of_full, self.is_full)
+        if features is None:
+            seen, cache = Near(near, None, query, None, None), SlotCache(self.slots, step.slots, begun=True)
+            mixed = mixer.combine(seen, hidden_states, (cos, sin), None, None, cache, WindowInputs(index, least=least))
+            cache.write()
+            return mixed
+        mixed = mixer.out_proj(features)
+        if least >= mixer.near_tokens:
+            return mixed
+        return torch.where((index < mixer.near_tokens)[..., None], mixer.near_proj(near.flatten(2)), mixed)
+
+    def _compile(self, inputs: list[torch.Tensor]) -> None:
+        """Compile the step for one request and for several, with slot 0, which vLLM gives to nobody."""
+        for requests in (1, 2):
+            tokens = [t[0, :requests, None] for t in inputs]
+            slots, position = torch.zeros_like(tokens[3][:, 0]), tokens[3][:, 0] * 0 + self.mixer.near_tokens
+            step = Step.at(slots, position, self.attention.window, self.attention.sinks)
+            self._decode(tokens, step, self.mixer.near_tokens)
 
 
-def loses_at_once(leaving: torch.Tensor, salience: torch.Tensor, places: int) -> bool:
-    """Whether it is known that no token that leaves a window gets a place, as is so at most steps.
+def step_window(
+    attention: WindowAttention,
+    read: NormalisedRead | None,
+    slots: dict[str, torch.Tensor],
+    step: Step,
+    new: Projected,
+    of_full: torch.Tensor,
+    is_full: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`WindowAttention.attend_nearby` and the read for a token of each request, behind the sinks, in the ring itself.
+
+    Some 200 small operations, compiled to a few; no product with a layer's weights is among them.
 
     Args:
-        leaving: (B, 1) columns, -1 where there is none. salience: (B, columns), first of the places, -inf if empty.
+        of_full: (B, H, D), of which the heads that see everything count. is_full: (H,), which these are.
+
+    Returns:
+        What the heads see nearby (B, 1, H, D), and the features of a normalised read (B, 1, 3 H D).
     """
-    if salience.is_cuda:  # which would have to be waited for
-        return False
-    loses = salience.gather(1, leaving.clamp(min=0)) <= salience[:, :places].amin(1, keepdim=True)
-    return bool((loses | (leaving < 0)).all())
+    S, R, which = attention.sinks, attention.places, step.slots
+    slots["keys"][which, :, S + R + step.column] = new.key[:, :, 0]
+    slots["values"][which, :, S + R + step.column] = new.value[:, :, 0]
+    keys, values = slots["keys"][which], slots["values"][which]
+    index, salience, leaving = step.index, None, step.leaving
+    if R:
+        slots["salience"][which, R + step.column] = new.salience[:, 0].float()
+        index, salience = torch.cat([slots["place_index"][which].long(), index], 1), slots["salience"][which]
+        leaving = torch.where(leaving >= 0, leaving + R, -1)
+    first = Tokens(keys[:, :, :S], values[:, :, :S], index[:, :S])
+    sight = Tokens(keys[:, :, S:], values[:, :, S:], index, salience)
+    output, log_mass = attention.attend_one(new.query, new.sink_query, sight, first)
+    output = torch.where(is_full[:, None], of_full.to(output.dtype), output[:, :, 0])[:, None]
+    if R:
+        leaving = take_place(slots, which, sight, leaving, S, R)
+    if read is None:
+        return output, None
+    log_mass = log_mass.masked_fill(is_full[:, None], torch.inf).transpose(1, 2)
+    cache = SlotCache({"recurrent": slots["recurrent"]}, which, begun=True)
+    features = read(Near(output, log_mass, new.query.transpose(1, 2), sight, leaving), None, cache)
+    cache.write()
+    return output, features
+
+
+def compiled_step() -> Callable:
+    """`step_window` compiled for all layers of a model, which differ in nothing but their tensors.
+
+    So tensors and their sizes are all that is checked at each call: to check the modules takes as long as the step.
+    """
+    checks = ("TENSOR_MATCH", "SHAPE_ENV")
+    options = {"guard_filter_fn": lambda guards: [guard.guard_type in checks for guard in guards]}
+    backend = current_platform.simple_compile_backend
+    return torch.compile(step_window, backend=backend, options=options, isolate_recompiles=True)
+
+
+def take_place(
+    slots: dict[str, torch.Tensor], which: torch.Tensor, sight: Tokens, leaving: torch.Tensor, sinks: int, places: int
+) -> torch.Tensor:
+    """`compete` for one token of each request: who goes on to the state (B, 1), the token or whose place it takes.
+
+    Args:
+        sight: places, then the window. leaving: (B, 1) columns of it, -1 where nobody leaves the window.
+    """
+    least = sight.salience[:, :places].amin(1, keepdim=True)
+    last = torch.where(sight.salience[:, :places] == least, sight.index[:, :places], -2)
+    place = last.argmax(1, keepdim=True)  # of equals the earlier one stays
+    wins = (leaving >= 0) & (sight.salience.gather(1, leaving.clamp(min=0)) > least)
+    holder = sight.at(torch.where(wins, leaving, place))
+    slots["keys"][which, :, sinks + place[:, 0]] = holder.keys[:, :, 0]
+    slots["values"][which, :, sinks + place[:, 0]] = holder.values[:, :, 0]
+    slots["salience"][which, place[:, 0]] = holder.salience[:, 0]
+    slots["place_index"][which, place[:, 0]] = holder.index[:, 0].int()
+    lost = torch.where(sight.index.gather(1, place) >= 0, place, -1)
+    return torch.where(wins, lost, leaving)
 
 
 def hybrid_slots(inputs: list[torch.Tensor], output: torch.Tensor, layer_name: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -19,7 +19,7 @@ from modeling_llamba.modeling_llamba import LlambaModel
 from modeling_llamba.window_attention import WindowInputs
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
-from .slots import SlotLayer, slot_shape, state_of
+from .slots import SlotLayer, compiled_step, slot_shape, state_of, step_window
 
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
 SUFFIX = ".mixer"
@@ -81,10 +81,12 @@ class ServedModel(nn.Module):
         self.reach = reach if vllm_config.model_config.max_model_len > reach else None
         # transformers' name for the function, and what the function then finds
         config._attn_implementation = "vllm_paged"
+        compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
+        step = compiled_step() if compiles else step_window
         for i, layer in enumerate(self.layers):
             name = f"{prefix}.layers.{i}"
             if layer.layer_type in ("linear_attention", "hybrid"):
-                layer.mixer = SlotLayer(layer.mixer, config, i, vllm_config, name + SUFFIX)
+                layer.mixer = SlotLayer(layer.mixer, config, i, vllm_config, name + SUFFIX, step)
                 continue
             layer.self_attn.paged = Attention(
                 config.num_attention_heads,

@@ -1,0 +1,123 @@
+"""A hybrid and its teacher in the same vLLM on a CPU: requests that fit in memory, and tokens per second.
+
+Both are in this process and take turns, so that whatever disturbs one disturbs the other; times are the process's CPU
+time on one thread. Prompts are random tokens, flags vLLM's defaults but for prefix caching. `make bench-vllm` runs
+
+    python -m recipes.benchmarks.serving FOLDER --make     in the project's environment: FOLDER/teacher, FOLDER/hybrid
+    python -m recipes.benchmarks.serving FOLDER            in that of `make test-vllm`
+"""
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+FITTING = (4096, 32768)
+WARM_UP, STEPS, ROUNDS = 3, 6, 4
+
+
+def fit(engine, tokens: int) -> float:
+    """How many requests of so many tokens the engine has memory for at once."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    engine.vllm_config.model_config.max_model_len = tokens
+    scheduler = engine.engine_core.engine_core.scheduler
+    return get_max_concurrency_for_kv_cache_config(engine.vllm_config, scheduler.kv_cache_config)
+
+
+def read(engine, context: int, requests: int) -> float:
+    """Begin requests that decode from then on; the seconds that their prompts take."""
+    import torch
+    from vllm import SamplingParams
+
+    generator = torch.Generator().manual_seed(0)
+    sampling = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, detokenize=False)
+    for i in range(requests):
+        prompt = torch.randint(5, 40000, (context,), generator=generator).tolist()
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+    started, reading = time.process_time(), {str(i) for i in range(requests)}
+    while reading:
+        reading -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+    return time.process_time() - started
+
+
+def steps(engine, count: int) -> list[float]:
+    """Seconds of each of some steps."""
+    times = []
+    for _ in range(count):
+        started = time.process_time()
+        engine.step()
+        times.append(time.process_time() - started)
+    return times
+
+
+def make_models(folder: Path) -> None:
+    """The embedded teacher as vLLM reads it, and the hybrid that the command makes of it by default."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from convert.options import make_options
+    from convert.pipeline import run
+    from convert.teachers.teacher import embedded_teacher
+
+    gguf = embedded_teacher()
+    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    del teacher.config.quantization_config
+    teacher.save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder / "teacher")
+    run(make_options(str(gguf), str(folder / "hybrid"), overwrite=True))
+
+
+def main() -> None:
+    """Print two tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--make", action="store_true", help="make the two models in the folder, and stop")
+    cells = ["512x1", "512x8", "4096x1", "4096x8", "16384x1"]
+    parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests")
+    args = parser.parse_args()
+    if args.make:
+        make_models(args.folder)
+        return
+    os.environ |= SETTINGS
+    from vllm import LLM
+
+    options = {"dtype": "float32", "max_num_batched_tokens": 2048, "max_num_seqs": 8, "enable_prefix_caching": False}
+    options |= {"skip_tokenizer_init": True, "max_model_len": max(FITTING)}
+    engines = {name: LLM(str(args.folder / name), **options).llm_engine for name in ("teacher", "hybrid")}
+    gibibytes = SETTINGS["VLLM_CPU_KVCACHE_SPACE"]
+    print(f"Requests that fit in {gibibytes} GiB\n\n| tokens | teacher | hybrid |\n|---|---|---|")
+    for tokens in FITTING:
+        fitting = [f"{fit(engine, tokens):.1f}" for engine in engines.values()]
+        print(f"| {tokens} | {' | '.join(fitting)} |", flush=True)
+    columns = ["context, requests", "new tokens/s: teacher", "hybrid", "ratio"]
+    columns += ["prompts' tokens/s: teacher", "hybrid", "ratio"]
+    print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for cell in args.cells:
+        context, requests = map(int, cell.split("x"))
+        reading = {name: context * requests / read(engine, context, requests) for name, engine in engines.items()}
+        times = {name: [] for name in engines}
+        for engine in engines.values():
+            steps(engine, WARM_UP)
+        for _ in range(ROUNDS):
+            for name, engine in engines.items():
+                times[name] += steps(engine, STEPS)
+        for engine in engines.values():
+            engine.abort_request([str(i) for i in range(requests)])
+        decoding = {name: requests / statistics.median(t) for name, t in times.items()}
+        pairs = [(speed["teacher"], speed["hybrid"]) for speed in (decoding, reading)]
+        figures = [f"{teacher:.1f} | {hybrid:.1f} | {hybrid / teacher:.2f}" for teacher, hybrid in pairs]
+        print(f"| {context}, {requests} | {' | '.join(figures)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
