@@ -15,7 +15,7 @@ try:
 except ImportError:  # then `can_read_one` says no
     triton = None
 
-TILE = 16384  # numbers of the state at a time, 64 registers of each thread
+TILE = 4096  # numbers of the state at a time, 16 of each thread: more of them fill its registers at D = 128
 WARPS = 8
 MOST_HEADS = 64  # bits of `full_heads`
 
@@ -93,9 +93,9 @@ if triton is not None:
         part = tl.where(d < PLANES, d, d - PLANES)  # both dimensions of a plane have one number
 
         leaves = tl.load(leaving + b * leaving_stride).to(tl.int64)
-        enters = leaves >= 0
+        entering = tl.where(leaves >= 0, D, 0)  # numbers of the token's key and value: none if there is none
         token = b.to(tl.int64) * batch_stride + kv * head_stride + leaves * column_stride
-        key = tl.load(keys + token + d, mask=in_d & enters, other=0.0).to(tl.float32)
+        key = tl.load(keys + token + d, mask=d < entering, other=0.0).to(tl.float32)
         decay = tl.exp(tl.minimum(tl.load(log_decay + kv).to(tl.float32), 0.0))
 
         for first in range(0, D, ROWS):
@@ -123,9 +123,10 @@ if triton is not None:
                 tl.store(into, (1.0 - gate) * near, mask=in_row)
                 tl.store(into + K * R * D, gate * value_mean, mask=in_row)
                 tl.store(into + 2 * K * R * D, gate * tilt, mask=in_row)
-            value = tl.load(values + token + row, mask=in_row & enters, other=0.0).to(tl.float32)
+            value = tl.load(values + token + row, mask=row < entering, other=0.0).to(tl.float32)
             tl.debug_barrier()  # several threads may have read what one of them writes
-            tl.store(of_row, decay * value_sum + value, mask=in_row & enters)
-            tl.store(cells, decay * S + value[:, None] * key[None, :], mask=in_tile & enters)
-        tl.store(last_row, decay * count + 1.0, mask=enters)
-        tl.store(last_row + 1 + d, decay * key_sum + key, mask=in_d & enters)
+            tl.store(of_row, decay * value_sum + value, mask=row < entering)
+            taken = (row < entering)[:, None] & in_d[None, :]
+            tl.store(cells, decay * S + value[:, None] * key[None, :], mask=taken)
+        tl.store(last_row, decay * count + 1.0, mask=entering > 0)
+        tl.store(last_row + 1 + d, decay * key_sum + key, mask=d < entering)

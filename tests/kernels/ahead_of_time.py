@@ -8,6 +8,7 @@ prints as JSON what each variant takes. A process of its own, since nothing can 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -57,4 +58,4 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({f"sm_{c}, {shape}": compiled(c, shape) for c in CAPABILITIES for shape in SHAPES}))
+    json.dump({f"sm_{c}, {shape}": compiled(c, shape) for c in CAPABILITIES for shape in SHAPES}, sys.stdout)
