@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from .hybrid_cache import recorded_by, recurrent_state
+from .normalised_read_kernel import can_read_one, read_one
 from .ssd import is_recorded, repeat_groups, requested_backend, ssd_advance, ssd_read, ssd_scan
 from .ssd_chunked import full_precision
 from .window_attention import Near, runs
@@ -77,7 +78,20 @@ class NormalisedRead(nn.Module):
 
     def forward(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> torch.Tensor:
         """The features (B, L, 3 H D), for out_proj."""
+        state = None if cache is None else recurrent_state(cache, self.layer_idx)
+        if state is not None and near.query.shape[1] == 1 and self._one_launch(near, state, cache):
+            return read_one(
+                state, near.query, near.output, near.log_mass, *near.context[:2], near.leaving, self.mass,
+                self.log_decay, self.config.score_scale, self.planes, self.full_heads,
+            )  # fmt: skip
         return self.features(near, self.far(near, seq_idx, cache))
+
+    def _one_launch(self, near: Near, state: torch.Tensor, cache: Cache) -> bool:
+        """Whether a kernel reads one token: on CUDA, unless something is recorded or backend "torch" asked for."""
+        if recorded_by(cache, self.layer_idx) is not None or requested_backend(self.config.mixer_backend) == "torch":
+            return False
+        recorded = is_recorded(near.output, near.query, near.context.keys, self.mass, self.log_decay)
+        return not recorded and can_read_one(state.is_cuda, state.dtype, self.heads)
 
     def features(self, near: Near, far: Far) -> torch.Tensor:
         """What `forward` returns, from what it reads."""

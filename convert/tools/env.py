@@ -76,7 +76,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     scan, inference = choose("fla", "fla-core"), choose("mamba_ssm", "mamba-ssm")
     if scan["runs"] == "torch" and inference["runs"] == "mamba_ssm":
         scan = inference | {"why": f"{inference['why']}; torch where a gradient is wanted ({scan['why']})"}
-    conv = choose("causal_conv1d", "causal-conv1d")
+    conv, read = choose("causal_conv1d", "causal-conv1d"), choose("triton", "triton")
     if asked := os.environ.get(BACKEND_VARIABLE):
         from modeling_llamba.ssd import choose_backend  # which takes seconds
 
@@ -85,7 +85,8 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
             scan = {"runs": runs, "why": f"{BACKEND_VARIABLE} asks for {asked}"}
         except ValueError as error:
             scan = {"runs": "nothing", "why": f"{BACKEND_VARIABLE} asks for {asked}: {error}"}
-        conv = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"} if asked == "torch" else conv
+        if asked == "torch":
+            conv = read = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"}
     else:
         scan["why"] += "; mixer_backend of a model may ask otherwise"
     flash = "flash_attention_2 cannot be used here"
@@ -97,6 +98,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
         "short convolution": conv,
+        "normalised read, one token": read,
         "attention": {"runs": "sdpa", "why": f"torch's own; {flash}"},
     }
 

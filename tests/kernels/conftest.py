@@ -103,13 +103,39 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    """The choice of a backend as it is made for tensors on CUDA."""
+    """The choice of a backend, and of the kernel for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
+    import modeling_llamba.normalised_read as normalised_read
     import modeling_llamba.ssd as ssd
 
-    choose = ssd.choose_backend
+    choose, can_read = ssd.choose_backend, normalised_read.can_read_one
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
+    monkeypatch.setattr(normalised_read, "can_read_one", lambda on_cuda, *args: can_read(True, *args))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each kernel was asked for."""
+    import modeling_llamba.normalised_read as normalised_read
+    import modeling_llamba.ssd as ssd
+
+    places = {
+        "fla": (ssd, "chunk_simple_gla"),
+        "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
+        "read": (normalised_read, "read_one"),
+    }
+    counts = dict.fromkeys(places, 0)
+    for key, (module, name) in places.items():
+        kernel = getattr(module, name)
+
+        def counted(*args, kernel=kernel, key=key, **kwargs):
+            counts[key] += 1
+            return kernel(*args, **kwargs)
+
+        if kernel is not None:
+            monkeypatch.setattr(module, name, counted)
+    return counts
 
 
 def pytest_collection_modifyitems(items):

@@ -21,21 +21,6 @@ MODELS = {  # pattern and mixer
 }
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """How often each kernel was asked for."""
-    counts = dict.fromkeys(KERNELS, 0)
-    for backend, name in KERNELS.items():
-        kernel = getattr(ssd, name)
-
-        def counted(*args, kernel=kernel, backend=backend, **kwargs):
-            counts[backend] += 1
-            return kernel(*args, **kwargs)
-
-        monkeypatch.setattr(ssd, name, counted)
-    return counts
-
-
 def relative_error(got, expected):
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
@@ -66,6 +51,8 @@ def test_prefill_and_decoding(monkeypatch, launches, name, family):
         found[backend] = logits(model, ids)
         used = {kernel for kernel in KERNELS if launches[kernel] > before[kernel]}
         assert used == (AUTO if backend == "auto" else {backend} & {*KERNELS})
+        reads = STEPS * model.config.layer_types.count("hybrid") * (name == "normalised read" and backend != "torch")
+        assert launches["read"] - before["read"] == reads
     limit = 1e-5 if INTERPRETED else 5e-3
     assert all(relative_error(found[backend], found["torch"]) < limit for backend in found)
 

@@ -1,0 +1,61 @@
+"""Compile the kernel for one token of the normalised read for GPUs that need not be here.
+
+    python -m tests.kernels.ahead_of_time
+
+prints as JSON what each variant takes. A process of its own, since nothing can be compiled in the interpreter.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CAPABILITIES = (80, 90)  # A100, H100
+SHAPES = {  # K, R, D, planes, dtype of all but state and log mass
+    "SmolLM2-135M": (3, 3, 64, 32, "bf16"),
+    "Llama-3.2-1B": (8, 4, 64, 32, "bf16"),
+    "Llama-3.1-8B": (8, 4, 128, 64, "bf16"),
+    "Phi-2": (32, 1, 80, 16, "fp32"),
+    "Gemma-2-2B": (4, 2, 256, 128, "bf16"),
+}
+
+
+def tools() -> Path:
+    """Where the wheel of triton has NVIDIA's ptxas and cuobjdump."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def compiled(capability: int, shape: str) -> dict[str, int]:
+    """Registers of a thread; bytes of its stack and of spilled registers; bytes shared by a block of 8 warps."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from modeling_llamba.normalised_read_kernel import WARPS, read_one_kernel, tile_of
+
+    K, R, D, planes, dtype = SHAPES[shape]
+    rows, columns = tile_of(D)
+    pointers = dict.fromkeys(("query", "output", "keys", "values", "mass", "log_decay", "features"), f"*{dtype}")
+    pointers |= {"state": "*fp32", "log_mass": "*fp32", "leaving": "*i64"}
+    numbers = dict.fromkeys(("batch_stride", "head_stride", "column_stride", "leaving_stride"), "i32")
+    numbers |= {"full_heads": "i32", "scale": "fp32"}
+    constants = {"K": K, "R": R, "D": D, "PLANES": planes, "ROWS": rows, "COLUMNS": columns}
+    types = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    signature = {name: types[name] for name in read_one_kernel.arg_names}
+    source = ASTSource(read_one_kernel, signature, constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tools() / "cuobjdump", "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, spilled = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return {"registers": registers, "spilled": stack + spilled, "shared": kernel.metadata.shared}
+
+
+if __name__ == "__main__":
+    json.dump({f"sm_{c}, {shape}": compiled(c, shape) for c in CAPABILITIES for shape in SHAPES}, sys.stdout)
