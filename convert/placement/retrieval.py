@@ -4,9 +4,9 @@ Few heads do ("retrieval heads", arXiv 2404.15574; arXiv 2602.11374 keeps 2 % of
 early in prose and comes again at its end. The score of a head is the largest share of attention that a token of the
 second needle pays to the first. That finds the heads that copy what followed last time (induction heads), and those
 in earlier layers that find the same token again, without which the former miss more the farther away the needle is.
-In a dozen heads that share is nearly 1, so a little is added for the attention to the token that followed last time:
-of the heads that find the same token, one or two suffice. Heads that look back by a step or two, which copying needs
-as well, are served by the window.
+In a dozen heads that share is nearly 1, so a little is added for the attention to the token that followed last time;
+and of the heads that find the same token all but the best count half, since one suffices (figures:
+docs/results/quality.md). Heads that look back by a step or two, which copying needs as well, are served by the window.
 """
 
 import torch
@@ -34,14 +34,14 @@ def retrieval_scores(
     """(layers, heads): how much the second needle looks at the first, a mean over rows.
 
     The largest share of attention that a token pays to the first needle, and FOLLOWING times the mean share that goes
-    to the token after the same one.
+    to the token after the same one; half of that for heads that mostly look at the same token, except the best.
 
     Args:
         prose: (S, L) token ids of text, of which the first few are used.
     """
     place = prose.shape[1] // 8
     probe = needle_probe(prose[:ROWS], plain_tokens(teacher.config.vocab_size), seed, NEEDLE, place)
-    hidden, scores = teacher.embed(probe.ids), []
+    hidden, scores, same = teacher.embed(probe.ids), [], []
     inputs = teacher.block_inputs(hidden)
     for layer in range(teacher.num_layers):
         progress("scoring heads", layer, teacher.num_layers)
@@ -51,9 +51,13 @@ def retrieval_scores(
         found = asking[..., place : place + NEEDLE]  # (rows, heads, NEEDLE, NEEDLE)
         following = found.diagonal(1, -2, -1).mean(-1)
         scores.append((found.sum(-1).amax(-1) + FOLLOWING * following).mean(0).cpu())
+        at_same = found.diagonal(0, -2, -1).mean((0, -1)).cpu()
+        same.append(at_same > found.sum(-1).mean((0, -1)).cpu() / 2)
         hidden = block(hidden, **inputs)
     progress("scoring heads", teacher.num_layers, teacher.num_layers)
-    return torch.stack(scores)
+    scores, same = torch.stack(scores), torch.stack(same)
+    best = (scores * same).amax()
+    return torch.where(same & (scores < best), scores / 2, scores)
 
 
 def ranked_heads(scores: torch.Tensor, shared: int) -> list[KVHead]:
