@@ -1,5 +1,6 @@
 """Configuration of Llamba: Llama-like blocks with some attention layers replaced by a matrix mixer."""
 
+import math
 from typing import TYPE_CHECKING
 
 from .hybrid_config import HybridConfig
@@ -46,8 +47,8 @@ class LlambaConfig(HybridConfig):
         super().validate_hybrid()
         if self.norm_placement not in NORM_PLACEMENTS:
             raise ValueError(f"norm_placement must be one of {NORM_PLACEMENTS}, not {self.norm_placement!r}.")
-        if not self.residual_multiplier > 0:
-            raise ValueError(f"residual_multiplier must be a number above 0, not {self.residual_multiplier!r}.")
+        if not 0 < self.residual_multiplier < math.inf:
+            raise ValueError(f"residual_multiplier must be a finite number above 0, not {self.residual_multiplier!r}.")
         if self.num_experts is not None:
             for name in ("num_experts_per_tok", "moe_intermediate_size"):
                 if getattr(self, name) is None:

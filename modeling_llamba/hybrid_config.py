@@ -1,5 +1,6 @@
 """What both hybrid families have in common in their configuration: attention, mixers, and which layer is which."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "num_experts_per_tok": (1, 10_000),
     "moe_intermediate_size": (1, LARGEST_SIZE),
     "max_window_layers": (0, LARGEST_SIZE),
+    "decoder_sparse_step": (1, LARGEST_SIZE),
+    "query_pre_attn_scalar": (1e-6, 1e9),
     "original_max_position_embeddings": (1, LARGEST_SIZE),
     "rope_theta": (1e-6, 1e30),
     "partial_rotary_factor": (1e-6, 1.0),
@@ -272,8 +275,8 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError(f"pad_token_id {self.pad_token_id} is no token of a vocabulary of {self.vocab_size}.")
         for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling", *SOFT_CAPS):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be a number above 0, not {value!r}.")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, not {value!r}.")
         self._validate_rotary()
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or len(self.layer_types) != self.num_hidden_layers:

@@ -174,7 +174,7 @@ def check_apart(output: Path, teacher_folder: Path) -> None:
 
 def check_work(work: Path) -> None:
     """Refuse a work folder that this project did not make."""
-    if _holds_anything(work) and not (work / MARKER).is_file():
+    if work.is_symlink() or (_holds_anything(work) and not (work / MARKER).is_file()):
         raise ValueError(f"{work} exists and is no work folder of this project; move it away, or choose another OUT.")
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
-from ..errors import during
+from ..errors import during, printable
 from ..placement.cache import CONTEXTS, cache_bytes
 from ..weights.reader import open_weights, read_json
 from ..weights.students import MIXER_LAYERS, layer_letters, tensor_shapes
@@ -86,7 +86,7 @@ def describe_model(report: dict[str, Any]) -> Group:
     """The report of `inspect_model` as tables for a terminal."""
     attention, total = len(report["attention_layers"]), len(report["layer_types"])
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("model", f"{report['model']} ({report['model_type']}, {report['dtype']})")
+    facts.add_row("model", printable(f"{report['model']} ({report['model_type']}, {report['dtype']})"))
     facts.add_row("layers", f"{report['layer_map']}  ({attention} of {total} keep their attention)")
     if report["mixer"]:
         rest = ", ".join(f"{key} {value}" for key, value in report["mixer"].items() if key != "kind")
@@ -100,10 +100,10 @@ def describe_model(report: dict[str, Any]) -> Group:
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")
     for key, value in report["provenance"].items():
         if key != "teacher_layer_types" and value not in (None, {}):
-            facts.add_row(key, value if isinstance(value, str) else json.dumps(value))
+            facts.add_row(printable(key), printable(value if isinstance(value, str) else json.dumps(value)))
     if not report["provenance"]:
         facts.add_row("teacher", "not recorded")
-    facts.add_row("alignment", _alignment_line(report["alignment"]))
+    facts.add_row("alignment", printable(_alignment_line(report["alignment"])))
     cache = Table("cache per sequence", "attention throughout", "this model", "share")
     for context, size in report["cache_bytes"].items():
         share = f"{size['this_model'] / size['all_attention']:.1%}"

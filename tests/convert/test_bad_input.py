@@ -471,7 +471,10 @@ def test_a_work_folder_of_somebody_else_stays(saved_teacher, tmp_path):
         (owner.make_work() / ("0" * 20)).mkdir()
         (owner.work / "thesis").write_text("mine")
     assert sorted(os.listdir(owner.work)) == [MARKER, "thesis"]
-    nothing_left(tmp_path, "other.work", "out.work")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "third.work").symlink_to(tmp_path / "mine")
+    check_one_line_error(run_as_is(saved_teacher("llama-gqa"), tmp_path / "third"), "third.work", "no work folder")
+    nothing_left(tmp_path, "mine", "other.work", "out.work", "third.work")
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -519,6 +522,22 @@ def test_nothing_infinite_is_written(dtype, value, flags, teacher, tmp_path):
     edit_weights(teacher, poison(value))
     check_one_line_error(run(teacher, tmp_path / "out", *flags), "does not fit into")
     nothing_left(tmp_path, "teacher")
+
+
+@pytest.mark.parametrize(
+    "name, field, value",
+    [
+        ("granite", "embedding_multiplier", float("inf")),
+        ("granite", "residual_multiplier", float("inf")),
+        ("gemma2", "final_logit_softcapping", float("inf")),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("qwen3-moe", "decoder_sparse_step", 0),
+    ],
+)
+def test_a_number_that_no_model_can_have_is_named(name, field, value, saved_teacher, tmp_path):
+    shutil.copytree(saved_teacher(name), tmp_path / "teacher")
+    edit_config(tmp_path / "teacher", **{field: value})
+    check_one_line_error(run(tmp_path / "teacher", tmp_path / "out", "--dry-run"), f"{field} must be a", str(value))
 
 
 def test_a_derived_tensor_that_overflows_is_refused(saved_teacher, tmp_path):

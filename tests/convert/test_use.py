@@ -66,6 +66,14 @@ def test_inspect_notices_weights_cut_short(checkpoints, tmp_path):
     assert done.returncode == 1 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_inspect_prints_no_escape_sequence(tmp_path):
+    config = student_config()
+    config.conversion = {"teacher": "a\x1b[31mb"}
+    config.save_pretrained(tmp_path / "out\x1b[31m")
+    done = use("inspect", tmp_path / "out\x1b[31m")
+    assert done.returncode == 0 and "a\N{REPLACEMENT CHARACTER}[31mb" in done.stdout and "\x1b" not in done.stdout
+
+
 def test_inspect_reads_the_alignment(checkpoints, tmp_path):
     folder = tmp_path / "aligned"
     shutil.copytree(checkpoints / "hybrid", folder)
