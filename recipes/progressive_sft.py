@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from convert import convert
-from convert.checkpoint.folder import MARKER, OutputFolder, make_work, remove_made, remove_work
+from convert.checkpoint.folder import MARKER, TRAINING_WORK, OutputFolder, make_work, remove_made, remove_work
 from convert.placement.placement import Placement
 from convert.weights.students import model_class
 
@@ -75,7 +75,7 @@ def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, m
 
 def write_step(model: nn.Module, lender: Path, before: Path | None, folder: Path) -> None:
     """A composed model as a checkpoint, with the lender's tokenizer and the record of the steps before."""
-    with OutputFolder(folder, overwrite=True) as owner, owner.staged() as staging:
+    with OutputFolder(folder, overwrite=True, kept=TRAINING_WORK) as owner, owner.staged() as staging:
         kept_out = shutil.ignore_patterns(MARKER, "*.safetensors*", "config.json", "training.*")
         shutil.copytree(lender, staging, dirs_exist_ok=True, ignore=kept_out)
         if before is not None:
@@ -125,7 +125,7 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
             reports.append(sft.main([*arguments, *own, "--data_chunk", f"{number}/{len(plan)}"]))
             remove_made(start)
         before = target
-    remove_work(work)
+    remove_work(work, TRAINING_WORK)
     return reports
 
 

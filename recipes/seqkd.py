@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from convert.checkpoint.folder import OutputFolder, check_apart, check_output
+from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
 from convert.checkpoint.load import load_tokenizer
 
 from .training.arguments import TeacherArguments, parse_classes
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for kept in (data.dataset_name, teaching.teacher_model_name_or_path):
         if kept is not None and Path(kept).expanduser().exists():
             check_apart(output, Path(kept).expanduser().resolve())
-    with OutputFolder(output, arguments.overwrite) as owner:
+    with OutputFolder(output, arguments.overwrite, kept=TRAINING_WORK) as owner:
         answers = answer_all(prompts, tokenizer, teaching, arguments, owner.make_work())
         splits = split_rows(prompts, answers, arguments)
         counts["empty answers"] = sum(not answer["text"].strip() for answer in answers)

@@ -24,11 +24,14 @@ from ..errors import KEPT, during
 
 MARKER = ".convert-to-hybrid"
 """In every folder that this project makes: the names of its files; none while it is being written."""
-WORK_ENTRIES = re.compile(
+ALIGNMENT_WORK = re.compile(
     r"[0-9a-f]{20}|\.activations-.*|stages|matrix_orientation.*|hidden_state_alignment.*|distillation.*"
-    r"|checkpoint-\d+|runs|run\.(json|txt)|answers\.jsonl|attention|\d+(\.start)?|README\.md|tmp-checkpoint-\d+"
 )
-"""What commands keep in their work folders: fits under a hash, stages, trainers' checkpoints, answers, steps."""
+"""What an alignment keeps in its work folder: fits under a hash, stages."""
+TRAINING_WORK = re.compile(
+    r"checkpoint-\d+|tmp-checkpoint-\d+|runs|run\.(json|txt)|answers\.jsonl|attention|\d+(\.start)?|README\.md"
+)
+"""What recipes keep in theirs: trainers' checkpoints and what transformers writes beside them, answers, steps."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -38,13 +41,20 @@ class OutputFolder:
     Args:
         output: OUT, resolved.
         work_dir: a work folder of the user's own, which stays. By default OUT.work, which is removed in the end.
+        kept: names of what the command keeps in OUT.work; nothing else there is deleted.
 
     Raises:
         ValueError: OUT exists or cannot be written, another run is writing it, or OUT.work is somebody else's.
     """
 
-    def __init__(self, output: Path, overwrite: bool = False, work_dir: str | None = None):
-        self.output, self.overwrite = output, overwrite
+    def __init__(
+        self,
+        output: Path,
+        overwrite: bool = False,
+        work_dir: str | None = None,
+        kept: re.Pattern[str] = ALIGNMENT_WORK,
+    ):
+        self.output, self.overwrite, self.kept = output, overwrite, kept
         self.owns_work = work_dir is None
         self.work = output.with_name(f"{output.name}.work") if work_dir is None else Path(work_dir).expanduser()
 
@@ -67,7 +77,7 @@ class OutputFolder:
 
     def _leave_work(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         if self.owns_work and (self.work / MARKER).is_file() and (error is None or not self._is_worth_keeping):
-            remove_work(self.work)
+            remove_work(self.work, self.kept)
         if error is not None and self._is_worth_keeping:
             error.add_note(f"{KEPT} in {self.work}, and the same command goes on from there")
         elif isinstance(error, KeyboardInterrupt):
@@ -185,10 +195,10 @@ def make_work(work: Path) -> None:
     (work / MARKER).touch()
 
 
-def remove_work(work: Path) -> None:
-    """Delete what commands keep in a work folder, and the folder if nothing else is in it."""
+def remove_work(work: Path, kept: re.Pattern[str]) -> None:
+    """Delete what a command keeps in its work folder, by name, and the folder if nothing else is in it."""
     for entry in work.iterdir() if (work / MARKER).is_file() else ():
-        if WORK_ENTRIES.fullmatch(entry.name) and not entry.is_symlink():
+        if kept.fullmatch(entry.name) and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
     if work.is_dir() and [entry.name for entry in work.iterdir()] == [MARKER]:
         (work / MARKER).unlink()

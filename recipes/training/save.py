@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
-from convert.checkpoint.folder import OutputFolder
+from convert.checkpoint.folder import TRAINING_WORK, OutputFolder
 from convert.checkpoint.pictures import CACHE, LAYERS
 
 RECORD, PLOT = "training.json", "training.png"
@@ -79,7 +79,7 @@ def write_checkpoint(
 ) -> None:
     """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from."""
     check_finite(model)
-    with OutputFolder(output, overwrite) as owner, owner.staged() as folder:
+    with OutputFolder(output, overwrite, kept=TRAINING_WORK) as owner, owner.staged() as folder:
         tokenizer.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         stages = [*read_record(source), record.__dict__]

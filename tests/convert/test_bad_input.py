@@ -469,8 +469,10 @@ def test_a_work_folder_of_somebody_else_stays(saved_teacher, tmp_path):
     owner = OutputFolder(tmp_path / "other")
     with owner:
         (owner.make_work() / ("0" * 20)).mkdir()
-        (owner.work / "thesis").write_text("mine")
-    assert sorted(os.listdir(owner.work)) == [MARKER, "thesis"]
+        for name in ("thesis", "README.md"):
+            (owner.work / name).write_text("mine")
+        (owner.work / "2024").mkdir()
+    assert sorted(os.listdir(owner.work)) == [MARKER, "2024", "README.md", "thesis"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "third.work").symlink_to(tmp_path / "mine")
     check_one_line_error(run_as_is(saved_teacher("llama-gqa"), tmp_path / "third"), "third.work", "no work folder")
