@@ -16,8 +16,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 def model_class(model_type: str) -> type:
     """The causal language model of a hybrid; the first call takes seconds, since it imports transformers' models."""
-    package = {"llamba": modeling_llamba, "phimamba": modeling_phimamba}[model_type]
-    return getattr(package, STUDENTS[model_type].__name__.replace("Config", "ForCausalLM"))
+    assert model_type in STUDENTS, model_type
+    return modeling_llamba.LlambaForCausalLM if model_type == "llamba" else modeling_phimamba.PhiMambaForCausalLM
 
 
 def tensor_shapes(config: PreTrainedConfig) -> Shapes:

@@ -99,7 +99,10 @@ def test_a_layer_is_read_and_stepped_in_every_way(monkeypatch, tmp_path):
 
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch):
-    monkeypatch.setattr(bench_peers.importlib.machinery.PathFinder, "find_spec", lambda name, path: None)
+    finder = bench_peers.importlib.machinery.PathFinder
+    found_by = finder.find_spec
+    without_fla = lambda name, *where: None if name == "fla" else found_by(name, *where)  # noqa: E731
+    monkeypatch.setattr(finder, "find_spec", without_fla)
     found, absent = find_peers()
     assert absent == {"fla naive": "no package fla"}
     assert {"transformers", "causal SDPA"} == found.keys()
