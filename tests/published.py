@@ -3,6 +3,7 @@
 The judges read the published tensors by their published names, one token at a time, and share no code with the models.
 """
 
+import copy
 import json
 
 import torch
@@ -134,7 +135,9 @@ def mohawk(attention=(2,), qwen: bool = False, groups: int = 2) -> tuple[dict, T
     t = Tensors(2)
     t.add("backbone.embedding.weight", VOCAB, D, scale=1.0)
     t.norm("backbone.final_layernorm")
-    name, rope = ("Qwen2", {"rope_theta": 1e6}) if qwen else ("Llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3})
+    name, rope = "Llama", {"rope_theta": 5e5, "rope_scaling": dict(LLAMA3)}
+    if qwen:
+        name, rope = "Qwen2", {"rope_theta": 1e6}
     ssm = {"d_state": 8, "n_qk_heads": groups, "n_v_heads": H, "expand": 1, "activation": "identity", "bias": True,
            "norm_cls": "none", "initializer": {"z": "default"}}  # fmt: skip
     heads = {"num_attention_heads": H, "num_key_value_heads": K, "max_position_embeddings": 256}
@@ -200,7 +203,7 @@ def mamba_in_llama(version: int, m1: bool = False, attention=(1, 3), state: int 
     mamba_config = {"d_model": D, "ssm_cfg": ssm, "rms_norm_eps": 1e-6, "vocab_size": None, "d_inner": None,
                     "d_xb": xb, "intermediate_size": INTER, "hidden_act": "silu", "n_layer": LAYERS,
                     "attn_layers": list(attention)}  # fmt: skip
-    return dict(LLAMA), t, mamba_config
+    return copy.deepcopy(LLAMA), t, mamba_config
 
 
 def _mamba2_tensors(t, prefix, m1, xb, state, early):

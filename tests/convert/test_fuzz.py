@@ -400,7 +400,7 @@ class Herd:
         name = self.rng.choice(sorted(FORMATS))
         config, tensors, mamba_config = FORMATS[name]()
         self.said += f" {name}"
-        for values in (config, mamba_config):
+        for values in (config, mamba_config):  # made anew by each call, so that no other test sees a mutation
             if values is not None and self.rng.random() < 0.7:
                 self.mutate(values)
         if self.rng.random() < 0.2:
