@@ -14,6 +14,11 @@ from dataclasses import dataclass
 import torch
 
 
+def distance(target: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Frobenius norm (M,) of the difference."""
+    return (target.double() - matrix.double()).norm(dim=(-2, -1))
+
+
 @dataclass
 class StateSpace:
     """A time-varying recurrence: transition (M, L, N, N), B (M, L, N), C (M, L, N)."""

@@ -1,1 +1,0 @@
-"""How well structured matrices approximate a teacher's attention matrices."""
