@@ -11,6 +11,7 @@ from ..plan import Plan
 from ..weights.students import layer_letters
 from ..weights.writer import human_bytes
 from .pictures import save_pictures
+from .tokenizer import Licence
 
 KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
 NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
@@ -106,7 +107,7 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
     return text
 
 
-def write_card(plan: Plan, name: str, folder: Path, licence: dict[str, str]) -> None:
+def write_card(plan: Plan, name: str, folder: Path, licence: Licence) -> None:
     """Write README.md and its pictures into the folder of a model that will be called `name`."""
     make_card(plan, name, licence).save(folder / "README.md")
     save_pictures(plan.config, plan.dtype, folder)
@@ -120,7 +121,7 @@ def _kind_tags(summary: dict[str, Any]) -> list[str]:
     return ["sliding-window"] if summary["mixer"] == "none" else ["mamba", summary["mixer"]]
 
 
-def make_card(plan: Plan, name: str, licence: dict[str, str]) -> ModelCard:
+def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
     """The card of the model in folder or repository `name`.
 
     Args:

@@ -1,6 +1,7 @@
 """What a user sees when something is wrong: one line, a non-zero exit, nothing lost or half-written."""
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConfig
@@ -479,6 +482,22 @@ def test_a_work_folder_of_somebody_else_stays(saved_teacher, tmp_path):
     nothing_left(tmp_path, "mine", "other.work", "out.work", "third.work")
 
 
+@pytest.mark.parametrize("content", ["", "mine"])
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_file_that_is_called_like_the_lock_stays(content, locks, tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", no_locks)
+    (tmp_path / ".out.lock").write_text(content)
+    for name in ("out", "other"):
+        with OutputFolder(tmp_path / name) as owner, owner.staged():
+            assert (tmp_path / f".{name}.lock").is_file()
+    assert (tmp_path / ".out.lock").read_text() == content
+    nothing_left(tmp_path, ".out.lock", "out", "other")
+
+
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_out_is_looked_at_again_before_it_is_replaced(exchanges, tmp_path, monkeypatch):
     if not exchanges:
@@ -583,15 +602,31 @@ def test_generate_refuses_a_model_with_missing_weights(teacher, tmp_path):
     check_one_line_error(run_as_is("generate", tmp_path / "out", "--prompt", "w1"), "are missing", "norm.weight")
 
 
-def test_side_files_are_read_before_the_work(teacher, tmp_path, monkeypatch):
-    tokenizer().save_pretrained(teacher)
-    (teacher / "README.md").write_text("---\nlicense: mit\n---\n# Teacher\n")
+@pytest.mark.parametrize("licence", ["mit", "[mit, apache-2.0]"])
+def test_a_card_has_the_licence_of_the_teacher(licence, teacher, tmp_path):
+    (teacher / "README.md").write_text(f"---\nlicense: {licence}\n---\n# Teacher\n")
     (teacher / "LICENSE").write_text("MIT")
     assert run(teacher, tmp_path / "out").returncode == 0
-    assert "license: mit" in (tmp_path / "out" / "README.md").read_text() and (tmp_path / "out" / "LICENSE").is_file()
-    (teacher / "tokenizer.json").write_text("garbage")
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.license == yaml.safe_load(licence)
+    assert (tmp_path / "out" / "LICENSE").is_file()
+
+
+@pytest.mark.parametrize(
+    "file, content, expected",
+    [
+        ("tokenizer.json", "garbage", "cannot be read"),
+        ("chat_template.jinja", "{% for m in messages %}", "chat template"),
+        ("additional_chat_templates/tool.jinja", "{{ messages[ }}", "chat template"),
+        ("tokenizer_config.json", json.dumps({"chat_template": "{% generation %}{{ 1 }}"}), "chat template"),
+        ("tokenizer_config.json", json.dumps({"chat_template": 5}), "chat template"),
+    ],
+)
+def test_side_files_are_read_before_the_work(file, content, expected, teacher, tmp_path, monkeypatch):
+    tokenizer().save_pretrained(teacher)
+    (teacher / file).parent.mkdir(exist_ok=True)
+    (teacher / file).write_text(content)
     monkeypatch.setattr("convert.pipeline.Aligner", None)  # would fail otherwise
-    check_one_line_error(run_as_is(teacher, tmp_path / "out2"), "tokenizer", "cannot be read")
+    check_one_line_error(run_as_is(teacher, tmp_path / "out"), str(teacher), expected)
 
 
 def test_the_edge_says_what_was_being_done(teacher, tmp_path, monkeypatch):
