@@ -51,9 +51,9 @@ class PlacementOptions:
     """Which layers keep attention, and what the others hold."""
 
     attention_layers: int | float | list[int] | str | None = None
-    """Layers that keep their attention: a list (1,3,5), a share (0.25), a pattern of M and A repeated over the layers
-    (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by what replacing
-    each layer costs."""
+    """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
+    over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by
+    what replacing each layer costs."""
     selection: Literal["uniform", "kl", "kl+recall"] | None = None
     """How a share of layers, or as many as fit into the cache, is placed: evenly (uniform), where replacing costs most
     KL to the teacher (kl), or most KL and recall (kl+recall, the default when mixers are aligned)."""

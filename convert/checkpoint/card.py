@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..plan import Plan
 from ..weights.students import layer_letters
 from ..weights.writer import human_bytes
+from .code import NEEDED
 from .pictures import save_pictures
 from .tokenizer import Licence
 
@@ -25,7 +26,7 @@ TEMPLATE = """---
 # {{ title }}
 
 {{ teacher }} with {{ num_mixer }} of its {{ num_layers }} attention layers replaced by {{ replacement }}, made by
-[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/).
+[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/). It loads with `{{ needed }}`:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -154,6 +155,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         title=name.split("/")[-1],
         path=name,
         teacher=plan.teacher.public_name,
+        needed=NEEDED,
         replacement=replacement,
         window=f", H {beside}softmax attention to {summary['window']} tokens and {summary['sinks']} sinks"
         if summary["window"]

@@ -105,7 +105,7 @@ DAMAGED_WEIGHTS = {
     "wrong shape": (lambda t: t.update({NAME: torch.ones(16, 31)}), [NAME, "(16, 31)", "(16, 32)"]),
     "wrong dtype": (lambda t: t.update({NAME: torch.ones(16, 32, dtype=torch.int8)}), [NAME, "quantised"]),
     "NaN": (poison(float("nan")), ["layers.1.mlp.up_proj.weight", "NaN"]),
-    "infinity": (poison(float("inf")), ["layers.1.mlp.up_proj.weight", "infinite"]),
+    "infinity": (poison(float("inf")), ["layers.1.mlp.up_proj.weight", "contains inf"]),
 }
 
 
@@ -533,15 +533,17 @@ def test_out_is_looked_at_again_before_it_is_replaced(exchanges, tmp_path, monke
 @pytest.mark.parametrize(
     "dtype, value, flags",
     [
-        (torch.float32, 3.4e38, ["--dtype", "bfloat16"]),
+        (torch.float32, 1e6, ["--dtype", "float16"]),
         (torch.float64, 1e300, ["--dtype", "float32"]),
-        (torch.float32, 3.4e38, ["--dtype", "bfloat16", "--mixer", "mamba1", "--attention-layers", "none"]),
+        (torch.float32, 3e38, ["--mixer", "mamba1", "--attention-layers", "none"]),
     ],
 )
-def test_nothing_infinite_is_written(dtype, value, flags, teacher, tmp_path):
+def test_weights_too_large_are_refused(dtype, value, flags, teacher, tmp_path):
     edit_weights(teacher, lambda t: t.update({name: tensor.to(dtype) for name, tensor in t.items()}))
     edit_weights(teacher, poison(value))
-    check_one_line_error(run(teacher, tmp_path / "out", *flags), "does not fit into")
+    check_one_line_error(
+        run(teacher, tmp_path / "out", *flags), "does not fit into" if value == 1e6 else f"contains {value:.2g}"
+    )
     nothing_left(tmp_path, "teacher")
 
 
@@ -559,14 +561,6 @@ def test_a_number_that_no_model_can_have_is_named(name, field, value, saved_teac
     shutil.copytree(saved_teacher(name), tmp_path / "teacher")
     edit_config(tmp_path / "teacher", **{field: value})
     check_one_line_error(run(tmp_path / "teacher", tmp_path / "out", "--dry-run"), f"{field} must be a", str(value))
-
-
-def test_a_derived_tensor_that_overflows_is_refused(saved_teacher, tmp_path):
-    shutil.copytree(saved_teacher("phi"), tmp_path / "teacher")
-    biases = ("model.layers.1.self_attn.dense.bias", "model.layers.1.mlp.fc2.bias")  # which become one
-    edit_weights(tmp_path / "teacher", lambda t: [t[name].fill_(3e38) for name in biases])
-    flags = ("--mixer.out_bias", "false", "--attention-layers", "none")
-    check_one_line_error(run(tmp_path / "teacher", tmp_path / "out", *flags), "came out infinite or not a number")
 
 
 def test_a_damaged_fit_is_made_again(teacher, tmp_path):

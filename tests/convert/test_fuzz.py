@@ -152,23 +152,16 @@ class Herd:
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         limit = min(model.config.vocab_size, 96)
         ours = model(ids % limit).logits
-        if not kept and not ours.isfinite().all():
-            # a mixer has no softmax: of large weights, one that is not aligned is too large for float32, and no more
-            model.double().set_experts_implementation("eager")
-            ours = model(ids % limit).logits
-        if not kept and ours.isfinite().all():
+        assert ours.isfinite().all(), "the hybrid's logits are not finite"
+        if not kept:
             return
         try:
             theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, trust_remote_code=False).eval()
         except Exception:  # transformers stumbles over what does not concern us, such as an index's metadata
-            assert ours.isfinite().all(), "the hybrid's logits are not finite"
             return
         expected = theirs(ids % limit).logits
-        assert expected.isfinite().all() == ours.isfinite().all(), "finite in one of teacher and hybrid only"
-        if not kept:
-            return
         size = expected.abs().max().clamp(min=1)
-        torch.testing.assert_close(ours / size, expected / size, rtol=1e-3, atol=1e-3, equal_nan=True)
+        torch.testing.assert_close(ours / size, expected / size, rtol=1e-3, atol=1e-3)
 
     # -- mutations
 
@@ -284,7 +277,7 @@ class Herd:
             weights.pop(name)
         elif how == 1:
             weights[name].view(-1)[self.rng.randrange(weights[name].numel())] = self.rng.choice(
-                [float("nan"), float("inf"), 3e38, 1e-40]
+                [float("nan"), float("inf"), 3e38, 9e10, 1e-40]
             )
         elif how == 2:
             kinds = [torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
@@ -368,7 +361,7 @@ class Herd:
                 broken = [*aligned, "--mixer", "mamba2", "--dtype", "float16"]
                 weights = load_file(place / "teacher" / "model.safetensors")
                 original = {name: tensor.clone() for name, tensor in weights.items()}
-                weights["model.embed_tokens.weight"][0, 0] = 1e30  # does not fit, once the fits are there
+                weights["model.embed_tokens.weight"][0, 0] = 1e6  # does not fit, once the fits are there
                 save_file(weights, place / "teacher" / "model.safetensors", metadata={"format": "pt"})
                 run_as_is(place / "teacher", out, *broken)
                 save_file(original, place / "teacher" / "model.safetensors", metadata={"format": "pt"})
