@@ -1,7 +1,7 @@
 """Mutated configurations, indexes, headers, tensors, side files, options, work folders and imports.
 
-Each ends in a model that is finite and, with all layers kept, the teacher as transformers loads it, or in one line;
-nothing else changes on disk, and no code of the input runs. HYBRID_FUZZ_SEED and HYBRID_FUZZ_MUTANTS choose others.
+Each ends in a model whose logits are finite (in float64 where mixers were mapped and nothing was fitted) and, with all
+layers kept, the teacher's as transformers loads it, or in one line; nothing else changes on disk, and no code of the input runs. HYBRID_FUZZ_SEED and HYBRID_FUZZ_MUTANTS choose others.
 """
 
 import contextlib
@@ -154,8 +154,8 @@ class Herd:
         ids = random_ids(1, 12) % min(model.config.vocab_size, 96)
         logits = model(ids).logits
         if unaligned and not logits.isfinite().all():
-            # what softmax bounds, a mixer that nothing is fitted to does not: weights that are all a thousand times too
-            # large, which are a mutation here, take it beyond float32, and not beyond float64
+            # what softmax bounds, a mixer that nothing is fitted to does not: weights that are all a thousand times
+            # too large, which are a mutation here, take it beyond float32, and not beyond float64
             model.double().set_experts_implementation("eager")
             logits = model(ids).logits
         assert logits.isfinite().all(), "the hybrid's logits are not finite"
