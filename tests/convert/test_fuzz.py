@@ -1,7 +1,8 @@
 """Mutated configurations, indexes, headers, tensors, side files, options, work folders and imports.
 
 Each ends in a model whose logits are finite (in float64 where mixers were mapped and nothing was fitted) and, with all
-layers kept, the teacher's as transformers loads it, or in one line; nothing else changes on disk, and no code of the input runs. HYBRID_FUZZ_SEED and HYBRID_FUZZ_MUTANTS choose others.
+layers kept, the teacher's as transformers loads it, or in one line; nothing else changes on disk, and no code of the
+input runs. HYBRID_FUZZ_SEED and HYBRID_FUZZ_MUTANTS choose others.
 """
 
 import contextlib
