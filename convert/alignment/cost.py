@@ -24,6 +24,7 @@ from ..weights.students import tensor_shapes
 from .closed_form import BATCH_SEQUENCES, DECAY_SEQUENCES, REFINE_SEQUENCES, candidate_decays, default_steps
 from .probes import PROBE_LENGTH, PROSE_SEQUENCES, ROUNDS
 from .read_fit import QUERIES, RIDGES, SALIENCE_SEQUENCES
+from .teacher_model import usable_device
 
 PASSES = 6
 """Passes over a matrix of scores: mask, maximum, exponential, sum, logarithm, weights."""
@@ -42,11 +43,12 @@ class Rates(NamedTuple):
 
 
 def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
-    """What a closed-form fit costs on this machine; None where none is made, and for MOHAWK."""
+    """What a closed-form fit costs on this machine; None where none is made, for MOHAWK and the student's stream."""
     hybrid, replaced = plan.placement.hybrid, plan.placement.replaced_layers
-    if options.alignment.method != "closed-form" or not replaced or (hybrid is not None and not hybrid.state):
+    closed_form = options.alignment.method == "closed-form" and options.alignment.fit.stream == "teacher"
+    if not closed_form or not replaced or (hybrid is not None and not hybrid.state):
         return None
-    device = torch.device(options.alignment.device)
+    device = usable_device(options.alignment.device)
     rates = measured_rates(device, plan.config.hidden_size)
     if hybrid is not None and hybrid.read == "normalised":
         return cost_of(plan, options, rates, resident_bytes())

@@ -134,7 +134,7 @@ def is_finite(values: torch.Tensor, limit: float = math.inf) -> bool:
 
 
 def check_weights(values: torch.Tensor, name: str) -> None:
-    """Refuse what no trained teacher has: NaN, infinity, and numbers of which a product of three would be infinite."""
+    """Refuse what no trained teacher has: NaN, infinity, and numbers so large that products of three can be."""
     if not is_finite(values, LARGEST_WEIGHT):
         kind = "NaN" if values.isnan().any() else f"{values.abs().max().item():.2g}"
         raise ValueError(f"Tensor {name} of the teacher contains {kind}; the checkpoint is damaged.")

@@ -296,6 +296,8 @@ def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):
     assert costs[0].seconds < costs[1].seconds < 10 * costs[0].seconds  # the solutions take the same for any text
     assert 1000 < costs[0].nbytes < costs[1].nbytes
     assert plan_conversion(make_options(folder, "o", align="none")).alignment_cost is None
+    with pytest.raises(ValueError, match="device nowhere cannot be used here"):
+        plan_conversion(make_options(folder, "o", device="nowhere"))
 
 
 @pytest.mark.parametrize("kind", ["discrete_mamba2", "mamba1"])
