@@ -222,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command, verbose = COMMANDS[name], bool({"-v", "--verbose"} & set(argv))
     with one_line_errors(verbose):
         set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
-        nearest = difflib.get_close_matches(word, COMMANDS, 1)
+        nearest = [command for command in COMMANDS if len(word) > 1 and command.startswith(word)]
+        nearest += difflib.get_close_matches(word, COMMANDS, 1)
         if name != word and nearest and not os.path.exists(word):
             raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
         parser = parser_of(name)

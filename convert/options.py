@@ -51,9 +51,9 @@ class PlacementOptions:
     """Which layers keep attention, and what the others hold."""
 
     attention_layers: int | float | list[int] | str | None = None
-    """Layers that keep their attention: a list (1,3,5), a share (0.25), a pattern of M and A repeated over the layers
-    (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by what replacing
-    each layer costs."""
+    """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
+    over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by
+    what replacing each layer costs."""
     selection: Literal["uniform", "kl", "kl+recall"] | None = None
     """How a share of layers, or as many as fit into the cache, is placed: evenly (uniform), where replacing costs most
     KL to the teacher (kl), or most KL and recall (kl+recall, the default when mixers are aligned)."""
@@ -872,13 +872,20 @@ def conversion_parser() -> OptionParser:
     return OptionParser(ConversionOptions, CONVERSION_FLAGS, {})
 
 
-def make_options(model: str, output: str, config: str | Path | None = None, **values: Any) -> ConversionOptions:
+def make_options(
+    model: str | None = None,
+    output: str | os.PathLike | None = None,
+    /,
+    config: str | os.PathLike | None = None,
+    **values: Any,
+) -> ConversionOptions:
     """The options of a conversion from Python.
 
     Args:
+        model, output: teacher and folder, which may stand in the file or among `values` instead.
         config: a YAML file, over which `values` win.
         values: a flag of the command line by its name (`align="none"`, `window=32`), any other option by its own name
-            where no two sections have it (`sinks=2`), or a section as a dictionary (`alignment={"fit": {...}}`).
+            where no two sections have it (`sinks=2`), or a section as a dictionary (`output={"dtype": "bfloat16"}`).
 
     Raises:
         ValueError: an unknown option, a value of the wrong kind, or a contradiction.
@@ -886,9 +893,12 @@ def make_options(model: str, output: str, config: str | Path | None = None, **va
     parser = conversion_parser()
     leaves = Counter(name.rpartition(".")[2] for name in parser.options)
     place = {name.rpartition(".")[2]: name for name in parser.options if leaves[name.rpartition(".")[2]] == 1}
-    place |= {flag[2:].replace("-", "_"): name for flag, name in CONVERSION_FLAGS.items()}
+    place |= {flag[2:].replace("-", "_"): name for flag, name in CONVERSION_FLAGS.items()} | {
+        "output": "output.folder"
+    }
+    given = {name: value for name, value in {"model": model, "folder": output}.items() if value is not None}
     nested: dict[str, Any] = {}
-    for name, value in {"model": model, "folder": output, **values}.items():
+    for name, value in {**given, **values}.items():
         is_section = isinstance(value, Mapping) and name != "attention_heads"
         *sections, leaf = (name if is_section else place.get(name, name)).split(".")
         inner = functools.reduce(lambda found, section: found.setdefault(section, {}), sections, nested)

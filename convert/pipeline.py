@@ -16,7 +16,7 @@ from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
 from .checkpoint.hub import prepare_repository, upload
-from .checkpoint.tokenizer import SideFiles, read_licence, read_side_files, write_side_files
+from .checkpoint.tokenizer import Licence, SideFiles, read_licence, read_side_files, write_side_files
 from .dry_run import checked, costed, open_teacher
 from .errors import during
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
@@ -25,13 +25,13 @@ from .plan import Plan, make_plan
 from .weights.writer import Progress, plan_shards, write_and_hash
 
 
-def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
+def convert(model: str | None = None, output: str | os.PathLike | None = None, /, **options: Any) -> Plan:
     """Convert a teacher to a hybrid in one call.
 
     Args:
         model: Hub id, local folder or GGUF file.
         output: folder to write.
-        options: what the command line offers, by the same names, and the sections of a YAML file.
+        options: what the command line offers, by the same names, `config` included, and the sections of a YAML file.
 
     Raises:
         ValueError: bad options, teacher or weights.
@@ -40,7 +40,7 @@ def convert(model: str, output: str | os.PathLike, **options: Any) -> Plan:
     Example:
         >>> convert("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", attention_layers=0.25)  # doctest: +SKIP
     """
-    return run(make_options(model, os.fspath(output), **options))
+    return run(make_options(model, output, **options))
 
 
 def run(
@@ -113,7 +113,7 @@ def write(
     alignment: Alignment | None,
     options: ConversionOptions,
     side_files: SideFiles,
-    licence: dict[str, str],
+    licence: Licence,
     folder: Path,
     progress: Progress,
     watch: "Stopwatch",

@@ -22,6 +22,18 @@ from ..weights.rules import Rule, moved
 from ..weights.students import model_class
 
 
+def usable_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: this machine does not have it.
+    """
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
 class TeacherModel:
     """Embedding, blocks, norm and head of the teacher, loaded when they are asked for; of the blocks, one at a time.
 
@@ -34,13 +46,7 @@ class TeacherModel:
     """A configuration of the hybrid with every layer replaced, from which `mixer` makes mixers."""
 
     def __init__(self, weights: TeacherWeights, options: ConversionOptions):
-        try:
-            self.device = torch.device(options.alignment.device)
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(
-                f"device {options.alignment.device} cannot be used here: {str(error).splitlines()[0]}"
-            ) from error
+        self.device = usable_device(options.alignment.device)
         self.weights, self.options = weights, options
         self.checkpoint, self.config = weights.checkpoint, weights.config
         self._is_whole = False

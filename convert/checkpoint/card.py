@@ -10,7 +10,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..plan import Plan
 from ..weights.students import layer_letters
 from ..weights.writer import human_bytes
+from .code import NEEDED
 from .pictures import save_pictures
+from .tokenizer import Licence
 
 KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
 NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
@@ -24,7 +26,7 @@ TEMPLATE = """---
 # {{ title }}
 
 {{ teacher }} with {{ num_mixer }} of its {{ num_layers }} attention layers replaced by {{ replacement }}, made by
-[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/).
+[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/). It loads with `{{ needed }}`:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,7 +108,7 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
     return text
 
 
-def write_card(plan: Plan, name: str, folder: Path, licence: dict[str, str]) -> None:
+def write_card(plan: Plan, name: str, folder: Path, licence: Licence) -> None:
     """Write README.md and its pictures into the folder of a model that will be called `name`."""
     make_card(plan, name, licence).save(folder / "README.md")
     save_pictures(plan.config, plan.dtype, folder)
@@ -120,7 +122,7 @@ def _kind_tags(summary: dict[str, Any]) -> list[str]:
     return ["sliding-window"] if summary["mixer"] == "none" else ["mamba", summary["mixer"]]
 
 
-def make_card(plan: Plan, name: str, licence: dict[str, str]) -> ModelCard:
+def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
     """The card of the model in folder or repository `name`.
 
     Args:
@@ -153,6 +155,7 @@ def make_card(plan: Plan, name: str, licence: dict[str, str]) -> ModelCard:
         title=name.split("/")[-1],
         path=name,
         teacher=plan.teacher.public_name,
+        needed=NEEDED,
         replacement=replacement,
         window=f", H {beside}softmax attention to {summary['window']} tokens and {summary['sinks']} sinks"
         if summary["window"]

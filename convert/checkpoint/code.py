@@ -9,6 +9,9 @@ from transformers import PreTrainedConfig
 
 from ..weights.students import model_class
 
+NEEDED = "transformers>=5.16.1,<6"
+"""What loads a checkpoint; pyproject.toml says the same, and a test compares them."""
+
 
 def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json, whose presence makes the folder a checkpoint, and the code that it names."""

@@ -32,6 +32,8 @@ TRAINING_WORK = re.compile(
     r"checkpoint-\d+|tmp-checkpoint-\d+|runs|run\.(json|txt)|answers\.jsonl|attention|\d+(\.start)?|README\.md"
 )
 """What recipes keep in theirs: trainers' checkpoints and what transformers writes beside them, answers, steps."""
+LOCK = b"convert-to-hybrid\n"
+"""In every lock that this project makes."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -305,7 +307,12 @@ def _lock(output: Path) -> Iterator[bool]:
     """Hold the lock of OUT; False on a file system that has none, where unique names and the last check must do."""
     path, held = output.with_name(f".{output.name}.lock"), False
     while not held:
-        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+        with contextlib.suppress(FileExistsError), open(path, "xb", buffering=0) as new:
+            new.write(LOCK)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:  # its holder removed it just now
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):  # its holder removed it after we had opened it
@@ -313,7 +320,6 @@ def _lock(output: Path) -> Iterator[bool]:
         except BlockingIOError as error:
             raise ValueError(f"Another run is writing {output}; wait for it, or choose another OUT.") from error
         except OSError:
-            path.unlink(missing_ok=True)
             break
         finally:
             if not held:
@@ -321,9 +327,10 @@ def _lock(output: Path) -> Iterator[bool]:
     try:
         yield held
     finally:
+        with contextlib.suppress(OSError), open(path, "rb") as mine:
+            if mine.read(len(LOCK) + 1) == LOCK:  # not somebody's file of that name
+                path.unlink()  # before it is let go, so that nobody's lock is taken from them
         if held:
-            if os.fstat(lock).st_size == 0:  # not somebody's file of that name
-                path.unlink(missing_ok=True)  # before it is let go, so that nobody's lock is taken from them
             os.close(lock)
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from modeling_llamba.ship_code import code_files
 
@@ -29,6 +30,8 @@ TOKENIZER_FILES = (
 )
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
+Licence = dict[str, str | list[str]]
+"""What the head of a model's card says of its licence, or its licences."""
 SideFiles = dict[str, bytes]
 """Contents by name, relative to the folder of a checkpoint."""
 
@@ -55,7 +58,9 @@ def read_side_files(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
 def read_tokenizer(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
     """The tokenizer of a model, made sure to load; that of a GGUF file is read out of it."""
     if teacher.gguf_file is not None:
-        return _saved(gguf_tokenizer(teacher.folder, teacher.gguf_file))
+        tokenizer = gguf_tokenizer(teacher.folder, teacher.gguf_file)
+        check_chat_template(tokenizer, teacher.folder / teacher.gguf_file)
+        return _saved(tokenizer)
     folder = teacher.folder
     paths = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     paths += [path for path in folder.glob("additional_chat_templates/*") if path.is_file()]
@@ -71,8 +76,21 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
         raise ValueError(
             f"The tokenizer in {folder} cannot be read ({first_line(error)[:200]}); mend its files, or move them away."
         ) from error
+    check_chat_template(tokenizer, folder)
     # without a class, transformers looks it up by model type, and ours has none
     return files if "tokenizer_class" in settings else files | _saved(tokenizer)
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, place: Path) -> None:
+    """Refuse a chat template that is no template, without running it."""
+    templates = tokenizer.chat_template or ""
+    try:
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            _compile_jinja_template(template)
+    except Exception as error:  # jinja's, and Python's own about what is no text or nested too deeply
+        raise ValueError(
+            f"The chat template in {place} is not valid ({first_line(error)[:200]}); mend or remove it."
+        ) from error
 
 
 def _saved(thing: Any) -> SideFiles:
@@ -114,7 +132,7 @@ def write_side_files(files: SideFiles, folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> dict[str, str]:
+def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> Licence:
     """What the head of a teacher's card, or its GGUF file, says of its licence."""
     if isinstance(checkpoint, GgufCheckpoint):
         return {} if checkpoint.licence is None else {"license": checkpoint.licence}
@@ -129,4 +147,6 @@ def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> dict[str, str]:
             f"The head of {path}, which names the licence, is not valid YAML; mend or remove it."
         ) from error
     said = head if isinstance(head, dict) else {}
-    return {name: said[name] for name in LICENCE_FIELDS if isinstance(said.get(name), str)}
+    found = {name: said[name] for name in LICENCE_FIELDS if said.get(name)}
+    each = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+    return {name: value for name, value in found.items() if all(isinstance(text, str) for text in each[name])}

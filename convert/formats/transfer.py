@@ -15,6 +15,7 @@ from ..checkpoint.code import versions
 from ..checkpoint.folder import OutputFolder, check_apart
 from ..checkpoint.pictures import CACHE, LAYERS, save_pictures
 from ..checkpoint.tokenizer import (
+    Licence,
     SideFiles,
     has_tokenizer,
     read_generation_config,
@@ -134,7 +135,7 @@ def write_checkpoint(
 def _write(
     plan: TransferPlan,
     side_files: SideFiles,
-    licence: dict[str, str],
+    licence: Licence,
     options: TransferOptions,
     folder: Path,
     write_config: Callable[[PreTrainedConfig, Path, torch.dtype], None],

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 # and written stays in a core's cache.
 BLOCK_BYTES = 2**20
 OWN_PAGES_BYTES = 2**18  # from here on malloc's bookkeeping is worth avoiding
+LARGEST_WEIGHT = 1e11
 MAX_HEADER_BYTES = 100_000_000  # safetensors refuses more
 
 SAFETENSORS_DTYPES = {
@@ -92,7 +93,7 @@ class Checkpoint(ABC):
         return BLOCK_BYTES
 
     def blocks(self, *ranges: tuple[str, int, int | None]) -> Iterator[torch.Tensor]:
-        """Rows start..stop of one tensor after another in blocks, checked to be finite, each in place of the last."""
+        """Rows start..stop of one tensor after another in blocks, checked, each in place of the last."""
         steps, buffer_bytes = [], 0
         for name, start, stop in ranges:
             rows = self._rows(name)
@@ -104,13 +105,13 @@ class Checkpoint(ABC):
         buffer = _own_pages(buffer_bytes)  # one for all tensors: the system clears pages before it lends them
         for name, start, stop in steps:
             block = self.read_rows(name, start, stop, buffer)
-            check_finite(block, name)
+            check_weights(block, name)
             yield block
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows start..stop of a tensor, checked to be finite."""
+        """Rows start..stop of a tensor, checked."""
         whole = self.read_rows(name, start, self._rows(name) if stop is None else stop)
-        check_finite(whole, name)
+        check_weights(whole, name)
         return whole
 
     def _rows(self, name: str) -> int:
@@ -125,17 +126,17 @@ def _own_pages(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no NaN or infinity is there. They show in the sum, which is fast; the extremes tell an overflow."""
-    if not values.is_floating_point() or values.numel() == 0 or math.isfinite(values.sum().item()):
+def is_finite(values: torch.Tensor, limit: float = math.inf) -> bool:
+    """Whether no NaN is there, nor what reaches a limit. They show in the sum, which is fast; or the extremes tell."""
+    if not values.is_floating_point() or values.numel() == 0 or abs(values.sum().item()) < limit:
         return True
-    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(values))
+    return all(abs(extreme.item()) < limit for extreme in torch.aminmax(values))
 
 
-def check_finite(values: torch.Tensor, name: str) -> None:
-    """Refuse NaN and infinity in the teacher."""
-    if not is_finite(values):
-        kind = "NaN" if torch.isnan(values).any() else "an infinite value"
+def check_weights(values: torch.Tensor, name: str) -> None:
+    """Refuse what no trained teacher has: NaN, infinity, and numbers so large that products of three can be."""
+    if not is_finite(values, LARGEST_WEIGHT):
+        kind = "NaN" if values.isnan().any() else f"{values.abs().max().item():.2g}"
         raise ValueError(f"Tensor {name} of the teacher contains {kind}; the checkpoint is damaged.")
 
 

@@ -138,8 +138,9 @@ def _bytes(block: torch.Tensor, dtype: torch.dtype, rule: Rule) -> memoryview:
     if block.dtype != dtype:
         wide, block = block, block.to(dtype)
         if not is_finite(block) and is_finite(wide):
-            way_out = "bfloat16 or float32" if dtype == torch.float16 else "auto, which keeps the teacher's type"
-            raise ValueError(f"{rule.target} does not fit into {str(dtype)[6:]}; choose {way_out} (--dtype).")
+            raise ValueError(
+                f"{rule.target} does not fit into {str(dtype)[6:]}; choose bfloat16 or float32 (--dtype)."
+            )
     if rule.kind != "moved" and not is_finite(block):  # a tensor that moves was looked at when it was read
         raise ValueError(
             f"{rule.target} came out infinite or not a number; the teacher's weights are too large for it."

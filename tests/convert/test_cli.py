@@ -176,7 +176,7 @@ def test_bad_yaml(text, message, tmp_path):
         make_options("m", "o", config=tmp_path / "y.yaml")
 
 
-@pytest.mark.parametrize("word, command", [("imprt", "import"), ("exports", "export"), ("inspekt", "inspect")])
+@pytest.mark.parametrize("word, command", [("imprt", "import"), ("exports", "export"), ("gen", "generate")])
 def test_a_misspelt_command_is_told_from_a_model(word, command, tmp_path, monkeypatch, saved_teacher):
     check_one_line_error(run_as_is(word, "a", "b"), f"no command '{word}'", f"did you mean {command}?")
     monkeypatch.chdir(tmp_path)
@@ -294,6 +294,12 @@ def test_python_takes_what_yaml_takes():
     assert options.alignment.fit.decays == (0.5,) and options.alignment.text == "x"
     assert make_options("m", "o", cache=50_000_000).placement.cache == "50000000"
     assert make_options("m", "o", window=torch.tensor(8)).placement.window == 8
+    in_section = make_options("m", "o", output={"dtype": "float32"}, mixer={"kind": "mamba2"})
+    assert in_section == make_options("m", "o", dtype="float32", mixer="mamba2")
+    assert in_section == make_options(model="m", output={"folder": Path("o"), "dtype": "float32"}, kind="mamba2")
+    assert make_options(model="m", output="o") == make_options("m", "o")
+    with pytest.raises(ValueError, match="No output folder given"):
+        make_options("m")
 
 
 def test_version():

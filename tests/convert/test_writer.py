@@ -15,7 +15,8 @@ from convert.weights.reader import (
     GgufCheckpoint,
     PickledCheckpoint,
     SafetensorsCheckpoint,
-    check_finite,
+    check_weights,
+    is_finite,
     open_weights,
 )
 from convert.weights.rules import Rule
@@ -23,6 +24,8 @@ from convert.weights.writer import plan_shards, write_shards
 from recipes.benchmarks.conversion import copy_convert_copy, synthetic_llama
 from recipes.benchmarks.measure import in_own_process
 from tests.teachers import make_teacher, random_ids
+
+NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def test_shards_hold_what_one_file_holds(saved_teacher, tmp_path):
@@ -137,18 +140,27 @@ def test_the_disk_is_told_of_every_byte_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_finite(dtype):
-    largest = torch.finfo(dtype).max
+def test_what_weights_may_be(dtype):
+    largest = min(torch.finfo(dtype).max, 9e10)
     for fine in ([], [1.0, -2.0], [largest] * 300, [-largest] * 300):  # sums that overflow
-        check_finite(torch.tensor(fine, dtype=dtype), "w")
-    for bad, where in itertools.product(("nan", "inf", "-inf"), (0, 150, 299)):
+        check_weights(torch.tensor(fine, dtype=dtype), "w")
+    for bad, where in itertools.product((*NOT_FINITE, "-3e38"), (0, 150, 299)):
         values = torch.ones(300, dtype=dtype)
         values[where] = float(bad)
-        with pytest.raises(ValueError, match="NaN" if bad == "nan" else "an infinite value"):
-            check_finite(values, "w")
-    with pytest.raises(ValueError, match="an infinite value"):
-        check_finite(torch.tensor([float("inf"), 1.0, float("-inf")], dtype=dtype), "w")  # whose sum is NaN
-    check_finite(torch.tensor([2**31, -1]), "w")
+        assert is_finite(values) == values.isfinite().all()
+        with pytest.raises(ValueError, match="NaN" if bad == "nan" else "inf|3e"):
+            check_weights(values, "w")
+    assert is_finite(torch.full((300,), torch.finfo(dtype).max, dtype=dtype)), "although the sum overflows"
+    with pytest.raises(ValueError, match="contains inf"):
+        check_weights(torch.tensor([float("inf"), 1.0, float("-inf")], dtype=dtype), "w")  # whose sum is NaN
+    check_weights(torch.tensor([2**31, -1]), "w")
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_what_comes_out_infinite_is_refused(bad, tmp_path):
+    rule = Rule("a", (2,), "derived", (), lambda checkpoint: iter([torch.tensor([1.0, float(bad)])]))
+    with pytest.raises(ValueError, match="a came out infinite or not a number"):
+        write_shards(plan_shards([rule], torch.float32, 10**6), None, torch.float32, tmp_path)
 
 
 def test_a_shard_that_fails_stops_the_others(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from convert.checkpoint.code import NEEDED
 from modeling_llamba import LlambaConfig
 from modeling_llamba.ship_code import code_files, ship_code
 from modeling_phimamba import PhiMambaConfig
@@ -34,6 +35,10 @@ def imports(path):
                 yield alias.name, 0, id(node) in guarded, node
         elif isinstance(node, ast.ImportFrom):
             yield node.module, node.level, id(node) in guarded, node
+
+
+def test_cards_name_the_transformers_that_this_project_takes():
+    assert f'"{NEEDED}",' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_shared_files_have_one_owner():
