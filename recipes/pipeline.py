@@ -47,7 +47,7 @@ CHATS = "llamafactory==0.9.5"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 PROMPTS, TURNS = 192, 8
 PAIRS, HELD_OUT_PAIRS = 40, 200
-PAIR_TOKENS = 192
+PAIR_TOKENS = 128
 QUESTION = "What is the capital of France?"
 COMMON = [
     "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "4",
@@ -155,7 +155,7 @@ def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     if not (hybrid / "config.json").is_file():
         convert(str(gguf), str(hybrid))
     train(sft.main, hybrid, gguf, folder / "chats", finetuned, *SFT)
-    dpo_options = ["--learning_rate", "5e-6", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
+    dpo_options = ["--learning_rate", "2e-5", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")
     teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
     held_out = str(folder / "text" / "owt_5.jsonl")
@@ -186,12 +186,12 @@ def show(report: dict[str, Any]) -> None:
     console = Console()
     table = Table("after", "KL", "perplexity", title="steps, on held-out text")
     for row in report["steps"]:
-        table.add_row(row["name"], f"{row['kl']:.3f}", f"{row['perplexity']:.3f}")
+        table.add_row(row["name"], f"{row['kl']:.4f}", f"{row['perplexity']:.3f}")
     console.print(table)
     table = Table("stage", "", "before", "after", title="training, on held-out answers and pairs")
     for stage in report["training"]:
         for key in sorted(LABELS.keys() & stage["before"].keys() & stage["after"].keys()):
-            cells = [f"{stage[when][key]:.3f}" for when in ("before", "after")]
+            cells = [f"{stage[when][key]:.4f}" for when in ("before", "after")]
             if key == "eval_rewards/accuracies":
                 margins = (accuracy_margin(stage[when][key]) for when in ("before", "after"))
                 cells = [f"{cell} ± {margin:.3f}" for cell, margin in zip(cells, margins, strict=True)]
