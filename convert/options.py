@@ -252,7 +252,7 @@ class AlignmentOptions:
     tokens: PositiveInt = 30720
     """Number of tokens that the closed-form fits use."""
     sequence_length: Context | None = None
-    """Tokens per sequence; 512 by default, 1,024 where a cache budget is spent."""
+    """Tokens per sequence; 512 by default, 1,024 where a cache budget is spent or the read is normalised."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
     device: str = "cpu"
@@ -438,7 +438,7 @@ class ConversionOptions:
     @property
     def sequence_length(self) -> int:
         """Tokens per calibration sequence."""
-        return self.alignment.sequence_length or (1024 if self.searches_budget else 512)
+        return self.alignment.sequence_length or (1024 if self.searches_budget or self.read == "normalised" else 512)
 
 
 def differences(options: Any) -> dict[str, Any]:
