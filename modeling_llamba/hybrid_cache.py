@@ -38,7 +38,7 @@ from transformers.cache_utils import (
 )
 
 from .salient_tokens import compete
-from .window_attention import Tokens, leaving_window, with_past
+from .window_attention import Ring, Tokens, leaving_window, with_past
 
 NEVER = torch.iinfo(torch.long).max
 # what can be taken back, besides layers that have an `accept` of their own as `WindowLayer` has
@@ -108,6 +108,7 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
     """The cache of a hybrid layer, of constant size except for heads with full attention.
 
     recent: the last W - 1 columns. first: the S sinks. salient: the tokens that hold a place, where there are places.
+    ring: all three as a kernel for one token keeps them; the three then are None, until `in_order`.
     since: columns that came after `salient` and the states, while recording. leaving: what has not left the window for
     the mixer's state.
     full: all keys and values of the heads with full attention. Besides, the mixer's conv and recurrent states, or the
@@ -129,6 +130,7 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recent: Tokens | None = None
         self.first: Tokens | None = None
         self.salient: Tokens | None = None
+        self.ring: Ring | None = None
         self.since = 0
         self.leaving: tuple[torch.Tensor, ...] | None = None
         self.recorded = None  # a `Recorded` while passes can be taken back
@@ -149,6 +151,19 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.recent = recent
         self.first = sinks
         self.seen_tokens += new_tokens
+
+    def in_ring(self) -> Ring:
+        """The window as a kernel for one token keeps it, from here on."""
+        if self.ring is None:
+            self.ring = Ring.of(self.recent, self.first, self.salient, self.window)
+            self.recent = self.first = self.salient = None
+        return self.ring
+
+    def in_order(self) -> None:
+        """Have the window, sinks and places in the order of the text again."""
+        if self.ring is not None:
+            self.recent, self.first, self.salient = self.ring.in_order()
+            self.ring = None
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
         """transformers' own, which leaves it to a convolution to say that there is a state, and where."""
@@ -171,10 +186,11 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         states = [*self.conv_states.values(), *self.recurrent_states.values(), *(self.leaving or ())]
         held = [tokens for tokens in (self.recent, self.first, self.salient) if tokens is not None]
         states += [t for tokens in held for t in (*tokens[:2], tokens.salience)]
-        return [*states, self.full.keys, self.full.values]
+        return [*states, *(self.ring or ())[:3], self.full.keys, self.full.values]
 
     def accept(self, tokens: int, counts: Sequence[int], length: int) -> None:
         """Like `crop_rows`, for window and sinks; sinks that were not accepted are forgotten."""
+        self.in_order()
         crop_rows(self.full, tokens, counts, length)
         self.seen_tokens, self.since = length, 0
         index = self.recent.index
@@ -208,6 +224,7 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         def reordered(t):
             return t.index_select(0, beam_idx.to(t.device))
 
+        self.in_order()
         for name in ("recent", "first", "salient"):
             if (tokens := getattr(self, name)) is not None:
                 setattr(self, name, Tokens(*(None if t is None else reordered(t) for t in tokens)))

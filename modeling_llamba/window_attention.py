@@ -67,6 +67,59 @@ class Tokens(NamedTuple):
         return Tokens(keys, values, self.index.gather(1, columns).masked_fill(none, -1), salience)
 
 
+class Ring(NamedTuple):
+    """All that the attention sees beside heads with full attention, as a kernel for one token keeps it: in place.
+
+    keys, values (B, K, S + P + W, D): sinks, places of salient tokens, then the window, token i in column i mod W.
+    salience (B, K, P + W) and place_index (B, K, P), the index of who holds a place or -1: of each key/value head its
+    own, all alike, as heads do not wait for each other. latest (B, 1): index of the last token.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    salience: torch.Tensor
+    place_index: torch.Tensor
+    latest: torch.Tensor
+
+    @classmethod
+    def of(cls, recent: Tokens, first: Tokens, salient: Tokens | None, window: int) -> "Ring":
+        """Of the last W - 1 columns, which hold no padding behind their first token, sinks and places."""
+        latest, last = recent.index[:, -1:], recent.index.shape[1] - 1
+        at = last - (latest - torch.arange(window, device=latest.device)) % window
+        recent = recent.at(at.clamp(min=-1))
+        parts = [first, recent] if salient is None else [first, salient, recent]
+        keys, values = (torch.cat([part[i] for part in parts], dim=2) for i in (0, 1))
+        heads = keys.shape[1]
+        if salient is None:
+            salience, place_index = keys.new_zeros(len(keys), 1, window, dtype=torch.float32), latest[:, :0]
+        else:
+            salience = torch.cat([salient.salience, recent.salience], dim=1)[:, None]
+            place_index = salient.index
+        of_heads = (t.expand(-1, heads, -1).contiguous() for t in (salience, place_index[:, None]))
+        return cls(keys, values, *of_heads, latest)
+
+    def in_order(self) -> tuple[Tokens, Tokens, Tokens | None]:
+        """The last W - 1 columns, sinks and places, each in the order of the text."""
+        places = self.place_index.shape[-1]
+        window = self.salience.shape[-1] - places
+        sinks = self.keys.shape[2] - window - places
+        index = self.latest + torch.arange(2 - window, 1, device=self.latest.device)
+        recent = self._tokens(sinks + places + index % window, index.clamp(min=-1))
+        index = torch.arange(sinks, device=self.latest.device).expand(len(index), -1)
+        first = self._tokens(index, index.masked_fill(index > self.latest, -1))._replace(salience=None)
+        index, order = self.place_index[:, 0].sort()
+        return recent, first, self._tokens(sinks + order, index) if places else None
+
+    def _tokens(self, columns: torch.Tensor, index: torch.Tensor) -> Tokens:
+        """Copies of what is in these columns, whose tokens are these (B, n)."""
+        places, every = self.place_index.shape[-1], self.salience[:, 0]
+        salience = None
+        if places:
+            at = columns - self.keys.shape[2] + every.shape[1]
+            salience = every.gather(1, at.clamp(min=0)).masked_fill(index < 0, -torch.inf)
+        return Tokens(_take(self.keys, columns), _take(self.values, columns), index, salience)
+
+
 class Selection(NamedTuple):
     """Which tokens hold a place when, and which go on to the state, as columns: first the places', then the context's.
 
@@ -161,7 +214,7 @@ class WindowAttention(nn.Module):
         """
         projected = self.project(hidden_states, position_embeddings, inputs)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        of_full = self._attend_fully(projected, inputs.causal_mask, past, **kwargs) if self.full_heads else None
+        of_full = self.attend_fully(projected, inputs.causal_mask, past, **kwargs)
         return self.attend_nearby(projected, inputs, of_full, past, seq_idx)
 
     def attend_nearby(
@@ -219,7 +272,7 @@ class WindowAttention(nn.Module):
             output, _ = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
             if self.full_heads:
                 one = Projected(query, sink_query, key, values, None)
-                output = self.with_full_heads(output, self._attend_fully(one, inputs.causal_mask, None))
+                output = self.with_full_heads(output, self.attend_fully(one, inputs.causal_mask, None))
             parts.append(output[..., : some.shape[1]])
         return torch.cat(parts, -1), value.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
@@ -449,8 +502,10 @@ class WindowAttention(nn.Module):
         keys = F.pad(keys, (0, 0, 0, 0, 0, right)).unflatten(2, (blocks, block))[:, :, None]
         return keys, F.pad(index, (0, 0, 0, right), value=-1).unflatten(1, (blocks, block))
 
-    def _attend_fully(self, projected: Projected, causal_mask, past, **kwargs) -> torch.Tensor:
-        """Full attention of the heads that have it, (B, L, heads, D)."""
+    def attend_fully(self, projected: Projected, causal_mask, past, **kwargs) -> torch.Tensor | None:
+        """Full attention of the heads that have it, (B, L, heads, D); None without any."""
+        if not self.full_heads:
+            return None
         key, value = (_heads(t, self.full_kv_heads) for t in (projected.key, projected.value))
         if past is not None:
             key, value = append_keys(past.full, key, value)

@@ -51,8 +51,8 @@ def test_prefill_and_decoding(monkeypatch, launches, name, family):
         found[backend] = logits(model, ids)
         used = {kernel for kernel in KERNELS if launches[kernel] > before[kernel]}
         assert used == (AUTO if backend == "auto" else {backend} & {*KERNELS})
-        reads = STEPS * model.config.layer_types.count("hybrid") * (name == "normalised read" and backend != "torch")
-        assert launches["read"] - before["read"] == reads
+        steps = STEPS * model.config.layer_types.count("hybrid") * (name == "normalised read" and backend != "torch")
+        assert launches["layer"] - before["layer"] == steps
     limit = 1e-5 if INTERPRETED else 5e-3
     assert all(relative_error(found[backend], found["torch"]) < limit for backend in found)
 
