@@ -88,27 +88,25 @@ class NormalisedRead(nn.Module):
     def _one_launch(self, cache: Cache | None, *inputs: torch.Tensor) -> bool:
         """Whether a kernel takes one token: on CUDA, unless something is recorded or backend "torch" asked for."""
         state = None if cache is None else recurrent_state(cache, self.layer_idx)
-        if state is None or not can_run(state.is_cuda, state.dtype, self.heads):
+        if state is None or not can_run(state.is_cuda, state.dtype, self.heads, self.config.hybrid_window):
             return False
         if recorded_by(cache, self.layer_idx) is not None or requested_backend(self.config.mixer_backend) == "torch":
             return False
         return not is_recorded(*inputs, self.mass, self.log_decay)
 
     def takes_window(self, new: Projected, inputs: WindowInputs, cache: Cache | None) -> bool:
-        """Whether a kernel takes one token with its window and all, so that `mix_one` will do."""
-        one = new.query.shape[2] == 1 and inputs.all_behind(0) and self.config.hybrid_window > 1
-        return one and not self.training and self._one_launch(cache, *new[:4])
+        """Whether a kernel takes one such token with its window and all, so that `mix_one` will do."""
+        return inputs.all_behind(0) and not self.training and self._one_launch(cache, *new[:4])
 
     def mix_one(
         self, new: Projected, index: torch.Tensor, of_full: torch.Tensor | None, cache: Cache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`WindowAttention.attend_nearby` and `forward` for one token, by a kernel: (B, 1, H, D) and (B, 1, 3 H D)."""
         layer = cache.layers[self.layer_idx]
-        layer.ring = layer.in_ring()._replace(latest=index)
-        layer.seen_tokens += 1
+        layer.count(1, index.device)
         return mix_one(
-            recurrent_state(cache, self.layer_idx), layer.ring, new, index, of_full, self.mass, self.log_decay,
-            self.config.score_scale, self.config.attn_logit_softcapping, self.planes, self.full_heads,
+            recurrent_state(cache, self.layer_idx), *layer.in_ring(), *new, index, of_full, self.mass, self.log_decay,
+            self.config.score_scale, self.config.attn_logit_softcapping or 0.0, self.planes, self.full_heads,
         )  # fmt: skip
 
     def features(self, near: Near, far: Far) -> torch.Tensor:

@@ -13,8 +13,6 @@ rotated, n columns; W window, S sinks, P places of salient tokens.
 
 import torch
 
-from .window_attention import Projected, Ring
-
 try:
     import triton
     import triton.language as tl
@@ -26,9 +24,9 @@ WARPS = 8
 MOST_HEADS = 64  # bits of `full_heads`
 
 
-def can_run(on_cuda: bool, dtype: torch.dtype, heads: int) -> bool:
-    """Whether the kernels run here, for a state of this type and a layer of so many query heads."""
-    return triton is not None and on_cuda and dtype == torch.float32 and heads <= MOST_HEADS
+def can_run(on_cuda: bool, dtype: torch.dtype, heads: int, window: int) -> bool:
+    """Whether the kernels run here, for a state of this type and a layer of so many query heads and columns."""
+    return triton is not None and on_cuda and dtype == torch.float32 and heads <= MOST_HEADS and window > 1
 
 
 def tile_of(head_dim: int) -> tuple[int, int]:
@@ -78,49 +76,72 @@ def read_one(
     return features
 
 
+# an operator of its own, so that torch.compile does not look into it; named after the file, of which every checkpoint
+# brings its own
+@torch.library.custom_op(
+    f"{__name__.replace('.', '_')}::mix_one",
+    mutates_args=("state", "keys", "values", "salience", "place_index", "latest"),
+)
 def mix_one(
     state: torch.Tensor,
-    ring: Ring,
-    new: Projected,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    salience: torch.Tensor,
+    place_index: torch.Tensor,
+    latest: torch.Tensor,
+    query: torch.Tensor,
+    sink_query: torch.Tensor,
+    new_key: torch.Tensor,
+    new_value: torch.Tensor,
+    new_salience: torch.Tensor | None,
     index: torch.Tensor,
     of_full: torch.Tensor | None,
     mass: torch.Tensor,
     log_decay: torch.Tensor,
     scale: float,
-    softcap: float | None,
+    softcap: float,
     planes: int,
     full_heads: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the attention of one token finds, and the features of its read; state and ring then hold the token.
 
     Args:
-        new: the token, L = 1. index: (B, 1) of it in its sequence, nowhere that of padding.
+        state: as for `read_one`. keys, values, salience, place_index, latest: the `Ring` of window_attention.py.
+        query, sink_query, new_key, new_value, new_salience: `Projected`, of one token. index: (B, 1) of it in its
+            sequence, nowhere that of padding. softcap: of the scores, 0 for none.
         of_full: (B, 1, heads, D) of the heads with full attention. The others: see `read_one`.
 
     Returns:
         (B, 1, H, D) and (B, 1, 3 H D) in the dtype of the query.
     """
-    batch, heads, _, D = new.query.shape
-    kv_heads, places = ring.place_index.shape[1:]
-    window = ring.salience.shape[-1] - places
-    sinks = ring.keys.shape[2] - places - window
+    batch, heads, _, D = query.shape
+    kv_heads, places = place_index.shape[1:]
+    window = salience.shape[-1] - places
     rows, columns = tile_of(D)
-    assert all(t.is_contiguous() for t in (state, *ring[:4])) and len(index) == batch
-    output, features = (new.query.new_empty(batch, 1, n * heads * D) for n in (1, 3))
+    ring = keys, values, salience, place_index, latest
+    assert all(t.is_contiguous() for t in (state, *ring)) and len(index) == batch
+    output, features = query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
     log_mass = torch.empty(batch, heads, dtype=torch.float32, device=state.device)
-    query, sink_query, key, value = (t.contiguous() for t in new[:4])
-    salience = ring.salience if new.salience is None else new.salience.contiguous()  # where there are no places
+    new = [query if t is None else t.contiguous() for t in (query, sink_query, new_key, new_value, new_salience)]
+    sinks = keys.shape[2] - places - window
     bits = sum(1 << head for head in full_heads)
     with torch.cuda.device(state.device):
         mix_one_kernel[(batch * kv_heads,)](
-            state, *ring[:4], query, sink_query, key, value, salience, index,
+            state, *ring, *new, index,
             query if of_full is None else of_full.contiguous(), mass.contiguous(), log_decay,
-            output, log_mass, features, index.stride(0), bits, len(full_heads), scale, softcap or 0.0,
+            output, log_mass, features, index.stride(0), bits, len(full_heads), scale, softcap,
             kv_heads, heads // kv_heads, D, planes, sinks, places, window,
             *(triton.next_power_of_2(max(n, 1)) for n in (sinks, places)), rows, columns,
             num_warps=WARPS,
         )  # fmt: skip
-    return output.view(batch, 1, heads, D), features
+    return output, features
+
+
+@mix_one.register_fake
+def _(state, *inputs):
+    query = inputs[5]
+    batch, heads, _, D = query.shape
+    return query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
 
 
 if triton is not None:
@@ -198,7 +219,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["full_heads", "n_full"])
     def mix_one_kernel(
-        state, keys, values, salience, place_index,
+        state, keys, values, salience, place_index, latest,
         query, sink_query, new_key, new_value, new_salience, index, of_full,
         mass, log_decay, output, log_mass, features, index_stride, full_heads, n_full, scale, softcap,
         K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
@@ -225,6 +246,7 @@ if triton is not None:
         as_sink = tl.where(now < S, D, 0)
         tl.store(keys + now * D + d, key, mask=d < as_sink)
         tl.store(values + now * D + d, value, mask=d < as_sink)
+        tl.store(latest + b, now, mask=kv == 0)
         if P:
             tl.store(salience + P + now % W, tl.load(new_salience + b))
         tl.debug_barrier()

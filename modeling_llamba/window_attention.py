@@ -91,7 +91,7 @@ class Ring(NamedTuple):
     @classmethod
     def of(cls, recent: Tokens, first: Tokens, salient: Tokens | None, window: int) -> "Ring":
         """Of the last W - 1 columns, which hold no padding behind their first token, sinks and places."""
-        latest, last = recent.index[:, -1:], recent.index.shape[1] - 1
+        latest, last = recent.index[:, -1:].clone(), recent.index.shape[1] - 1
         at = last - (latest - torch.arange(window, device=latest.device)) % window
         recent = recent.at(at.clamp(min=-1))
         parts = [first, recent] if salient is None else [first, salient, recent]

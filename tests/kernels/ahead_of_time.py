@@ -44,7 +44,7 @@ def compiled(capability: int, shape: str, name: str) -> dict[str, int]:
     rows, columns = kernels.tile_of(D)
     types = dict.fromkeys(function.arg_names, f"*{dtype}")
     types |= dict.fromkeys(("state", "log_mass", "salience", "new_salience"), "*fp32")
-    types |= dict.fromkeys(("leaving", "index", "place_index"), "*i64")
+    types |= dict.fromkeys(("leaving", "index", "place_index", "latest"), "*i64")
     types |= dict.fromkeys(("batch_stride", "head_stride", "column_stride", "leaving_stride", "index_stride"), "i32")
     types |= {"full_heads": "i64", "n_full": "i32", "scale": "fp32", "softcap": "fp32"}
     constants = {"K": K, "R": R, "D": D, "PLANES": planes, "ROWS": rows, "COLUMNS": columns} | WINDOW

@@ -106,12 +106,14 @@ def on_a_gpu(monkeypatch):
     """The choice of a backend, and of the kernels for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
+    import modeling_llamba.hybrid_cache as hybrid_cache
     import modeling_llamba.normalised_read as normalised_read
     import modeling_llamba.ssd as ssd
 
     choose, can_run = ssd.choose_backend, normalised_read.can_run
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
-    monkeypatch.setattr(normalised_read, "can_run", lambda on_cuda, *args: can_run(True, *args))
+    for module in (normalised_read, hybrid_cache):
+        monkeypatch.setattr(module, "can_run", lambda on_cuda, *args: can_run(True, *args))
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import StaticCache
 
-import modeling_llamba.normalised_read_kernel as normalised_read_kernel
 import modeling_llamba.ssd as ssd
 from modeling_llamba.hybrid_cache import new_cache, recurrent_state, tensors_of
 from modeling_llamba.hybrid_mixer import HybridMixer
@@ -13,6 +15,7 @@ from modeling_llamba.window_attention import Near, Projected, WindowInputs
 from tests.kernels.conftest import DEVICE, INTERPRETED
 from tests.kernels.test_read_step import features_of, relative_error, state_of
 from tests.students import make_student, student_config
+from tests.teachers import random_ids
 
 PADDING = (0, 3)
 """Columns before each row's first token."""
@@ -133,7 +136,7 @@ class Launches(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        name = function._schema.name.removeprefix("aten::")
+        name = function._schema.name.split("::")[1]
         if not function.is_view and name not in (*self.FREE, "_unsafe_view"):
             self.names.append(name)
         return function(*arguments, **(options or {}))
@@ -152,18 +155,6 @@ def test_one_launch_instead_of_many(record_property, monkeypatch):
         Launches(),
     )
 
-    class Kernel:
-        """Counted once, and not what the interpreter does for it."""
-
-        def __getitem__(self, grid, kernel=normalised_read_kernel.mix_one_kernel):
-            watch.names.append("mix_one_kernel")
-            return lambda *args, **options: without_modes(kernel[grid], *args, **options)
-
-    def without_modes(call, *args, **options):
-        with _disable_current_modes():
-            call(*args, **options)
-
-    monkeypatch.setattr(normalised_read_kernel, "mix_one_kernel", Kernel())
     counts = {}
     for backend in ("torch", "auto"):
         monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
@@ -176,7 +167,86 @@ def test_one_launch_instead_of_many(record_property, monkeypatch):
                 layer(u[:, first:last], rotary, past_key_values=cache, window=WindowInputs(index, least=first))
         counts[backend] = [*watch.names]
     assert [t.data_ptr() for t in tensors_of(cache.layers[0])] == before  # all of the cache in place
-    beside = [name for name in counts["auto"] if name != "mix_one_kernel"]
+    beside = [name for name in counts["auto"] if name != "mix_one"]
     assert len(beside) == len(counts["auto"]) - 1 and {*beside} <= {"mm", "addmm", *ROTARY, *SALIENCE}
     record_property("operations of the layer in PyTorch", len(counts["torch"]))
     record_property("beside the kernel", len(beside))
+
+
+class Calls(TorchDispatchMode):
+    """All that PyTorch is asked for, with every number, and where each tensor of the cache and the parameters is."""
+
+    def __init__(self, lasting):
+        super().__init__()
+        self.lasting, self.calls = {t.data_ptr() for t in lasting if t.numel()}, []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        leaves = tree_leaves((arguments, options))
+        tensors = [
+            t.data_ptr() if t.data_ptr() in self.lasting else tuple(t.shape) for t in leaves if torch.is_tensor(t)
+        ]
+        self.calls.append((str(function), tensors, [each for each in leaves if not torch.is_tensor(each)]))
+        return function(*arguments, **(options or {}))
+
+
+def static_model(monkeypatch, family, tokens):
+    """A model with every part of the default, ids (1, L), their logits, and a static cache."""
+    model = make_student(family, pattern="normalised", dtype=torch.float32).to(DEVICE)
+    ids = random_ids(1, tokens).to(DEVICE)
+    with monkeypatch.context() as plainly:
+        plainly.setenv(ssd.BACKEND_VARIABLE, "torch")
+        logits = model(ids).logits
+    return model, ids, logits, StaticCache(config=model.config, max_cache_len=64)
+
+
+@pytest.mark.parametrize("prompt", [4, 40])
+@torch.no_grad()
+def test_a_static_step_is_the_same_every_time(monkeypatch, launches, prompt):
+    """What a CUDA graph of a step would do again is what the next step has to do: same numbers, same addresses."""
+    model, ids, logits, cache = static_model(monkeypatch, "llamba", prompt + 10)
+    model(ids[:, :prompt], past_key_values=cache)
+    held = [t for layer in cache.layers for t in vars(layer).values() if torch.is_tensor(t)]
+    held += [t for layer in cache.layers if hasattr(layer, "ring") for t in (*layer.ring, *tensors_of(layer))]
+    steps, token, position = [], ids[:, :1].clone(), torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
+    for t in range(prompt, ids.shape[1]):
+        token.copy_(ids[:, t : t + 1])
+        position.fill_(t)
+        calls = Calls([token, position, *held, *model.parameters(), *model.buffers()])
+        with calls:
+            out = model(token, position_ids=position, past_key_values=cache)
+        torch.testing.assert_close(out.logits[:, 0], logits[:, t], rtol=1e-4, atol=1e-5)
+        steps.append(calls.calls)
+    assert launches["layer"] == 10 * model.config.layer_types.count("hybrid")
+    near = max(model.model.layers[0].mixer.near_tokens - prompt, 0)  # steps that near_proj may be needed for
+    assert near in (0, 4) and all(step == steps[0] for step in steps[:near])
+    assert len(steps[near]) > 50 and all(step == steps[near] for step in steps[near:])
+
+
+@torch.no_grad()
+def test_static_steps_compile_into_one_graph(monkeypatch):
+    torch.compiler.reset()
+    model, ids, logits, cache = static_model(monkeypatch, "phimamba", 26)
+    model(ids[:, :20], past_key_values=cache)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for t in range(20, 26):
+        position = torch.full((1, 1), t, device=DEVICE)
+        step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=position, use_cache=True)
+        torch.testing.assert_close(step.logits[:, 0], logits[:, t], rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_generate_with_a_static_cache(launches):
+    model, ids = (
+        make_student("phimamba", pattern="normalised", dtype=torch.float32).to(DEVICE),
+        random_ids(2, 9).to(DEVICE),
+    )
+    options = dict(max_new_tokens=4, eos_token_id=None, do_sample=False, disable_compile=True)
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert launches["layer"] == 2 * 3
+    assert torch.equal(static, model.generate(ids, **options))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    padded = model.generate(ids, attention_mask=mask, cache_implementation="static", **options)
+    assert torch.equal(padded, model.generate(ids, attention_mask=mask, **options))
