@@ -11,6 +11,8 @@ Shapes: B batch, H query heads, K key/value heads, R = H // K, D head dim, F pla
 rotated, n columns; W window, S sinks, P places of salient tokens.
 """
 
+import re
+
 import torch
 
 try:
@@ -79,7 +81,7 @@ def read_one(
 # an operator of its own, so that torch.compile does not look into it; named after the file, of which every checkpoint
 # brings its own
 @torch.library.custom_op(
-    f"{__name__.replace('.', '_')}::mix_one",
+    re.sub(r"\W", "_", __name__) + "::mix_one",
     mutates_args=("state", "keys", "values", "salience", "place_index", "latest"),
 )
 def mix_one(
