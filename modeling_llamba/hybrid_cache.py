@@ -268,8 +268,10 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.full.reorder_cache(beam_idx)
 
 
-def fit_cache(cache: Cache | None, config) -> None:
+def fit_cache(cache: Cache | None, config, padded: bool = False) -> None:
     """Give hybrid layers their own kind of cache layer, and the others beside them growing keys, in place.
+
+    A static cache stays one for tokens that are not padded, where a kernel keeps it in place.
 
     Raises:
         ValueError: the cache was begun by another model, or has no layers made for this one.
@@ -281,14 +283,15 @@ def fit_cache(cache: Cache | None, config) -> None:
             "This model's layers need a cache made for them: pass the past_key_values that the model itself returned, "
             "DynamicCache(config=model.config), or none."
         )
+    stays = not padded and stays_in_place(config)
     for i, kind in enumerate(config.layer_types):
         layer = cache.layers[i]
         if kind == "hybrid" and not isinstance(layer, WindowLayer):
             if getattr(layer, "is_initialized", False):
                 raise ValueError(f"Layer {i} of the cache holds the keys of another model.")
-            static = isinstance(layer, StaticLayer) and stays_in_place(config)
-            cache.layers[i] = WindowLayer(config.hybrid_window, layer.max_cache_len if static else None)
-        elif isinstance(layer, StaticLayer) and not layer.is_initialized and not stays_in_place(config):
+            most = layer.max_cache_len if stays and isinstance(layer, StaticLayer) else None
+            cache.layers[i] = WindowLayer(config.hybrid_window, most)
+        elif isinstance(layer, StaticLayer) and not layer.is_initialized and not stays:
             # masks are made once for all layers and the heads with full attention, whose keys then grow
             sliding = isinstance(layer, StaticSlidingWindowLayer)
             cache.layers[i] = DynamicSlidingWindowLayer(config.sliding_window) if sliding else DynamicLayer()

@@ -449,4 +449,4 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if isinstance(cache, Cache) and cache is not given and cache.layers and not has_attention_layer(cache):
             model_kwargs["past_key_values"] = RecurrentCache(self.config)
         elif isinstance(cache, Cache) and cache is not given:  # before `generate` asks whether it can be compiled
-            fit_cache(cache, self.config)
+            fit_cache(cache, self.config, padded=_drop_full_mask(model_kwargs.get("attention_mask")) is not None)
