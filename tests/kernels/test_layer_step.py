@@ -19,8 +19,9 @@ from tests.teachers import random_ids
 
 PADDING = (0, 3)
 """Columns before each row's first token."""
-PASSES = ((4, "auto"), *[(1, "auto")] * 12, (2, "torch"), (1, "torch"), *[(1, "auto")] * 3, (5, "auto"), (1, "auto"))
+PASSES = ((4, "torch"), *[(1, "auto")] * 12, (2, "torch"), (1, "torch"), *[(1, "auto")] * 3, (5, "torch"), (1, "auto"))
 """Tokens at a time: with one at a time the window turns in its ring, otherwise it is put in order again."""
+CLOSE = dict(rtol=1e-4, atol=1e-5 if INTERPRETED else 5e-2)  # as tensor cores round what the prompt's kernel is given
 LENGTH = sum(tokens for tokens, _ in PASSES)
 CASES = {  # family, H, K, D, share of D that is rotated, window, sinks, places, full heads, cap, dtype
     "grouped queries": ("llamba", 9, 3, 64, 1.0, 6, 2, 3, [], None, torch.float32),
@@ -214,7 +215,7 @@ def test_a_static_step_is_the_same_every_time(monkeypatch, launches, prompt):
         calls = Calls([token, position, *held, *model.parameters(), *model.buffers()])
         with calls:
             out = model(token, position_ids=position, past_key_values=cache)
-        torch.testing.assert_close(out.logits[:, 0], logits[:, t], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out.logits[:, 0], logits[:, t], **CLOSE)
         steps.append(calls.calls)
     assert launches["layer"] == 10 * model.config.layer_types.count("hybrid")
     near = max(model.model.layers[0].mixer.near_tokens - prompt, 0)  # steps that near_proj may be needed for
@@ -232,7 +233,7 @@ def test_static_steps_compile_into_one_graph(monkeypatch):
     for t in range(20, 26):
         position = torch.full((1, 1), t, device=DEVICE)
         step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=position, use_cache=True)
-        torch.testing.assert_close(step.logits[:, 0], logits[:, t], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(step.logits[:, 0], logits[:, t], **CLOSE)
     assert counter.frame_count == 1
 
 
