@@ -36,9 +36,12 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.utils import is_torchdynamo_compiling
 
+from .normalised_read_kernel import can_run
 from .salient_tokens import compete
-from .window_attention import Tokens, leaving_window, with_past
+from .ssd import requested_backend
+from .window_attention import Ring, Tokens, leaving_window, with_past
 
 NEVER = torch.iinfo(torch.long).max
 # what can be taken back, besides layers that have an `accept` of their own as `WindowLayer` has
@@ -57,6 +60,12 @@ def cache_length(cache: Cache | None) -> int:
     if not cache.layers or has_attention_layer(cache):
         return cache.get_seq_length()
     return getattr(cache, "seen_tokens", 0) if cache.has_previous_state() else 0
+
+
+def certain_length(cache: Cache) -> tuple[int, int]:
+    """A number of tokens that a static cache of hybrid layers has certainly seen, and how many it has room for."""
+    layer = next(layer for layer in cache.layers if isinstance(layer, WindowLayer))
+    return layer.least, layer.most
 
 
 def note_length(cache: Cache | None, length: int) -> None:
@@ -108,32 +117,42 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
     """The cache of a hybrid layer, of constant size except for heads with full attention.
 
     recent: the last W - 1 columns. first: the S sinks. salient: the tokens that hold a place, where there are places.
+    ring: all three as a kernel for one token keeps them; the three then are None, until `in_order`.
+    seen_tokens: how many tokens; a tensor where the cache is static, with room for `most` tokens, which CUDA graphs
+    find where it was. least: how many there certainly are.
     since: columns that came after `salient` and the states, while recording. leaving: what has not left the window for
     the mixer's state.
     full: all keys and values of the heads with full attention. Besides, the mixer's conv and recurrent states, or the
     state of the normalised read.
     """
 
-    is_compileable = False  # its tensors begin absent
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, window: int):
+    def __init__(self, window: int, most: int | None = None):
         LinearAttentionLayer.__init__(self)
         CacheLayerMixin.__init__(self)
-        self.window = window
+        self.window, self.most = window, most
         self.reset()
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether the steps of `generate` are compiled on CUDA; otherwise shapes change from step to step."""
+        return self.most is not None
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
         self.recent: Tokens | None = None
         self.first: Tokens | None = None
         self.salient: Tokens | None = None
+        self.ring: Ring | None = None
+        self.former: Ring | None = None
         self.since = 0
         self.leaving: tuple[torch.Tensor, ...] | None = None
         self.recorded = None  # a `Recorded` while passes can be taken back
-        self.full = DynamicLayer()
-        self.seen_tokens = 0
+        self.full = DynamicLayer() if self.most is None else StaticLayer(self.most)
+        self.seen_tokens: int | torch.Tensor = 0 if self.most is None else torch.tensor(0)
+        self.least = 0
 
     def keep(self, context: Tokens, sinks: Tokens, new_tokens: int, salient: Tokens | None) -> None:
         """Remember the end of `context`, at least the last `new_tokens` columns of which are new, sinks and places."""
@@ -148,7 +167,37 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
             recent = Tokens(*(None if t is None else t.clone() for t in recent))
         self.recent = recent
         self.first = sinks
-        self.seen_tokens += new_tokens
+        self.count(new_tokens, sinks.index.device)
+
+    def count(self, new_tokens: int, device: torch.device) -> None:
+        """Note that so many more tokens have been seen."""
+        if self.most is None:
+            self.seen_tokens += new_tokens
+        else:
+            if self.seen_tokens.device != device or not self.least:
+                self.seen_tokens = _stays(self.seen_tokens.to(device))
+            self.seen_tokens.add_(new_tokens)
+        if not is_torchdynamo_compiling():  # a number that changes would be a reason to compile anew
+            self.least += new_tokens
+
+    def in_ring(self) -> Ring:
+        """The window as a kernel for one token keeps it, from here on."""
+        if self.ring is None:
+            self.ring = Ring.of(self.recent, self.first, self.salient, self.window)
+            self.recent = self.first = self.salient = None
+            if self.former is not None:
+                for t, new in zip(self.former, self.ring, strict=True):
+                    t.copy_(new)
+                self.ring, self.former = self.former, None
+            for t in self.ring if self.most is not None else ():
+                _stays(t)
+        return self.ring
+
+    def in_order(self) -> None:
+        """Have the window, sinks and places in the order of the text again."""
+        if self.ring is not None:
+            self.recent, self.first, self.salient = self.ring.in_order()
+            self.ring, self.former = None, self.ring if self.most is not None else None
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
         """transformers' own, which leaves it to a convolution to say that there is a state, and where."""
@@ -164,17 +213,18 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys, and of the first, for the masks of heads with full attention."""
-        return self.seen_tokens + query_length, 0
+        return self.seen_tokens + query_length if self.most is None else self.most, 0
 
     def tensors(self) -> list[torch.Tensor | None]:
         """All tensors carried from call to call, except token indices."""
         states = [*self.conv_states.values(), *self.recurrent_states.values(), *(self.leaving or ())]
         held = [tokens for tokens in (self.recent, self.first, self.salient) if tokens is not None]
         states += [t for tokens in held for t in (*tokens[:2], tokens.salience)]
-        return [*states, self.full.keys, self.full.values]
+        return [*states, *(self.ring or ())[:3], self.full.keys, self.full.values]
 
     def accept(self, tokens: int, counts: Sequence[int], length: int) -> None:
         """Like `crop_rows`, for window and sinks; sinks that were not accepted are forgotten."""
+        self.in_order()
         crop_rows(self.full, tokens, counts, length)
         self.seen_tokens, self.since = length, 0
         index = self.recent.index
@@ -208,6 +258,7 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         def reordered(t):
             return t.index_select(0, beam_idx.to(t.device))
 
+        self.in_order()
         for name in ("recent", "first", "salient"):
             if (tokens := getattr(self, name)) is not None:
                 setattr(self, name, Tokens(*(None if t is None else reordered(t) for t in tokens)))
@@ -217,8 +268,10 @@ class WindowLayer(LinearAttentionLayer, CacheLayerMixin):
         self.full.reorder_cache(beam_idx)
 
 
-def fit_cache(cache: Cache | None, config) -> None:
+def fit_cache(cache: Cache | None, config, padded: bool = False) -> None:
     """Give hybrid layers their own kind of cache layer, and the others beside them growing keys, in place.
+
+    A static cache stays one for tokens that are not padded, where a kernel keeps it in place.
 
     Raises:
         ValueError: the cache was begun by another model, or has no layers made for this one.
@@ -230,16 +283,32 @@ def fit_cache(cache: Cache | None, config) -> None:
             "This model's layers need a cache made for them: pass the past_key_values that the model itself returned, "
             "DynamicCache(config=model.config), or none."
         )
+    stays = not padded and stays_in_place(config)
     for i, kind in enumerate(config.layer_types):
         layer = cache.layers[i]
         if kind == "hybrid" and not isinstance(layer, WindowLayer):
             if getattr(layer, "is_initialized", False):
                 raise ValueError(f"Layer {i} of the cache holds the keys of another model.")
-            cache.layers[i] = WindowLayer(config.hybrid_window)
-        elif isinstance(layer, StaticLayer) and not layer.is_initialized:
-            # masks are made once for all layers and the heads with full attention, whose keys grow
+            most = layer.max_cache_len if stays and isinstance(layer, StaticLayer) else None
+            cache.layers[i] = WindowLayer(config.hybrid_window, most)
+        elif isinstance(layer, StaticLayer) and not layer.is_initialized and not stays:
+            # masks are made once for all layers and the heads with full attention, whose keys then grow
             sliding = isinstance(layer, StaticSlidingWindowLayer)
             cache.layers[i] = DynamicSlidingWindowLayer(config.sliding_window) if sliding else DynamicLayer()
+
+
+def stays_in_place(config) -> bool:
+    """Whether a static cache can be one for the hybrid layers: if a kernel sees to single tokens, in place."""
+    if config.hybrid_read != "normalised" or requested_backend(config.mixer_backend) == "torch":
+        return False
+    return can_run(torch.cuda.is_available(), torch.float32, config.num_attention_heads, config.hybrid_window)
+
+
+def _stays(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, marked as one that a CUDA graph may find where it is."""
+    if not is_torchdynamo_compiling():
+        torch._dynamo.mark_static_address(t)
+    return t
 
 
 def new_cache(config) -> DynamicCache:
@@ -296,7 +365,7 @@ def record(cache: Cache) -> None:
         ValueError: the cache is empty, or some layer of it is of a kind that cannot be taken back.
     """
     for layer in cache.layers:
-        if type(layer) not in CROPPED and not hasattr(layer, "accept"):
+        if type(layer) not in CROPPED and (not hasattr(layer, "accept") or layer.most is not None):
             raise ValueError(f"A cache with a {type(layer).__name__} cannot take passes back; use a dynamic cache.")
     if not cache_length(cache):
         raise ValueError("The cache is empty; run the model over the prompt before recording.")

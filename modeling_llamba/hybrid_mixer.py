@@ -77,8 +77,21 @@ class HybridMixer(nn.Module):
         `kwargs` go to transformers' attention function, for heads with full attention.
         """
         window = unpadded(hidden_states) if window is None else window
-        seen = self.attention(hidden_states, position_embeddings, window, seq_idx, past_key_values, **kwargs)
-        return self.combine(seen, hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, window)
+        projected = self.attention.project(hidden_states, position_embeddings, window)
+        past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        of_full = self.attention.attend_fully(projected, window.causal_mask, past, **kwargs)
+        by_kernel = self.read is not None and self.read.takes_window(projected, window, past_key_values)
+        if by_kernel and hidden_states.shape[1] == 1:
+            near, features = self.read.mix_one(projected, window.index, of_full, past_key_values)
+            return self._project_out(near.flatten(2), features, window)
+        if past is not None:
+            past.in_order()
+        seen = self.attention.attend_nearby(projected, window, of_full, past, seq_idx)
+        rest = (padding_mask, seq_idx, past_key_values, window)
+        mixed = self.combine(seen, hidden_states, position_embeddings, *rest)
+        if past is not None and past.most is not None and self.read.takes_window(projected, window, past_key_values):
+            past.in_ring()  # where the tokens to come will find it, compiled or captured as they may be
+        return mixed
 
     def combine(
         self,
@@ -100,6 +113,10 @@ class HybridMixer(nn.Module):
             index = {"index": window.index} if self.config.mixer_sees == "beyond" else {}
             far = self.ssd(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, **index)
             features = torch.cat([near, far], dim=-1)
+        return self._project_out(near, features, window)
+
+    def _project_out(self, near: torch.Tensor, features: torch.Tensor, window: WindowInputs) -> torch.Tensor:
+        """(B, L, hidden), by near_proj where the window serves alone."""
         mixed = self.out_proj(features)
         if not self.near_tokens or window.all_behind(self.near_tokens):
             return mixed

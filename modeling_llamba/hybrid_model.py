@@ -23,7 +23,15 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
-from .hybrid_cache import RecurrentCache, cache_length, fit_cache, has_attention_layer, new_cache, note_length
+from .hybrid_cache import (
+    RecurrentCache,
+    cache_length,
+    certain_length,
+    fit_cache,
+    has_attention_layer,
+    new_cache,
+    note_length,
+)
 from .hybrid_mixer import make_mixer
 from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
@@ -97,9 +105,9 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(config, attention_mask=None, **kwargs):
-        """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself."""
+        """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself, if any."""
         if "hybrid" in config.layer_types:
-            return attention_mask
+            return _drop_full_mask(attention_mask)
         return create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
 
     @torch.no_grad()
@@ -318,6 +326,8 @@ class HybridModel(HybridPreTrainedModel):
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
             past, least = cache_length(past_key_values), None
             columns = past + index.shape[1] if mask_2d is None else mask_2d.shape[1]
+            if isinstance(past, torch.Tensor):  # which nobody asks for its value
+                past, columns = certain_length(past_key_values)
             if mask_2d is None and seq_idx is None:
                 least = past
             elif index.shape[1] == 1 and _may_ask(index):
@@ -439,4 +449,4 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if isinstance(cache, Cache) and cache is not given and cache.layers and not has_attention_layer(cache):
             model_kwargs["past_key_values"] = RecurrentCache(self.config)
         elif isinstance(cache, Cache) and cache is not given:  # before `generate` asks whether it can be compiled
-            fit_cache(cache, self.config)
+            fit_cache(cache, self.config, padded=_drop_full_mask(model_kwargs.get("attention_mask")) is not None)

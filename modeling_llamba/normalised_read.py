@@ -34,10 +34,10 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from .hybrid_cache import recorded_by, recurrent_state
-from .normalised_read_kernel import can_read_one, read_one
+from .normalised_read_kernel import can_run, mix_one, read_one
 from .ssd import is_recorded, repeat_groups, requested_backend, ssd_advance, ssd_read, ssd_scan
 from .ssd_chunked import full_precision
-from .window_attention import Near, runs
+from .window_attention import Near, Projected, WindowInputs, runs
 
 
 class Far(NamedTuple):
@@ -78,20 +78,36 @@ class NormalisedRead(nn.Module):
 
     def forward(self, near: Near, seq_idx: torch.Tensor | None = None, cache: Cache | None = None) -> torch.Tensor:
         """The features (B, L, 3 H D), for out_proj."""
-        state = None if cache is None else recurrent_state(cache, self.layer_idx)
-        if state is not None and near.query.shape[1] == 1 and self._one_launch(near, state, cache):
+        if near.query.shape[1] == 1 and self._one_launch(cache, near.output, near.query, near.context.keys):
             return read_one(
-                state, near.query, near.output, near.log_mass, *near.context[:2], near.leaving, self.mass,
-                self.log_decay, self.config.score_scale, self.planes, self.full_heads,
+                recurrent_state(cache, self.layer_idx), near.query, near.output, near.log_mass, *near.context[:2],
+                near.leaving, self.mass, self.log_decay, self.config.score_scale, self.planes, self.full_heads,
             )  # fmt: skip
         return self.features(near, self.far(near, seq_idx, cache))
 
-    def _one_launch(self, near: Near, state: torch.Tensor, cache: Cache) -> bool:
-        """Whether a kernel reads one token: on CUDA, unless something is recorded or backend "torch" asked for."""
+    def _one_launch(self, cache: Cache | None, *inputs: torch.Tensor) -> bool:
+        """Whether a kernel takes one token: on CUDA, unless something is recorded or backend "torch" asked for."""
+        state = None if cache is None else recurrent_state(cache, self.layer_idx)
+        if state is None or not can_run(state.is_cuda, state.dtype, self.heads, self.config.hybrid_window):
+            return False
         if recorded_by(cache, self.layer_idx) is not None or requested_backend(self.config.mixer_backend) == "torch":
             return False
-        recorded = is_recorded(near.output, near.query, near.context.keys, self.mass, self.log_decay)
-        return not recorded and can_read_one(state.is_cuda, state.dtype, self.heads)
+        return not is_recorded(*inputs, self.mass, self.log_decay)
+
+    def takes_window(self, new: Projected, inputs: WindowInputs, cache: Cache | None) -> bool:
+        """Whether a kernel takes one such token with its window and all, so that `mix_one` will do."""
+        return inputs.all_behind(0) and not self.training and self._one_launch(cache, *new[:4])
+
+    def mix_one(
+        self, new: Projected, index: torch.Tensor, of_full: torch.Tensor | None, cache: Cache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`WindowAttention.attend_nearby` and `forward` for one token, by a kernel: (B, 1, H, D) and (B, 1, 3 H D)."""
+        layer = cache.layers[self.layer_idx]
+        layer.count(1, index.device)
+        return mix_one(
+            recurrent_state(cache, self.layer_idx), *layer.in_ring(), *new, index, of_full, self.mass, self.log_decay,
+            self.config.score_scale, self.config.attn_logit_softcapping or 0.0, self.planes, self.full_heads,
+        )  # fmt: skip
 
     def features(self, near: Near, far: Far) -> torch.Tensor:
         """What `forward` returns, from what it reads."""

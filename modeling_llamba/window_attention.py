@@ -9,19 +9,26 @@ Shapes: B batch, L length, H query heads, K key/value heads, R = H // K, D head 
 salient tokens; queries are cut into N blocks of Q, each seeing Q + W - 1 columns.
 """
 
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers.cache_utils import Cache
+from transformers.utils import is_torchdynamo_compiling
 
 from .attention import append_keys, attention_function, capped, qk_norms
 from .rotary import apply_rotary
 from .salient_tokens import compete, compete_once, holders_before
-from .ssd import sequence_starts
+from .ssd import requested_backend, sequence_starts
 
 MIN_BLOCK = 32
+FLEX_BLOCK = 128
+MIN_FLEX = 128  # queries; of fewer it would run another kernel, made for one
 
 
 class WindowInputs(NamedTuple):
@@ -65,6 +72,59 @@ class Tokens(NamedTuple):
         keys, values = (_take(t, columns) for t in self[:2])
         salience = None if self.salience is None else self.salience.gather(1, columns).masked_fill(none, -torch.inf)
         return Tokens(keys, values, self.index.gather(1, columns).masked_fill(none, -1), salience)
+
+
+class Ring(NamedTuple):
+    """All that the attention sees beside heads with full attention, as a kernel for one token keeps it: in place.
+
+    keys, values (B, K, S + P + W, D): sinks, places of salient tokens, then the window, token i in column i mod W.
+    salience (B, K, P + W) and place_index (B, K, P), the index of who holds a place or -1: of each key/value head its
+    own, all alike, as heads do not wait for each other. latest (B, 1): index of the last token.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    salience: torch.Tensor
+    place_index: torch.Tensor
+    latest: torch.Tensor
+
+    @classmethod
+    def of(cls, recent: Tokens, first: Tokens, salient: Tokens | None, window: int) -> "Ring":
+        """Of the last W - 1 columns, which hold no padding behind their first token, sinks and places."""
+        latest, last = recent.index[:, -1:].clone(), recent.index.shape[1] - 1
+        at = last - (latest - torch.arange(window, device=latest.device)) % window
+        recent = recent.at(at.clamp(min=-1))
+        parts = [first, recent] if salient is None else [first, salient, recent]
+        keys, values = (torch.cat([part[i] for part in parts], dim=2) for i in (0, 1))
+        heads = keys.shape[1]
+        if salient is None:
+            salience, place_index = keys.new_zeros(len(keys), 1, window, dtype=torch.float32), latest[:, :0]
+        else:
+            salience = torch.cat([salient.salience, recent.salience], dim=1)[:, None]
+            place_index = salient.index
+        of_heads = (t.expand(-1, heads, -1).contiguous() for t in (salience, place_index[:, None]))
+        return cls(keys, values, *of_heads, latest)
+
+    def in_order(self) -> tuple[Tokens, Tokens, Tokens | None]:
+        """The last W - 1 columns, sinks and places, each in the order of the text."""
+        places = self.place_index.shape[-1]
+        window = self.salience.shape[-1] - places
+        sinks = self.keys.shape[2] - window - places
+        index = self.latest + torch.arange(2 - window, 1, device=self.latest.device)
+        recent = self._tokens(sinks + places + index % window, index.clamp(min=-1))
+        index = torch.arange(sinks, device=self.latest.device).expand(len(index), -1)
+        first = self._tokens(index, index.masked_fill(index > self.latest, -1))._replace(salience=None)
+        index, order = self.place_index[:, 0].sort()
+        return recent, first, self._tokens(sinks + order, index) if places else None
+
+    def _tokens(self, columns: torch.Tensor, index: torch.Tensor) -> Tokens:
+        """Copies of what is in these columns, whose tokens are these (B, n)."""
+        places, every = self.place_index.shape[-1], self.salience[:, 0]
+        salience = None
+        if places:
+            at = columns - self.keys.shape[2] + every.shape[1]
+            salience = every.gather(1, at.clamp(min=0)).masked_fill(index < 0, -torch.inf)
+        return Tokens(_take(self.keys, columns), _take(self.values, columns), index, salience)
 
 
 class Selection(NamedTuple):
@@ -161,7 +221,7 @@ class WindowAttention(nn.Module):
         """
         projected = self.project(hidden_states, position_embeddings, inputs)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        of_full = self._attend_fully(projected, inputs.causal_mask, past, **kwargs) if self.full_heads else None
+        of_full = self.attend_fully(projected, inputs.causal_mask, past, **kwargs)
         return self.attend_nearby(projected, inputs, of_full, past, seq_idx)
 
     def attend_nearby(
@@ -219,7 +279,7 @@ class WindowAttention(nn.Module):
             output, _ = self.attend(query, sink_query, seen, selection, sinks, seq_idx)
             if self.full_heads:
                 one = Projected(query, sink_query, key, values, None)
-                output = self.with_full_heads(output, self._attend_fully(one, inputs.causal_mask, None))
+                output = self.with_full_heads(output, self.attend_fully(one, inputs.causal_mask, None))
             parts.append(output[..., : some.shape[1]])
         return torch.cat(parts, -1), value.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
@@ -347,6 +407,9 @@ class WindowAttention(nn.Module):
             theirs. sinks: see `find_sinks`.
         """
         batch, heads, length, dim = query.shape
+        if self._by_flex(query):
+            until = self._seen_until(context.index, selection, length, seq_idx)
+            return self._attend_by_flex(query, sink_query, context, until, sinks)
         block, places = self._block(length), context
         blocks = -(-length // block)
         right = blocks * block - length
@@ -391,6 +454,56 @@ class WindowAttention(nn.Module):
         if log_mass is not None:
             log_mass = log_mass.reshape(batch, heads, -1)[:, :, :length]
         return output.reshape(batch, heads, blocks * block, dim)[:, :, :length], log_mass
+
+    def _by_flex(self, query: torch.Tensor) -> bool:
+        """Whether flex_attention sees to the window: on CUDA, of a prompt, unless backend "torch" is asked for."""
+        if query.shape[2] < MIN_FLEX or (self.training and self.config.attention_dropout):
+            return False
+        asked = requested_backend(self.config.mixer_backend)
+        return asked != "torch" and can_flex(query.is_cuda, query.dtype, self.head_dim)
+
+    def _attend_by_flex(self, query, sink_query, context: Tokens, until: torch.Tensor, sinks: Tokens):
+        """`attend` without scores in memory: a kernel for window and places, joined with the sinks by log-sum-exps."""
+        batch, heads, length, dim = query.shape
+        softcap = self.softcap
+
+        def cap(score, b, h, i, j):
+            return softcap * torch.tanh(score / softcap)
+
+        attend = flex_attention if is_torchdynamo_compiling() else compiled_flex_attention()
+        output, aux = attend(
+            *(t.to(context.values.dtype) for t in (query, *context[:2])),  # autocast leaves them unlike
+            None if softcap is None else cap, blocks_seen(until, length),
+            scale=self.scaling, enable_gqa=True, return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
+        log_mass = aux.lse.clamp(min=torch.finfo(aux.lse.dtype).min)
+        if self.sinks:
+            sink_query = sink_query.reshape(batch, self.kv_heads, -1, 1, length, dim)
+            scores = self._sink_scores(sink_query, sinks, context.index[:, None, -length:], 0)
+            near, log_mass = log_mass, torch.logaddexp(log_mass, scores.logsumexp(-1).view(log_mass.shape))
+            share = (scores - log_mass.view(scores.shape[:-1])[..., None]).exp().to(query.dtype)
+            of_sinks = self._sink_values(share, sinks, 0).reshape(output.shape)
+            output = (near - log_mass).exp()[..., None].to(output.dtype) * output + of_sinks
+        return output, log_mass if self.config.hybrid_read == "normalised" else None
+
+    def _seen_until(self, index, selection, length, seq_idx) -> torch.Tensor:
+        """From which query on a column is no longer seen (B, columns), as it has left the window and holds no place,
+        or another sequence has begun; 0 for sinks, which are seen to apart, and where there is no token."""
+        columns = index.shape[1]
+        if self.places:
+            leaving = torch.where(selection.leaving >= 0, selection.leaving, columns)
+            after = torch.arange(1, leaving.shape[1] + 1, device=index.device) + length - leaving.shape[1]
+            until = index.new_full((len(index), columns + 1), length)
+            until = until.scatter(1, leaving, after.expand_as(leaving))[:, :columns]
+        else:
+            until = torch.arange(columns, device=index.device) + self.window + length - columns
+        until = torch.where(index < self.sinks, 0, until)
+        if seq_idx is not None:
+            number = torch.arange(length, device=index.device)
+            starts = F.pad(torch.where(sequence_starts(seq_idx), number, length)[:, 1:], (0, 1), value=length)
+            ends = starts.flip(1).cummin(1).values.flip(1)
+            until = torch.minimum(until, F.pad(ends, (self.places, 0), value=0))
+        return until.int()
 
     def attend_one(
         self, query: torch.Tensor, sink_query: torch.Tensor, sight: Tokens, sinks: Tokens
@@ -449,8 +562,10 @@ class WindowAttention(nn.Module):
         keys = F.pad(keys, (0, 0, 0, 0, 0, right)).unflatten(2, (blocks, block))[:, :, None]
         return keys, F.pad(index, (0, 0, 0, right), value=-1).unflatten(1, (blocks, block))
 
-    def _attend_fully(self, projected: Projected, causal_mask, past, **kwargs) -> torch.Tensor:
-        """Full attention of the heads that have it, (B, L, heads, D)."""
+    def attend_fully(self, projected: Projected, causal_mask, past, **kwargs) -> torch.Tensor | None:
+        """Full attention of the heads that have it, (B, L, heads, D); None without any."""
+        if not self.full_heads:
+            return None
         key, value = (_heads(t, self.full_kv_heads) for t in (projected.key, projected.value))
         if past is not None:
             key, value = append_keys(past.full, key, value)
@@ -474,6 +589,37 @@ class WindowAttention(nn.Module):
         both = torch.cat([output, of_full.transpose(1, 2).to(output.dtype)], dim=1)
         place = {head: self.heads + i for i, head in enumerate(self.full_heads)}
         return _heads(both, [place.get(head, head) for head in range(self.heads)])
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable:
+    """PyTorch's; as it is it would hold all scores in memory."""
+    return torch.compile(flex_attention)
+
+
+def can_flex(on_cuda: bool, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flex_attention is a kernel here, for queries of this type and size."""
+    return on_cuda and dtype != torch.float64 and head_dim >= 16 and find_spec("triton") is not None
+
+
+def blocks_seen(until: torch.Tensor, length: int) -> BlockMask:
+    """A mask for flex_attention, of blocks, where the last `length` columns are the queries: number i sees the columns
+    up to its own whose `until` (B, columns) is above i."""
+    columns = until.shape[1]
+    own = torch.arange(columns - length, columns, device=until.device, dtype=torch.int32)
+    size, right = FLEX_BLOCK, -columns % FLEX_BLOCK
+    first = torch.arange(0, length, size, device=until.device)  # queries
+    last = (first + size).clamp(max=length) - 1 + columns - length
+    begins = torch.arange(0, columns, size, device=until.device)
+    seen_until = F.pad(until, (0, right)).unflatten(1, (-1, size)).amax(-1)
+    seen = (seen_until[:, None] > first[:, None]) & (begins <= last[:, None])
+    numbers = seen.sum(-1, dtype=torch.int32)[:, None]
+    indices = seen.int().argsort(dim=-1, descending=True, stable=True).int()[:, None]
+
+    def mask(b, h, i, j):
+        return (j <= own[i]) & (i < until[b, j])
+
+    return BlockMask.from_kv_blocks(numbers, indices, BLOCK_SIZE=size, mask_mod=mask, seq_lengths=(length, columns))
 
 
 def with_past(new: Tokens, recent: Tokens | None) -> Tokens:

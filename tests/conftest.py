@@ -8,6 +8,7 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex_attention
 
 from convert.teachers.teacher import embedded_teacher
 from tests.teachers import make_teacher
@@ -40,6 +41,25 @@ def saved_teacher(tmp_path_factory):
         return folders[name, layers]
 
     return get
+
+
+@pytest.fixture(params=["in blocks", "flex_attention"])
+def window_by(request, monkeypatch):
+    """How the window's attention is computed: as everywhere, or as on CUDA, where PyTorch compiles what runs here."""
+    if request.param == "flex_attention":
+        import modeling_llamba.window_attention as window_attention
+
+        calls = []
+        monkeypatch.setattr(window_attention, "can_flex", lambda *inputs: calls.append(inputs) is None)
+        monkeypatch.setattr(window_attention, "MIN_FLEX", 2)
+        monkeypatch.setattr(window_attention, "FLEX_BLOCK", 16)
+        monkeypatch.setattr(window_attention, "compiled_flex_attention", lambda: flex_attention.flex_attention)
+        # which refuses gradients on a CPU, as what it compiles has none there
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *inputs: None)
+        yield
+        assert calls
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     if scan["runs"] == "torch" and inference["runs"] == "mamba_ssm":
         scan = inference | {"why": f"{inference['why']}; torch where a gradient is wanted ({scan['why']})"}
     conv, read = choose("causal_conv1d", "causal-conv1d"), choose("triton", "triton")
+    window = choose("flex_attention", "triton")
     if asked := os.environ.get(BACKEND_VARIABLE):
         from modeling_llamba.ssd import choose_backend  # which takes seconds
 
@@ -86,7 +87,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         except ValueError as error:
             scan = {"runs": "nothing", "why": f"{BACKEND_VARIABLE} asks for {asked}: {error}"}
         if asked == "torch":
-            conv = read = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"}
+            conv = read = window = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"}
     else:
         scan["why"] += "; mixer_backend of a model may ask otherwise"
     flash = "flash_attention_2 cannot be used here"
@@ -98,7 +99,8 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
         "short convolution": conv,
-        "normalised read, one token": read,
+        "window and normalised read, one token": read,
+        "window, prompt": window,
         "attention": {"runs": "sdpa", "why": f"torch's own; {flash}"},
     }
 

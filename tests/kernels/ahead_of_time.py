@@ -1,4 +1,4 @@
-"""Compile the kernel for one token of the normalised read for GPUs that need not be here.
+"""Compile the kernels for one token of a layer with the normalised read for GPUs that need not be here.
 
     python -m tests.kernels.ahead_of_time
 
@@ -20,6 +20,8 @@ SHAPES = {  # K, R, D, planes, dtype of all but state and log mass
     "Phi-2": (32, 1, 80, 16, "fp32"),
     "Gemma-2-2B": (4, 2, 256, 128, "bf16"),
 }
+WINDOW = {"S": 4, "P": 16, "W": 121, "SINK_TILE": 4, "PLACE_TILE": 16}
+KERNELS = ("read_one_kernel", "mix_one_kernel")
 
 
 def tools() -> Path:
@@ -29,25 +31,27 @@ def tools() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def compiled(capability: int, shape: str) -> dict[str, int]:
+def compiled(capability: int, shape: str, name: str) -> dict[str, int]:
     """Registers of a thread; bytes of its stack and of spilled registers; bytes shared by a block of 8 warps."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from modeling_llamba.normalised_read_kernel import WARPS, read_one_kernel, tile_of
+    import modeling_llamba.normalised_read_kernel as kernels
 
+    function = getattr(kernels, name)
     K, R, D, planes, dtype = SHAPES[shape]
-    rows, columns = tile_of(D)
-    pointers = dict.fromkeys(("query", "output", "keys", "values", "mass", "log_decay", "features"), f"*{dtype}")
-    pointers |= {"state": "*fp32", "log_mass": "*fp32", "leaving": "*i64"}
-    numbers = dict.fromkeys(("batch_stride", "head_stride", "column_stride", "leaving_stride"), "i32")
-    numbers |= {"full_heads": "i32", "scale": "fp32"}
-    constants = {"K": K, "R": R, "D": D, "PLANES": planes, "ROWS": rows, "COLUMNS": columns}
-    types = pointers | numbers | dict.fromkeys(constants, "constexpr")
-    signature = {name: types[name] for name in read_one_kernel.arg_names}
-    source = ASTSource(read_one_kernel, signature, constants)
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+    rows, columns = kernels.tile_of(D)
+    types = dict.fromkeys(function.arg_names, f"*{dtype}")
+    types |= dict.fromkeys(("state", "log_mass", "salience", "new_salience"), "*fp32")
+    types |= dict.fromkeys(("leaving", "index", "place_index", "latest"), "*i64")
+    types |= dict.fromkeys(("batch_stride", "head_stride", "column_stride", "leaving_stride", "index_stride"), "i32")
+    types |= {"full_heads": "i64", "n_full": "i32", "scale": "fp32", "softcap": "fp32"}
+    constants = {"K": K, "R": R, "D": D, "PLANES": planes, "ROWS": rows, "COLUMNS": columns} | WINDOW
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(function, {name: types[name] for name in function.arg_names}, constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -58,4 +62,5 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    json.dump({f"sm_{c}, {shape}": compiled(c, shape) for c in CAPABILITIES for shape in SHAPES}, sys.stdout)
+    variants = [(capability, shape, name) for name in KERNELS for capability in CAPABILITIES for shape in SHAPES]
+    json.dump({f"{name}, sm_{c}, {shape}": compiled(c, shape, name) for c, shape, name in variants}, sys.stdout)

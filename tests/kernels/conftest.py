@@ -103,15 +103,17 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    """The choice of a backend, and of the kernel for one token, as it is made for tensors on CUDA."""
+    """The choice of a backend, and of the kernels for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
+    import modeling_llamba.hybrid_cache as hybrid_cache
     import modeling_llamba.normalised_read as normalised_read
     import modeling_llamba.ssd as ssd
 
-    choose, can_read = ssd.choose_backend, normalised_read.can_read_one
+    choose, can_run = ssd.choose_backend, normalised_read.can_run
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
-    monkeypatch.setattr(normalised_read, "can_read_one", lambda on_cuda, *args: can_read(True, *args))
+    for module in (normalised_read, hybrid_cache):
+        monkeypatch.setattr(module, "can_run", lambda on_cuda, *args: can_run(True, *args))
 
 
 @pytest.fixture
@@ -124,6 +126,7 @@ def launches(monkeypatch):
         "fla": (ssd, "chunk_simple_gla"),
         "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
         "read": (normalised_read, "read_one"),
+        "layer": (normalised_read, "mix_one"),
     }
     counts = dict.fromkeys(places, 0)
     for key, (module, name) in places.items():

@@ -8,7 +8,9 @@ from tests.kernels.conftest import DEVICE, INTERPRETED
 from tests.students import make_student
 from tests.teachers import random_ids
 
-PROMPT, STEPS = 70, 8
+PROMPT, STEPS = (70 if INTERPRETED else 300), 8
+# flex_attention is compiled for a device alone, where it wants wider heads
+OPTIONS = {"dtype": torch.float32} | ({} if INTERPRETED else {"head_dim": 16, "mixer_d_state": 16})
 KERNELS = {"fla": "chunk_simple_gla", "mamba_ssm": "mamba_chunk_scan_combined"}
 KERNELS = {backend: name for backend, name in KERNELS.items() if INTERPRETED or getattr(ssd, name) is not None}
 AUTO = {*([*KERNELS][:1])}
@@ -43,7 +45,7 @@ def logits(model, ids):
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_and_decoding(monkeypatch, launches, name, family):
     pattern, mixer = MODELS[name]
-    model, ids = make_student(family, mixer, pattern, dtype=torch.float32), random_ids(2, PROMPT + STEPS)
+    model, ids = make_student(family, mixer, pattern, **OPTIONS), random_ids(2, PROMPT + STEPS)
     found = {}
     for backend in ("torch", *KERNELS, "auto"):
         before = dict(launches)
@@ -51,8 +53,8 @@ def test_prefill_and_decoding(monkeypatch, launches, name, family):
         found[backend] = logits(model, ids)
         used = {kernel for kernel in KERNELS if launches[kernel] > before[kernel]}
         assert used == (AUTO if backend == "auto" else {backend} & {*KERNELS})
-        reads = STEPS * model.config.layer_types.count("hybrid") * (name == "normalised read" and backend != "torch")
-        assert launches["read"] - before["read"] == reads
+        steps = STEPS * model.config.layer_types.count("hybrid") * (name == "normalised read" and backend != "torch")
+        assert launches["layer"] - before["layer"] == steps
     limit = 1e-5 if INTERPRETED else 5e-3
     assert all(relative_error(found[backend], found["torch"]) < limit for backend in found)
 

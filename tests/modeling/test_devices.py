@@ -4,10 +4,12 @@ import contextlib
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling_llamba.hybrid_model as hybrid_model
+import modeling_llamba.window_attention as window_attention
 from tests.students import FAMILIES, student_config
 
 aten = torch.ops.aten
@@ -107,19 +109,28 @@ def test_the_watch_sees_what_waits(ask):
     assert watch.waits
 
 
+@pytest.mark.parametrize("by_flex", [False, True])
 @torch.no_grad()
-def test_no_mask_of_all_pairs(monkeypatch):
-    """Per token, the largest mask holds a block's window and places, whatever the length."""
+def test_no_mask_of_all_pairs(monkeypatch, by_flex):
+    """Per token, the largest mask holds a block's window and places, whatever the length; and nothing waits."""
 
     def causal(query, key, value, attn_mask=None, is_causal=False, **options):
         assert attn_mask is None and is_causal
         return query
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", causal)
+
+    def flex(query, key, value, cap, blocks, **options):
+        assert blocks.shape[-2:] == (query.shape[2], key.shape[2])
+        return query, AuxOutput(lse=query[..., 0], max_scores=None)
+
+    monkeypatch.setattr(window_attention, "can_flex", lambda *inputs: by_flex)
+    monkeypatch.setattr(window_attention, "compiled_flex_attention", lambda: flex)
     model = on_meta("llamba", "discrete_mamba2", "normalised")
     sizes = []
     for length in (512, 4096):
         with Watch().watching() as watch:
             model(torch.zeros(1, length, dtype=torch.long, device="meta"), use_cache=True)
+        assert watch.waits == []
         sizes.append(watch.largest / length)
     assert sizes[0] == sizes[1] < 50

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import DynamicCache
 
+import modeling_llamba.window_attention as window_attention
 from modeling_llamba.attention import SoftmaxAttention
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_mixer import MIXER_CLASSES
 from modeling_llamba.rotary import apply_rotary
-from modeling_llamba.window_attention import WindowInputs
+from modeling_llamba.window_attention import Tokens, WindowInputs, with_past
 from tests.students import make_student, student_config
 from tests.teachers import TINY, random_ids
 
@@ -70,7 +74,7 @@ def late_recurrence(ssd, u, rotary, window, sinks):
 @pytest.mark.parametrize("window, sinks, reach", [(6, 2, None), (1, 0, None), (40, 3, 10), (7, 4, 9), (100, 2, None)])
 @pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2"])
 @torch.no_grad()
-def test_a_hybrid_layer_from_its_equations(mixer, window, sinks, reach):
+def test_a_hybrid_layer_from_its_equations(mixer, window, sinks, reach, window_by):
     m, u, rotary = layer_and_input(mixer, hybrid_window=window, hybrid_sinks=sinks, hybrid_sink_reach=reach)
     index = torch.arange(LENGTH).expand(2, LENGTH)
     near = make_student(pattern="beside-only").model.rotary_emb(u, index.clamp(max=reach or LENGTH))
@@ -219,6 +223,49 @@ def test_the_layer_is_its_matrices_times_its_values(overrides, packed):
     if m.near_tokens:
         out = torch.where((index < m.near_tokens)[..., None], m.near_proj(features[0]), out)
     torch.testing.assert_close(m(u, rotary, seq_idx=seq_idx, window=window), out, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed, places, packed", [(0, 0, False), (1, 3, False), (2, 3, True)])
+def test_blocks_of_columns_that_some_query_sees(seed, places, packed):
+    """flex_attention skips the others; none that is seen may be missing, and they stay few."""
+    torch.manual_seed(seed)
+    model = make_student(pattern="beside-only", mixer="none", hybrid_salient=places, hybrid_window=90)
+    attention, size = model.model.layers[0].mixer.attention, window_attention.FLEX_BLOCK
+    for past, length in ((0, 700), (89, 1100), (0, 4000)):
+        u = torch.randn(1, past + length, model.config.hidden_size, dtype=torch.float64)
+        index = torch.arange(past + length)[None]
+        inputs, seq_idx = WindowInputs(index), (index >= 500).int() if packed and not past else None
+        projected = attention.project(u, model.model.rotary_emb(u, index), inputs)
+        seen = Tokens(projected.key, projected.value, index, projected.salience)
+        seen = with_past(seen, attention._places(seen, None)) if places else seen
+        selection = attention._select(seen, length, past, seq_idx)
+        until = attention._seen_until(seen.index, selection, length, seq_idx)
+        blocks = window_attention.blocks_seen(until, length)
+        dense = create_mask(blocks.mask_mod, 1, 1, length, until.shape[1], device="cpu")[0, 0]
+        dense = F.pad(dense, (0, -dense.shape[1] % size, 0, -length % size)).unflatten(1, (-1, size)).any(-1)
+        needed, listed = dense.unflatten(0, (-1, size)).any(1), blocks.to_dense()[0, 0].bool()
+        assert listed.shape == needed.shape and not (needed & ~listed).any()
+        assert listed.sum(-1).max() <= 3 + places
+
+
+@torch.no_grad()
+def test_flex_attention_is_compiled_for_any_length(monkeypatch):
+    """And not anew for each; what is compiled is traced as on CUDA, and run by PyTorch."""
+    torch.compiler.reset()
+    model = make_student(pattern="normalised", dtype=torch.float32)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, frames = torch.compile(flex_attention, backend=counter), []
+    monkeypatch.setattr(window_attention, "compiled_flex_attention", lambda: compiled)
+    for batch, length in ((1, 300), (1, 512), (2, 333), (3, 150), (2, 700), (1, 1000)):
+        ids = random_ids(batch, length)
+        expected = model(ids).logits
+        with monkeypatch.context() as on_cuda:
+            on_cuda.setattr(window_attention, "can_flex", lambda *inputs: True)
+            out = model(ids[:, :140], use_cache=True)
+            found = torch.cat([out.logits, model(ids[:, 140:], past_key_values=out.past_key_values).logits], dim=1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        frames.append(counter.frame_count)
+    assert 0 < frames[2] == frames[-1], frames
 
 
 def test_caches_of_other_models_are_refused():

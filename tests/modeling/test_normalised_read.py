@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_the_layer_from_its_equations(name):
+def test_the_layer_from_its_equations(name, window_by):
     """Plain, with padding before, in and after the text, and packed."""
     m, u, rotary = layer_and_input(hybrid_full_heads=None, **CASES[name])
     index, seq_idx = torch.arange(LENGTH).expand(2, LENGTH), torch.tensor([[0] * 20 + [1] * 25, [0] * 45])
@@ -189,7 +189,7 @@ def test_extreme_masses_and_decays(shift, log_decay):
         assert (grads["read.log_decay"] != 0).all() or min(log_decay) < -18
 
 
-def test_gradients_are_those_of_the_equations():
+def test_gradients_are_those_of_the_equations(window_by):
     m, u, rotary = layer_and_input()
     inputs = WindowInputs(torch.arange(LENGTH).expand(2, -1))
     near = m.attention(u, rotary, inputs)
