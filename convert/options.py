@@ -897,6 +897,10 @@ def make_options(
         "output": "output.folder"
     }
     given = {name: value for name, value in {"model": model, "folder": output}.items() if value is not None}
+    for name, others in (("model", ("model",)), ("folder", ("folder", "output"))):
+        twice = [other for other in others if other in values and not isinstance(values[other], Mapping)]
+        if name in given and twice:
+            raise ValueError(f"{twice[0]} is given twice, by its place and by its name; give one.")
     nested: dict[str, Any] = {}
     for name, value in {**given, **values}.items():
         is_section = isinstance(value, Mapping) and name != "attention_heads"

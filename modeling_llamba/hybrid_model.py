@@ -324,7 +324,7 @@ class HybridModel(HybridPreTrainedModel):
         masks["linear_attention"] = padding_mask
         if "hybrid" in self.config.layer_types:
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
-            past, least = cache_length(past_key_values), None
+            past, least, gaps = cache_length(past_key_values), None, False
             columns = past + index.shape[1] if mask_2d is None else mask_2d.shape[1]
             if isinstance(past, torch.Tensor):  # which nobody asks for its value
                 past, columns = certain_length(past_key_values)
@@ -332,9 +332,10 @@ class HybridModel(HybridPreTrainedModel):
                 least = past
             elif index.shape[1] == 1 and _may_ask(index):
                 # a device has to be waited for: once for all layers, and of single tokens, where it saves a lot
-                least = int(index.min())
+                broken = index.new_tensor(0) if mask_2d is None else (mask_2d.long().diff(dim=1) < 0).any()
+                least, gaps = torch.stack([index.min(), broken.to(index)]).tolist()
             sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index, columns)
-            masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"), least)
+            masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"), least, bool(gaps))
         return masks
 
     def _sink_rotary(self, inputs_embeds, position_ids, index, columns):

@@ -95,8 +95,11 @@ class NormalisedRead(nn.Module):
         return not is_recorded(*inputs, self.mass, self.log_decay)
 
     def takes_window(self, new: Projected, inputs: WindowInputs, cache: Cache | None) -> bool:
-        """Whether a kernel takes one such token with its window and all, so that `mix_one` will do."""
-        return inputs.all_behind(0) and not self.training and self._one_launch(cache, *new[:4])
+        """Whether a kernel takes one such token with its window and all, so that `mix_one` will do.
+
+        It tells the window's tokens by their number alone, so none may be missing.
+        """
+        return inputs.all_behind(0) and not inputs.gaps and not self.training and self._one_launch(cache, *new[:4])
 
     def mix_one(
         self, new: Projected, index: torch.Tensor, of_full: torch.Tensor | None, cache: Cache

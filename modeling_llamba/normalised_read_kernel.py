@@ -81,7 +81,7 @@ def read_one(
 # an operator of its own, so that torch.compile does not look into it; named after the file, of which every checkpoint
 # brings its own
 @torch.library.custom_op(
-    re.sub(r"\W", "_", __name__) + "::mix_one",
+    re.sub(r"\W", "_", __name__, flags=re.ASCII) + "::mix_one",
     mutates_args=("state", "keys", "values", "salience", "place_index", "latest"),
 )
 def mix_one(

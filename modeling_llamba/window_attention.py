@@ -29,6 +29,7 @@ from .ssd import requested_backend, sequence_starts
 MIN_BLOCK = 32
 FLEX_BLOCK = 128
 MIN_FLEX = 128  # queries; of fewer it would run another kernel, made for one
+RECOMPILES = 256  # after so many kinds of inputs, models and types in a process, PyTorch would hold all scores
 
 
 class WindowInputs(NamedTuple):
@@ -37,13 +38,14 @@ class WindowInputs(NamedTuple):
     index (B, L): of each token in its sequence, -1 at padding. sink_rotary: cos and sin (B, L, rotary dims) for
     queries that look at sinks, by kind of rotary embedding until `of_layer`, or None where they are the ordinary ones.
     causal_mask: for the heads with full attention, as transformers makes it. least: the smallest index, or None where
-    it is not known without waiting for a device.
+    it is not known without waiting for a device. gaps: whether padding stands between tokens of a row.
     """
 
     index: torch.Tensor
     sink_rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] | tuple[torch.Tensor, torch.Tensor] | None = None
     causal_mask: torch.Tensor | None = None
     least: int | None = None
+    gaps: bool = False
 
     def of_layer(self, rope: str) -> "WindowInputs":
         """The same for a layer with this kind of rotary embedding."""
@@ -593,8 +595,14 @@ class WindowAttention(nn.Module):
 
 @functools.cache
 def compiled_flex_attention() -> Callable:
-    """PyTorch's; as it is it would hold all scores in memory."""
-    return torch.compile(flex_attention)
+    """PyTorch's; as it is it would hold all scores in memory, and so it would once it is not compiled any more."""
+    compiled = torch.compile(flex_attention)
+
+    def attend(*args, **kwargs):
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
+            return compiled(*args, **kwargs)
+
+    return attend
 
 
 def can_flex(on_cuda: bool, dtype: torch.dtype, head_dim: int) -> bool:

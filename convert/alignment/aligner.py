@@ -16,13 +16,15 @@ from ..placement.placement import Layer, Placement, everywhere
 from ..plan import Plan, TeacherWeights, hybrid_config
 from ..weights.rules import Rule
 from ..weights.writer import Progress
-from .closed_form import default_steps
 from .fit import FitCache, Fits, fit_mixers, return_free_memory
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
-from .probes import PROSE_SEQUENCES, plain_tokens, with_recall
+from .probes import plain_tokens, with_recall
 from .teacher_model import TeacherModel
 from .text import calibration_rows
+
+PROSE_SEQUENCES = 2
+"""Sequences of prose on which layers are scored, not used for fitting."""
 
 
 @dataclass
@@ -43,6 +45,10 @@ class Alignment:
 
         assert self.tensors.keys() <= {rule.target for rule in plan.rules}
         return [aligned(rule) for rule in plan.rules]
+
+
+REFINE_STEPS = 120
+"""Gradient steps after the closed form on a mixer that stands alone."""
 
 
 class Aligner:
@@ -146,7 +152,8 @@ class Aligner:
         self.follow(plan.placement.layers[layers[0]], plan.placement)
         settings = self.options.alignment.fit
         if settings.refine_steps is None:
-            settings = dataclasses.replace(settings, refine_steps=default_steps(plan.placement.hybrid is not None))
+            beside_window = plan.placement.hybrid is not None
+            settings = dataclasses.replace(settings, refine_steps=0 if beside_window else REFINE_STEPS)
         return_free_memory()  # of what scores took
         fits = self.fit(layers, settings)
         self.report |= {

@@ -30,11 +30,6 @@ REFINE_LEARNING_RATE = 2e-3  # at its peak
 NARROW_WINDOW = 16
 
 
-def default_steps(beside_window: bool) -> int:
-    """Gradient steps after the closed form, where the user does not say how many."""
-    return 0 if beside_window else 120
-
-
 @dataclass(frozen=True)
 class LayerFit:
     """What a fit reached; errors are ||mixer(u) - y||^2 / ||y||^2 on the held-out sequences."""

@@ -1,9 +1,9 @@
 """What aligning will cost on this machine, said before any of it is done: seconds, and memory.
 
-Operations are counted from shapes, and how fast this machine does them is measured in a fraction of a second; of a
-mixer, one pass is.
+For layers whose state is read as softmax would read it, the default. Operations are counted from shapes, and how fast
+this machine does them is measured in a fraction of a second.
 
-Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E features.
+Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E = 3 A features.
 """
 
 import math
@@ -13,16 +13,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
-
-from modeling_llamba.hybrid_mixer import make_mixer
 
 from ..options import ConversionOptions, parse_size
 from ..plan import Cost, Plan
 from ..weights.students import tensor_shapes
-from .closed_form import BATCH_SEQUENCES, DECAY_SEQUENCES, REFINE_SEQUENCES, candidate_decays, default_steps
-from .probes import PROBE_LENGTH, PROSE_SEQUENCES, ROUNDS
+from .closed_form import BATCH_SEQUENCES
 from .read_fit import QUERIES, RIDGES, SALIENCE_SEQUENCES
 from .teacher_model import usable_device
 
@@ -30,8 +26,6 @@ PASSES = 6
 """Passes over a matrix of scores: mask, maximum, exponential, sum, logarithm, weights."""
 OVERHEAD = 1.3
 """What small operations, reading and writing add; measured on SmolLM2."""
-GRADIENTS = 3.0
-"""What a pass with gradients takes of one without."""
 
 
 class Rates(NamedTuple):
@@ -43,65 +37,17 @@ class Rates(NamedTuple):
 
 
 def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
-    """What a closed-form fit costs on this machine; None where none is made, for MOHAWK and the student's stream."""
-    hybrid, replaced = plan.placement.hybrid, plan.placement.replaced_layers
+    """What a closed-form fit of the normalised read costs on this machine; None for any other alignment."""
+    hybrid = plan.placement.hybrid
     closed_form = options.alignment.method == "closed-form" and options.alignment.fit.stream == "teacher"
-    if not closed_form or not replaced or (hybrid is not None and not hybrid.state):
+    if not closed_form or hybrid is None or not hybrid.state or hybrid.read != "normalised":
         return None
     device = usable_device(options.alignment.device)
-    rates = measured_rates(device, plan.config.hidden_size)
-    if hybrid is not None and hybrid.read == "normalised":
-        return cost_of(plan, options, rates, resident_bytes())
-    mixer = make_mixer(plan.config, replaced[0]).to(device)
-    u = torch.rand(BATCH_SEQUENCES, options.sequence_length, plan.config.hidden_size, device=device)
-    rotary = tuple(torch.rand(1, u.shape[1], plan.config.head_dim, device=device) for _ in range(2))
-    with torch.no_grad():
-        mixer(u[:1, :16], tuple(part[:, :16] for part in rotary))
-        a_pass = _seconds(lambda: mixer(u, rotary), device)
-    return cost_of_mixers(plan, options, rates, mixer, a_pass, resident_bytes())
-
-
-def cost_of_mixers(
-    plan: Plan, options: ConversionOptions, rates: Rates, mixer: nn.Module, a_pass: float, resident: int
-) -> Cost:
-    """What fitting mixers costs, and scores where they choose the layers.
-
-    Args:
-        a_pass: seconds that one of them takes for BATCH_SEQUENCES sequences.
-    """
-    config, settings, L = plan.config, options.alignment.fit, options.sequence_length
-    held, M, E = options.alignment.held_out_sequences, config.hidden_size, mixer.out_proj.in_features
-    sequences, block = options.alignment.tokens // L, met_by_a_token(plan.weights.config)
-    fitting, T, H = sequences - held, sequences * L, config.num_attention_heads
-    decays, ridges = len(candidate_decays(mixer, settings)), len(settings.ridges)
-    steps = (
-        default_steps(plan.placement.hybrid is not None) if settings.refine_steps is None else settings.refine_steps
-    )
-
-    def solution(sequences: int) -> float:
-        products = 2 * sequences * L * E * (E + M) + ridges * (E**3 / 3 + 2 * E**2 * M + 2 * held * L * E * M)
-        return (sequences + held) / BATCH_SEQUENCES * a_pass + products / rates.double
-
-    streaming = T * ((2 * block + 2 * L * H * config.head_dim) / rates.single + PASSES * H * L / 2 / rates.elements)
-    solving = solution(fitting) + (decays > 1) * decays * solution(min(fitting, DECAY_SEQUENCES))
-    refining = steps * GRADIENTS * a_pass * REFINE_SEQUENCES / BATCH_SEQUENCES + (steps > 0) * solution(fitting)
-    layers, fitted = config.num_hidden_layers, len(plan.placement.replaced_layers)
-    seconds = layers * streaming + fitted * refining + (layers if options.scores_placement else fitted) * solving
-    nbytes = 4 * (2 * block + config.vocab_size * M)  # of the teacher, a block at a time
-    if options.scores_placement:
-        prose = PROSE_SEQUENCES * L
-        run = 2 * prose + 6 * PROBE_LENGTH
-        head = prose * (4 * M * config.vocab_size / rates.single + PASSES * config.vocab_size / rates.elements)
-        scored = sum(layers - round(fitted * turn / ROUNDS) for turn in range(ROUNDS))
-        seconds += layers * streaming + scored * (layers / 2 * run / T * streaming + head)
-        nbytes += 4 * layers * (block + run * M + sum(part.numel() for part in mixer.parameters()))
-    at_a_time = 4 * BATCH_SEQUENCES * L * 12 * E + 36 * E**2
-    activations = min(8 * T * M, parse_size(options.alignment.activation_memory))
-    return Cost(OVERHEAD * seconds, resident + nbytes + activations + at_a_time)
+    return cost_of(plan, options, measured_rates(device, plan.config.hidden_size), resident_bytes())
 
 
 def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int) -> Cost:
-    """What fitting the normalised read costs on a machine of these rates, in a process that takes so much memory."""
+    """The same on a machine of these rates, in a process that takes so much memory already."""
     config, L = plan.config, options.sequence_length
     T, behind = options.alignment.tokens // L * L, SALIENCE_SEQUENCES * L
     layers, fitted, M = config.num_hidden_layers, config.layer_types.count("hybrid"), config.hidden_size

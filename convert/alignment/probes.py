@@ -9,12 +9,6 @@ from typing import NamedTuple
 import torch
 
 RECALL_EVERY = 6
-PROSE_SEQUENCES = 2
-"""Sequences of prose on which layers are scored, not used for fitting."""
-PROBE_LENGTH = 96
-"""Random tokens of the copy probe before they repeat."""
-ROUNDS = 3
-"""How often layers are chosen; those that remain are scored again after each, since costs alone do not add up."""
 
 
 class Probe(NamedTuple):

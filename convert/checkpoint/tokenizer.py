@@ -83,9 +83,9 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, place: Path) -> None:
     """Refuse a chat template that is no template, without running it."""
-    templates = tokenizer.chat_template or ""
+    templates = tokenizer.chat_template
     try:
-        for template in templates.values() if isinstance(templates, dict) else [templates]:
+        for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
             _compile_jinja_template(template)
     except Exception as error:  # jinja's, and Python's own about what is no text or nested too deeply
         raise ValueError(

@@ -13,21 +13,17 @@ from modeling_llamba.hybrid_model import finish_logits
 from ..alignment.aligner import Aligner
 from ..alignment.divergence import kl_of_hidden
 from ..alignment.fit import FitCache
-from ..alignment.probes import (
-    PROBE_LENGTH,
-    ROUNDS,
-    Probe,
-    associative_probe,
-    copy_probe,
-    needle_probe,
-    plain_tokens,
-)
+from ..alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel, replaced
 from ..weights.writer import Progress
 
 MIN_TEACHER_ACCURACY = 0.2
 RECALL_WEIGHT = 0.3
 """Nats of KL that a nat of recall loss counts for."""
+ROUNDS = 3
+"""How often layers are chosen; those that remain are scored again after each, since costs alone do not add up."""
+PROBE_LENGTH = 96
+"""Random tokens of the copy probe before they repeat."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.alignment.aligner import Aligner
-from convert.alignment.cost import Rates, cost_of, cost_of_mixers
+from convert.alignment.cost import Rates, cost_of
 from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.pipeline import run
@@ -21,7 +21,6 @@ from convert.plan import TeacherWeights, describe, hybrid_config, make_plan
 from convert.teachers.teacher import find_teacher
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
-from modeling_llamba.hybrid_mixer import make_mixer
 from tests.teachers import random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)
@@ -298,24 +297,3 @@ def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):
     assert plan_conversion(make_options(folder, "o", align="none")).alignment_cost is None
     with pytest.raises(ValueError, match="device nowhere cannot be used here"):
         plan_conversion(make_options(folder, "o", device="nowhere"))
-
-
-@pytest.mark.parametrize("kind", ["discrete_mamba2", "mamba1"])
-@pytest.mark.parametrize("window", [None, 4])
-def test_the_cost_of_fitting_mixers_is_said_and_grows_with_what_is_done(kind, window, saved_teacher):
-    said = {"attention_layers": 0.5, "mixer": kind, "read": "linear"} | ({} if window is None else {"window": window})
-    said |= {"scope": "all"} if window and kind == "mamba1" else {}
-    options = make_options(str(saved_teacher("llama-gqa")), "o", **said)
-    plan, rates = plan_conversion(options), Rates(1e9, 5e8, 1e8)
-    assert plan.alignment_cost.seconds > 0 and "to align" in describe(plan)
-    mixer = make_mixer(plan.config, plan.placement.replaced_layers[0])
-    changes = (
-        {"selection": "uniform", "refine_steps": 0},
-        {"refine_steps": 0},
-        {"refine_steps": 200},
-        {"tokens": 10**6},
-    )
-    costs = [
-        cost_of_mixers(plan, make_options("m", "o", **said | change), rates, mixer, 0.01, 1000) for change in changes
-    ]
-    assert costs == sorted(costs) and len({cost.seconds for cost in costs}) == 4 and costs[0].nbytes > 1000

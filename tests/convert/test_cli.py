@@ -236,6 +236,12 @@ def test_an_unknown_option_in_python_names_the_nearest():
     assert set(conversion_parser().options) == {option.name for option in documented(ConversionOptions)}
 
 
+@pytest.mark.parametrize("name", ["model", "output", "folder"])
+def test_what_is_given_by_place_and_by_name_is_a_contradiction(name):
+    with pytest.raises(ValueError, match=f"{name} is given twice"):
+        make_options("m", "o", **{name: "other"})
+
+
 def test_tokenizer_template_and_generation_settings_travel_along(tmp_path):
     teacher = make_teacher("llama-gqa")
     teacher.generation_config.temperature = 0.3

@@ -70,14 +70,14 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(heads, window, saved_teach
 
 @torch.no_grad()
 def test_the_checkpoint_runs_without_the_project(saved_teacher, tmp_path):
-    hybrid, _ = converted(saved_teacher("phi"), tmp_path / "out", **READ)
+    hybrid, _ = converted(saved_teacher("phi"), tmp_path / "modèle", **READ)
     ids = random_ids(1, 20)
     code = (
         "import sys, json, torch; from transformers import AutoModelForCausalLM as M;"
         "m = M.from_pretrained(sys.argv[1], trust_remote_code=True);"
         "print(json.dumps(m(torch.tensor(json.loads(sys.argv[2]))).logits[0, -1].tolist()))"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "out"), json.dumps(ids.tolist())]
+    command = [sys.executable, "-c", code, str(tmp_path / "modèle"), json.dumps(ids.tolist())]
     environment = {"HF_HOME": str(tmp_path / "cache"), "PATH": ""}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     logits = torch.tensor(json.loads(found.stdout.splitlines()[-1]))

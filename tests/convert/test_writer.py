@@ -153,6 +153,9 @@ def test_what_weights_may_be(dtype):
     assert is_finite(torch.full((300,), torch.finfo(dtype).max, dtype=dtype)), "although the sum overflows"
     with pytest.raises(ValueError, match="contains inf"):
         check_weights(torch.tensor([float("inf"), 1.0, float("-inf")], dtype=dtype), "w")  # whose sum is NaN
+    if dtype != torch.float16:
+        with pytest.raises(ValueError, match=r"contains 1e\+30"):
+            check_weights(torch.tensor([1e30, 1.0, -1e30], dtype=dtype), "w")  # whose sum is 1
     check_weights(torch.tensor([2**31, -1]), "w")
 
 

@@ -59,6 +59,33 @@ def test_prefill_and_decoding(monkeypatch, launches, name, family):
     assert all(relative_error(found[backend], found["torch"]) < limit for backend in found)
 
 
+@pytest.mark.parametrize(
+    "gap", [slice(PROMPT - 6, PROMPT), slice(PROMPT - 9, PROMPT - 4), slice(PROMPT + 1, PROMPT + 2)]
+)
+@torch.no_grad()
+def test_padding_between_tokens_is_never_seen(monkeypatch, launches, gap):
+    """Behind a prompt, inside it, and as a single token: PyTorch's operations take the steps from there on."""
+    model, ids = make_student("llamba", "discrete_mamba2", "normalised", **OPTIONS), random_ids(2, PROMPT + STEPS)
+    other, mask = ids.clone(), torch.ones_like(ids)
+    mask[1, gap], other[1, gap] = 0, (ids[1, gap] + 7) % model.config.vocab_size
+    found = {}
+    for backend, tokens in (("torch", ids), ("auto", ids), ("auto", other)):
+        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        out = model.to(DEVICE)(
+            tokens[:, :PROMPT].to(DEVICE), attention_mask=mask[:, :PROMPT].to(DEVICE), use_cache=True
+        )
+        steps = []
+        for end in range(PROMPT + 1, PROMPT + STEPS + 1):
+            out = model(
+                tokens[:, end - 1 : end].to(DEVICE), attention_mask=mask[:, :end].to(DEVICE),
+                past_key_values=out.past_key_values,
+            )  # fmt: skip
+            steps.append(out.logits[:, 0] * mask[:, end - 1, None].to(DEVICE))
+        found[backend, tokens is other] = torch.cat(steps)
+    expected = found["torch", False]
+    assert all(relative_error(got, expected) < (1e-5 if INTERPRETED else 5e-3) for got in found.values())
+
+
 LAYOUTS = {  # of a row of 20 and 50 tokens
     "seq_idx": dict(seq_idx=torch.tensor([[0] * 20 + [1] * 50])),
     "cu_seqlens": dict(cu_seqlens=torch.tensor([0, 20, 70])),
