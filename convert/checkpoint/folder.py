@@ -187,7 +187,10 @@ def check_apart(output: Path, teacher_folder: Path) -> None:
 def check_work(work: Path) -> None:
     """Refuse a work folder that this project did not make."""
     if work.is_symlink() or (_holds_anything(work) and not (work / MARKER).is_file()):
-        raise ValueError(f"{work} exists and is no work folder of this project; move it away, or choose another OUT.")
+        raise ValueError(
+            f"{work} exists, and is not a folder that this run may delete. If an earlier run keeps its fits there, "
+            f"name it (--alignment.work_dir {work}); otherwise move it away, or choose another OUT."
+        )
 
 
 def make_work(work: Path) -> None:

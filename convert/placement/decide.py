@@ -12,7 +12,7 @@ from .presets import attention_layers, counted_heads, kept_heads, query_heads, u
 if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
     from ..alignment.aligner import Aligner
 
-EVENLY_PLACED = "scores decide which {} keep their attention; until they are taken, these are evenly placed"
+STAND_INS = "scores decide which {} keep their attention; until they are taken, those shown stand in for them"
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
@@ -72,7 +72,7 @@ def decide_placement(
         kept = uniform_attention_layers(num_layers, _share(weights, options, replacement))
         if options.selection != "uniform" and 0 < len(kept) < num_layers:
             if aligner is None:
-                notes.append(EVENLY_PLACED.format("layers"))
+                notes.append(STAND_INS.format("layers"))
             else:
                 from .layer_scores import RECALL_WEIGHT, choose_layers
 
@@ -115,7 +115,7 @@ def _ranked(weights: TeacherWeights, aligner: "Aligner | None", notes: list[str]
         scores = retrieval_scores(aligner.model, aligner.ids, aligner.options.seed, aligner.progress)
         aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
         return ranked_heads(scores, _shared(weights))
-    notes.append(EVENLY_PLACED.format("heads"))
+    notes.append(STAND_INS.format("heads"))
     layers, kv_heads = weights.config.num_hidden_layers, weights.config.num_key_value_heads
     return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
 

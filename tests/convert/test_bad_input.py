@@ -468,7 +468,9 @@ def test_only_what_this_project_made_is_swept(saved_teacher, tmp_path):
 def test_a_work_folder_of_somebody_else_stays(saved_teacher, tmp_path):
     (tmp_path / "out.work").mkdir()
     (tmp_path / "out.work" / "thesis").write_text("mine")
-    check_one_line_error(run_as_is(saved_teacher("llama-gqa"), tmp_path / "out"), "out.work", "no work folder")
+    check_one_line_error(
+        run_as_is(saved_teacher("llama-gqa"), tmp_path / "out"), "out.work", "not a folder that this run may delete"
+    )
     owner = OutputFolder(tmp_path / "other")
     with owner:
         (owner.make_work() / ("0" * 20)).mkdir()
@@ -478,7 +480,11 @@ def test_a_work_folder_of_somebody_else_stays(saved_teacher, tmp_path):
     assert sorted(os.listdir(owner.work)) == [MARKER, "2024", "README.md", "thesis"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "third.work").symlink_to(tmp_path / "mine")
-    check_one_line_error(run_as_is(saved_teacher("llama-gqa"), tmp_path / "third"), "third.work", "no work folder")
+    check_one_line_error(
+        run_as_is(saved_teacher("llama-gqa"), tmp_path / "third"),
+        "third.work",
+        "not a folder that this run may delete",
+    )
     nothing_left(tmp_path, "mine", "other.work", "out.work", "third.work")
 
 
