@@ -1,5 +1,8 @@
 """Window, sinks, full heads and a mixer in one layer, against the same written out densely, token by token."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -266,6 +269,24 @@ def test_flex_attention_is_compiled_for_any_length(monkeypatch):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         frames.append(counter.frame_count)
     assert 0 < frames[2] == frames[-1], frames
+
+
+def test_flex_attention_stays_compiled_in_a_process_of_many_kinds(monkeypatch):
+    """Of more kinds than PyTorch compiles by itself: types, models, with and without gradients and inference mode."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(window_attention, "can_flex", lambda *inputs: True)
+    window_attention.compiled_flex_attention.cache_clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for dtype, cap in itertools.product((torch.float32, torch.bfloat16), (None, 9.0)):
+            model = make_student(pattern="normalised", dtype=dtype, attn_logit_softcapping=cap)
+            for mode in (torch.no_grad, torch.inference_mode):
+                for batch, length in ((1, 300), (2, 400)):
+                    with mode():
+                        assert model(random_ids(batch, length)).logits.isfinite().all()
+    window_attention.compiled_flex_attention.cache_clear()
+    assert counter.frame_count > torch._dynamo.config.recompile_limit
 
 
 def test_caches_of_other_models_are_refused():
