@@ -896,16 +896,14 @@ def make_options(
     place |= {flag[2:].replace("-", "_"): name for flag, name in CONVERSION_FLAGS.items()} | {
         "output": "output.folder"
     }
-    given = {name: value for name, value in {"model": model, "folder": output}.items() if value is not None}
-    for name, others in (("model", ("model",)), ("folder", ("folder", "output"))):
-        twice = [other for other in others if other in values and not isinstance(values[other], Mapping)]
-        if name in given and twice:
-            raise ValueError(f"{twice[0]} is given twice, by its place and by its name; give one.")
+    by_place = [(name, value) for name, value in (("model", model), ("output", output)) if value is not None]
     nested: dict[str, Any] = {}
-    for name, value in {**given, **values}.items():
+    for name, value in [*by_place, *values.items()]:
         is_section = isinstance(value, Mapping) and name != "attention_heads"
         *sections, leaf = (name if is_section else place.get(name, name)).split(".")
         inner = functools.reduce(lambda found, section: found.setdefault(section, {}), sections, nested)
+        if inner.get(leaf, {}).keys() & value.keys() if is_section else leaf in inner:
+            raise ValueError(f"{name} is given twice, by its place, its name or in its section; give one.")
         inner[leaf] = {**inner.get(leaf, {}), **plain(value)} if is_section else plain(value)
     return parser.from_values(nested, config)
 

@@ -80,15 +80,14 @@ class HybridMixer(nn.Module):
         projected = self.attention.project(hidden_states, position_embeddings, window)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         of_full = self.attention.attend_fully(projected, window.causal_mask, past, **kwargs)
-        by_kernel = self.read is not None and self.read.takes_window(projected, window, past_key_values)
-        if by_kernel and hidden_states.shape[1] == 1:
+        one = self.read is not None and hidden_states.shape[1] == 1
+        if one and self.read.takes_window(projected, window, past_key_values):
             near, features = self.read.mix_one(projected, window.index, of_full, past_key_values)
             return self._project_out(near.flatten(2), features, window)
         if past is not None:
             past.in_order()
         seen = self.attention.attend_nearby(projected, window, of_full, past, seq_idx)
-        rest = (padding_mask, seq_idx, past_key_values, window)
-        mixed = self.combine(seen, hidden_states, position_embeddings, *rest)
+        mixed = self.combine(seen, hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, window)
         if past is not None and past.most is not None and self.read.takes_window(projected, window, past_key_values):
             past.in_ring()  # where the tokens to come will find it, compiled or captured as they may be
         return mixed

@@ -6,8 +6,7 @@ Every step leaves a folder, and a step whose folder is there is not done again. 
 perplexity are measured on held-out web text; training reports KL on the teacher's held-out answers (SFT) and reward
 accuracy and margin on held-out preference pairs (DPO). `make pipeline` pushes to a stand-in Hub on this machine.
 
-Answers are short, so that this takes a third of an hour on two cores. Most are cut off, which makes no difference to
-the KL.
+Answers are short, for the sake of time. Most are cut off, which makes no difference to the KL.
 """
 
 import argparse

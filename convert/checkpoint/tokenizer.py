@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -87,7 +88,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, place: Path) -> None
     try:
         for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
             _compile_jinja_template(template)
-    except Exception as error:  # jinja's, and Python's own about what is no text or nested too deeply
+    # jinja's, and Python's own about what is no text or nested too deeply
+    except (TemplateError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
         raise ValueError(
             f"The chat template in {place} is not valid ({first_line(error)[:200]}); mend or remove it."
         ) from error
