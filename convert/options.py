@@ -59,8 +59,8 @@ class PlacementOptions:
     KL to the teacher (kl), or most KL and recall (kl+recall, the default when mixers are aligned)."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
-    heads and window are then chosen together. By default 0.15, unless layers, a window, heads or another mixer are
-    given, or --align is not closed-form."""
+    heads and window are then chosen together. By default 0.15, unless layers, their selection, a window, heads or
+    another mixer are given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
     window: Width | None = None
@@ -153,9 +153,6 @@ class FitOptions:
     """Candidate decays of a mixer that stands beside a window."""
     ridges: tuple[NonNegativeFloat, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Candidate ridge strengths, in units of the mean squared feature."""
-    stream: Literal["teacher", "student"] = "teacher"
-    """Fit on the teacher's own layer inputs, which keeps layers independent, or on those of the hybrid so far, so that
-    later mixers make up for the errors of earlier ones."""
     refine_steps: NonNegativeInt | None = None
     """Number of gradient steps after the closed form, on each mixer by itself; by default 120 for a mixer alone and
     none beside a window, where they take ten times as long as the fit and gain little."""
@@ -180,10 +177,6 @@ class StageOptions:
     """Share of the steps in which the learning rate rises."""
     decay: ClosedUnitInterval = 0.3
     """Share of the steps in which it falls to 0."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Norm to which gradients are clipped."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of matrices."""
     save_every: NonNegativeInt = 200
     """Number of steps between checkpoints; 0 writes none."""
 
@@ -252,7 +245,8 @@ class AlignmentOptions:
     tokens: PositiveInt = 30720
     """Number of tokens that the closed-form fits use."""
     sequence_length: Context | None = None
-    """Tokens per sequence; 512 by default, 1,024 where a cache budget is spent or the read is normalised."""
+    """Tokens per sequence; by default 512, in a conversion 1,024 where a cache budget is spent or the read is
+    normalised."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
     device: str = "cpu"
@@ -381,8 +375,7 @@ class ConversionOptions:
             unread |= {name: "a window" for name in beside if _named(changed, name)}
         if self.read == "normalised":
             unread |= {f"mixer.{name}": "read linear" for name in self._of_mixer}
-            of_fit = of_alignment.get("fit", {}).keys() - {"stream"}
-            unread |= {f"alignment.fit.{name}": "read linear" for name in sorted(of_fit)}
+            unread |= {f"alignment.fit.{name}": "read linear" for name in sorted(of_alignment.get("fit", {}))}
         for name, needed in unread.items():
             raise ValueError(f"{name} has no effect without {needed}; leave it out.")
 
@@ -736,6 +729,7 @@ class OptionParser:
                     raise ValueError(f"{flag} needs NAME=VALUE, not {value!r}.")
         with self._one_line_errors():
             base = None if config is None else self._from_file(config)
+        with self._one_line_errors({name: flag for flag, name in self.flags.items()}):
             made = self._made(self.parser.parse_args(given, namespace=base))
         for metavar, name in self.positionals.items():
             if not functools.reduce(getattr, name.split("."), made):
@@ -794,8 +788,8 @@ class OptionParser:
         return self.options_class(**{item.name: found[item.name] for item in dataclasses.fields(self.options_class)})
 
     @contextlib.contextmanager
-    def _one_line_errors(self) -> Iterator[None]:
-        """jsonargparse's errors about a value in one line."""
+    def _one_line_errors(self, spelled: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+        """jsonargparse's errors about a value in one line, with the option's name as the user spelled it."""
         try:
             yield
         except ArgumentError as error:
@@ -807,7 +801,7 @@ class OptionParser:
                 )
                 if name in self.options:
                     value = "" if given is None else f", not {given[1]}"
-                    message = f"{name} must be {self.options[name].kind}{value}."
+                    message = f"{spelled.get(name, name)} must be {self.options[name].kind}{value}."
             raise ValueError(message) from error
 
 

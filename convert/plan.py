@@ -203,6 +203,9 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, options: Conver
     fields, _ = hybrid_fields(weights.teacher.config, weights.teacher.family)
     fields |= mixer_fields(weights.config, mixer)
     fields |= placement.config_fields(teacher_types)
+    if hybrid is not None and hybrid.state and hybrid.read == "normalised":
+        # the slower half tells of far keys what all do (docs/guide/normalised_read.md)
+        fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
     return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
 
 
@@ -266,7 +269,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         placement=placement,
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
-        notes=(*decision.notes, *_lost(config)),
+        notes=(*decision.notes, *_lost(config), *_far(placement, options)),
     )
 
 
@@ -302,6 +305,18 @@ def _lost(config: PreTrainedConfig) -> list[str]:
         return []
     kept = f"attn_logit_softcapping {config.attn_logit_softcapping} holds where attention stays, windows included"
     return [kept if config.mixer == "none" else f"{kept}; a state has no scores to cap"]
+
+
+def _far(placement: Placement, options: ConversionOptions) -> list[str]:
+    """Why a hybrid will be far from its teacher, where that follows from the options."""
+    hybrid, mixer = placement.hybrid, options.mixer
+    if not placement.replaced_layers or mixer.kind == "none":
+        return []
+    if options.alignment.method == "none":
+        return ["nothing is fitted (--align none): this is a start for training, not yet a language model"]
+    if hybrid is None and not mixer.export_ready and options.alignment.method == "closed-form":
+        return ["mixers alone are far from the teacher until they are trained; --window 32 is much closer"]
+    return []
 
 
 def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) -> list[Rule]:

@@ -56,6 +56,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "hybrid_window": (1, 2**24),
     "hybrid_sinks": (0, 2**24),
     "hybrid_salient": (0, 2**24),
+    "hybrid_state_planes": (1, 2**24),
 }
 
 
@@ -118,6 +119,8 @@ class HybridConfig(PreTrainedConfig):
         hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
         hybrid_read: how hybrid layers read what lies beyond the window: "linear", by the mixer, or "normalised", as
             softmax would (normalised_read.py), without a mixer.
+        hybrid_state_planes: how many planes of each key, those that the rotary embedding turns slowest, the state of
+            that read keeps; all of them by default. Dimensions that are not rotated it keeps in any case.
         hybrid_salient: how many tokens that have left the window a hybrid layer still sees (salient_tokens.py).
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
@@ -182,6 +185,7 @@ class HybridConfig(PreTrainedConfig):
     hybrid_sinks: int = 4
     hybrid_sink_reach: int | None = None
     hybrid_read: str = "linear"
+    hybrid_state_planes: int | None = None
     hybrid_salient: int = 0
     hybrid_full_heads: list[list[int]] | None = None
     mixer_chunk_size: int = 64
@@ -224,6 +228,22 @@ class HybridConfig(PreTrainedConfig):
     def score_scale(self) -> float:
         """Factor on the attention scores."""
         return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+
+    @property
+    def rotary_planes(self) -> int:
+        """Planes of a head that a rotary embedding turns, two dimensions each."""
+        turned = int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+        return (turned + 1) // 2  # of an odd number transformers turns one dimension more
+
+    def state_planes(self, layer: int) -> int:
+        """Planes of a key that the state of a layer with the normalised read keeps; all where nothing is turned."""
+        if self.hybrid_state_planes is None or self.rope_of(layer) == "none":
+            return self.rotary_planes
+        return min(self.hybrid_state_planes, self.rotary_planes)
+
+    def state_keys(self, layer: int) -> int:
+        """Dimensions of a key that the state of a layer with the normalised read keeps."""
+        return self.head_dim - 2 * (self.rotary_planes - self.state_planes(layer))
 
     def rope_of(self, layer: int) -> str:
         """The kind of rotary embedding of a layer."""
@@ -344,6 +364,14 @@ class HybridConfig(PreTrainedConfig):
                     raise ValueError(
                         "hybrid_read 'normalised' reads what lies beyond the window: leave out mixer 'none' and "
                         "mixer_sees 'all', or use hybrid_read 'linear'."
+                    )
+                main = self.rope_parameters or {}
+                ropes = main, self.local_rope_parameters or main
+                shares = {rope.get("partial_rotary_factor", 1.0) for rope in ropes}
+                if main.get("rope_type") == "proportional" or len(shares) > 1:
+                    raise ValueError(
+                        "hybrid_read 'normalised' needs one partial_rotary_factor for all layers and a rope_type that "
+                        "is not 'proportional'; or use hybrid_read 'linear'."
                     )
             elif self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
                 raise ValueError(f"With mixer {self.mixer!r} nothing reaches a state late; use mixer_sees 'all'.")

@@ -127,7 +127,7 @@ class HybridPreTrainedModel(PreTrainedModel):
                 init.constant_(module.z_bias, OPEN_GATE)
         if isinstance(module, NormalisedRead):
             init.zeros_(module.log_decay)
-            init.copy_(module.mass, theory_mass(module.mass.shape).to(module.mass))
+            init.copy_(module.mass, theory_mass(module.config, module.layer_idx).to(module.mass))
         if isinstance(module, DiscreteMamba2) and module.A_log_bias is not None:
             init.zeros_(module.A_log_bias)
         if isinstance(module, Mamba2):

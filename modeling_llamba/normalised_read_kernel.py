@@ -7,8 +7,9 @@ cache remembers. `read_one` is the read alone, `NormalisedRead.forward`, for a w
 equations are those of window_attention.py, salient_tokens.py and normalised_read.py, in float32, and their PyTorch
 operations are what runs wherever this does not.
 
-Shapes: B batch, H query heads, K key/value heads, R = H // K, D head dim, F planes and dimensions that are not
-rotated, n columns; W window, S sinks, P places of salient tokens.
+Shapes: B batch, H query heads, K key/value heads, R = H // K, D head dim, N of them in the slow part of keys, E and F
+the planes and dimensions that are not rotated in the slow part and in all, n columns; W window, S sinks, P places of
+salient tokens.
 """
 
 import re
@@ -31,10 +32,10 @@ def can_run(on_cuda: bool, dtype: torch.dtype, heads: int, window: int) -> bool:
     return triton is not None and on_cuda and dtype == torch.float32 and heads <= MOST_HEADS and window > 1
 
 
-def tile_of(head_dim: int) -> tuple[int, int]:
-    """Rows and columns of the state that are read at a time, powers of two."""
-    columns = max(triton.next_power_of_2(head_dim), 16)
-    return min(columns, TILE // columns), columns
+def tile_of(height: int, width: int) -> tuple[int, int]:
+    """Rows and columns that are read at a time, powers of two, of a matrix this high and wide."""
+    columns = max(triton.next_power_of_2(width), 16)
+    return min(max(triton.next_power_of_2(height), 16), TILE // columns), columns
 
 
 def read_one(
@@ -49,23 +50,24 @@ def read_one(
     log_decay: torch.Tensor,
     scale: float,
     planes: int,
+    slow_planes: int,
     full_heads: list[int],
 ) -> torch.Tensor:
     """The features of one token, from a state that then takes up the token that leaves the window.
 
     Args:
-        state: (B, K, D + 1, D + 1) in float32, changed in place.
+        state: (B, K, D + 1, N + 1) in float32, changed in place.
         query, output: (B, 1, H, D). log_mass: (B, 1, H). What the attention to the window found; see `Near`.
         keys, values: (B, K, n, D). leaving: (B, 1), the column that goes to the state after this token, or -1.
-        mass: (H, 2 + 2 F). log_decay: (K,). planes: those of two dimensions each.
+        mass: (H, 2 + E + F). log_decay: (K,). planes: those of two dimensions each; slow_planes: of these, the
+            last, in the slow part.
         scale: of the scores. full_heads: those with full attention, whose gate is 0.
 
     Returns:
         (B, 1, 3 H D) in the dtype of `output`.
     """
     batch, _, heads, D = query.shape
-    kv_heads = state.shape[1]
-    rows, columns = tile_of(D)
+    kv_heads, slow = state.shape[1], state.shape[-1] - 1
     assert state.is_contiguous() and keys.stride() == values.stride() and keys.stride(-1) == 1
     features = output.new_empty(batch, 1, 3 * heads * D)
     bits = sum(1 << head for head in full_heads)
@@ -73,7 +75,8 @@ def read_one(
         read_one_kernel[(batch * kv_heads,)](
             state, query.contiguous(), output.contiguous(), log_mass.contiguous(), keys, values, leaving,
             mass.contiguous(), log_decay, features, *keys.stride()[:3], leaving.stride(0), bits, scale,
-            kv_heads, heads // kv_heads, D, planes, rows, columns, num_warps=WARPS,
+            kv_heads, heads // kv_heads, D, slow, planes, slow_planes, *tile_of(D, slow), tile_of(D, D)[1],
+            num_warps=WARPS,
         )  # fmt: skip
     return features
 
@@ -103,6 +106,7 @@ def mix_one(
     scale: float,
     softcap: float,
     planes: int,
+    slow_planes: int,
     full_heads: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the attention of one token finds, and the features of its read; state and ring then hold the token.
@@ -119,7 +123,7 @@ def mix_one(
     batch, heads, _, D = query.shape
     kv_heads, places = place_index.shape[1:]
     window = salience.shape[-1] - places
-    rows, columns = tile_of(D)
+    slow, (slots, dims) = state.shape[-1] - 1, tile_of(D, D)
     ring = keys, values, salience, place_index, latest
     assert all(t.is_contiguous() for t in (state, *ring)) and len(index) == batch
     output, features = query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
@@ -132,8 +136,8 @@ def mix_one(
             state, *ring, *new, index,
             query if of_full is None else of_full.contiguous(), mass.contiguous(), log_decay,
             output, log_mass, features, index.stride(0), bits, len(full_heads), scale, softcap,
-            kv_heads, heads // kv_heads, D, planes, sinks, places, window,
-            *(triton.next_power_of_2(max(n, 1)) for n in (sinks, places)), rows, columns,
+            kv_heads, heads // kv_heads, D, slow, planes, slow_planes, sinks, places, window,
+            *(triton.next_power_of_2(max(n, 1)) for n in (sinks, places)), *tile_of(D, slow), slots, dims,
             num_warps=WARPS,
         )  # fmt: skip
     return output, features
@@ -152,41 +156,47 @@ if triton is not None:
     def read_far(
         state, query, output, log_mass, key_at, value_at, entering, mass, log_decay, features,
         b, kv, full_heads, scale,
-        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+        PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        DIMS: tl.constexpr,
     ):  # fmt: skip
         """The R query heads of one row and key/value head read the state, which then takes up a token.
 
         key_at, value_at: where it lies. entering: how many numbers of either there are, D, or 0 where nobody enters.
         """
-        state += (b * K + kv).to(tl.int64) * (D + 1) * (D + 1)
-        d = tl.arange(0, COLUMNS)
-        in_d = d < D
-        last_row = state + D * (D + 1)  # [n, sum of k]
-        count, key_sum = tl.load(last_row), tl.load(last_row + 1 + d, mask=in_d, other=0.0)
+        state += (b * K + kv).to(tl.int64) * (D + 1) * (N + 1)
+        d, slow = tl.arange(0, DIMS), tl.arange(0, COLUMNS)
+        in_d, in_slow = d < D, slow < N
+        # dimensions of the slow part: of its planes the first halves, the second, and what is not rotated
+        of_slow = slow + tl.where(slow < SLOW_PLANES, 1, 2) * (PLANES - SLOW_PLANES)
+        last_row = state + D * (N + 1)  # [n, sum of k']
+        count, key_sum = tl.load(last_row), tl.load(last_row + 1 + slow, mask=in_slow, other=0.0)
         least = tl.maximum(count, 1.0)
         key_mean = key_sum / least
         part = tl.where(d < PLANES, d, d - PLANES)  # both dimensions of a plane have one number
-        key = tl.load(key_at + d, mask=d < entering, other=0.0).to(tl.float32)
+        slow_part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
+        enters = slow < tl.where(entering > 0, N, 0)
+        key = tl.load(key_at + of_slow, mask=enters, other=0.0).to(tl.float32)
         decay = tl.exp(tl.minimum(tl.load(log_decay + kv).to(tl.float32), 0.0))
 
         for first in range(0, D, ROWS):
             row = first + tl.arange(0, ROWS)
             in_row = row < D
-            of_row = state + row * (D + 1)  # [sum of v, S]
-            cells, in_tile = of_row[:, None] + 1 + d[None, :], in_row[:, None] & in_d[None, :]
+            of_row = state + row * (N + 1)  # [sum of v, S]
+            cells, in_tile = of_row[:, None] + 1 + slow[None, :], in_row[:, None] & in_slow[None, :]
             value_sum = tl.load(of_row, mask=in_row, other=0.0)
             S = tl.load(cells, mask=in_tile, other=0.0)
             value_mean = value_sum / least
             for r in range(R):
                 head = kv * R + r
                 at = (b * K * R + head) * D
-                q = tl.load(query + at + d, mask=in_d, other=0.0).to(tl.float32) * scale
-                mass_of = mass + head * (2 + 2 * (D - PLANES))
-                alpha = tl.load(mass_of + 2 + part, mask=in_d, other=0.0).to(tl.float32)
-                beta = tl.load(mass_of + 2 + D - PLANES + part, mask=in_d, other=0.0).to(tl.float32)
+                whole = tl.load(query + at + d, mask=in_d, other=0.0).to(tl.float32) * scale
+                q = tl.load(query + at + of_slow, mask=in_slow, other=0.0).to(tl.float32) * scale
+                mass_of = mass + head * (2 + N - SLOW_PLANES + D - PLANES)
+                alpha = tl.load(mass_of + 2 + slow_part, mask=in_slow, other=0.0).to(tl.float32)
+                beta = tl.load(mass_of + 2 + N - SLOW_PLANES + part, mask=in_d, other=0.0).to(tl.float32)
                 far = tl.load(mass_of).to(tl.float32) + tl.load(mass_of + 1).to(tl.float32) * tl.log(least)
-                far += tl.sum(q * (alpha * key_mean + beta * q))
+                far += tl.sum(q * alpha * key_mean) + tl.sum(whole * beta * whole)
                 gate = tl.sigmoid(far - tl.load(log_mass + b * K * R + head).to(tl.float32))
                 gate = tl.where((count > 0.5) & (((full_heads.to(tl.int64) >> head) & 1) == 0), gate, 0.0)
                 tilt = tl.sum(S * q[None, :], axis=1) / least - value_mean * tl.sum(q * key_mean)
@@ -198,17 +208,18 @@ if triton is not None:
             value = tl.load(value_at + row, mask=row < entering, other=0.0).to(tl.float32)
             tl.debug_barrier()  # several threads may have read what one of them writes
             tl.store(of_row, decay * value_sum + value, mask=row < entering)
-            taken = (row < entering)[:, None] & in_d[None, :]
+            taken = (row < entering)[:, None] & in_slow[None, :]
             tl.store(cells, decay * S + value[:, None] * key[None, :], mask=taken)
         tl.store(last_row, decay * count + 1.0, mask=entering > 0)
-        tl.store(last_row + 1 + d, decay * key_sum + key, mask=d < entering)
+        tl.store(last_row + 1 + slow, decay * key_sum + key, mask=enters)
 
     @triton.jit(do_not_specialize=["full_heads"])
     def read_one_kernel(
         state, query, output, log_mass, keys, values, leaving, mass, log_decay, features,
         batch_stride, head_stride, column_stride, leaving_stride, full_heads, scale,
-        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+        PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        DIMS: tl.constexpr,
     ):  # fmt: skip
         """One row of the batch and one key/value head, with the R query heads that share it."""
         b, kv = tl.program_id(0) // K, tl.program_id(0) % K
@@ -216,7 +227,7 @@ if triton is not None:
         token = b.to(tl.int64) * batch_stride + kv * head_stride + leaves * column_stride
         read_far(
             state, query, output, log_mass, keys + token, values + token, tl.where(leaves >= 0, D, 0), mass, log_decay,
-            features, b, kv, full_heads, scale, K, R, D, PLANES, ROWS, COLUMNS,
+            features, b, kv, full_heads, scale, K, R, D, N, PLANES, SLOW_PLANES, ROWS, COLUMNS, DIMS,
         )  # fmt: skip
 
     @triton.jit(do_not_specialize=["full_heads", "n_full"])
@@ -224,9 +235,10 @@ if triton is not None:
         state, keys, values, salience, place_index, latest,
         query, sink_query, new_key, new_value, new_salience, index, of_full,
         mass, log_decay, output, log_mass, features, index_stride, full_heads, n_full, scale, softcap,
-        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr,
+        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+        PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
         S: tl.constexpr, P: tl.constexpr, W: tl.constexpr, SINK_TILE: tl.constexpr, PLACE_TILE: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, DIMS: tl.constexpr,
     ):  # fmt: skip
         """One row of the batch and one key/value head, with the R query heads that share it."""
         b, kv = tl.program_id(0) // K, tl.program_id(0) % K
@@ -236,7 +248,7 @@ if triton is not None:
         salience += tl.program_id(0) * (P + W)
         place_index += tl.program_id(0) * P
         now = tl.load(index + b * index_stride).to(tl.int32)
-        d = tl.arange(0, COLUMNS)
+        d = tl.arange(0, DIMS)
         in_d = d < D
 
         # the new token takes its column, and that of a sink if it is one
@@ -256,7 +268,7 @@ if triton is not None:
         for r in range(R):
             head = kv * R + r
             at = (b * K * R + head) * D
-            highest, total, near = -1e30, 0.0, tl.zeros([COLUMNS], tl.float32)
+            highest, total, near = -1e30, 0.0, tl.zeros([DIMS], tl.float32)
             if S:
                 q = tl.load(sink_query + at + d, mask=in_d, other=0.0).to(tl.float32)
                 sink = tl.arange(0, SINK_TILE)
@@ -265,8 +277,8 @@ if triton is not None:
                     keys, values, sink, arrived, q, d, in_d, highest, total, near, scale, softcap, D
                 )
             q = tl.load(query + at + d, mask=in_d, other=0.0).to(tl.float32)
-            for first in range(0, P + W, ROWS):
-                slot = first + tl.arange(0, ROWS)
+            for first in range(0, P + W, SLOTS):
+                slot = first + tl.arange(0, SLOTS)
                 # what the ring holds of every token since `now - W`
                 whose = now - (now - (slot - P) + W) % W
                 if P:
@@ -303,7 +315,7 @@ if triton is not None:
         token = going.to(tl.int64) * D
         read_far(
             state, query, output, log_mass, keys + token, values + token, tl.where(going >= 0, D, 0), mass, log_decay,
-            features, b, kv, full_heads, scale, K, R, D, PLANES, ROWS, COLUMNS,
+            features, b, kv, full_heads, scale, K, R, D, N, PLANES, SLOW_PLANES, ROWS, COLUMNS, DIMS,
         )  # fmt: skip
         if P:
             tl.debug_barrier()

@@ -5,7 +5,7 @@ Per head, with S_t of shape (P, N):
     S_t = a_t S_{t-1} + x_t B_t^T        y_t = S_t C_t        a_t = exp(log_a_t), log_a_t <= 0
 
 (Dao and Gu 2024, "Transformers are SSMs", section 3; no step size multiplies B x here: a mixer that has one
-folds it into x.) No path divides x by the step size, which overflows as a -> 1.
+folds it into x.) No path but mamba_ssm's divides x by the step size, which overflows as a -> 1.
 
 Shapes: B batch, L length, H heads, G groups (heads of x and B; head h reads group h // (H // G)), T states (heads of
 the decay: H, or G where the heads of a group share theirs and with it the state), P head dim, N state.

@@ -45,7 +45,9 @@ from .training.save import LABELS, read_record
 CHATS = "llamafactory==0.9.5"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 PROMPTS, TURNS = 192, 8
-PAIRS, HELD_OUT_PAIRS = 40, 200
+PAIRS, HELD_OUT_PAIRS = 32, 200
+TOO_LONG = 8
+"""So many more pairs are taken, since that many prompts fill PAIR_TOKENS and are left out."""
 PAIR_TOKENS = 128
 QUESTION = "What is the capital of France?"
 COMMON = [
@@ -119,7 +121,7 @@ def fetch_chats(folder: Path) -> None:
         }
         for row in pairs
     ]
-    pairs = sorted(pairs, key=lambda pair: len(pair["prompt"][0]["content"]))[: PAIRS + HELD_OUT_PAIRS]
+    pairs = sorted(pairs, key=lambda pair: len(pair["prompt"][0]["content"]))[: PAIRS + HELD_OUT_PAIRS + TOO_LONG]
     every = len(pairs) // PAIRS  # long and short ones in both splits
     train = range(0, PAIRS * every, every)
     (folder / "pairs").mkdir(exist_ok=True)

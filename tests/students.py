@@ -54,6 +54,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         hybrid_sinks=2,
         hybrid_salient=3 if pattern == "normalised" else 0,
         hybrid_read="normalised" if pattern.startswith("normalised") else "linear",
+        hybrid_state_planes=2 if pattern.startswith("normalised") else None,
         hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )
     return FAMILIES[family][0](**TINY | options | BLOCKS.get(pattern, {}) | overrides)

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ..errors import during
 from .closed_form import LayerData
-from .teacher_model import TeacherModel, replaced
+from .teacher_model import TeacherModel
 
 STREAM_SEQUENCES = 4
 
@@ -73,23 +72,6 @@ class ActivationStream:
         finally:
             handle.remove()
         return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1], layer), self.held_out)
-
-    @torch.no_grad()
-    def normalised(self, layer: int) -> torch.Tensor:
-        """The attention's inputs (S, L, D) for the stream as it is before block `layer`."""
-        norm = self.teacher.block(layer).input_layernorm
-        for rows in self._rows():
-            self.u[rows] = norm(self.hidden[rows].to(self.teacher.device)).cpu()
-        return self.u
-
-    @torch.no_grad()
-    def advance(self, layer: int, mixer: nn.Module | None) -> None:
-        """Move the stream through block `layer`, with a mixer in place of its attention if there is one."""
-        block = self.teacher.block(layer)
-        with replaced(self.teacher.model, {} if mixer is None else {layer: mixer}):
-            for rows in self._rows():
-                hidden = self.hidden[rows].to(self.teacher.device)
-                self.hidden[rows] = block(hidden, **self.teacher.block_inputs(hidden)).cpu()
 
     def close(self) -> None:
         """Let go of the arrays and their file."""

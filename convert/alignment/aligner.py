@@ -71,8 +71,7 @@ class Aligner:
             check_stages(options.alignment, options.mixer.kind, hybrid)
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
-        # layers are scored one by one, so a quick fit must not depend on other replaced layers
-        self.quick = dataclasses.replace(options.alignment.fit, refine_steps=0, stream="teacher")
+        self.quick = dataclasses.replace(options.alignment.fit, refine_steps=0)
         self._solved: Fits = {}  # quick fits, which a longer fit continues
         self._caches: list[FitCache] = []
 
@@ -134,11 +133,9 @@ class Aligner:
     def fit(self, layers: list[int], settings: FitOptions) -> Fits:
         """Fit mixers for these layers."""
         held_out = self.options.alignment.held_out_sequences
-        # on the student's stream a fit depends on the layers replaced before it
-        placed = {"layers": layers} if settings.stream == "student" else {}
         goes_on = dataclasses.replace(settings, refine_steps=0) == self.quick
         fits = fit_mixers(
-            self.model, layers, self.ids, held_out, settings, self.cache(settings, **placed),
+            self.model, layers, self.ids, held_out, settings, self.cache(settings),
             parse_size(self.options.alignment.activation_memory), self.options.seed, self.progress,
             self.work or existing_parent(Path(self.options.output.folder)), solved=self._solved if goes_on else None,
         )  # fmt: skip

@@ -3,7 +3,8 @@
 For layers whose state is read as softmax would read it, the default. Operations are counted from shapes, and how fast
 this machine does them is measured in a fraction of a second.
 
-Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E = 3 A features.
+Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E = 3 A features,
+N dimensions of a key in the state.
 """
 
 import math
@@ -19,13 +20,13 @@ from ..options import ConversionOptions, parse_size
 from ..plan import Cost, Plan
 from ..weights.students import tensor_shapes
 from .closed_form import BATCH_SEQUENCES
-from .read_fit import QUERIES, RIDGES, SALIENCE_SEQUENCES
+from .read_fit import GRAM_BLOCKS, QUERIES, RIDGES, SALIENCE_SEQUENCES
 from .teacher_model import usable_device
 
 PASSES = 6
 """Passes over a matrix of scores: mask, maximum, exponential, sum, logarithm, weights."""
-OVERHEAD = 1.3
-"""What small operations, reading and writing add; measured on SmolLM2."""
+OVERHEAD = 2.0
+"""What small operations, reading and writing add to products of matrices that a cache holds; measured on SmolLM2."""
 
 
 class Rates(NamedTuple):
@@ -39,8 +40,7 @@ class Rates(NamedTuple):
 def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
     """What a closed-form fit of the normalised read costs on this machine; None for any other alignment."""
     hybrid = plan.placement.hybrid
-    closed_form = options.alignment.method == "closed-form" and options.alignment.fit.stream == "teacher"
-    if not closed_form or hybrid is None or not hybrid.state or hybrid.read != "normalised":
+    if options.alignment.method != "closed-form" or hybrid is None or not hybrid.state or hybrid.read != "normalised":
         return None
     device = usable_device(options.alignment.device)
     return cost_of(plan, options, measured_rates(device, plan.config.hidden_size), resident_bytes())
@@ -52,12 +52,13 @@ def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int)
     T, behind = options.alignment.tokens // L * L, SALIENCE_SEQUENCES * L
     layers, fitted, M = config.num_hidden_layers, config.layer_types.count("hybrid"), config.hidden_size
     H, K, D, W = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hybrid_window
-    A, E, mass, block = H * D, 3 * H * D, 2 + D, met_by_a_token(plan.weights.config)
+    A, E, N, block = H * D, 3 * H * D, config.state_keys(layers - 1), met_by_a_token(plan.weights.config)
+    mass = 2 + N - config.state_planes(layers - 1) + D - config.rotary_planes
     streaming = T * (2 * block + 2 * L * A)
-    reading = T * (2 * M * (A + 2 * K * D) + A * (8 * W + 4 * D) + L * A + 2 * H * mass**2)
-    solving = 2 * T * E * (E + 2 * M)
+    reading = T * (2 * M * (A + 2 * K * D) + A * (8 * W + 4 * N) + L * A + 2 * H * mass**2)
+    solving = 2 * T * E * ((GRAM_BLOCKS + 1) / (2 * GRAM_BLOCKS) * E + M)
     salience = behind * (L * A + 2 * M * (A + 2 * K * D))
-    double = len(RIDGES) * (E**3 / 3 + 2 * E**2 * M) + 4 * behind * M**2
+    double = len(RIDGES) * (E**3 / 3 + 2 * E**2 * M) + 2 * E**2 * M + 4 * behind * M**2
     scores = PASSES * H * (T * (L / 2 + 2 * W) + behind * L / 2)
     of_layer = (reading + solving + salience) / rates.single + double / rates.double + scores / rates.elements
     seconds = OVERHEAD * (layers * streaming / rates.single + fitted * of_layer)

@@ -126,17 +126,11 @@ def fit_mixers(
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:
         return fitted
-    with contextlib.ExitStack() as stack:
-        count = 2 if settings.stream == "student" else 1
-        opened = (ActivationStream(teacher, ids, held_out, memory // count, folder) for _ in range(count))
-        stream, *others = (stack.enter_context(contextlib.closing(each)) for each in opened)
-        student = others[0] if others else None
+    with contextlib.closing(ActivationStream(teacher, ids, held_out, memory, folder)) as stream:
         for layer in range(max(missing) + 1):
             progress("aligning", layer, max(missing) + 1)
             data = stream.attention_data(layer)
             if layer in missing:
-                if student is not None:
-                    data = dataclasses.replace(data, u=student.normalised(layer))
                 mixer, before = solved.get(layer) or (teacher.mixer(layer), None)
                 try:
                     fitted[layer] = fit_layer(mixer, data, settings, seed + layer, before)
@@ -144,8 +138,6 @@ def fit_mixers(
                     raise ValueError(f"Layer {layer}: {error}") from error
                 cache.save_mixer(layer, *fitted[layer])
                 return_free_memory()
-            if student is not None:
-                student.advance(layer, fitted[layer][0] if layer in fitted else None)
     progress("aligning", max(missing) + 1, max(missing) + 1)
     return fitted
 

@@ -21,6 +21,8 @@ from modeling_llamba.ssd import repeat_groups
 from modeling_llamba.window_attention import Near
 
 QUERIES = 256
+GRAM_BLOCKS = 4
+"""Blocks of columns; of the products of so many, those above the diagonal are not computed."""
 SALIENCE_SEQUENCES = 8
 """Sequences on which the salience is regressed: one number per channel."""
 FLOOR = 1e-6
@@ -75,21 +77,25 @@ def fit_read(
     free = _fitted_columns(mixer)
     total = sum(seen.y[:, mixer.near_tokens :].square().sum().item() for seen in judging)
     total = max(total, torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
-    mapped = sum(left.square().sum().item() for _, left in (_equations(mixer, seen, free) for seen in judging)) / total
+    mapped = sum(left.square().sum().item() for _, left in (_equations(mixer, seen) for seen in judging)) / total
     fit_mass(mixer, once())
     gram = moment = 0.0
     for seen in itertools.chain(seen_before, (_seen(mixer, u, y, rotary) for u, y in others)):
-        F, left = _equations(mixer, seen, free)
-        gram, moment = gram + (F.T @ F).double(), moment + (F.T @ left).double()
+        F, y = _features(mixer, seen)
+        y = y if out.bias is None else y - out.bias
+        gram, moment = gram + _gram(F).double(), moment + (F.T @ y).double()
+    # of what the map at hand leaves: one product less for each batch than F.T @ (y - F W), and as exact as ridges need
+    moment = (moment - gram @ out.weight.double().T)[free]
+    gram = gram[free[:, None], free]
     parts = gram.diagonal().unflatten(0, (len(mixer.sizes), -1)).mean(1, keepdim=True)
     scale = parts.expand(-1, len(free) // len(mixer.sizes)).flatten()
     best = mapped, None, theory, None
-    judged = [_equations(mixer, seen, free) for seen in judging]
+    judged = [_equations(mixer, seen) for seen in judging]
     for ridge in RIDGES:
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(ridge * scale))
         if info.item() == 0:
             change = torch.cholesky_solve(moment, factor).float()
-            error = sum((left - F @ change).square().sum().item() for F, left in judged) / total
+            error = sum((left - F[:, free] @ change).square().sum().item() for F, left in judged) / total
             if error < best[0]:
                 best = error, ridge, mixer.read.mass.clone(), change
     error, ridge, mass, change = best
@@ -111,11 +117,26 @@ def _fitted_columns(mixer: HybridMixer) -> torch.Tensor:
     return columns[~torch.isin(head, torch.tensor(mixer.attention.full_heads, device=head.device, dtype=head.dtype))]
 
 
-def _equations(mixer: HybridMixer, seen: Seen, free: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The features that are fitted (n, free), and what the output map at hand leaves to be explained (n, D)."""
+def _features(mixer: HybridMixer, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the output map is given (n, 3 H D), and what the teacher's attention returns (n, D)."""
     start = mixer.near_tokens
-    F = mixer.read.features(seen.near, seen.far)[:, start:]
-    return F[..., free].flatten(0, 1), (seen.y[:, start:] - mixer.out_proj(F)).flatten(0, 1)
+    return mixer.read.features(seen.near, seen.far)[:, start:].flatten(0, 1), seen.y[:, start:].flatten(0, 1)
+
+
+def _equations(mixer: HybridMixer, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the output map is given, and what it leaves to be explained."""
+    F, y = _features(mixer, seen)
+    return F, y - mixer.out_proj(F)
+
+
+def _gram(F: torch.Tensor) -> torch.Tensor:
+    """F^T F of F (n, E), whose blocks above the diagonal are those below it."""
+    parts, rows = F.chunk(GRAM_BLOCKS, dim=1), []
+    for i, part in enumerate(parts):
+        rows.append([part.T @ other for other in parts[: i + 1]])
+    return torch.cat(
+        [torch.cat([*row, *(rows[j][i].T for j in range(i + 1, len(rows)))], 1) for i, row in enumerate(rows)]
+    )
 
 
 @torch.no_grad()

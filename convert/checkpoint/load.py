@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import HFValidationError
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -124,10 +125,19 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompts: list[str], chat: bool)
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise ValueError("The prompt is empty; give --prompt some text.")
     if chat and tokenizer.chat_template:
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return encode_chats(tokenizer, [[{"role": "user", "content": prompt}] for prompt in prompts])
+    encoded = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1)
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def encode_chats(tokenizer: "PreTrainedTokenizerBase", chats: list[list[dict[str, str]]]) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask (B, L) of conversations up to where the model answers, padded on the left."""
+    try:
         encoded = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+            chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=len(chats) > 1
         )
-    else:
-        encoded = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1)
+    except TemplateError as error:
+        raise ValueError(
+            f"The tokenizer's chat template is broken ({first_line(error)}); continue a text with generate --raw."
+        ) from error
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}

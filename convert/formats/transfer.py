@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from ..checkpoint.code import versions
+from ..checkpoint.code import NEEDED, versions
 from ..checkpoint.folder import OutputFolder, check_apart
 from ..checkpoint.pictures import CACHE, LAYERS, save_pictures
 from ..checkpoint.tokenizer import (
@@ -152,12 +152,13 @@ def _write(
         library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"], **licence
     )
     notes = "\n".join(f"- {note}" for note in plan.notes)
-    pictures = ""
+    pictures = needed = ""
     if plan.provenance is not None:  # a hybrid of ours, whose layers and cache can be drawn
         save_pictures(plan.config, plan.dtype, folder)
+        needed = f" It loads with `{NEEDED}`."
         pictures = f"![layers and heads]({LAYERS})\n![cache against length]({CACHE})"
     title = Path(options.output.folder).name
     ModelCard.from_template(
-        card, template_str=CARD, title=title, description=plan.description, notes=notes, pictures=pictures
+        card, template_str=CARD, title=title, description=plan.description + needed, notes=notes, pictures=pictures
     ).save(folder / "README.md")
     write_config(plan.config, folder, plan.dtype)

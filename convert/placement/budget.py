@@ -20,7 +20,7 @@ from .presets import attention_layers, counted_heads, kept_heads, query_heads
 
 KVHead = tuple[int, int]
 """Layer and key/value head."""
-HEADS_SHARE = 0.72
+HEADS_SHARE = 0.7
 """Share of the budget, states apart, that is spent on heads which see every token."""
 
 

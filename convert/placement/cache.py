@@ -23,17 +23,22 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     if config.mixer == "none":
         state = 0
     window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
-    states = {"linear_attention": state, "hybrid": state + window}
-    if config.hybrid_read == "normalised":
-        states["hybrid"] = config.num_key_value_heads * (config.head_dim + 1) ** 2 * 4 + window
-
+    reads = config.hybrid_read == "normalised"
+    states = {"linear_attention": state, "hybrid": window if reads else state + window}
     shared = config.num_attention_heads // config.num_key_value_heads
     kept = sum(len({head // shared for head in heads}) for heads in config.hybrid_full_heads or ())
     heads = kept * per_token // config.num_key_value_heads * length
     teacher_types = config.conversion["teacher_layer_types"]
     attention = {kind: attention_bytes(config, kind, length, dtype) for kind in teacher_types}
     hybrid = sum(states[kind] if kind in states else attention[kind] for kind in config.layer_types)
+    if reads:
+        hybrid += sum(read_bytes(config, i) for i, kind in enumerate(config.layer_types) if kind == "hybrid")
     return sum(attention[kind] for kind in teacher_types), hybrid + heads
+
+
+def read_bytes(config: PreTrainedConfig, layer: int) -> int:
+    """Bytes of the state of a layer with the normalised read."""
+    return config.num_key_value_heads * (config.head_dim + 1) * (config.state_keys(layer) + 1) * 4
 
 
 def attention_bytes(config: PreTrainedConfig, layer_type: str, length: int, dtype: torch.dtype) -> int:

@@ -29,6 +29,10 @@ MULTIMODAL = {"gemma3": "gemma3_text"}
 def get_family(model_type: str) -> TeacherFamily:
     """The family of a teacher."""
     model_type = MULTIMODAL.get(model_type, model_type)
+    if model_type in {family.student for family in FAMILIES.values()}:
+        raise ValueError(
+            "This model is a hybrid already; convert its teacher, or train the hybrid (convert-to-hybrid mohawk)."
+        )
     if model_type not in FAMILIES:
         raise ValueError(
             f"Architecture {model_type!r} is not supported. Supported teachers: {', '.join(sorted(FAMILIES))}. "

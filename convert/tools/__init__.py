@@ -1,1 +1,1 @@
-"""The commands inspect, env and generate."""
+"""The commands inspect, env, families, generate and chat."""

@@ -7,7 +7,7 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..checkpoint.load import load_model, load_tokenizer
+from ..checkpoint.load import encode_chats, load_model, load_tokenizer
 from ..errors import during
 from ..options import ChatOptions
 from .generate import PieceStreamer, print_piece, sampling
@@ -34,10 +34,7 @@ class Conversation:
     ) -> str:
         """The model's answer to what the user says next; each piece of it goes to `on_text` as it is decoded."""
         self.messages.append({"role": "user", "content": said})
-        encoded = self.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        ids = encoded["input_ids"].to(self.model.device)
+        ids = encode_chats(self.tokenizer, [self.messages])["input_ids"].to(self.model.device)
         if ids[0, : len(self.held)].tolist() != self.held:
             self.cache = None  # a state cannot go back, so what this template changes in earlier turns is read again
         made = self.model.generate(

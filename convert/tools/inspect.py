@@ -15,7 +15,7 @@ from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
 from ..placement.cache import CONTEXTS, cache_bytes
 from ..weights.reader import open_weights, read_json
-from ..weights.students import MIXER_LAYERS, layer_letters, tensor_shapes
+from ..weights.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
 from ..weights.writer import human_bytes
 
 MIXER_FIELDS = (
@@ -27,7 +27,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data."""
     with during(f"reading {model}"):
         config = load_config(model, revision)
-    if config.model_type not in ("llamba", "phimamba"):
+    if config.model_type not in STUDENTS:
         raise ValueError(
             f"{model} is a {config.model_type} model, not a hybrid; `convert-to-hybrid {model} OUT --dry-run` says "
             "what would become of it."

@@ -54,7 +54,7 @@ class LayerMapping:
     """The rules of one replaced layer."""
 
     def __init__(self, config, layer: int, sources: dict[str, Source], initial_decay: float, seed: int):
-        self.config, self.seed, self.decay = config, seed, initial_decay
+        self.config, self.layer, self.seed, self.decay = config, layer, seed, initial_decay
         self.prefix = f"model.layers.{layer}."
         attention = f"{self.prefix}self_attn."
         self.attention = {n.removeprefix(attention): s for n, s in sources.items() if n.startswith(attention)}
@@ -190,7 +190,7 @@ class LayerMapping:
             value = torch.zeros(shape)
             value[..., -1] = 1.0
         elif name == "read.mass":
-            value = theory_mass(shape)
+            value = theory_mass(self.config, self.layer)
         else:
             constants = {
                 "A_log_bias": decay_logit(self.decay),

@@ -36,7 +36,7 @@ KEPT = ((7, 2), (17, 1), (18, 2), (20, 1), (20, 2), (22, 2), (23, 0), (23, 2))
 HYBRIDS = {
     "0 % attention": {"attention_layers": "none"},
     "the default": {
-        "attention_layers": "none", "window": 197, "salient": 16, "attention_heads": query_heads(list(KEPT), 3),
+        "attention_layers": "none", "window": 213, "salient": 16, "attention_heads": query_heads(list(KEPT), 3),
     },
 }  # fmt: skip
 PRODUCTS = "its matrix-vector products alone"

@@ -47,7 +47,8 @@ def default_hybrid(shape: dict[str, int]) -> LlambaConfig:
     layers, shared = shape["num_hidden_layers"], shape["num_attention_heads"] // shape["num_key_value_heads"]
     return LlambaConfig(
         **shape, layer_types=["hybrid"] * layers, mixer_num_kv_heads=shape["num_key_value_heads"],
-        hybrid_read="normalised", hybrid_window=197, hybrid_sinks=4, hybrid_salient=16,
+        hybrid_read="normalised", hybrid_window=213, hybrid_sinks=4, hybrid_salient=16,
+        hybrid_state_planes=shape["hidden_size"] // shape["num_attention_heads"] // 4,
         hybrid_full_heads=[[*range(shared)] if i % 5 == 0 else [] for i in range(layers)],
         max_position_embeddings=max(CONTEXTS) + 1024,
     )  # fmt: skip

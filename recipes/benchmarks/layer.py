@@ -22,11 +22,11 @@ SHAPE = {
     "vocab_size": 8, "hidden_size": 576, "intermediate_size": 8, "num_attention_heads": 9, "num_key_value_heads": 3,
     "max_position_embeddings": LENGTHS[-1] + STEPS,
 }  # fmt: skip
-WINDOW = {"hybrid_window": 141, "hybrid_sinks": 4, "mixer_num_kv_heads": 3}
+WINDOW = {"hybrid_window": 213, "hybrid_sinks": 4, "mixer_num_kv_heads": 3}
 READS = {
     "window alone": {"mixer": "none", "hybrid_salient": 16},
     "linear read": {"hybrid_read": "linear", "mixer_shared_state": True},
-    "normalised read": {"hybrid_read": "normalised", "hybrid_salient": 16},
+    "normalised read": {"hybrid_read": "normalised", "hybrid_salient": 16, "hybrid_state_planes": 16},
 }
 STEP_LIMIT = 1.15
 SDPA = "SDPA over everything"

@@ -54,7 +54,7 @@ def state_of(config, layer: int, dtype: torch.dtype) -> State:
             state["salience"] = (config.hybrid_salient + W,), wide
             state["place_index"] = (config.hybrid_salient,), torch.int32
     if hybrid and config.hybrid_read == "normalised":
-        state["recurrent"] = (K, D + 1, D + 1), wide
+        state["recurrent"] = (K, D + 1, config.state_keys(layer) + 1), wide
     elif config.mixer != "none":
         state["conv"] = (G * (P + N) + H * N, config.mixer_d_conv), dtype
         state["recurrent"] = (T, P, N), wide
@@ -458,9 +458,9 @@ def step_window(
 
 
 def compiled_step() -> Callable:
-    """`step_window` compiled for all layers of a model, which differ in nothing but their tensors.
+    """`step_window` compiled for all layers of a model: tensors and their sizes decide what a layer does.
 
-    So tensors and their sizes are all that is checked at each call: to check the modules takes as long as the step.
+    So these are all that is checked at each call: to check the modules takes as long as the step.
     """
     checks = ("TENSOR_MATCH", "SHAPE_ENV")
     options = {"guard_filter_fn": lambda guards: [guard.guard_type in checks for guard in guards]}

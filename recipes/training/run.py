@@ -38,7 +38,6 @@ NO_PART_OF_THE_RESULT = (
 )  # fmt: skip
 LOCAL_INPUTS = ("model_name_or_path", "teacher_model_name_or_path", "dataset_name")
 DATA_AND_WEIGHTS = (".safetensors", ".gguf", ".bin", ".json", ".jsonl", ".parquet", ".csv", ".arrow")
-SHARDED = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}
 
 
 class Run(contextlib.AbstractContextManager):
@@ -84,9 +83,10 @@ class Run(contextlib.AbstractContextManager):
                 "resume_from_checkpoint is not needed (the same command goes on by itself), and hub_token is taken "
                 "from HF_TOKEN or `hf auth login`; leave both out."
             )
-        sharded = [name.removeprefix("ACCELERATE_USE_") for name in sorted(SHARDED) if os.environ.get(name) == "true"]
-        if self.model_config.use_peft and sharded:
-            raise ValueError(f"LoRA under {sharded[0]} cannot be merged into the model at the end; use DDP.")
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            raise ValueError("DeepSpeed is not supported; shard with FSDP (recipes/configs/accelerate/fsdp2.yaml).")
+        if self.model_config.use_peft and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            raise ValueError("LoRA under FSDP cannot be merged into the model at the end; use DDP.")
         if self.state.is_main_process:
             check_output(self.output, self.arguments.overwrite)
             check_work(self.work)

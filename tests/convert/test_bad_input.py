@@ -386,10 +386,10 @@ def test_interrupted_half_way(teacher, tmp_path):
         (["--attention-layers", "1", "--cache", "0.5"], ["cache chooses how many layers", "give one"]),
         (["--cache", "1.5"], ["cache 1.5 is no share"]),
         (["--cache", "lots"], ["'lots' is not a size"]),
-        (["--mixer", "mamba3"], ["mixer.kind must be discrete_mamba2 or mamba2 or mamba1 or none, not mamba3"]),
-        (["--align", "magic"], ["alignment.method must be none or closed-form or mohawk, not magic"]),
-        (["--dtype", "int4"], ["dtype must be auto or float32 or bfloat16 or float16, not int4"]),
-        (["--window", "wide"], ["window must be a whole number above 0 and at most 16777216, not wide"]),
+        (["--mixer", "mamba3"], ["--mixer must be discrete_mamba2 or mamba2 or mamba1 or none, not mamba3"]),
+        (["--align", "magic"], ["--align must be none or closed-form or mohawk, not magic"]),
+        (["--dtype", "int4"], ["--dtype must be auto or float32 or bfloat16 or float16, not int4"]),
+        (["--window", "wide"], ["--window must be a whole number above 0 and at most 16777216, not wide"]),
         (["--mixer.initial_decay", "0"], ["initial_decay must be a number above 0 and at most 1, not 0"]),
         (["--mixer.norm", "head"], ["mamba2 mixer only"]),
         (["--mixer.d_state", "4", "--mixer.rotary", "true"], ["say rotary: false"]),
@@ -593,6 +593,12 @@ def test_a_head_that_differs_is_kept_although_the_configuration_ties_it(saved_te
     ids = torch.arange(3, 40)[None]
     ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("out", "teacher"))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_a_hybrid_as_the_teacher(teacher, tmp_path):
+    run(teacher, tmp_path / "hybrid", "--attention-layers", "0.5")
+    done = run(tmp_path / "hybrid", tmp_path / "out")
+    check_one_line_error(done, "is a hybrid already", "convert-to-hybrid mohawk")
 
 
 def test_generate_refuses_a_model_with_missing_weights(teacher, tmp_path):

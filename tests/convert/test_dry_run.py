@@ -42,6 +42,23 @@ def test_shapes_of_every_mixer_and_layer(family):
                 assert_shapes(student_config(family, mixer, pattern))
 
 
+@pytest.mark.parametrize(
+    "options, note",
+    [
+        ({"align": "none"}, "not yet a language model"),
+        ({"attention_layers": "0.5"}, "--window 32"),
+        ({"attention_layers": "0.5", "window": 32}, None),
+        ({"align": "none", "mixer": "none", "window": 32}, None),
+        ({"align": "none", "attention_layers": "all"}, None),
+        ({}, None),
+    ],
+)
+def test_what_will_be_far_from_the_teacher_is_said(options, note, saved_teacher):
+    notes = plan_conversion(make_options(str(saved_teacher("llama-gqa")), "unused", **options)).notes
+    found = [said for said in notes if "stand in for them" not in said]
+    assert (found == []) if note is None else (len(found) == 1 and note in found[0])
+
+
 def test_models_are_not_imported(saved_teacher, tmp_path):
     teacher, out = str(saved_teacher("qwen3-moe")), str(tmp_path / "out")
     for arguments in ([teacher, out, "--dry-run"], [teacher, out, "--dry-run", "--attention-layers", "0.5", "--json"]):

@@ -48,7 +48,7 @@ def test_the_first_tokens_and_a_wide_window_are_the_teacher(name, saved_teacher,
     mixer = wide.model.layers[replaced].mixer
     assert {part.split(".")[0] for part in mixer.state_dict()} == {"attention", "read", "out_proj", "near_proj"}
     assert all(torch.equal(part, mixer.near_proj.weight) for part in mixer.out_proj.weight.chunk(3, dim=1))
-    assert torch.equal(mixer.read.mass, theory_mass(mixer.read.mass.shape)) and not mixer.read.log_decay.any()
+    assert torch.equal(mixer.read.mass, theory_mass(plan.config, replaced)) and not mixer.read.log_decay.any()
 
 
 @pytest.mark.parametrize("window", [6, 2 * LENGTH])
@@ -59,7 +59,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(heads, window, saved_teach
     hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
     cache = hybrid(random_ids(1, LENGTH)).past_key_values
     assert cache_nbytes(cache) == cache_bytes(plan.config, LENGTH, torch.float32)[1]
-    state = 4 * 2 * (8 * 8 + 2 * 8 + 1) * 4  # layers, key/value heads, numbers, bytes
+    state = 4 * 2 * (8 + 1) * (4 + 1) * 4  # layers, key/value heads, numbers, bytes
     assert plan.summary()["state_bytes"] == state == sum(layer.recurrent_states[0].nbytes for layer in cache.layers)
     assert "a state read as softmax would beside a window" in describe(plan)
     card, report = (tmp_path / "out" / "README.md").read_text(), inspect_model(str(tmp_path / "out"))

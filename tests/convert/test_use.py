@@ -215,3 +215,12 @@ def test_chat_answers_every_line_until_the_input_ends(chatting, monkeypatch, cap
 def test_chat_wants_a_chat_template(checkpoints):
     done = use("chat", checkpoints / "hybrid")
     check_one_line_error(done, "no chat template; continue a text with")
+
+
+@pytest.mark.parametrize("arguments", [["chat"], ["generate", "--prompt", "w9"]])
+def test_a_broken_chat_template_is_one_line(arguments, chatting, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("w9\n"))
+    shutil.copytree(chatting, tmp_path / "hybrid")
+    (tmp_path / "hybrid" / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}")
+    done = use(arguments[0], tmp_path / "hybrid", *arguments[1:])
+    check_one_line_error(done, "chat template is broken", "generate --raw")

@@ -41,13 +41,16 @@ def compiled(capability: int, shape: str, name: str) -> dict[str, int]:
 
     function = getattr(kernels, name)
     K, R, D, planes, dtype = SHAPES[shape]
-    rows, columns = kernels.tile_of(D)
+    slow = planes // 2
+    N = D - 2 * (planes - slow)
+    (rows, columns), (slots, dims) = kernels.tile_of(D, N), kernels.tile_of(D, D)
     types = dict.fromkeys(function.arg_names, f"*{dtype}")
     types |= dict.fromkeys(("state", "log_mass", "salience", "new_salience"), "*fp32")
     types |= dict.fromkeys(("leaving", "index", "place_index", "latest"), "*i64")
     types |= dict.fromkeys(("batch_stride", "head_stride", "column_stride", "leaving_stride", "index_stride"), "i32")
     types |= {"full_heads": "i64", "n_full": "i32", "scale": "fp32", "softcap": "fp32"}
-    constants = {"K": K, "R": R, "D": D, "PLANES": planes, "ROWS": rows, "COLUMNS": columns} | WINDOW
+    constants = {"K": K, "R": R, "D": D, "N": N, "PLANES": planes, "SLOW_PLANES": slow} | WINDOW
+    constants |= {"ROWS": rows, "COLUMNS": columns, "SLOTS": slots, "DIMS": dims}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(function, {name: types[name] for name in function.arg_names}, constants)

@@ -35,39 +35,57 @@ CASES = {  # family, H, K, D, share of D that is rotated, range of log decays, d
     "bf16, grouped queries": ("llamba", 9, 3, 64, 1.0, (-0.1, 0), torch.bfloat16, [4]),
     "bf16, partial rotary, D 80": ("phimamba", 4, 2, 80, 0.4, (EXTREME, 0), torch.bfloat16, []),
 }
+SLOW = {
+    "grouped queries": 8,
+    "partial rotary, D 80": 3,
+    "D 256, in tiles": 33,
+    "partial rotary, D 6": 0,
+    "decays above 1": 2,
+    "bf16, grouped queries": 8,
+    "bf16, partial rotary, D 80": 1,
+}
+"""Planes of the rotary embedding in the state; all of them in the other cases."""
 
 
 def weights(read, kv, tokens):
     return read.log_decay[kv].double().clamp(max=0).exp() ** torch.arange(tokens - 1, -1, -1, dtype=torch.float64)
 
 
+def slow_dimensions(read):
+    """Dimensions of a head in the state: of the slowest planes, and those that are not rotated."""
+    planes = read.config.rotary_planes
+    first = planes - read.config.state_planes(read.layer_idx)
+    return [d for d in range(read.head_dim) if d >= 2 * planes or d % planes >= first]
+
+
 def state_of(read, keys, values):
-    """The state (B, K, D + 1, D + 1) of tokens [B][K] (n, D)."""
+    """The state (B, K, D + 1, N + 1) of tokens [B][K] (n, D)."""
     states = []
     for k, v in ((k, v) for of_row in zip(keys, values, strict=True) for k, v in zip(*of_row, strict=True)):
         one, w = torch.ones(len(k), 1).double(), weights(read, len(states) % read.kv_heads, len(k))
-        states.append((w[:, None] * torch.cat([v, one], 1)).mT @ torch.cat([one, k], 1))
+        states.append((w[:, None] * torch.cat([v, one], 1)).mT @ torch.cat([one, k[:, slow_dimensions(read)]], 1))
     return torch.stack(states).unflatten(0, (len(keys), -1))
 
 
 def features_of(read, near, keys, values):
     """(B, H, 3, D), from what the attention found and the far tokens [B][K] (n, D)."""
-    H, K, D, planes = read.heads, read.kv_heads, read.head_dim, read.planes
+    H, K, D, planes, slow = read.heads, read.kv_heads, read.head_dim, read.config.rotary_planes, slow_dimensions(read)
+    part = [d if d < planes else d - planes for d in range(D)]
+    of_slow = [part[d] - part[slow[0]] for d in slow]
     features = torch.zeros(len(keys), 3, H, D).double()
     features[:, 0] = near.output[:, 0].double()
     for b, head in ((b, head) for b in range(len(keys)) for head in range(H) if head not in read.full_heads):
-        k, v = keys[b][head * K // H], values[b][head * K // H]
+        k, v = keys[b][head * K // H][:, slow], values[b][head * K // H]
         w, q, mass = weights(read, head * K // H, len(k)), near.query[b, 0, head].double() * D**-0.5, read.mass[head]
         n = w.sum()
         if not n:
             continue
         k_mean, v_mean = w @ k / n, w @ v / n
         log_mass = mass[0].double() + mass[1] * n.log()
-        for d in range(D):
-            part = d if d < planes else d - planes
-            log_mass += mass[2 + part] * q[d] * k_mean[d] + mass[2 + D - planes + part] * q[d] ** 2
+        alpha, beta = mass[2:].double().split([max(of_slow) + 1, D - planes])
+        log_mass += alpha[of_slow] @ (q[slow] * k_mean) + beta[part] @ q**2
         gate = torch.sigmoid(log_mass - near.log_mass[b, 0, head].double())
-        tilt = (w * (k @ q)) @ v / n - v_mean * (q @ k_mean)
+        tilt = (w * (k @ q[slow])) @ v / n - v_mean * (q[slow] @ k_mean)
         features[b, :, head] = torch.stack([(1 - gate) * features[b, 0, head], gate * v_mean, gate * tilt])
     return features.transpose(1, 2)
 
@@ -77,7 +95,7 @@ def make(case):
     family, H, K, D, rotated, (lowest, highest), dtype, full_heads = CASES[case]
     config = student_config(
         family, pattern="normalised-only", num_attention_heads=H, num_key_value_heads=K, head_dim=D,
-        hybrid_full_heads=[full_heads] * 2, mixer_num_kv_heads=K,
+        hybrid_full_heads=[full_heads] * 2, mixer_num_kv_heads=K, hybrid_state_planes=SLOW.get(case),
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotated},
     )  # fmt: skip
     read = normalised_read.NormalisedRead(config, 0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from convert.placement.cache import cache_bytes
 from modeling_llamba import LlambaForCausalLM
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.normalised_read import NormalisedRead, theory_mass
@@ -23,6 +24,13 @@ def layer_and_input(**overrides):
     return model.model.layers[1].mixer, u, rotary
 
 
+def slow_dimensions(config):
+    """Dimensions of a head in the state: of the slowest planes, and those that are not rotated."""
+    planes, D, kept = config.rotary_planes, config.head_dim, config.hybrid_state_planes
+    kept = planes if kept is None else kept
+    return [d for d in range(D) if d >= 2 * planes or d % planes >= planes - kept]
+
+
 @torch.no_grad()
 def token_by_token(m, u, rotary, inputs, seq_idx=None):
     """out of a hybrid layer whose heads have no full attention, in float64."""
@@ -30,7 +38,8 @@ def token_by_token(m, u, rotary, inputs, seq_idx=None):
     W, sinks, H = config.hybrid_window, config.hybrid_sinks, attention.heads
     q, _, k, v = (t.double() for t in attention.project(u, rotary, inputs)[:4])
     k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
-    q, planes, D = q * q.shape[-1] ** -0.5, read.planes, q.shape[-1]
+    q, planes, D = q * q.shape[-1] ** -0.5, config.rotary_planes, q.shape[-1]
+    slow = slow_dimensions(config)
     a = read.log_decay.double().exp().repeat_interleave(H // len(read.log_decay))
     mass = read.mass.double()
     salience = u @ (attention.salience if config.hybrid_salient else torch.zeros_like(u[0, 0]))
@@ -57,16 +66,18 @@ def token_by_token(m, u, rotary, inputs, seq_idx=None):
             if far:
                 weight = a[:, None] ** torch.arange(len(far) - 1, -1, -1)
                 n = weight.sum(-1, keepdim=True)
-                key_mean = (weight[..., None] * k[b, :, far]).sum(1) / n
+                keys = k[b][:, far][..., slow]
+                key_mean = (weight[..., None] * keys).sum(1) / n
                 mean = (weight[..., None] * v[b, :, far]).sum(1) / n
-                S = (weight[..., None] * v[b, :, far]).mT @ k[b, :, far]
-                qt = q[b, :, t]
+                S = (weight[..., None] * v[b, :, far]).mT @ keys
+                qt = q[b, :, t, slow]
                 tilt = (S @ qt[..., None])[..., 0] / n - mean * (qt * key_mean).sum(-1, keepdim=True)
                 plane = [d if d < planes else d - planes for d in range(D)]
+                of_slow = [plane[d] - min(plane[d] for d in slow) for d in slow]
+                alpha, beta = mass[:, 2:].split([max(of_slow) + 1, D - planes], dim=1)
                 log_mass = mass[:, 0] + mass[:, 1] * n[:, 0].log()
-                for d in range(D):
-                    alpha, beta = mass[:, 2 + plane[d]], mass[:, 2 + D - planes + plane[d]]
-                    log_mass = log_mass + alpha * qt[:, d] * key_mean[:, d] + beta * qt[:, d] ** 2
+                log_mass = log_mass + (alpha[:, of_slow] * qt * key_mean).sum(-1)
+                log_mass = log_mass + (beta[:, plane] * q[b, :, t] ** 2).sum(-1)
                 gate = torch.sigmoid(log_mass - scores.logsumexp(-1))[:, None]
             out[b, t] = m.out_proj(torch.cat([((1 - gate) * y), gate * mean, gate * tilt]).flatten())
     return out
@@ -75,6 +86,7 @@ def token_by_token(m, u, rotary, inputs, seq_idx=None):
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {
     "grouped queries": {},
+    "all planes": dict(hybrid_state_planes=None),
     "one key head": dict(num_key_value_heads=1, mixer_num_kv_heads=1),
     "as many key heads": dict(num_key_value_heads=4, mixer_num_kv_heads=4),
     "biases": dict(attention_bias=True, attention_out_bias=True),
@@ -86,6 +98,9 @@ CASES = {
     "window 40": dict(hybrid_window=40, hybrid_sinks=3),
     "window wider than the text": dict(hybrid_window=100),
     "salient": dict(hybrid_salient=3),
+    "the slowest plane": dict(hybrid_state_planes=1, hybrid_salient=2),
+    "three planes of four, one key head": dict(hybrid_state_planes=3, num_key_value_heads=1, mixer_num_kv_heads=1),
+    "one plane of two, partial rotary": dict(hybrid_state_planes=1, rope_parameters=PARTIAL_ROPE),
     "salient, window 1, no sink, rms": dict(
         hybrid_salient=1, hybrid_window=1, hybrid_sinks=0, qk_norm="rms", family="phimamba"
     ),
@@ -131,7 +146,8 @@ def test_heads_with_full_attention_stand_in_the_first_block():
 def test_far_tokens_drawn_from_a_gaussian_are_read_exactly():
     """The tilted mean, and with half the variance of the scores in c0 the log mass."""
     torch.manual_seed(0)
-    read = NormalisedRead(student_config(pattern="normalised-only", hybrid_window=1, hybrid_sinks=0), 0).double()
+    config = student_config(pattern="normalised-only", hybrid_window=1, hybrid_sinks=0, hybrid_state_planes=None)
+    read = NormalisedRead(config, 0).double()
     heads, dim, length = 4, 8, 40_000
     mix = torch.randn(2 * dim, 2 * dim, dtype=torch.float64) * 0.3
     keys, values = (torch.randn(1, 2, length, 2 * dim, dtype=torch.float64) @ mix + 0.3).split(dim, dim=-1)
@@ -151,10 +167,10 @@ def test_far_tokens_drawn_from_a_gaussian_are_read_exactly():
 
 @torch.no_grad()
 def test_mass_is_linear_in_its_features():
-    m, u, rotary = layer_and_input(rope_parameters=PARTIAL_ROPE)
+    m, u, rotary = layer_and_input(rope_parameters=PARTIAL_ROPE, hybrid_state_planes=1)
     far = m.read.far(m.attention(u, rotary, WindowInputs(torch.arange(LENGTH).expand(2, -1))))
     features = m.read.mass_features(far)
-    assert features.shape[-1] == m.read.mass.shape[1] == 2 + 2 * (8 - 2)
+    assert features.shape[-1] == m.read.mass.shape[1] == 2 + (1 + 4) + (2 + 4)
     torch.testing.assert_close((features * m.read.mass).sum(-1), m.read.log_mass(far), **EXACT)
 
 
@@ -220,7 +236,7 @@ def test_the_state_is_float32_under_bf16_and_constant():
         out = model(ids[:, t : t + 1], past_key_values=out.past_key_values)
         sizes.append(cache_nbytes(out.past_key_values))
     state = out.past_key_values.layers[0].recurrent_states[0]
-    assert state.dtype == torch.float32 and state.shape == (1, 2, 9, 9) and len(set(sizes)) == 1
+    assert state.dtype == torch.float32 and state.shape == (1, 2, 9, 5) and len(set(sizes)) == 1
     assert sizes[0] == 2 * (state.numel() * 4 + 2 * 2 * 8 * (5 + 2) * 2)
     assert (out.logits[:, -1] - whole[:, -1]).norm() < 0.1 * whole[:, -1].norm()
 
@@ -272,17 +288,51 @@ def test_training_and_lora(family):
 def test_new_models_hold_the_theorys_mass():
     config = student_config(pattern="normalised-only")
     read = LlambaForCausalLM(config).model.layers[0].mixer.read
-    assert torch.equal(read.mass, theory_mass((4, 2 + 2 * 4))) and not read.log_decay.any()
-    assert read.mass[0].tolist() == [0.0] + [1.0] * 5 + [0.0] * 4
+    assert torch.equal(read.mass, theory_mass(config, 0)) and not read.log_decay.any()
+    assert read.mass.tolist() == [[0.0] + [1.0] * (1 + 2) + [0.0] * 4] * 4
 
 
 @pytest.mark.parametrize(
     "options",
-    [dict(hybrid_read="softmax"), dict(mixer="none", mixer_decay_bias=False), dict(mixer_sees="all")],
+    [
+        dict(hybrid_read="softmax"),
+        dict(mixer="none", mixer_decay_bias=False),
+        dict(mixer_sees="all"),
+        dict(rope_parameters=PARTIAL_ROPE | {"rope_type": "proportional"}),
+        dict(layer_rope=["main", "local"], local_rope_parameters=PARTIAL_ROPE),
+    ],
 )
 def test_contradictory_reads_are_refused(options):
     with pytest.raises(ValueError, match="hybrid_read"):
         student_config(pattern="normalised-only", **options)
+
+
+def test_a_state_without_keys_is_refused():
+    with pytest.raises(ValueError, match="hybrid_state_planes"):
+        student_config(pattern="normalised-only", hybrid_state_planes=0)
+
+
+def test_an_odd_number_of_rotated_dimensions():
+    """Of 8 x 0.65 = 5 dimensions transformers makes three angles, so three planes are turned."""
+    odd = PARTIAL_ROPE | {"partial_rotary_factor": 0.65}
+    model = make_student(pattern="normalised-only", rope_parameters=odd)
+    assert len(model.model.rotary_emb.inv_freq) == model.config.rotary_planes == 3
+
+
+@torch.no_grad()
+def test_a_layer_without_rotary_embedding_keeps_all_of_a_key():
+    model = make_student(
+        pattern="normalised", dtype=torch.float32, hybrid_state_planes=1, layer_rope=["none", "main", "main"],
+        conversion={"teacher_layer_types": ["full_attention"] * 3},
+    )  # fmt: skip
+    ids = random_ids(1, 60)
+    whole, out = model(ids).logits, model(ids[:, :40], use_cache=True)
+    for t in range(40, 60):
+        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values)
+        torch.testing.assert_close(out.logits[:, -1], whole[:, t], rtol=1e-4, atol=1e-5)
+    shapes = [layer.recurrent_states[0].shape for layer in out.past_key_values.layers[::2]]
+    assert shapes == [(1, 2, 9, 1 + 8), (1, 2, 9, 1 + 2)]
+    assert cache_nbytes(out.past_key_values) == cache_bytes(model.config, 60, torch.float32)[1]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -64,8 +64,10 @@ def test_scan_equals_recurrence_with_gradients(length, packing, scale):
     weight = torch.randn_like(y)
     grads = torch.autograd.grad((y * weight).sum() + state.sum(), inputs)
     expected = torch.autograd.grad((y_ref * weight).sum() + state_ref.sum(), inputs)
+    # a product of L rounded decays is off by up to L eps, which A's gradient shows where a decay is near 1
+    tolerance = 1e-5 + length * torch.finfo(torch.float32).eps
     for got, ref in zip(grads, expected, strict=True):
-        assert (got - ref).norm() <= 1e-5 * ref.norm() + 1e-7
+        assert (got - ref).norm() <= tolerance * ref.norm() + 1e-7
 
 
 def test_steps_equal_scan():

@@ -88,14 +88,14 @@ def test_a_made_up_cache_is_as_long_as_it_says(pattern):
 
 
 def test_a_layer_is_read_and_stepped_in_every_way(monkeypatch, tmp_path):
-    for name, small in {"LENGTHS": (64, 200), "LONGEST_CHUNK": 150, "CONTEXT": 200, "STEPS": 2, "LAYERS": 1}.items():
+    for name, small in {"LENGTHS": (64, 300), "LONGEST_CHUNK": 250, "CONTEXT": 300, "STEPS": 2, "LAYERS": 1}.items():
         monkeypatch.setattr(bench_layer, name, small)
     report = bench_layer.measure(tmp_path)
     (target,), (table,) = report.targets, report.tables
     assert 0 < target.value and target.limit == bench_layer.STEP_LIMIT
-    assert [row[0] for row in table.rows] == ["64", "200", "a token after 200"]
-    cache = bench_layer.read(bench_layer.models(1)["normalised read"], 200)
-    assert cache.get_seq_length() == 200 and cache.layers[0].recurrent_states[0].any()
+    assert [row[0] for row in table.rows] == ["64", "300", "a token after 300"]
+    cache = bench_layer.read(bench_layer.models(1)["normalised read"], 300)
+    assert cache.get_seq_length() == 300 and cache.layers[0].recurrent_states[0].any()
 
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch):

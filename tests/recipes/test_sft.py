@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_a_run_from_data_to_an_ordinary_model(world, tmp_path, monkeypatch):
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert [stage["stage"] for stage in record] == ["sft"] and record[0]["after"] == report["after"]
     assert [entry["step"] for entry in record[0]["log"] if "loss" in entry] == [1, 2]
+    assert [entry["step"] for entry in record[0]["log"] if "eval_loss" in entry] == [0, 2], "the end is measured once"
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert {r.metric_type: r.metric_value for r in card.data.eval_results}["kl"] == pytest.approx(
         report["after"]["eval_kl"], abs=1e-6
@@ -69,6 +71,15 @@ def test_a_run_from_data_to_an_ordinary_model(world, tmp_path, monkeypatch):
     again = sft.main(arguments(world | {"llamba": tmp_path / "out"}, tmp_path / "again"))
     assert again["before"]["eval_kl"] == pytest.approx(report["after"]["eval_kl"], rel=1e-5)
     assert len(json.loads((tmp_path / "again" / "training.json").read_text())) == 2
+
+
+def test_deepspeed_is_refused(monkeypatch):
+    """The check alone: where DeepSpeed is not installed, transformers fails before it."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    config = SimpleNamespace(resume_from_checkpoint=None, hub_token=None)
+    arguments = SimpleNamespace(config=config, model_config=SimpleNamespace(use_peft=False))
+    with pytest.raises(ValueError, match="DeepSpeed is not supported; shard with FSDP"):
+        run.Run._check(arguments, "hybrid")
 
 
 @pytest.mark.parametrize("student", ("llamba", "phimamba", "beside"))

@@ -29,6 +29,7 @@ CASES = {
     "normalised": dict(pattern="normalised"),
     "normalised, no kept heads": dict(pattern="normalised-only", hybrid_full_heads=None),
     "normalised, phi": dict(family="phimamba", pattern="normalised", hybrid_full_heads=[[0, 1, 2], [], [3]]),
+    "normalised, a layer without RoPE": dict(pattern="normalised", layer_rope=["none", "main", "main"]),
     "linear": dict(pattern="beside"),
     "linear, mamba2": dict(pattern="beside", mixer="mamba2"),
     "linear, shared state": dict(pattern="shared"),

@@ -5,7 +5,6 @@ elements at a time: each chunk's gradient is taken while its logits are there, s
 their size is kept for the backward pass.
 """
 
-import contextlib
 import functools
 import math
 import typing
@@ -16,7 +15,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from modeling_llamba.hybrid_model import finish_logits
 
@@ -159,19 +157,9 @@ def distillation_loss(
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-    with gathered(weight, bias):
-        differentiate = torch.is_grad_enabled()
-        loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, finish, differentiate)
+    differentiate = torch.is_grad_enabled()
+    loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, finish, differentiate)
     return DistillationOutput(loss, statistics, torch.tensor(len(hidden), device=hidden.device))
-
-
-def gathered(*parameters: torch.Tensor | None) -> contextlib.AbstractContextManager:
-    """Gather parameters that DeepSpeed's ZeRO-3 has spread over the processes, while the context lasts."""
-    if not is_deepspeed_zero3_enabled():
-        return contextlib.nullcontext()
-    from trl.trainer.utils import maybe_gather_lm_head_ctx
-
-    return maybe_gather_lm_head_ctx(*parameters)
 
 
 def add_hidden_output(teacher: nn.Module) -> None:

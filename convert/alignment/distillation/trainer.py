@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer
 from trl import SFTConfig, SFTTrainer
-from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models import prepare_fsdp
 
 from .loss import STATISTICS, LossWeights, add_distillation_head, add_hidden_output, head_of
 
@@ -69,8 +69,6 @@ class DistilledSFTTrainer(SFTTrainer):
     def _prepare_teacher(self, teacher: nn.Module) -> nn.Module:
         teacher = teacher.eval().requires_grad_(False)
         add_hidden_output(teacher)
-        if self.is_deepspeed_enabled:
-            return prepare_deepspeed(teacher, self.accelerator)
         if self.is_fsdp_enabled:
             return prepare_fsdp(teacher, self.accelerator)
         if getattr(teacher, "is_loaded_in_8bit", False) or getattr(teacher, "is_loaded_in_4bit", False):
@@ -202,11 +200,14 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
     # inside `train`, because a model that was evaluated before it does not become distributed any more
     trainer.args.eval_on_start = checkpoint is None and trainer.eval_dataset is not None
     trainer.train(resume_from_checkpoint=checkpoint)
+    log = trainer.state.log_history
     if trainer.eval_dataset is None:
-        return Outcome({}, {}, list(trainer.state.log_history))
-    after = _figures(trainer.evaluate())
-    log = list(trainer.state.log_history)
-    return Outcome(_figures(next((entry for entry in log if entry["step"] == 0), {})), after, log)
+        return Outcome({}, {}, list(log))
+    steps, best = trainer.state.global_step, trainer.args.load_best_model_at_end
+    # eval_strategy may have measured these very weights already
+    last = next((entry for entry in log if "eval_loss" in entry and entry["step"] == steps > 0 and not best), None)
+    after = _figures(trainer.evaluate() if last is None else last)
+    return Outcome(_figures(next((entry for entry in log if entry["step"] == 0), {})), after, list(log))
 
 
 def _figures(metrics: dict[str, Any]) -> dict[str, float]:
@@ -222,7 +223,7 @@ def whole_model(trainer: Trainer) -> nn.Module:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if hasattr(model, "merge_and_unload"):
         return model.merge_and_unload()
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if trainer.is_fsdp_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model)
         if not trainer.accelerator.is_main_process:
             return model

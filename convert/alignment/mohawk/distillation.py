@@ -49,7 +49,7 @@ def distil(
 
     Returns:
         The trained student, in evaluation mode, and what was measured. Only the main process gets the whole student
-        under FSDP and DeepSpeed.
+        under FSDP.
 
     Raises:
         ValueError: TRL is not installed, the vocabularies differ, or a loss is not finite.
@@ -116,8 +116,6 @@ def training_config(settings: DistillationOptions, ids: torch.Tensor, folder: Pa
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={"num_decay_steps": int(settings.decay * steps), "decay_type": "linear"},
         warmup_steps=int(settings.warmup * steps),
-        max_grad_norm=settings.max_grad_norm,
-        weight_decay=settings.weight_decay,
         adam_beta2=0.95,
         bf16=settings.bf16,
         gradient_checkpointing=settings.gradient_checkpointing,

@@ -27,6 +27,8 @@ from ...weights.writer import Progress
 from ..teacher_model import TeacherModel, replaced
 from .orientation import matrix_orientation_loss
 
+MAX_GRAD_NORM = 1.0
+
 
 class Activations(NamedTuple):
     """What the teacher does at one layer, each (B, L, D).
@@ -117,7 +119,7 @@ class LayerwiseStage:
             losses[layer] = self.layer_loss(layer, self.mixers[layer], activations)
             if not math.isfinite(losses[layer]):
                 raise ValueError(f"Layer {layer}: the loss is not finite; lower the learning rate.")
-            nn.utils.clip_grad_norm_(self.mixers[layer].parameters(), self.settings.max_grad_norm)
+            nn.utils.clip_grad_norm_(self.mixers[layer].parameters(), MAX_GRAD_NORM)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -141,13 +143,8 @@ class LayerwiseStage:
             hidden = output
 
     def _optimizer(self, mixer: nn.Module, steps: int):
-        matrices = [p for p in mixer.parameters() if p.ndim > 1]
-        rest = [p for p in mixer.parameters() if p.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": self.settings.weight_decay},
-            {"params": rest, "weight_decay": 0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.settings.learning_rate, betas=(0.9, 0.95))
+        rate = self.settings.learning_rate
+        optimizer = torch.optim.AdamW(mixer.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0)
         return optimizer, wsd_schedule(optimizer, self.settings, steps)
 
     def _rows(self, step: int, count: int) -> torch.Tensor:
