@@ -335,12 +335,12 @@ def describe(plan: Plan) -> str:
     layers = layer_letters(s["layer_types"])
     beside = "a state read as softmax would" if s["read"] == "normalised" else s["mixer"]
     mixer = f"{beside} beside a" if s["mixer"] != "none" else "a"
-    salient = f" and {s['salient']} salient tokens" if s["salient"] else ""
-    seen = f"window of {s['window']} and {s['sinks']} sinks{salient}"
+    kept = f", {s['sinks']} sinks and {s['salient']} salient tokens" if s["salient"] else f" and {s['sinks']} sinks"
+    seen = f"window of {s['window']}{kept}"
     replacement = f"{mixer} {seen}" if s["window"] else s["mixer"]
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
-    kind = "mixer" if s["mixer"] != "none" else "window"
+    kind = "hybrid" if s["window"] else "mixer"
     lines = [
         f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {replacement}, {s['dtype']}",
         f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} {kind})",
@@ -358,7 +358,7 @@ def describe(plan: Plan) -> str:
             f"({share:.1%})"
         )
     if s["mixer"] != "none":
-        lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the mixers, at any length")
+        lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the states, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
     for reason, count in Counter(s["dropped"].values()).items():

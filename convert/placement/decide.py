@@ -62,8 +62,8 @@ def decide_placement(
     num_layers, asked_heads = weights.config.num_hidden_layers, options.placement.attention_heads
     if options.searches_budget:
         budget, notes = Budget(weights, options), []
-        free = [pair for pair in _ranked(weights, aligner, notes) if pair not in budget.given_heads]
-        placement = budget.placement(free)
+        ranked = [] if budget.asked_heads == 0 else _ranked(weights, aligner, notes)
+        placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
         return Decision(placement, tuple(notes) if placement.replaced_layers else ())
     replacement, notes = replaced_layer(options), []
     if options.names_layers:

@@ -42,13 +42,14 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     assert "scores decide" not in done.stderr, "nothing is fitted, so they are evenly placed"
     done = dry()
     assert "softmax would" in done.stderr and "scores decide which heads" in done.stderr
+    assert "scores decide" not in dry("--cache", "0.9", "--attention-heads", "1:0").stderr, "the user has decided"
     done = dry("--attention-layers", "0.5")
     assert "scores decide which layers" in done.stderr and "which heads" not in done.stderr
     window = ("--window", "8", "--attention-heads", "1", "--attention-layers", "none")
     done = dry(*window)
     assert "scores decide which heads" in done.stderr and "which layers" not in done.stderr
     done = dry(*window[:2], "--mixer", "none", "--align", "none")
-    assert "2 window)" in done.stderr and "mixers" not in done.stderr
+    assert "2 hybrid)" in done.stderr and "states" not in done.stderr
     plan = json.loads(dry("--json", "--attention-layers", "3", "--align", "none").stdout)
     assert plan["mixer_layers"] == [0, 1, 2] and plan["attention_layers"] == [3]
     assert set(plan["tensors"]) == {"moved", "derived", "initialised", "dropped"}
