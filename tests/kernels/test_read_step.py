@@ -39,7 +39,7 @@ SLOW = {
     "grouped queries": 8,
     "partial rotary, D 80": 3,
     "D 256, in tiles": 33,
-    "partial rotary, D 6": 0,
+    "partial rotary, D 6": 1,
     "decays above 1": 2,
     "bf16, grouped queries": 8,
     "bf16, partial rotary, D 80": 1,
