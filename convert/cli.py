@@ -295,7 +295,12 @@ def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal now
-        now = (what, done, total, now[3] if what == now[0] else time.monotonic())
+        since = now[3] if what == now[0] else time.monotonic()
+        if done == total and (what, done) != now[:2]:
+            took = time.monotonic() - since
+            rate = f"{took / total:,.2f} s each" if total < 1000 else f"{total / max(took, 1e-9):,.0f} a second"
+            console.print(f"{what}: {total:,} in {took:,.1f} s, {rate}", markup=False)
+        now = (what, done, total, since)
 
     def speak() -> None:
         while not stop.wait(LINE_EVERY):

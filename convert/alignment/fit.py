@@ -128,7 +128,7 @@ def fit_mixers(
         return fitted
     with contextlib.closing(ActivationStream(teacher, ids, held_out, memory, folder)) as stream:
         for layer in range(max(missing) + 1):
-            progress("aligning", layer, max(missing) + 1)
+            progress("aligning, layers", layer, max(missing) + 1)
             data = stream.attention_data(layer)
             if layer in missing:
                 mixer, before = solved.get(layer) or (teacher.mixer(layer), None)
@@ -138,7 +138,7 @@ def fit_mixers(
                     raise ValueError(f"Layer {layer}: {error}") from error
                 cache.save_mixer(layer, *fitted[layer])
                 return_free_memory()
-    progress("aligning", max(missing) + 1, max(missing) + 1)
+    progress("aligning, layers", max(missing) + 1, max(missing) + 1)
     return fitted
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 RECALL_EVERY = 6
+SHORTEST_NEEDLE = 8
 
 
 class Probe(NamedTuple):
@@ -73,15 +74,22 @@ def with_recall(ids: torch.Tensor, vocabulary: range, seed: int) -> torch.Tensor
 
 
 def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) -> torch.Tensor:
-    """Text (S, L) of whose rows a share holds a needle, and at its end what asks for it; the rest is as it was.
+    """Text (S, L) of whose rows a share holds needles, and in its last quarter what asks for them; the rest is as it was.
 
-    A needle is a quarter of its row long, lies anywhere before the question, and half of it is to be recalled.
+    A row holds one needle of L / 4 tokens, or two half as long, and so on to needles of 8 tokens: each anywhere in its
+    own stretch of the text, and all asked for in another order. Short ones teach to look up, long ones to copy.
     """
     generator, length, changed = _generator(seed), ids.shape[1], ids.clone()
-    width = length // 4 // 2 * 2
     for i in torch.randperm(len(ids), generator=generator)[: round(share * len(ids))].tolist():
-        place = int(torch.randint(length - 2 * width + 1, (), generator=generator))
-        changed[i : i + 1] = needle_probe(ids[i : i + 1], vocabulary, seed + 1 + i, width, place).ids
+        halvings = max(length // 4 // SHORTEST_NEEDLE, 1).bit_length()
+        count = 2 ** int(torch.randint(halvings, (), generator=generator))
+        width = length // 4 // count
+        needles = _random(vocabulary, 1, count * width, seed + 1 + i).view(count, width)
+        stretch = (length - count * width) // count
+        for j, needle in enumerate(needles):
+            place = j * stretch + int(torch.randint(stretch - width + 1, (), generator=generator))
+            changed[i, place : place + width] = needle
+        changed[i, length - count * width :] = needles[torch.randperm(count, generator=generator)].flatten()
     return changed
 
 

@@ -44,7 +44,7 @@ def retrieval_scores(
     hidden, scores, same = teacher.embed(probe.ids), [], []
     inputs = teacher.block_inputs(hidden)
     for layer in range(teacher.num_layers):
-        progress("scoring heads", layer, teacher.num_layers)
+        progress("scoring heads, layers", layer, teacher.num_layers)
         block = teacher.block(layer)
         u, rotary = block.input_layernorm(hidden), teacher.rotary(probe.ids.shape[1], layer)
         ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)
@@ -54,7 +54,7 @@ def retrieval_scores(
         at_same = found.diagonal(0, -2, -1).mean((0, -1)).cpu()
         same.append(at_same > found.sum(-1).mean((0, -1)).cpu() / 2)
         hidden = block(hidden, **inputs)
-    progress("scoring heads", teacher.num_layers, teacher.num_layers)
+    progress("scoring heads, layers", teacher.num_layers, teacher.num_layers)
     scores, same = torch.stack(scores), torch.stack(same)
     best = (scores * same).amax()
     return torch.where(same & (scores < best), scores / 2, scores)

@@ -105,7 +105,7 @@ def write_shards(
 
     Args:
         checkpoint: what the rules read; None where they need nothing.
-        progress: called with "writing", the bytes written so far, and the bytes to write.
+        progress: called with "writing, bytes", the bytes written so far, and the bytes to write.
 
     Raises:
         ValueError: a value is not finite, in the teacher or after the change of type.
@@ -119,7 +119,7 @@ def write_shards(
         nonlocal written
         with report:
             written += nbytes
-            progress("writing", written, total)
+            progress("writing, bytes", written, total)
 
     with ThreadPoolExecutor(workers) as pool:
         try:

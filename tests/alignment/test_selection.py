@@ -53,14 +53,19 @@ def test_needles_are_hidden_in_a_share_of_the_rows():
     ids = with_needles(prose, 0.25, vocabulary, seed=3)
     changed = [i for i in range(20) if not torch.equal(ids[i], prose[i])]
     assert len(changed) == 5 and torch.equal(ids, with_needles(prose, 0.25, vocabulary, seed=3))
-    places = set()
+    widths, places = set(), set()
     for i in changed:
-        drawn = (ids[i] != prose[i]).nonzero()[:, 0].tolist()
-        needle, question = drawn[:16], drawn[16:]
-        assert question == list(range(48, 64)) and needle == list(range(needle[0], needle[0] + 16))
-        assert torch.equal(ids[i, needle], ids[i, question]) and all(t in vocabulary for t in ids[i, needle].tolist())
-        places.add(needle[0])
-    assert len(places) > 1 and max(places) <= 32
+        hidden, asked = ids[i, :48], ids[i, 48:].tolist()
+        where = [(hidden == token).nonzero()[:, 0].tolist() for token in asked]
+        assert all(len(place) == 1 and token in vocabulary for place, token in zip(where, asked, strict=True))
+        drawn = (hidden != prose[i, :48]).nonzero()[:, 0].tolist()
+        assert sorted(place for (place,) in where) == drawn
+        # one needle of 16 tokens, or two of 8, each whole
+        starts = [where[j][0] for j in (0, 8)]
+        assert [place for (place,) in where] == [start + k for start in starts for k in range(8)]
+        widths.add(16 if starts[1] == starts[0] + 8 else 8)
+        places.add(min(drawn))
+    assert widths == {8, 16} and len(places) > 1
     assert torch.equal(with_needles(prose, 0.0, vocabulary, seed=3), prose)
 
 

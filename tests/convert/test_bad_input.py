@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -651,9 +652,14 @@ def test_a_log_has_a_line_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr("convert.cli.LINE_EVERY", 0.05)
     monkeypatch.setattr("convert.cli.console", Console(stderr=True, soft_wrap=True))
     with progress_bars(False) as report:
-        report("aligning", 1, 4)
+        report("aligning, layers", 1, 4)
         time.sleep(0.4)
-    assert capsys.readouterr().err.count("aligning 1 of 4") > 2
+        report("aligning, layers", 4, 4)
+        report("writing, bytes", 2000, 2000)
+    said = capsys.readouterr().err
+    assert said.count("aligning, layers 1 of 4") > 2
+    assert re.search(r"^aligning, layers: 4 in 0\.\d s, 0\.\d\d s each$", said, re.MULTILINE)
+    assert re.search(r"^writing, bytes: 2,000 in 0\.\d s, [\d,]+ a second$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
