@@ -11,6 +11,7 @@ Shapes: B requests, L tokens, H query heads, K key/value heads, D head dim, S si
 in the mixers.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -201,6 +202,11 @@ class SlotMetadata(BaseMambaAttentionMetadata):
     least: int = 0
     step: Step | None = None
 
+    @functools.cached_property
+    def prompt_slots(self) -> list[int]:
+        """The slot of each prompt; a device is asked for them once, not by every layer."""
+        return self.state_indices_tensor_p.tolist()
+
 
 class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
     """Counts on the CPU, once for all layers of a step."""
@@ -362,8 +368,7 @@ class SlotLayer(nn.Module, MambaBase):
                     metadata.step = Step.at(which, tokens[3][:, 0], self.attention.window, self.attention.sinks)
                 output[0, :decodes] = self._decode(tokens, metadata.step, metadata.least)[:, 0]
         if metadata.num_prefills:
-            indices = metadata.state_indices_tensor_p.tolist()
-            begun += [(*span, slot) for span, slot in zip(metadata.prompts, indices, strict=True)]
+            begun += [(*span, slot) for span, slot in zip(metadata.prompts, metadata.prompt_slots, strict=True)]
         for start, stop, seen, slot in begun:
             cache = PromptCache(slots, slot, seen, self.attention)
             output[:, start:stop] = self._mix([t[:, start:stop] for t in inputs], cache, seen)

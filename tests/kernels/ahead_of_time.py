@@ -20,7 +20,7 @@ SHAPES = {  # K, R, D, planes, dtype of all but state and log mass
     "Phi-2": (32, 1, 80, 16, "fp32"),
     "Gemma-2-2B": (4, 2, 256, 128, "bf16"),
 }
-WINDOW = {"S": 4, "P": 16, "W": 121, "SINK_TILE": 4, "PLACE_TILE": 16}
+WINDOW = {"S": 4, "P": 16, "W": 213, "SINK_TILE": 4, "PLACE_TILE": 16}
 KERNELS = ("read_one_kernel", "mix_one_kernel")
 
 

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from convert import convert
 from convert.formats.export import export_checkpoint
 from tests.convert.transfer import exporting
 from tests.recipes.tiny_chat import chat_tokenizer
 from tests.students import make_student
-from tests.teachers import VOCAB
+from tests.teachers import LLAMA3_ROPE, TINY, VOCAB, YARN_ROPE
 
 LENGTHS = (5, 37, 600, 70, 1, 130, 251, 3, 118, 122)
 NEW_TOKENS = 24
@@ -27,7 +28,9 @@ SIZES = dict(
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {
     "normalised": dict(pattern="normalised"),
-    "normalised, no kept heads": dict(pattern="normalised-only", hybrid_full_heads=None),
+    "normalised, no kept heads, llama3 RoPE": dict(
+        pattern="normalised-only", hybrid_full_heads=None, rope_parameters=LLAMA3_ROPE
+    ),
     "normalised, phi": dict(family="phimamba", pattern="normalised", hybrid_full_heads=[[0, 1, 2], [], [3]]),
     "normalised, a layer without RoPE": dict(pattern="normalised", layer_rope=["none", "main", "main"]),
     "linear": dict(pattern="beside"),
@@ -38,11 +41,14 @@ CASES = {
     ),
     "mixers alone": dict(pattern="pure"),
     "phi, partial RoPE, key norms": dict(family="phimamba", qk_norm="layer", rope_parameters=HALF_ROTARY),
-    "sliding window, biases, key norms": dict(pattern="window", mixer="mamba2", attention_bias=True, qk_norm="rms"),
+    "sliding window, biases, key norms, YaRN": dict(
+        pattern="window", mixer="mamba2", attention_bias=True, qk_norm="rms", rope_parameters=YARN_ROPE
+    ),
     "two kinds of RoPE, caps, far sinks": dict(pattern="gemma", hybrid_sink_reach=100),
     "experts": dict(pattern="experts"),
     "mamba1": dict(mixer="mamba1"),
 }
+CONVERTED = "converted by default"
 HOLDABLE = dict(
     mixer="mamba2", mixer_norm="head", mixer_activation="silu", mixer_rotary=False, mixer_decay_bias=False,
     sliding_window=None, hybrid_full_heads=None,
@@ -59,11 +65,27 @@ def make(folder: Path) -> None:
         model.save_pretrained(folder / name)
         chat_tokenizer().save_pretrained(folder / name)
         refer(model, folder / name, prompts)
+    make_converted(folder, prompts)
     make_student(dtype=torch.float32, **SIZES | HOLDABLE | {"hidden_size": 128}).save_pretrained(folder / "exportable")
     for to in ("granitemoehybrid", "bamba"):
         export_checkpoint(exporting(folder / "exportable", folder / to, to=to))
         chat_tokenizer().save_pretrained(folder / to)
         refer(AutoModelForCausalLM.from_pretrained(folder / to, dtype=torch.float32), folder / to, prompts)
+
+
+def make_converted(folder: Path, prompts: list[list[int]]) -> None:
+    """What the command makes of a teacher, told nothing but what suits one this small."""
+    torch.manual_seed(0)
+    sizes = TINY | {"hidden_size": 128, "max_position_embeddings": 1024}
+    LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.1)).save_pretrained(folder / "teacher")
+    chat_tokenizer().save_pretrained(folder / "teacher")
+    convert(
+        str(folder / "teacher"), str(folder / CONVERTED), cache=0.4, context=600, text="sampled", tokens=8192,
+        alignment={"sequence_length": 512},
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder / CONVERTED, dtype=torch.float32)
+    assert model.config.hybrid_read == "normalised" and any(model.config.hybrid_full_heads)
+    refer(model, folder / CONVERTED, prompts)
 
 
 @torch.no_grad()

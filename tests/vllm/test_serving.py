@@ -8,15 +8,16 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.vllm.conftest import ROOT, SETTINGS, reference
-from tests.vllm.reference import CASES, NEW_TOKENS
+from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS
 
 pytestmark = pytest.mark.vllm
 REFUSED = {"experts": "Experts are not served", "mamba1": "mamba1 is not served"}
-SERVED = [name for name in CASES if name not in REFUSED]
+SERVED = [CONVERTED, *(name for name in CASES if name not in REFUSED)]
 # by vLLM's default flags, which compile what lies between the layers and a hybrid layer's step: a minute each
-COMPILED = ["normalised", "normalised, phi", "linear", "mixers alone", "two kinds of RoPE, caps, far sinks"]
+COMPILED = [CONVERTED, "normalised, phi", "linear", "mixers alone", "two kinds of RoPE, caps, far sinks"]
 # chunks that cut the window of 24 and the short convolution; fewer slots than requests
 IN_PIECES = dict(enforce_eager=True, max_num_batched_tokens=47, max_num_seqs=3, enable_prefix_caching=False)
 
@@ -66,14 +67,20 @@ def test_what_is_compiled_is_the_same(name, engine, models, prompts):
     assert_equal(greedy(llm, prompts[2:3]), expected(models, name)[2:3])  # one request is compiled apart
 
 
-@pytest.mark.parametrize("name", ["normalised", "linear"])
-def test_a_lost_state_shows(name, engine, models, prompts, monkeypatch):
-    """Every part of a prompt but the first begins anew: what is compared above must see it."""
+@pytest.mark.parametrize(
+    "name, lost",
+    [("normalised", "all"), ("linear", "all"), ("normalised", "state"), ("linear", "state"), ("mixers alone", "conv")],
+)
+def test_what_is_lost_shows(name, lost, engine, models, prompts, monkeypatch):
+    """Every part of a prompt but the first begins without the state, or all: what is compared above must see it."""
     from recipes.serving import slots
 
     class Forgetful(slots.PromptCache):
         def __init__(self, held, slot, seen, attention):
-            super().__init__(held, slot, 0, attention)
+            super().__init__(held, slot, 0 if lost == "all" else seen, attention)
+            states = {"state": self.recurrent_states, "conv": self.conv_states}.get(lost)
+            if states is not None and states[0] is not None:
+                states[0] = torch.zeros_like(states[0])
 
     monkeypatch.setattr(slots, "PromptCache", Forgetful)
     llm = engine(name, **IN_PIECES)
@@ -83,6 +90,19 @@ def test_a_lost_state_shows(name, engine, models, prompts, monkeypatch):
     for output, i in zip(outputs, long, strict=True):
         wrong, worst = differences([output.outputs[0]], [references[i]])
         assert wrong or worst > 1e-3
+
+
+def test_cuda_graphs_end_where_slots_are_read():
+    """They would replay a layer that was captured without any request's state."""
+    from vllm.config import CompilationConfig, CompilationMode
+    from vllm.plugins import load_general_plugins
+
+    import recipes.serving.slots  # noqa: F401  registers the operator
+
+    load_general_plugins()
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
+    config.set_splitting_ops_for_v1(all2all_backend="naive")
+    assert torch.ops.vllm.hybrid_slots.default.name() in config.splitting_ops
 
 
 @pytest.mark.parametrize("name", ["normalised", "linear", "mixers alone"])
@@ -95,7 +115,7 @@ def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
     assert_equal(outputs, [expected(models, name)[longest]] * 2)
 
 
-@pytest.mark.parametrize("name", ["normalised", "linear", "sliding window, biases, key norms"])
+@pytest.mark.parametrize("name", ["normalised", "linear", "sliding window, biases, key norms, YaRN"])
 def test_a_request_that_was_preempted_goes_on(name, engine, models, prompts):
     """Pages for fewer requests than begin: each needs one more after its 128th or 256th token."""
     few = dict(enable_prefix_caching=False, max_model_len=512, num_gpu_blocks_override=16)
