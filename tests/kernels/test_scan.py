@@ -14,7 +14,11 @@ from tests.kernels import conftest
 from tests.kernels.conftest import DEVICE, INTERPRETED
 
 NAMES = ("y", "state", "dx", "dlog_a", "dB", "dC", "dstate")
-P, N = 32, 16
+SMALL = 32, 16
+SIZES = {  # P, N of the two scans of the normalised read, its matrix and its sums
+    "SmolLM2's read": (64, 32), "SmolLM2's sums": (97, 1), "Llama-3.1-8B's read": (128, 64),
+    "Llama-3.1-8B's sums": (193, 1),
+}  # fmt: skip
 EXTREME = math.log(1e-8)
 CASES = {  # B, L, H, G, T, lowest and highest log decay, lengths of packed sequences in each row, begins at a state
     "1 token": (1, 1, 2, 2, 2, (-3, 0), None, True),
@@ -32,11 +36,18 @@ CASES = {  # B, L, H, G, T, lowest and highest log decay, lengths of packed sequ
     "packed, behind a state": (1, 65, 4, 2, 4, (-3, 0), [[3, 62]], True),
     "packed rows, behind states": (2, 65, 4, 2, 2, (EXTREME, 0), [[64, 1], [20, 45]], True),
     "packed rows, one of them whole": (2, 20, 2, 1, 2, (-3, 0), [[20], [7, 13]], True),
+    "SmolLM2's read": (1, 130, 6, 2, 2, (0, 0), None, True),
+    "SmolLM2's sums": (1, 130, 2, 2, 2, (0, 0), None, True),
+    "Llama-3.1-8B's read": (1, 65, 4, 1, 1, (0, 0), None, True),
+    "Llama-3.1-8B's sums": (1, 65, 1, 1, 1, (0, 0), None, True),
 }
+# the read computes in float32 whatever the model's type
+KINDS = [(case, torch.float32) for case in CASES] + [(case, torch.bfloat16) for case in CASES if case not in SIZES]
 
 
 def make(case, dtype=torch.float32, requires_grad=False):
     B, L, H, G, T, decays, packing, begins = CASES[case]
+    P, N = SIZES.get(case, SMALL)
     sizes = (B, L, G, P), (B, L, T), (B, L, G, N), (B, L, H, N), (B, T, P, N)
     inputs = [torch.randn(size).to(dtype) for size in sizes]
     lowest, highest = map(torch.tensor, decays)  # of all heads, or of each
@@ -72,8 +83,7 @@ def errors(record_property):
 
 
 @pytest.mark.skipif(not INTERPRETED and ssd.chunk_simple_gla is None, reason="needs fla-core")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, dtype", KINDS)
 def test_fla_and_its_gradients(errors, case, dtype):
     inputs, seq_idx = make(case, dtype, requires_grad=True)
     got = with_gradients(ssd.ssd_scan, inputs, seq_idx=seq_idx, backend="fla")
@@ -87,8 +97,7 @@ def test_fla_and_its_gradients(errors, case, dtype):
 
 
 @pytest.mark.skipif(not INTERPRETED and ssd.mamba_chunk_scan_combined is None, reason="needs mamba-ssm")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, dtype", KINDS)
 def test_mamba_ssm(errors, case, dtype):
     inputs, seq_idx = make(case, dtype)
     got = ssd.ssd_scan(*inputs, seq_idx=seq_idx, backend="mamba_ssm")
