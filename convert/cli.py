@@ -317,12 +317,17 @@ def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextlib.contextmanager
-def one_line_errors(verbose: bool, interrupted: str = "OUT is as it was") -> Iterator[None]:
-    """The edge: whatever goes wrong is one line and a non-zero exit; the traceback with --verbose."""
+def one_line_errors(verbose: bool, interrupted: str = "") -> Iterator[None]:
+    """The edge: whatever goes wrong is one line and a non-zero exit; the traceback with --verbose.
+
+    Args:
+        interrupted: what an interruption leaves behind, beside what is noted where it happened.
+    """
     try:
         yield
     except KeyboardInterrupt as error:
-        _fail(f"interrupted; {'; '.join([interrupted, *getattr(error, '__notes__', ())])}.", 130)
+        left = [interrupted] if interrupted else []
+        _fail(f"{'; '.join(['interrupted', *left, *getattr(error, '__notes__', ())])}.", 130)
     except Exception as error:
         if verbose:
             raise

@@ -30,7 +30,7 @@ def message_of(error: Exception) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(said in text for said in DISK_IS_FULL):
         return f"the disk is full{doing}; OUT is as it was{kept}. Free some space, or choose another place."
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"no permission for {error.filename}{doing}."
+        return f"no permission for {getattr(error, 'filename', None) or 'a file'}{doing}."
     if number == errno.ENOMEM or isinstance(error, MemoryError) or _is_out_of_memory(text):
         way_out = "use shorter sequences or smaller batches, or in a conversion a smaller alignment.activation_memory"
         return f"out of memory{doing}; {way_out}{kept}."

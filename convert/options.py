@@ -134,13 +134,13 @@ class MixerOptions:
         if self.shared_state and self.kind in ("mamba1", "none"):
             raise ValueError(f"Mixer {self.kind} has no state that heads could share; choose another mixer.")
         if self.kind == "none" and self.scope is not None:
-            raise ValueError("Mixer none sees nothing; leave out scope, or choose another mixer.")
+            raise ValueError("Without a mixer (kind: none) scope has nothing to set; leave it out, or choose a mixer.")
         if self.read == "normalised":
             if self.kind == "none" or self.scope == "all":
                 clash = "mixer none" if self.kind == "none" else "scope all"
                 raise ValueError(f"read normalised reads what lies beyond the window, and {clash} leaves that out.")
             if self.export_ready:
-                raise ValueError("No architecture of transformers has read normalised; leave out export_ready.")
+                raise ValueError("No architecture of transformers can hold read: normalised; leave one of them out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,9 +346,9 @@ class ConversionOptions:
         fitted = alignment.method != "none" and mixer.kind != "none"
         if fitted and placement.window is not None and placement.window + placement.sinks >= self.sequence_length:
             raise ValueError(
-                f"A window of {placement.window} and {placement.sinks} sinks leaves nothing of sequences of "
-                f"{self.sequence_length} tokens to fit a mixer on; set alignment.sequence_length higher, or say "
-                "--mixer none."
+                f"A window of {placement.window} and {placement.sinks} sinks covers whole calibration sequences of "
+                f"{self.sequence_length} tokens, so that nothing is left to fit a mixer on; set "
+                "alignment.sequence_length higher, or say --mixer none."
             )
         if placement.window is not None and mixer.kind == "mamba1" and mixer.scope == "beyond":
             raise ValueError("mamba1 beside a window sees everything; say scope all, or choose another mixer.")
@@ -371,8 +371,12 @@ class ConversionOptions:
         if "context" in of_placement and self.cache is None:
             unread["placement.context"] = "a cache budget"
         if self.placement.window is None and self.cache is None:
-            beside = ("placement.sinks", "placement.salient", "mixer.scope")
-            unread |= {name: "a window" for name in beside if _named(changed, name)}
+            beside = {"placement": ("sinks", "salient"), "mixer": ("scope", "read")}
+            said = ((section, name) for section, names in beside.items() for name in names)
+            unread |= {f"{section}.{name}": "a window" for section, name in said if name in changed.get(section, {})}
+        if self.mixer.kind == "none":
+            unread |= {f"mixer.{name}": "a mixer" for name in self._of_mixer if name != "kind"}
+            unread |= {f"alignment.fit.{name}": "a mixer" for name in sorted(of_alignment.get("fit", {}))}
         if self.read == "normalised":
             unread |= {f"mixer.{name}": "read linear" for name in self._of_mixer}
             unread |= {f"alignment.fit.{name}": "read linear" for name in sorted(of_alignment.get("fit", {}))}
@@ -445,12 +449,6 @@ def differences(options: Any) -> dict[str, Any]:
         elif value != item.default:
             found[item.name] = value
     return found
-
-
-def _named(changed: Mapping[str, Any], name: str) -> bool:
-    """Whether an option is among those that differ from their defaults."""
-    section, _, leaf = name.partition(".")
-    return leaf in changed.get(section, {})
 
 
 CONVERSION_FLAGS = {
@@ -847,7 +845,8 @@ def _kind(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return f"a list, each item {_kind(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_kind(part) for part in typing.get_args(hint) if part is not types.NoneType)
+        kinds = [_kind(part) for part in typing.get_args(hint) if part is not types.NoneType]
+        return " or ".join(kind for kind in kinds if kind != "a whole number" or "a number" not in kinds)
     if expected := getattr(hint, "_expression", None):
         words = {"v": "", ">=": " of at least ", ">": " above ", "<=": " at most "}
         number = "a whole number" if issubclass(hint, int) else "a number"

@@ -21,6 +21,7 @@ from .dry_run import checked, costed, open_teacher
 from .errors import during
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
+from .placement.presets import kept_heads
 from .plan import Plan, make_plan
 from .weights.writer import Progress, plan_shards, write_and_hash
 
@@ -88,10 +89,11 @@ def run(
             write(plan, alignment, options, side_files, licence, folder, progress, watch)
             if alignment is not None and options.alignment.method == "mohawk":
                 aligner.train(folder, owner.work / "stages", plan.dtype)
-        if repository is not None:
-            upload(output, repository)
+                watch.over("training")
         if aligner is not None:
             aligner.finished()
+    if repository is not None:
+        upload(output, repository)
     return plan
 
 
@@ -138,6 +140,11 @@ def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptio
         dataclasses.replace(options, model="teacher", output=PublishedOutputOptions(folder="hybrid"))
     )
     recorded.get("alignment", {}).pop("work_dir", None)
+    if isinstance(heads := options.placement.attention_heads, str):  # a path of this machine, it may be
+        config = plan.config
+        recorded["placement"]["attention_heads"] = kept_heads(
+            heads, config.num_hidden_layers, config.num_attention_heads
+        )
     if "text" in recorded.get("alignment", {}):
         recorded["alignment"]["text"] = public_text_name(options.alignment.text)
     return {

@@ -193,10 +193,13 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, options: Conver
                 f"window {hybrid.window} is larger than the teacher's own, {weights.config.sliding_window}."
             )
         if hybrid.read == "normalised" and hybrid.state:
-            raise ValueError("Beyond its own windows this teacher sees nothing that could be read; say read linear.")
+            raise ValueError(
+                "The replaced layers see a sliding window only in this teacher, so nothing lies beyond it to be read "
+                "as softmax would; set mixer.read: linear."
+            )
         if windows & placement.full_heads.keys():
             raise ValueError(
-                "attention_heads would see everything where this teacher's own see a window; leave them out."
+                "attention_heads names heads of layers that see a sliding window only in this teacher; leave them out."
             )
     stateless = hybrid is not None and not hybrid.state
     mixer = MixerOptions(kind="none") if stateless else resolved_mixer(options, weights.config)
@@ -337,7 +340,7 @@ def describe(plan: Plan) -> str:
     mixer = f"{beside} beside a" if s["mixer"] != "none" else "a"
     kept = f", {s['sinks']} sinks and {s['salient']} salient tokens" if s["salient"] else f" and {s['sinks']} sinks"
     seen = f"window of {s['window']}{kept}"
-    replacement = f"{mixer} {seen}" if s["window"] else s["mixer"]
+    replacement = f"{mixer} {seen}" if s["window"] else s["mixer"] if s["mixer_layers"] else "every layer kept"
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     kind = "hybrid" if s["window"] else "mixer"
@@ -357,7 +360,7 @@ def describe(plan: Plan) -> str:
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
             f"({share:.1%})"
         )
-    if s["mixer"] != "none":
+    if s["mixer"] != "none" and s["mixer_layers"]:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the states, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")

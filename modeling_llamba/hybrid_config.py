@@ -374,7 +374,9 @@ class HybridConfig(PreTrainedConfig):
                         "is not 'proportional'; or use hybrid_read 'linear'."
                     )
             elif self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
-                raise ValueError(f"With mixer {self.mixer!r} nothing reaches a state late; use mixer_sees 'all'.")
+                raise ValueError(
+                    f"mixer_sees 'beyond' needs a mixer of the Mamba-2 kind; with mixer {self.mixer!r} use 'all'."
+                )
             if self.hybrid_salient and self.hybrid_read == "linear" and self.mixer != "none":
                 raise ValueError("hybrid_salient needs hybrid_read 'normalised' or mixer 'none'.")
         if self.hybrid_full_heads is None:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
 from .attention import append_keys, attention_function, capped, qk_norms
@@ -213,18 +212,11 @@ class WindowAttention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         inputs: WindowInputs,
         seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
     ) -> Near:
-        """The heads' outputs, and what a read of the far past needs beside them.
-
-        Args:
-            hidden_states: (B, L, hidden). kwargs: for transformers' attention function.
-        """
+        """The heads' outputs from hidden states (B, L, hidden), and what a read of the far past needs beside them."""
         projected = self.project(hidden_states, position_embeddings, inputs)
-        past = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        of_full = self.attend_fully(projected, inputs.causal_mask, past, **kwargs)
-        return self.attend_nearby(projected, inputs, of_full, past, seq_idx)
+        of_full = self.attend_fully(projected, inputs.causal_mask, None)
+        return self.attend_nearby(projected, inputs, of_full, None, seq_idx)
 
     def attend_nearby(
         self,

@@ -160,7 +160,8 @@ def answer_all(
 
 def run_key(prompts: list[Prompt], teaching: TeacherArguments, arguments: SeqKDArguments) -> str:
     """A hash of everything the answers depend on."""
-    shown = {k: v for k, v in vars(arguments).items() if k not in ("output_dir", "overwrite", "test_share")}
+    without = ("output_dir", "overwrite", "test_share", "truncated")  # which say what becomes of the answers
+    shown = {k: v for k, v in vars(arguments).items() if k not in without}
     files = local_files(teaching.teacher_model_name_or_path)
     text = json.dumps([shown, vars(teaching), files, [prompt.ids for prompt in prompts]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -133,11 +133,10 @@ class Aligner:
     def fit(self, layers: list[int], settings: FitOptions) -> Fits:
         """Fit mixers for these layers."""
         held_out = self.options.alignment.held_out_sequences
-        goes_on = dataclasses.replace(settings, refine_steps=0) == self.quick
         fits = fit_mixers(
             self.model, layers, self.ids, held_out, settings, self.cache(settings),
-            parse_size(self.options.alignment.activation_memory), self.options.seed, self.progress,
-            self.work or existing_parent(Path(self.options.output.folder)), solved=self._solved if goes_on else None,
+            parse_size(self.options.alignment.activation_memory), self.options.seed, self.progress, self.work,
+            self._solved,
         )  # fmt: skip
         if settings == self.quick:
             self._solved |= fits
@@ -188,7 +187,7 @@ class Aligner:
         key = {
             "teacher": [self.weights.teacher.public_name, self.weights.teacher.revision, files],
             "mixer": {k: v for k, v in config.items() if k.startswith(("mixer", "hybrid"))},
-            "text": hashlib.sha256(self.ids.numpy().tobytes()).hexdigest(),
+            "text": [list(self.ids.shape), hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()],
             "held_out": self.options.alignment.held_out_sequences,
             "fit": differences(settings),
             "initial_decay": self.options.mixer.initial_decay,
@@ -203,9 +202,3 @@ def public_text_name(source: str) -> str:
     """What may be published of the text's name: a Hub id, or the last part of a local path."""
     path = Path(source).expanduser()
     return path.name if path.exists() else source
-
-
-def existing_parent(path: Path) -> Path:
-    """The nearest parent of a path that exists, which is on the disk that the result goes to."""
-    path = path.expanduser().absolute().parent
-    return path if path.is_dir() else existing_parent(path)

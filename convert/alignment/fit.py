@@ -46,11 +46,14 @@ class FitCache:
                 self.folder / "key.json", lambda path: path.write_text(json.dumps(key, indent=2, default=str))
             )
 
-    def load_mixer(self, layer: int, mixer: nn.Module) -> LayerFit | None:
-        """Fill `mixer` with an earlier fit; None if there is none."""
+    def holds(self, layer: int) -> bool:
+        """Whether there is an earlier fit, which may be damaged."""
         path = self._path(f"layer-{layer:03d}.safetensors")
-        if path is None or not path.is_file():
-            return None
+        return path is not None and path.is_file()
+
+    def load_mixer(self, layer: int, mixer: nn.Module) -> LayerFit | None:
+        """Fill `mixer` with an earlier fit; None if it is damaged."""
+        path = self._path(f"layer-{layer:03d}.safetensors")
         try:
             fit = LayerFit(**json.loads(path.with_suffix(".json").read_text()))
             state = load_file(path)
@@ -118,10 +121,12 @@ def fit_mixers(
     fitted: Fits = {}
     solved = solved or {}
     for layer in layers:
-        mixer = teacher.mixer(layer)
-        if (fit := cache.load_mixer(layer, mixer)) is not None:
-            fitted[layer] = (mixer, fit)
-        elif layer in solved and not settings.refine_steps:
+        if cache.holds(layer):
+            mixer = teacher.mixer(layer)
+            if (fit := cache.load_mixer(layer, mixer)) is not None:
+                fitted[layer] = (mixer, fit)
+                continue
+        if layer in solved and not settings.refine_steps:
             fitted[layer] = solved[layer]
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:

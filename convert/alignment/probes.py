@@ -60,7 +60,8 @@ def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int =
 
 
 def with_recall(ids: torch.Tensor, vocabulary: range, seed: int) -> torch.Tensor:
-    """Text (S, L) of whose rows every sixth, from the last, is random tokens that repeat or, in turn, holds a needle.
+    """The text (S, L) with every sixth row, counted from the last, changed to ask for recall: into random tokens that
+    are said twice and, alternately, by needles that are hidden in it.
 
     A fit on prose alone unlearns what few heads are for, since prose hardly asks for it.
     """
@@ -74,10 +75,10 @@ def with_recall(ids: torch.Tensor, vocabulary: range, seed: int) -> torch.Tensor
 
 
 def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) -> torch.Tensor:
-    """Text (S, L) of whose rows a share holds needles, and in its last quarter what asks for them; the rest is as it was.
+    """The text (S, L) with needles of random tokens hidden in a share of its rows and asked for in their last quarter.
 
-    A row holds one needle of L / 4 tokens, or two half as long, and so on to needles of 8 tokens: each anywhere in its
-    own stretch of the text, and all asked for in another order. Short ones teach to look up, long ones to copy.
+    Such a row holds one needle of L / 4 tokens, or two half as long, and so on to needles of 8 tokens: each anywhere
+    in its own stretch of the text, and all asked for in another order. Short ones teach to look up, long ones to copy.
     """
     generator, length, changed = _generator(seed), ids.shape[1], ids.clone()
     for i in torch.randperm(len(ids), generator=generator)[: round(share * len(ids))].tolist():

@@ -25,7 +25,7 @@ TEMPLATE = """---
 
 # {{ title }}
 
-{{ teacher }} with {{ num_mixer }} of its {{ num_layers }} attention layers replaced by {{ replacement }}, made by
+{{ teacher }} with {{ replaced }}, made by
 [convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/). It loads with `{{ needed }}`:
 
 ```python
@@ -156,12 +156,12 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         path=name,
         teacher=plan.teacher.public_name,
         needed=NEEDED,
-        replacement=replacement,
+        replaced=f"{len(replaced)} of its {len(summary['layer_types'])} attention layers replaced by {replacement}"
+        if replaced
+        else "every attention layer kept",
         window=f", H {beside}softmax attention to {summary['window']} tokens and {summary['sinks']} sinks"
         if summary["window"]
         else "",
-        num_mixer=len(replaced),
-        num_layers=len(summary["layer_types"]),
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),

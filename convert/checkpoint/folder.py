@@ -80,6 +80,8 @@ class OutputFolder:
     def _leave_work(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         if self.owns_work and (self.work / MARKER).is_file() and (error is None or not self._is_worth_keeping):
             remove_work(self.work, self.kept)
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note("OUT is as it was")
         if error is not None and self._is_worth_keeping:
             error.add_note(f"{KEPT} in {self.work}, and the same command goes on from there")
         elif isinstance(error, KeyboardInterrupt):

@@ -39,14 +39,18 @@ def upload(folder: Path, repository: str, message: str = "Add hybrid") -> None:
     Raises:
         ValueError: the Hub did not take it; what it received is kept for the next attempt.
     """
-    with push_errors(f"{repository} (the model is complete in {folder})"):
-        HfApi().upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message=message,
-            delete_patterns=REPLACED,
-            ignore_patterns=[MARKER],
-        )
+    try:
+        with push_errors(f"{repository} (the model is complete in {folder})"):
+            HfApi().upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                commit_message=message,
+                delete_patterns=REPLACED,
+                ignore_patterns=[MARKER],
+            )
+    except KeyboardInterrupt as error:
+        error.add_note(f"the model is complete in {folder}, and `hf upload {repository} {folder}` goes on")
+        raise
 
 
 @contextlib.contextmanager

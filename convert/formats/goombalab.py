@@ -160,7 +160,10 @@ def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohaw
             "mixer_activation",
         )
     aliases = {"id": "identity", "linear": "identity", "none": "identity", "swish": "silu"}
-    prefix = next(name for name in source.tensors if name.endswith(".mixer.D")).removesuffix("D")
+    prefix = next((name for name in source.tensors if name.endswith(".mixer.D")), None)
+    if prefix is None:
+        raise ValueError(f"{source.name} has no tensor that ends in .mixer.D, so it is incomplete.")
+    prefix = prefix.removesuffix("D")
     (heads,) = source.shape(f"{prefix}D", 1)
     if said.get("n_v_heads", int, heads) != heads:
         raise ValueError(

@@ -47,8 +47,8 @@ def recognise(source: ForeignCheckpoint) -> Format:
     mamba = next((name for name in source.tensors if ".mamba." in name), None)
     if mamba is not None:
         raise ValueError(
-            f"{source.name} has Mamba layers under model.layers.*.mamba, but of no known layout, such as {mamba}. "
-            f"Supported: {SUPPORTED}."
+            f"{source.name} has Mamba layers under model.layers.*.mamba whose tensors this project does not know, "
+            f"such as {mamba}. Supported: {SUPPORTED}."
         )
     said = f"model_type {model_type!r}" if source.config else "no config.json"
     raise ValueError(

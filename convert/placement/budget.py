@@ -54,6 +54,11 @@ class Budget:
         given = {(layer, kv) for layer in named for kv in range(kv_heads)}
         if placement.attention_heads is not None:
             heads = kept_heads(placement.attention_heads, layers, kv_heads * self.shared) or {}
+            if hidden := sorted(heads.keys() & set(self.windows)):
+                raise ValueError(
+                    f"attention_heads names heads of layer {hidden[0]}, which sees a sliding window only; leave "
+                    f"out those of layers {', '.join(map(str, hidden))}."
+                )
             given |= {(layer, head // self.shared) for layer, of_layer in heads.items() for head in of_layer}
         return tuple(sorted(given))
 

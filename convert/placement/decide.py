@@ -12,7 +12,7 @@ from .presets import attention_layers, counted_heads, kept_heads, query_heads, u
 if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
     from ..alignment.aligner import Aligner
 
-STAND_INS = "scores decide which {} keep their attention; until they are taken, those shown stand in for them"
+STAND_INS = "which {} keep their attention is decided by scores during the run; those shown are as many, evenly placed"
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
@@ -88,7 +88,7 @@ def decide_placement(
                 raise ValueError(
                     f"attention_heads {asked_heads} is {count} key/value heads; the replaced layers have {len(free)}."
                 )
-            heads = query_heads(free[:count], _shared(weights))
+            heads = query_heads(free[:count], Budget(weights, options).shared)
         placement = placement.with_full_heads(heads)
     return Decision(placement, tuple(notes) if placement.replaced_layers else ())
 
@@ -114,11 +114,7 @@ def _ranked(weights: TeacherWeights, aligner: "Aligner | None", notes: list[str]
 
         scores = retrieval_scores(aligner.model, aligner.ids, aligner.options.seed, aligner.progress)
         aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
-        return ranked_heads(scores, _shared(weights))
+        return ranked_heads(scores, Budget(weights, aligner.options).shared)
     notes.append(STAND_INS.format("heads"))
     layers, kv_heads = weights.config.num_hidden_layers, weights.config.num_key_value_heads
     return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
-
-
-def _shared(weights: TeacherWeights) -> int:
-    return weights.config.num_attention_heads // weights.config.num_key_value_heads

@@ -111,6 +111,8 @@ def kept_heads(
 
 def counted_heads(asked: int | float, total: int) -> int:
     """How many of the teacher's key/value heads `attention_heads` asks for: a number, or a share of their `total`."""
+    if isinstance(asked, float) and not 0 <= asked <= 1:
+        raise ValueError(f"attention_heads {asked} as a share of the key/value heads must lie between 0 and 1.")
     count = round(asked * total) if isinstance(asked, float) else asked
     if count == 0 and asked > 0:
         raise ValueError(f"attention_heads {asked} of {total} key/value heads is less than one; give a larger share.")

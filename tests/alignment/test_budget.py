@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from convert import convert
 from convert.alignment.aligner import Aligner
 from convert.alignment.cost import Rates, cost_of
+from convert.alignment.mohawk.layerwise import run_key
 from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.pipeline import run
@@ -141,11 +142,14 @@ def test_the_teachers_own_windows_go_where_a_state_is_cheaper(saved_teacher, tmp
     assert budget(tmp_path / "wide", cache=0.97, read="linear").kept_windows == (0, 2)
     with pytest.raises(ValueError, match="window 301 is larger than the teacher's own"):
         hybrid_config(spent.weights, everywhere(Hybrid(301, 4), 4), spent.options)
-    with pytest.raises(ValueError, match="say read linear"):
+    with pytest.raises(ValueError, match="set mixer.read: linear"):
         hybrid_config(spent.weights, everywhere(Hybrid(9, 4, read="normalised"), 4), spent.options)
-    with pytest.raises(ValueError, match="would see everything where this teacher's own see a window"):
+    with pytest.raises(ValueError, match="names heads of layers that see a sliding window only"):
         heads = everywhere(Hybrid(9, 4), 4).with_full_heads({0: [1]})
         hybrid_config(spent.weights, heads, spent.options)
+    named = budget(tmp_path / "wide", cache=0.3, attention_heads="0:1,1:0")
+    with pytest.raises(ValueError, match="names heads of layer 0, which sees a sliding window only"):
+        named.placement([])
 
 
 def test_heads_that_share_keys_share_a_state_within_a_budget(saved_teacher):
@@ -245,11 +249,23 @@ def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
         assert Aligner(spent.weights, spent.options).ids.shape == shape
 
 
+def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):
+    """Fits, and what stages of training have done, are kept for a run that goes on."""
+    spent, ids, folders, keys = budget(saved_teacher("llama-gqa")), random_ids(8, 64), set(), set()
+    for rows in (ids, ids.view(4, 128), ids):
+        aligner = Aligner(spent.weights, spent.options, work=tmp_path)
+        aligner._rows = rows, rows[:0]
+        aligner.follow(Mixer())
+        folders.add(aligner.cache(aligner.quick).folder)
+        keys.add(run_key(spent.options.alignment.distillation, rows, 0, {}))
+    assert len(folders) == len(keys) == 2
+
+
 def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch):
     monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)
     plan = plan_conversion(options_of(saved_teacher("llama-gqa")))
     text, shown = describe(plan), plan.summary()
-    assert "window" in text and "full heads" in text and "scores decide which heads" in text
+    assert "window" in text and "full heads" in text and "is decided by scores" in text
     assert shown["window"] > 1 and shown["attention_heads"]
     teacher, hybrid = cache_bytes(plan.config, CONTEXT, torch.float32)
     assert hybrid <= 0.5 * teacher
@@ -264,7 +280,7 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
         (dict(cache=0.0001), "too little"),
         (dict(cache="1KB"), "too little"),
         (dict(window=5000, mixer="none"), "too little"),
-        (dict(window=5000), "leaves nothing of sequences"),
+        (dict(window=5000), "covers whole calibration sequences"),
         (dict(attention_heads="9:0"), "layers are 0 to 3"),
     ],
 )

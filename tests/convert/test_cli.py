@@ -39,15 +39,15 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
 
     done = dry("--align", "none")
     assert "MAMA" in done.stderr and done.stdout == ""
-    assert "scores decide" not in done.stderr, "nothing is fitted, so they are evenly placed"
+    assert "decided by scores" not in done.stderr, "nothing is fitted, so they are evenly placed"
     done = dry()
-    assert "softmax would" in done.stderr and "scores decide which heads" in done.stderr
-    assert "scores decide" not in dry("--cache", "0.9", "--attention-heads", "1:0").stderr, "the user has decided"
+    assert "softmax would" in done.stderr and "which heads keep their attention is decided by scores" in done.stderr
+    assert "decided by scores" not in dry("--cache", "0.9", "--attention-heads", "1:0").stderr, "the user has decided"
     done = dry("--attention-layers", "0.5")
-    assert "scores decide which layers" in done.stderr and "which heads" not in done.stderr
+    assert "which layers keep their attention is decided by scores" in done.stderr and "which heads" not in done.stderr
     window = ("--window", "8", "--attention-heads", "1", "--attention-layers", "none")
     done = dry(*window)
-    assert "scores decide which heads" in done.stderr and "which layers" not in done.stderr
+    assert "which heads keep their attention is decided by scores" in done.stderr and "which layers" not in done.stderr
     done = dry(*window[:2], "--mixer", "none", "--align", "none")
     assert "2 hybrid)" in done.stderr and "states" not in done.stderr
     plan = json.loads(dry("--json", "--attention-layers", "3", "--align", "none").stdout)
@@ -311,3 +311,16 @@ def test_python_takes_what_yaml_takes():
 
 def test_version():
     assert run_as_is("--version").stdout.startswith("convert-to-hybrid ")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(attention_layers=0.5, read="linear"), "mixer.read has no effect without a window"),
+        (dict(mixer="none", window=8, d_state=4), "mixer.d_state has no effect without a mixer"),
+        (dict(mixer="none", window=8, decays=(0.5,)), "alignment.fit.decays has no effect without a mixer"),
+    ],
+)
+def test_what_nothing_reads_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_options("m", "o", **options)

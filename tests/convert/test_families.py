@@ -49,7 +49,8 @@ def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
         "PhiMambaForCausalLM" if name.startswith("phi-") or name == "phi" else "LlambaForCausalLM"
     )
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
-    assert {rule.kind for rule in plan.rules} == {"moved"}
+    assert {rule.kind for rule in plan.rules} == {"moved"} and "with every layer kept" in describe(plan)
+    assert "with every attention layer kept" in (tmp_path / "out" / "README.md").read_text()
     assert plan.parameters_before == plan.parameters_after == sum(p.numel() for p in teacher.parameters())
 
 

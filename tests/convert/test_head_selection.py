@@ -96,6 +96,13 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
     cache = model(ids).past_key_values
     assert cache_nbytes(cache) == 2 * cache_bytes(plan.config, 40, torch.float32)[1]
     assert plan.summary()["attention_heads"] == {1: [0, 1], 3: [2]}
+    (tmp_path / "heads.json").write_text('{"1": [0, 1], "3": [2]}')
+    from_file = convert(
+        str(saved_teacher("llama-gqa")), tmp_path / "file", attention_heads=str(tmp_path / "heads.json"), **options
+    )
+    assert from_file.placement == plan.placement
+    for name in ("config.json", "README.md"):
+        assert str(tmp_path) not in (tmp_path / "file" / name).read_text()
     every = ",".join(f"{layer}:{head}" for layer in range(4) for head in range(4))
     convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_heads=every, **options)
     everything = AutoModelForCausalLM.from_pretrained(tmp_path / "all").eval()
@@ -147,7 +154,7 @@ def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, t
         ("llama-gqa", "5", "the replaced layers have 4"),
         ("llama-gqa", "0.01", "less than one"),
         ("llama-gqa", "heads.json", "no such file"),
-        ("mistral-window", "0:0", "this teacher's own see a window"),
+        ("mistral-window", "0:0", "see a sliding window only in this teacher"),
     ],
 )
 def test_heads_that_cannot_be_are_refused_before_any_work(name, heads, message, saved_teacher):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from convert import cli
 from convert.checkpoint.folder import MARKER
 from modeling_llamba import LlambaForCausalLM
 from tests.convert.test_bad_input import run
@@ -58,6 +59,18 @@ def test_pushing_again_leaves_no_stale_weights_and_never_publishes(connected, tm
     done = run("org/teacher", tmp_path / "2", "--push-to-hub", "me/again", "--private")
     assert done.returncode == 1 and "exists and is public" in done.stderr, done.stderr
     assert not (tmp_path / "2").exists()
+
+
+def test_an_upload_that_is_interrupted_leaves_the_model(connected, tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["org/teacher", str(tmp_path / "out"), "--push-to-hub", "me/late", "--align", "none", "-q"])
+    assert stopped.value.code == 130 and (tmp_path / "out" / "config.json").is_file()
+    said = capsys.readouterr().err
+    assert "the model is complete in" in said and "hf upload me/late" in said and "OUT is as it was" not in said
 
 
 def test_a_plan_leaves_the_weights_on_the_hub(connected, tmp_path):

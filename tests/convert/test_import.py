@@ -286,6 +286,9 @@ def broken(tmp_path, what):
         config["quantization"] = {"group_size": 64, "bits": 4}
     if what == "no config, backbone":
         (config, tensors), mamba_config = (None, p.llamba(True)[1]), None
+    if what == "no skip":
+        config, tensors = p.llamba(True)
+        tensors, mamba_config = {name: t for name, t in tensors.items() if not name.endswith(".mixer.D")}, None
     if what == "incomplete config":
         config, tensors = p.llamba(True)
         mamba_config = config.pop("n_layer") and None
@@ -311,6 +314,7 @@ ERRORS = {
     "packed": "has type U32, so the weights are quantised; supported are full-precision ones",
     "packed, and says so": "is quantised (quantization in config.json); import the full-precision weights",
     "no config, backbone": "no config.json, tensors such as backbone",
+    "no skip": "no tensor that ends in .mixer.D",
     "incomplete config": "in/config.json has no n_layer.",
 }
 

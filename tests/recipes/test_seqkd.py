@@ -96,6 +96,8 @@ def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_
     monkeypatch.setattr(seqkd.Answerer, "__call__", lambda self, batch: [[9] * 8 for _ in batch])
     with pytest.raises(ValueError, match="12 of 12 were cut off"):
         seqkd.main(arguments(teacher, prompts, tmp_path / "none", "--truncated", "drop"))
+    kept = seqkd.main(arguments(teacher, prompts, tmp_path / "none"))  # goes on with the answers that are there
+    assert sum(kept["rows"].values()) == 12
 
 
 def test_greedy_has_no_penalties(teacher, prompts, tmp_path):

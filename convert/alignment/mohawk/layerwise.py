@@ -240,7 +240,7 @@ def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateOptions) -> La
 def run_key(settings: StageOptions, ids: torch.Tensor, seed: int, modules: dict[int, nn.Module] | nn.Module) -> str:
     """A digest of what a run depends on: settings, text, seed, and the weights it starts from (samples of each)."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings) | {"seed": seed}, sort_keys=True).encode())
-    digest.update(ids.cpu().numpy().tobytes())
+    digest.update(str(tuple(ids.shape)).encode() + ids.cpu().numpy().tobytes())
     for module in modules.values() if isinstance(modules, dict) else [modules]:
         for name, tensor in module.state_dict().items():
             flat = tensor.detach().reshape(-1)
