@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
-from .placement.placement import Decision, Placement
+from .placement.placement import Decision, Placement, window_in_words
 from .teachers.teacher import Teacher, config_errors, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
@@ -129,7 +129,7 @@ class Plan:
     def summary(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`, the card and the console."""
         kinds = Counter(rule.kind for rule in self.rules)
-        hybrid = self.placement.hybrid
+        hybrid, widths = self.placement.hybrid, set(self.placement.windows.values())
         return {
             "teacher": self.teacher.name,
             "revision": self.teacher.revision,
@@ -138,7 +138,7 @@ class Plan:
             "mixer": self.config.mixer,
             "read": None if hybrid is None or not hybrid.state else hybrid.read,
             "salient": None if hybrid is None else hybrid.salient,
-            "window": None if hybrid is None else hybrid.window,
+            "window": None if hybrid is None else hybrid.window if len(widths) == 1 else self.placement.windows,
             "sinks": None if hybrid is None else hybrid.sinks,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
             "layer_types": self.config.layer_types,
@@ -188,10 +188,8 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, options: Conver
     hybrid, teacher_types = placement.hybrid, weights.config.layer_types
     windows = {layer for layer in placement.replaced_layers if teacher_types[layer] == "sliding_attention"}
     if hybrid is not None and windows:
-        if hybrid.window > weights.config.sliding_window:
-            raise ValueError(
-                f"window {hybrid.window} is larger than the teacher's own, {weights.config.sliding_window}."
-            )
+        if (widest := max(placement.windows.values())) > weights.config.sliding_window:
+            raise ValueError(f"window {widest} is larger than the teacher's own, {weights.config.sliding_window}.")
         if hybrid.read == "normalised" and hybrid.state:
             raise ValueError(
                 "The replaced layers see a sliding window only in this teacher, so nothing lies beyond it to be read "
@@ -339,8 +337,8 @@ def describe(plan: Plan) -> str:
     beside = "a state read as softmax would" if s["read"] == "normalised" else s["mixer"]
     mixer = f"{beside} beside a" if s["mixer"] != "none" else "a"
     kept = f", {s['sinks']} sinks and {s['salient']} salient tokens" if s["salient"] else f" and {s['sinks']} sinks"
-    seen = f"window of {s['window']}{kept}"
-    replacement = f"{mixer} {seen}" if s["window"] else s["mixer"] if s["mixer_layers"] else "every layer kept"
+    seen = f"window of {window_in_words(s['window'])}{kept}" if s["window"] else ""
+    replacement = f"{mixer} {seen}" if seen else s["mixer"] if s["mixer_layers"] else "every layer kept"
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     kind = "hybrid" if s["window"] else "mixer"

@@ -290,7 +290,7 @@ def fit_cache(cache: Cache | None, config, padded: bool = False) -> None:
             if getattr(layer, "is_initialized", False):
                 raise ValueError(f"Layer {i} of the cache holds the keys of another model.")
             most = layer.max_cache_len if stays and isinstance(layer, StaticLayer) else None
-            cache.layers[i] = WindowLayer(config.hybrid_window, most)
+            cache.layers[i] = WindowLayer(config.window_of(i), most)
         elif isinstance(layer, StaticLayer) and not layer.is_initialized and not stays:
             # masks are made once for all layers and the heads with full attention, whose keys then grow
             sliding = isinstance(layer, StaticSlidingWindowLayer)
@@ -301,7 +301,8 @@ def stays_in_place(config) -> bool:
     """Whether a static cache can be one for the hybrid layers: if a kernel sees to single tokens, in place."""
     if config.hybrid_read != "normalised" or requested_backend(config.mixer_backend) == "torch":
         return False
-    return can_run(torch.cuda.is_available(), torch.float32, config.num_attention_heads, config.hybrid_window)
+    least = min(config.window_of(i) for i, kind in enumerate(config.layer_types) if kind == "hybrid")
+    return can_run(torch.cuda.is_available(), torch.float32, config.num_attention_heads, least)
 
 
 def _stays(t: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,9 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             numbers = value if isinstance(value, (list, tuple)) else [None]
             if not all(isinstance(number, (int, float)) and 0 < number < 1e9 for number in numbers):
                 raise ValueError(f"{name} of RoPE must be a list of numbers above 0, not {str(value)[:40]}.")
+        elif name == "hybrid_window" and isinstance(value, list):
+            for width in value:
+                check_numbers({name: width or None})  # 0 where a layer is not hybrid
         elif name in BOUNDS and value is not None:
             low, high = BOUNDS[name]
             kind, what = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
@@ -115,7 +118,8 @@ class HybridConfig(PreTrainedConfig):
         mixer_gate_bias: a learned bias z_bias inside the gate.
         mixer_in_bias, mixer_out_bias: bias on in_proj and out_proj.
         mixer_sees: in hybrid layers, "beyond" (what is neither in the window nor a sink) or "all".
-        hybrid_window, hybrid_sinks: columns and first tokens that a hybrid layer's attention sees.
+        hybrid_window: columns that a hybrid layer's attention sees; a list, with an entry for every layer, where they
+            differ. hybrid_sinks: first tokens that it sees.
         hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
         hybrid_read: how hybrid layers read what lies beyond the window: "linear", by the mixer, or "normalised", as
             softmax would (normalised_read.py), without a mixer.
@@ -181,7 +185,7 @@ class HybridConfig(PreTrainedConfig):
     mixer_out_bias: bool = False
     mixer_dt_rank: int | None = None
     mixer_sees: str | None = None
-    hybrid_window: int | None = None
+    hybrid_window: int | list[int] | None = None
     hybrid_sinks: int = 4
     hybrid_sink_reach: int | None = None
     hybrid_read: str = "linear"
@@ -248,6 +252,10 @@ class HybridConfig(PreTrainedConfig):
     def rope_of(self, layer: int) -> str:
         """The kind of rotary embedding of a layer."""
         return "main" if self.layer_rope is None else self.layer_rope[layer]
+
+    def window_of(self, layer: int) -> int:
+        """Width of the window of a hybrid layer."""
+        return self.hybrid_window[layer] if isinstance(self.hybrid_window, list) else self.hybrid_window
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write config.json and the code it names; a model's `save_pretrained` comes here, too.
@@ -355,7 +363,12 @@ class HybridConfig(PreTrainedConfig):
 
     def _validate_window(self) -> None:
         if "hybrid" in self.layer_types:
-            if self.hybrid_window is None or self.hybrid_window < 1 or self.hybrid_sinks < 0:
+            widths = self.hybrid_window
+            if isinstance(widths, list):
+                if len(widths) != self.num_hidden_layers:
+                    raise ValueError(f"hybrid_window as a list needs {self.num_hidden_layers} entries, one a layer.")
+                widths = min(self.window_of(i) for i, kind in enumerate(self.layer_types) if kind == "hybrid")
+            if widths is None or widths < 1 or self.hybrid_sinks < 0:
                 raise ValueError(
                     "layer_types has hybrid: set hybrid_window to at least 1 and hybrid_sinks to at least 0."
                 )

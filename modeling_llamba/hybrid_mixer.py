@@ -52,13 +52,13 @@ class HybridMixer(nn.Module):
             self.sizes.append(self.ssd.out_proj.in_features)
             self.ssd.out_proj = nn.Identity()
         if self.ssd is not None and config.mixer_sees == "beyond":
-            self.ssd.delay, self.ssd.skipped = config.hybrid_window, config.hybrid_sinks
+            self.ssd.delay, self.ssd.skipped = self.attention.window, config.hybrid_sinks
         with_bias = config.attention_out_bias or (config.mixer_out_bias and len(self.sizes) > 1)
         self.out_proj = nn.Linear(sum(self.sizes), config.hidden_size, bias=with_bias)
         # how many tokens of a sequence the window serves alone
         self.near_tokens = 0
         if config.mixer_sees == "beyond":
-            self.near_tokens = config.hybrid_window + config.hybrid_sinks
+            self.near_tokens = self.attention.window + config.hybrid_sinks
             bias = config.attention_out_bias
             self.near_proj = nn.Linear(self.attention_size, config.hidden_size, bias=bias)
 

@@ -75,7 +75,7 @@ class NormalisedRead(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.window = config.head_dim, config.window_of(layer_idx)
         self.full_heads = list(config.hybrid_full_heads[layer_idx]) if config.hybrid_full_heads else []
         self.log_decay = nn.Parameter(torch.zeros(self.kv_heads))
         self.planes, self.slow_planes = config.rotary_planes, config.state_planes(layer_idx)
@@ -94,7 +94,7 @@ class NormalisedRead(nn.Module):
     def _one_launch(self, cache: Cache | None, *inputs: torch.Tensor) -> bool:
         """Whether a kernel takes one token: on CUDA, unless something is recorded or backend "torch" asked for."""
         state = None if cache is None else recurrent_state(cache, self.layer_idx)
-        if state is None or not can_run(state.is_cuda, state.dtype, self.heads, self.config.hybrid_window):
+        if state is None or not can_run(state.is_cuda, state.dtype, self.heads, self.window):
             return False
         if recorded_by(cache, self.layer_idx) is not None or requested_backend(self.config.mixer_backend) == "torch":
             return False

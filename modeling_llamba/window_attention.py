@@ -187,7 +187,7 @@ class WindowAttention(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        self.window, self.sinks, self.places = config.hybrid_window, config.hybrid_sinks, config.hybrid_salient
+        self.window, self.sinks, self.places = config.window_of(layer_idx), config.hybrid_sinks, config.hybrid_salient
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping

@@ -23,6 +23,8 @@ PATTERNS = {
     "gemma": ["hybrid", "sliding_attention", "linear_attention", "full_attention"],
     "experts": ["linear_attention", "full_attention"],
 }
+WINDOWS = {"normalised": [6, 0, 9], "normalised-only": [9, 6], "beside": [6, 0, 4, 0]}
+"""Where layers differ in the width of their windows."""
 BLOCKS = {
     "gemma": dict(
         norm_placement="both", norm_unit_offset=True, qk_norm="all_heads", mixer_qk_norm="all_heads",
@@ -49,7 +51,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         mixer_out_bias=True,
         mixer_chunk_size=16,
         sliding_window=8,
-        hybrid_window=6,
+        hybrid_window=WINDOWS.get(pattern, 6),
         mixer_shared_state=pattern == "shared",
         hybrid_sinks=2,
         hybrid_salient=3 if pattern == "normalised" else 0,

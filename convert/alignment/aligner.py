@@ -85,7 +85,8 @@ class Aligner:
         if full_heads is not None:
             kinds = self.weights.config.layer_types
             windows = [layer for layer in full_heads.attention_layers if kinds[layer] == "sliding_attention"]
-            placement = placement.with_full_heads(full_heads.full_heads).keeping(windows)
+            placement = placement.with_full_heads(full_heads.full_heads).with_windows(full_heads.windows)
+            placement = placement.keeping(windows)
         config = hybrid_config(self.weights, placement, self.options)
         if self.model.mixer_config is None or self.model.mixer_config.to_dict() != config.to_dict():
             self.model.follow(config)

@@ -152,7 +152,7 @@ def candidate_decays(mixer: nn.Module, settings: FitOptions) -> tuple[float, ...
     """Candidate decays of a mixer: slow ones beside a window, plus the fast ones if the window is narrow."""
     if not isinstance(mixer, HybridMixer):
         return settings.decays
-    short = settings.decays if mixer.config.hybrid_window < NARROW_WINDOW else ()
+    short = settings.decays if mixer.attention.window < NARROW_WINDOW else ()
     return (*short, *settings.decays_beside_window)
 
 

@@ -8,6 +8,7 @@ N dimensions of a key in the state.
 """
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -51,7 +52,8 @@ def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int)
     config, L = plan.config, options.sequence_length
     T, behind = options.alignment.tokens // L * L, SALIENCE_SEQUENCES * L
     layers, fitted, M = config.num_hidden_layers, config.layer_types.count("hybrid"), config.hidden_size
-    H, K, D, W = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hybrid_window
+    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    W = statistics.mean(plan.placement.windows.values())
     A, E, N, block = H * D, 3 * H * D, config.state_keys(layers - 1), met_by_a_token(plan.weights.config)
     mass = 2 + N - config.state_planes(layers - 1) + D - config.rotary_planes
     streaming = T * (2 * block + 2 * L * A)

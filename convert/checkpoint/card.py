@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..placement.placement import window_in_words
 from ..plan import Plan
 from ..weights.students import layer_letters
 from ..weights.writer import human_bytes
@@ -91,7 +92,7 @@ NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, MAPPED_BESIDE_WINDOW_NOTE, UNFI
 """One of them is in every card, until training puts its own in the place."""
 
 
-def alignment_note(align: str, mixer: str, window: int | None, read: str | None = None) -> str:
+def alignment_note(align: str, mixer: str, window: Any, read: str | None = None) -> str:
     """What a card says of how the weights came about."""
     if mixer == "none" and align != "mohawk":
         return WINDOW_NOTE
@@ -135,6 +136,9 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         replacement, beside = "attention to a window and a state", "a state read as softmax would beside "
     elif summary["mixer"] != "none":
         replacement, beside = f"a {summary['mixer']} mixer", "a mixer beside "
+    seen = ""
+    if summary["window"]:
+        seen = f"{window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
     cache_rows = [
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()
@@ -159,9 +163,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         replaced=f"{len(replaced)} of its {len(summary['layer_types'])} attention layers replaced by {replacement}"
         if replaced
         else "every attention layer kept",
-        window=f", H {beside}softmax attention to {summary['window']} tokens and {summary['sinks']} sinks"
-        if summary["window"]
-        else "",
+        window=f", H {beside}softmax attention to {seen}" if seen else "",
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),

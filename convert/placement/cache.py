@@ -22,17 +22,16 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
     if config.mixer == "none":
         state = 0
-    window = 0 if config.hybrid_window is None else window_bytes(config, length, dtype)
     reads = config.hybrid_read == "normalised"
-    states = {"linear_attention": state, "hybrid": window if reads else state + window}
+    states = {"linear_attention": state, "hybrid": 0 if reads else state}
     shared = config.num_attention_heads // config.num_key_value_heads
     kept = sum(len({head // shared for head in heads}) for heads in config.hybrid_full_heads or ())
     heads = kept * per_token // config.num_key_value_heads * length
     teacher_types = config.conversion["teacher_layer_types"]
     attention = {kind: attention_bytes(config, kind, length, dtype) for kind in teacher_types}
     hybrid = sum(states[kind] if kind in states else attention[kind] for kind in config.layer_types)
-    if reads:
-        hybrid += sum(read_bytes(config, i) for i, kind in enumerate(config.layer_types) if kind == "hybrid")
+    for layer in (i for i, kind in enumerate(config.layer_types) if kind == "hybrid"):
+        hybrid += window_bytes(config, layer, length, dtype) + (read_bytes(config, layer) if reads else 0)
     return sum(attention[kind] for kind in teacher_types), hybrid + heads
 
 
@@ -47,11 +46,11 @@ def attention_bytes(config: PreTrainedConfig, layer_type: str, length: int, dtyp
     return 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize * tokens
 
 
-def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
+def window_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
     """Bytes that a layer's window, sinks, salient tokens, and tokens on their way to the mixer's state take."""
     key_and_value = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     sinks = config.hybrid_sinks if length else 0  # room for all of them from the first token on
-    recent = min(length, config.hybrid_window - 1)
+    recent = min(length, config.window_of(layer) - 1)
     size = key_and_value * (recent + sinks)
     if config.hybrid_salient and length:
         size += key_and_value * config.hybrid_salient + 4 * (recent + config.hybrid_salient)  # and their salience
@@ -59,7 +58,7 @@ def window_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> i
         heads = config.mixer_num_kv_heads if config.mixer == "discrete_mamba2" else num_states(config)
         stepped = dtype.itemsize if config.mixer == "discrete_mamba2" else 4  # the step size is float32
         waiting = heads * (config.mixer_head_dim * stepped + config.mixer_d_state * dtype.itemsize)
-        size += config.hybrid_window * (waiting + 4 * num_states(config))
+        size += config.window_of(layer) * (waiting + 4 * num_states(config))
     return size
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
 from .budget import Budget, KVHead, hybrid_layer, num_layers_within
-from .placement import Decision, Layer, Mixer, everywhere
+from .placement import Decision, Layer, Mixer, Placement, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
 
 if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
@@ -64,6 +64,8 @@ def decide_placement(
         budget, notes = Budget(weights, options), []
         ranked = [] if budget.asked_heads == 0 else _ranked(weights, aligner, notes)
         placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
+        if placement.hybrid is not None and options.placement.window is None and options.read == "normalised":
+            placement = _spread(placement, budget.longest_window, aligner, notes)
         return Decision(placement, tuple(notes) if placement.replaced_layers else ())
     replacement, notes = replaced_layer(options), []
     if options.names_layers:
@@ -105,6 +107,18 @@ def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Lay
         return num_layers_within(weights, options, replacement) / weights.config.num_hidden_layers
     asked = options.placement.attention_layers
     return 0.5 if asked is None else asked
+
+
+def _spread(placement: Placement, longest: int, aligner: "Aligner | None", notes: list[str]) -> Placement:
+    """The same with windows that are wider where they do more; without an aligner, as it is."""
+    if aligner is None:
+        notes.append("how wide each layer's window is, is measured during the run; until then all have the mean width")
+        return placement
+    from .windows import layer_errors, spread_windows
+
+    errors = layer_errors(aligner, placement)
+    aligner.report["window_errors"] = {layer: round(error, 5) for layer, error in errors.items()}
+    return placement.with_windows(spread_windows(placement.hybrid.window, errors, longest))
 
 
 def _ranked(weights: TeacherWeights, aligner: "Aligner | None", notes: list[str]) -> list[KVHead]:

@@ -48,13 +48,14 @@ Heads = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True)
 class Placement:
-    """One entry per layer. All hybrid layers have the same window and sinks, and all or none a state."""
+    """One entry per layer. Hybrid layers have the same sinks, and all or none a state; their windows may differ."""
 
     layers: tuple[Layer, ...]
 
     def __post_init__(self):
-        shared = {dataclasses.replace(layer, full_heads=()) for layer in self.layers if isinstance(layer, Hybrid)}
-        assert len(shared) <= 1, f"hybrid layers differ in more than their heads: {shared}"
+        hybrids = (layer for layer in self.layers if isinstance(layer, Hybrid))
+        shared = {dataclasses.replace(layer, full_heads=(), window=0) for layer in hybrids}
+        assert len(shared) <= 1, f"hybrid layers differ in more than their heads and windows: {shared}"
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ class Placement:
 
     @property
     def hybrid(self) -> Hybrid | None:
-        """What the hybrid layers share; None where there are none."""
+        """The first hybrid layer, which shares all but heads and window with the others; None where there are none."""
         return next((layer for layer in self.layers if isinstance(layer, Hybrid)), None)
 
     @property
@@ -90,6 +91,16 @@ class Placement:
             )
         )
 
+    @property
+    def windows(self) -> dict[int, int]:
+        """Widths of the windows, by hybrid layer."""
+        return {i: layer.window for i, layer in enumerate(self.layers) if isinstance(layer, Hybrid)}
+
+    def with_windows(self, windows: Mapping[int, int]) -> "Placement":
+        """The same with windows of these widths in these hybrid layers."""
+        layers = enumerate(self.layers)
+        return Placement(tuple(dataclasses.replace(x, window=windows[i]) if i in windows else x for i, x in layers))
+
     def config_fields(self, teacher_layer_types: Sequence[str]) -> dict[str, Any]:
         """The fields of the hybrid's configuration that store it."""
         kinds = {Mixer: "linear_attention", Hybrid: "hybrid"}
@@ -101,7 +112,9 @@ class Placement:
             "hybrid_full_heads": heads if any(heads) else None,
         }
         if hybrid is not None:
-            fields |= {"hybrid_window": hybrid.window, "hybrid_sinks": hybrid.sinks}
+            widths = [self.windows.get(i, 0) for i in range(len(self.layers))]
+            same = len(set(self.windows.values())) == 1
+            fields |= {"hybrid_window": hybrid.window if same else widths, "hybrid_sinks": hybrid.sinks}
             fields |= {"hybrid_salient": hybrid.salient, "hybrid_read": hybrid.read}
         return fields
 
@@ -109,16 +122,18 @@ class Placement:
     def of(cls, config: PreTrainedConfig) -> "Placement":
         """The placement that a hybrid's configuration stores."""
         hybrid = Hybrid(
-            config.hybrid_window,
+            0,
             config.hybrid_sinks,
             state=config.mixer != "none",
             read=config.hybrid_read,
             salient=config.hybrid_salient,
         )
         layers: list[Layer] = []
-        for kind, full in zip(config.layer_types, config.hybrid_full_heads or repeat(()), strict=False):
+        for i, (kind, full) in enumerate(
+            zip(config.layer_types, config.hybrid_full_heads or repeat(()), strict=False)
+        ):
             if kind == "hybrid":
-                layers.append(dataclasses.replace(hybrid, full_heads=tuple(full)))
+                layers.append(dataclasses.replace(hybrid, window=config.window_of(i), full_heads=tuple(full)))
             else:
                 layers.append(Mixer() if kind == "linear_attention" else Attention())
         return cls(tuple(layers))
@@ -130,7 +145,7 @@ class Decision:
 
     placement: Placement
     notes: tuple[str, ...] = ()
-    """What only scores can decide, where none were taken."""
+    """What only measurements can decide, where none were taken."""
 
     @property
     def needs_scores(self) -> bool:
@@ -141,3 +156,11 @@ class Decision:
 def everywhere(layer: Layer, num_layers: int) -> Placement:
     """The same in every layer."""
     return Placement((layer,) * num_layers)
+
+
+def window_in_words(window: int | Mapping[int, int]) -> str:
+    """A summary's window: "213", or "31 to 496 (213 on average)"."""
+    if isinstance(window, int):
+        return f"{window}"
+    widths = window.values()
+    return f"{min(widths)} to {max(widths)} ({round(sum(widths) / len(widths))} on average)"

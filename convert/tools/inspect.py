@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
 from ..placement.cache import CONTEXTS, cache_bytes
+from ..placement.placement import window_in_words
 from ..weights.reader import open_weights, read_json
 from ..weights.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
 from ..weights.writer import human_bytes
@@ -58,7 +59,9 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     if any(kind in MIXER_LAYERS for kind in layers) and config.mixer != "none" and not normalised:
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
     if "hybrid" in layers:
-        report["window"] = {"tokens": config.hybrid_window, "sinks": config.hybrid_sinks}
+        windows = {i: config.window_of(i) for i, kind in enumerate(layers) if kind == "hybrid"}
+        tokens = windows if isinstance(config.hybrid_window, list) else config.hybrid_window
+        report["window"] = {"tokens": tokens, "sinks": config.hybrid_sinks}
         report["window"] |= {"salient": config.hybrid_salient, "mixer": config.mixer_sees}
         if normalised:
             report["window"]["mixer"] = None
@@ -95,7 +98,7 @@ def describe_model(report: dict[str, Any]) -> Group:
         window = report["window"]
         mixer = f"the mixer sees {window['mixer']}" if report["mixer"] else "no mixer"
         mixer = "a state read as softmax would" if window["mixer"] is None else mixer
-        line = f"{window['tokens']} tokens and {window['sinks']} sinks; {mixer}; "
+        line = f"{window_in_words(window['tokens'])} tokens and {window['sinks']} sinks; {mixer}; "
         facts.add_row("window", f"{line}{report['full_heads']} query heads see everything")
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")
     for key, value in report["provenance"].items():

@@ -23,6 +23,7 @@ from convert.placement.presets import query_heads
 from convert.teachers.teacher import embedded_teacher
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_step
+from modeling_llamba.window_attention import WindowAttention
 
 from ..evaluation.speed import fill_cache
 from .measure import Report, Table, Timing, interleaved
@@ -77,7 +78,8 @@ def load_models(scratch: Path) -> dict[str, PreTrainedModel]:
 
 def filled_cache(model: PreTrainedModel, context: int, batch: int) -> Cache:
     """A cache as after `context` tokens, made up beyond the first few."""
-    first = max(SHORT, (getattr(model.config, "hybrid_window", None) or 0) + getattr(model.config, "hybrid_sinks", 0))
+    seen = (m.window + m.sinks for m in model.modules() if isinstance(m, WindowAttention))
+    first = max(SHORT, *seen, 0)
     ids = torch.randint(model.config.vocab_size, (batch, first))
     empty = model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
     cache = model(ids, past_key_values=empty, use_cache=True).past_key_values

@@ -45,7 +45,7 @@ def state_of(config, layer: int, dtype: torch.dtype) -> State:
     """
     wide, state = torch.float32, {}
     hybrid = config.layer_types[layer] == "hybrid"
-    K, D, W = config.num_key_value_heads, config.head_dim, config.hybrid_window
+    K, D, W = config.num_key_value_heads, config.head_dim, config.window_of(layer)
     H, G, P, N = config.mixer_num_heads, config.mixer_num_kv_heads, config.mixer_head_dim, config.mixer_d_state
     T = G if config.mixer_shared_state else H
     if hybrid:
@@ -170,7 +170,7 @@ class PromptCache(SlotCache):
 
 
 class Step(NamedTuple):
-    """Where requests stand in their rings; the same for all layers.
+    """Where requests stand in their rings; the same for all layers with windows of this width.
 
     slots (B,). column (B,): of the new token. index (B, W): of the token in each column, -1 where there is none.
     leaving (B, 1): the column of who leaves the window after the new token, -1 where nobody does who could.
@@ -194,13 +194,13 @@ class SlotMetadata(BaseMambaAttentionMetadata):
     """vLLM's, and what would have to be asked of a device.
 
     prompts: (first token in the row, one after its last, tokens of the request before them) of each prompt.
-    least: tokens that precede the next one of whichever request decodes and has the fewest. step: see `Step`; made by
-    the first layer that asks.
+    least: tokens that precede the next one of whichever request decodes and has the fewest. steps: by width of the
+    window, made by the first layer that asks.
     """
 
     prompts: list[tuple[int, int, int]] = field(default_factory=list)
     least: int = 0
-    step: Step | None = None
+    steps: dict[int, Step] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def prompt_slots(self) -> list[int]:
@@ -364,9 +364,10 @@ class SlotLayer(nn.Module, MambaBase):
                 output[0, :decodes] = self._mix(tokens, cache)[:, 0]
                 cache.write()
             else:
-                if metadata.step is None:
-                    metadata.step = Step.at(which, tokens[3][:, 0], self.attention.window, self.attention.sinks)
-                output[0, :decodes] = self._decode(tokens, metadata.step, metadata.least)[:, 0]
+                window, position = self.attention.window, tokens[3][:, 0]
+                if window not in metadata.steps:
+                    metadata.steps[window] = Step.at(which, position, window, self.attention.sinks)
+                output[0, :decodes] = self._decode(tokens, metadata.steps[window], metadata.least)[:, 0]
         if metadata.num_prefills:
             begun += [(*span, slot) for span, slot in zip(metadata.prompts, metadata.prompt_slots, strict=True)]
         for start, stop, seen, slot in begun:

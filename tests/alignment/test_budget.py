@@ -18,6 +18,7 @@ from convert.placement.budget import Budget
 from convert.placement.cache import attention_bytes, cache_bytes
 from convert.placement.decide import decide_placement, options_for_teacher
 from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
+from convert.placement.windows import POWER, spread_windows
 from convert.plan import TeacherWeights, describe, hybrid_config, make_plan
 from convert.teachers.teacher import find_teacher
 from modeling_llamba import LlambaConfig
@@ -193,7 +194,8 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
 
     options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH)
     plan = run(options, on_plan, progress)
-    assert doing == ["plan", "reading text", "scoring heads, layers", "plan", "aligning, layers", "writing, bytes"]
+    assert doing == ["plan", "reading text", "scoring heads, layers", "measuring layers", "plan", "aligning, layers",
+                     "writing, bytes"]  # fmt: skip
     assert plans[0].notes and plans[1] is plan and not plan.notes
     assert plans[0].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     assert Placement.of(LlambaConfig.from_pretrained(tmp_path / "out")) == plan.placement
@@ -237,6 +239,23 @@ def test_a_configuration_stores_every_kind_of_placement(name, layers, saved_teac
     assert Placement.of(type(config).from_pretrained(tmp_path)) == placement
     assert not any(isinstance(stored[field], str) for field in ("layer_types", "hybrid_full_heads", "hybrid_window"))
     assert placement.keeping(range(4)) == everywhere(Attention(), 4)
+
+
+def test_windows_are_wide_where_layers_are_wrong():
+    errors = {0: 0.001, 2: 0.05, 3: 0.01, 5: 0.0001}
+    windows = spread_windows(100, errors, 320)
+    assert sum(windows.values()) == 400 and windows.keys() == errors.keys()
+    assert windows[5] <= windows[0] < windows[3] < windows[2] <= 320 and min(windows.values()) == 20
+
+    def left(widths):
+        return sum(error * widths[layer] ** -POWER for layer, error in errors.items())
+
+    for more in errors:  # no step from one layer to another would be better
+        for less in errors.keys() - {more}:
+            if windows[less] > 20 and windows[more] <= 300:
+                assert left(windows) <= left(windows | {more: windows[more] + 20, less: windows[less] - 20})
+    assert spread_windows(320, errors, 320) == dict.fromkeys(errors, 320)
+    assert spread_windows(3, errors, 320) == dict.fromkeys(errors, 3)
 
 
 def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):

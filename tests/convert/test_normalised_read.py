@@ -93,7 +93,7 @@ def test_the_checkpoint_runs_without_the_project(saved_teacher, tmp_path):
         (dict(read="normalised", align="none"), "beyond a window"),
         (READ | dict(mixer="none"), "mixer none"),
         (READ | dict(scope="all"), "scope all"),
-        (READ | dict(export_ready=True), "export_ready"),
+        (READ | dict(export_ready=True), "hold read: normalised"),
         (dict(read="softmax"), "read"),
     ],
 )

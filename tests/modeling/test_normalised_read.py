@@ -35,7 +35,7 @@ def slow_dimensions(config):
 def token_by_token(m, u, rotary, inputs, seq_idx=None):
     """out of a hybrid layer whose heads have no full attention, in float64."""
     config, attention, read = m.config, m.attention, m.read
-    W, sinks, H = config.hybrid_window, config.hybrid_sinks, attention.heads
+    W, sinks, H = attention.window, config.hybrid_sinks, attention.heads
     q, _, k, v = (t.double() for t in attention.project(u, rotary, inputs)[:4])
     k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
     q, planes, D = q * q.shape[-1] ** -0.5, config.rotary_planes, q.shape[-1]
@@ -237,7 +237,8 @@ def test_the_state_is_float32_under_bf16_and_constant():
         sizes.append(cache_nbytes(out.past_key_values))
     state = out.past_key_values.layers[0].recurrent_states[0]
     assert state.dtype == torch.float32 and state.shape == (1, 2, 9, 5) and len(set(sizes)) == 1
-    assert sizes[0] == 2 * (state.numel() * 4 + 2 * 2 * 8 * (5 + 2) * 2)
+    seen = sum(model.config.window_of(layer) - 1 + 2 for layer in (0, 1))
+    assert sizes[0] == 2 * state.numel() * 4 + 2 * 2 * 8 * seen * 2
     assert (out.logits[:, -1] - whole[:, -1]).norm() < 0.1 * whole[:, -1].norm()
 
 

@@ -27,7 +27,7 @@ SIZES = dict(
 )  # fmt: skip
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {
-    "normalised": dict(pattern="normalised"),
+    "normalised": dict(pattern="normalised", hybrid_window=[24, 0, 17]),
     "normalised, no kept heads, llama3 RoPE": dict(
         pattern="normalised-only", hybrid_full_heads=None, rope_parameters=LLAMA3_ROPE
     ),
