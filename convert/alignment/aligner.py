@@ -137,7 +137,7 @@ class Aligner:
         fits = fit_mixers(
             self.model, layers, self.ids, held_out, settings, self.cache(settings),
             parse_size(self.options.alignment.activation_memory), self.options.seed, self.progress, self.work,
-            self._solved,
+            solved=self._solved,
         )  # fmt: skip
         if settings == self.quick:
             self._solved |= fits

@@ -71,6 +71,7 @@ def make_models(folder: Path) -> None:
 
     gguf = embedded_teacher()
     teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    teacher.hf_quantizer = None  # the weights are whole again, and transformers writes no quantised ones
     del teacher.config.quantization_config
     teacher.save_pretrained(folder / "teacher")
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder / "teacher")
