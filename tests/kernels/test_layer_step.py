@@ -1,5 +1,6 @@
 """One token of a layer by one kernel, against attention, competition and read token by token in float64."""
 
+import itertools
 import pytest
 import torch
 from torch import nn
@@ -220,9 +221,12 @@ def test_a_static_step_is_the_same_every_time(monkeypatch, launches, prompt):
         torch.testing.assert_close(out.logits[:, 0], logits[:, t], **CLOSE)
         steps.append(calls.calls)
     assert launches["layer"] == 10 * model.config.layer_types.count("hybrid")
-    near = max(model.model.layers[0].mixer.near_tokens - prompt, 0)  # steps that near_proj may be needed for
-    assert near in (0, 4) and all(step == steps[0] for step in steps[:near])
-    assert len(steps[near]) > 50 and all(step == steps[near] for step in steps[near:])
+    # until when near_proj may be needed, of each layer
+    near = {layer.mixer.near_tokens - prompt for layer in model.model.layers if layer.layer_type == "hybrid"}
+    edges = sorted({0, *(step for step in near if step > 0), 10})
+    assert edges == ([0, 4, 7, 10] if prompt == 4 else [0, 10]) and len(steps[-1]) > 50
+    for first, last in itertools.pairwise(edges):
+        assert all(step == steps[first] for step in steps[first:last])
 
 
 @torch.no_grad()
