@@ -1,6 +1,7 @@
 """One token of a layer by one kernel, against attention, competition and read token by token in float64."""
 
 import itertools
+
 import pytest
 import torch
 from torch import nn
