@@ -22,9 +22,6 @@ POWER = 0.8
 STEPS = 16
 """Windows are multiples of the widest over this number, so that not every layer needs kernels of its own."""
 
-LEAST = 2
-"""The narrowest window, in these steps: a narrower one costs more than the error of a single layer shows."""
-
 
 @torch.no_grad()
 def layer_errors(aligner: Aligner, placement: Placement) -> dict[int, float]:
@@ -53,8 +50,7 @@ def spread_windows(width: int, errors: dict[int, float], longest: int) -> dict[i
         errors: of each layer, with windows of one width. longest: the widest window that there may be.
     """
     step = max(longest // STEPS, 1)
-    least = min(LEAST * step, width)
-    windows, left = dict.fromkeys(errors, least), (width - least) * len(errors)
+    windows, left = dict.fromkeys(errors, min(step, width)), (width - min(step, width)) * len(errors)
     while left:
         wider = {layer: min(step, left, longest - at) for layer, at in windows.items() if at < longest}
 
