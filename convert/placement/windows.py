@@ -1,4 +1,4 @@
-"""How wide the window of each layer is within a cache budget: wide where the layer is wrong without, narrow elsewhere.
+"""How wide the window of each layer is within a cache budget: wide where a narrow one costs the layer most.
 
 What a layer loses differs a hundredfold from layer to layer, and falls with the width of its window to a power. Both
 together say how to spend so many columns for the least error (figures: docs/results/quality.md).
@@ -26,8 +26,8 @@ STEPS = 16
 @torch.no_grad()
 def layer_errors(aligner: Aligner, placement: Placement) -> dict[int, float]:
     """The relative squared error of each hybrid layer under this placement, with the theory's read and the teacher's
-    output map: what a fit would leave is in proportion, and takes ten times as long to find."""
-    aligner.follow(next(layer for layer in placement.layers if layer == placement.hybrid), placement)
+    output map. What a fit would leave is roughly in proportion, and takes ten times as long to find."""
+    aligner.follow(placement.hybrid, placement)
     rows, memory = aligner.ids[-ROWS:], parse_size(aligner.options.alignment.activation_memory)
     errors, layers = {}, range(max(placement.windows) + 1)
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
