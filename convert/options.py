@@ -43,6 +43,7 @@ Seed = restricted_number_type("Seed", int, [(">=", -(10**9)), ("<=", 10**9)], do
 Width = restricted_number_type("Width", int, [(">", 0), ("<=", 2**24)], docstring="a number of tokens")
 Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], docstring="a factor")
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
+Trainable = Literal["all", "all-but-mlp", "mixers", "beyond-window"]
 Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
 
 
@@ -215,12 +216,13 @@ class DistillationOptions(StageOptions):
     """Number of training tokens; 0 leaves the stage out."""
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate of the mixers."""
-    other_learning_rate: NonNegativeFloat = 3e-5
-    """Peak learning rate of everything but the mixers; 0 freezes it."""
+    other_learning_rate: PositiveFloat = 3e-5
+    """Peak learning rate of everything but the mixers."""
+    trainable: Trainable = "all"
+    """What is trained: everything, everything but the MLPs, the mixers, or of these only what serves tokens beyond the
+    window (beyond-window): the first tokens then stay exactly the teacher's."""
     temperature: PositiveFloat = 1.0
     """Temperature of the teacher's and the hybrid's distributions."""
-    train_mlp: bool = True
-    """Train the MLPs, too, at other_learning_rate."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass to save memory."""
     bf16: bool = False

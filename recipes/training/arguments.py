@@ -10,7 +10,7 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from convert.alignment.distillation.loss import Divergence, LossWeights
-from convert.alignment.distillation.trainer import Trainable
+from convert.options import Trainable
 
 
 @dataclass

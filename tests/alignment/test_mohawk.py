@@ -97,7 +97,7 @@ def test_each_stage_lowers_its_loss_and_touches_only_what_it_should(hybrids, tmp
     start = copied(student)
     report = run_only(work, 3)["distillation"]
     assert report["held_out_kl_after"] < 0.97 * report["held_out_kl_before"]
-    assert changed(start, student) == set(start)  # other_learning_rate > 0: everything takes part
+    assert changed(start, student) == set(start)  # everything takes part
     assert not student.training and type(student).__name__ in ("LlambaForCausalLM", "PhiMambaForCausalLM")
 
 
@@ -209,17 +209,48 @@ def test_distillation_resumes_to_the_same_bits(hybrids, tmp_path):
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize("train_mlp, other", [(True, 1e-4), (False, 1e-4), (True, 0.0)])
-def test_what_distillation_freezes(hybrids, tmp_path, train_mlp, other):
+@pytest.mark.parametrize("trainable", ["all", "all-but-mlp", "mixers"])
+def test_what_distillation_freezes(hybrids, tmp_path, trainable):
     student = load_hybrid(hybrids / "llama-gqa")
     start = copied(student)
-    settings = DistillationOptions(tokens=4 * LENGTH, train_mlp=train_mlp, other_learning_rate=other)
+    settings = DistillationOptions(tokens=4 * LENGTH, trainable=trainable)
     distil(student, teacher_model(hybrids / "llama-gqa-teacher").whole(), rows(4), settings, tmp_path)
     touched = changed(start, student)
     assert any(".mixer." in name for name in touched)
-    assert any(".mlp." in name for name in touched) == (train_mlp and other > 0)
-    assert any("self_attn" in name for name in touched) == (other > 0)
-    assert other > 0 or all(".mixer." in name for name in touched)
+    assert any(".mlp." in name for name in touched) == (trainable == "all")
+    assert any("self_attn" in name for name in touched) == (trainable != "mixers")
+    assert trainable != "mixers" or all(".mixer." in name for name in touched)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "phi"])
+def test_what_the_window_sees_stays_exact(hybrids, tmp_path, name):
+    """Trained beyond the window alone, the hybrid gives the very logits that it gave within the narrowest window."""
+    teacher = hybrids / f"{name}-teacher"
+    heads = {0: [0, 1]} if name == "llama-gqa" else {2: [1]}
+    placed = dict(attention_layers=[1], window=5, sinks=1, attention_heads=heads)
+    convert(str(teacher), tmp_path / "hybrid", align="none", mixer={"read": "normalised"}, **placed)
+    student, ids = load_hybrid(tmp_path / "hybrid"), rows(4)
+    start = copied(student)
+    before = student(ids).logits.detach()
+    settings = DistillationOptions(tokens=4 * LENGTH, learning_rate=1e-2, trainable="beyond-window")
+    distil(student, teacher_model(teacher).whole(), ids, settings, tmp_path / "work")
+    touched, after = changed(start, student), student(ids).logits.detach()
+    trained = ("out_proj.weight", "out_proj.bias", "read.log_decay", "read.mass")
+    assert touched and all(".mixer." in name and name.endswith(trained) for name in touched)
+    assert torch.equal(after[:, :6], before[:, :6])
+    assert ((after - before)[:, 6:].abs().amax(-1) > 0).all()
+
+
+def test_beyond_the_window_there_must_be_something(hybrids, tmp_path):
+    convert(
+        str(hybrids / "llama-gqa-teacher"), tmp_path / "window", align="none", window=5, mixer="none",
+        attention_layers="none",
+    )  # fmt: skip
+    teacher = teacher_model(hybrids / "llama-gqa-teacher").whole()
+    settings = DistillationOptions(tokens=4 * LENGTH, trainable="beyond-window")
+    for folder in (hybrids / "llama-gqa", tmp_path / "window"):
+        with pytest.raises(ValueError, match="'beyond-window' needs a window and a state"):
+            distil(load_hybrid(folder), teacher, rows(4), settings, tmp_path / "work")
 
 
 def test_tied_embeddings_stay_tied(tmp_path, saved_teacher):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,8 @@ from transformers import PrinterCallback, Trainer
 from trl import SFTConfig, SFTTrainer
 from trl.models import prepare_fsdp
 
+from ...options import Trainable
 from .loss import STATISTICS, LossWeights, add_distillation_head, add_hidden_output, head_of
-
-Trainable = Literal["all", "all-but-mlp", "mixers"]
 
 TeacherOf = Callable[[slice], torch.Tensor]
 
@@ -164,9 +163,23 @@ def is_mixer(name: str) -> bool:
 
 
 def set_trainable(model: nn.Module, what: Trainable) -> None:
-    """Freeze what is not to be trained: nothing, the MLPs, or everything but the mixers."""
+    """Freeze what is not to be trained: nothing, the MLPs, everything but the mixers, or also what of these serves the
+    tokens within the window.
+
+    Raises:
+        ValueError: "beyond-window", and a layer has no part that tokens within its window do not pass through.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_mixer(name) or what == "all" or (what == "all-but-mlp" and ".mlp." not in name))
+    if what == "beyond-window":
+        for mixer in (layer.mixer for layer in model.base_model.layers if hasattr(layer, "mixer")):
+            if not getattr(mixer, "near_tokens", 0):
+                raise ValueError(
+                    "trainable 'beyond-window' needs a window and a state that takes what leaves it in every replaced "
+                    "layer (the normalised read, or mixer_sees 'beyond'); train the mixers instead."
+                )
+            for part in (mixer.attention, mixer.near_proj):
+                part.requires_grad_(False)
 
 
 def check_vocabulary_sizes(student: nn.Module, teacher: nn.Module) -> None:

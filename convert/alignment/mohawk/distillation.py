@@ -59,8 +59,7 @@ def distil(
 
     from ..distillation import trainer as training
 
-    trainable = "all" if settings.train_mlp else "all-but-mlp"
-    training.set_trainable(student, trainable if settings.other_learning_rate else "mixers")
+    training.set_trainable(student, settings.trainable)
     folder = folder / run_key(settings, ids, seed, student)[:16]
     try:
         trainer = training.DistilledSFTTrainer(
@@ -68,7 +67,7 @@ def distil(
             training_config(settings, ids, folder, seed, use_cpu),
             teacher=teacher,
             weights=LossWeights(temperature=settings.temperature),
-            other_learning_rate=settings.other_learning_rate or None,
+            other_learning_rate=settings.other_learning_rate,
             train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
             eval_dataset=None if held_out is None else Dataset.from_dict({"input_ids": held_out.tolist()}),
             data_collator=stacked,
