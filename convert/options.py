@@ -55,13 +55,10 @@ class PlacementOptions:
     """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
     over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by
     what replacing each layer costs."""
-    selection: Literal["uniform", "kl", "kl+recall"] | None = None
-    """How a share of layers, or as many as fit into the cache, is placed: evenly (uniform), where replacing costs most
-    KL to the teacher (kl), or most KL and recall (kl+recall, the default when mixers are aligned)."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
-    heads and window are then chosen together. By default 0.15, unless layers, their selection, a window, heads or
-    another mixer are given, or --align is not closed-form."""
+    heads and window are then chosen together. By default 0.15, unless layers, a window, heads or another mixer are
+    given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
     window: Width | None = None
@@ -219,8 +216,8 @@ class DistillationOptions(StageOptions):
     other_learning_rate: PositiveFloat = 3e-5
     """Peak learning rate of everything but the mixers."""
     trainable: Trainable = "all"
-    """What is trained: everything, everything but the MLPs, the mixers, or of these only what serves tokens beyond the
-    window (beyond-window): the first tokens then stay exactly the teacher's."""
+    """What is trained: everything, everything but the MLPs, the mixers, or of these only what tokens beyond the window
+    pass through (beyond-window): the first tokens, up to the narrowest window, then stay exactly what they were."""
     temperature: PositiveFloat = 1.0
     """Temperature of the teacher's and the hybrid's distributions."""
     gradient_checkpointing: bool = False
@@ -231,6 +228,13 @@ class DistillationOptions(StageOptions):
     """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
     recall_share: ClosedUnitInterval = 0.0
     """Share of the training sequences in which random tokens are hidden and asked for."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.trainable in ("mixers", "beyond-window") and self.other_learning_rate != 3e-5:
+            raise ValueError(
+                f"other_learning_rate has no effect where {self.trainable} alone is trained; leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +260,7 @@ class AlignmentOptions:
     activation_memory: int | str = "4GB"
     """Memory for activations; what exceeds it goes to disk."""
     work_dir: str | None = None
-    """Folder of fits and scores, with which an interrupted run resumes; by default OUT.work, removed at the end."""
+    """Folder of fits, with which an interrupted run resumes; by default OUT.work. Fits are removed at the end."""
     fit: FitOptions = field(default_factory=FitOptions)
     matrix_orientation: OrientationOptions = field(default_factory=OrientationOptions)
     hidden_state_alignment: HiddenStateOptions = field(default_factory=HiddenStateOptions)
@@ -326,11 +330,6 @@ class ConversionOptions:
             raise ValueError(f"cache {placement.cache} is no share of the teacher's cache; give 0.25, or 50MB.")
         if isinstance(placement.cache, str):
             parse_size(placement.cache)
-        by_score = placement.selection in ("kl", "kl+recall")
-        if by_score and alignment.method == "none":
-            raise ValueError(f"selection {placement.selection} scores fitted mixers; it needs an alignment.")
-        if placement.selection is not None and self.names_layers:
-            raise ValueError("selection places a share of layers, and attention_layers names them; give one.")
         named = self.searches_budget and self.names_layers
         if placement.cache is not None and placement.attention_layers is not None and not named:
             raise ValueError(
@@ -389,8 +388,8 @@ class ConversionOptions:
     def cache(self) -> float | str | None:
         """The cache budget: the one given, or the default where nothing is said about what layers hold."""
         placement, mixer = self.placement, self.mixer
-        said = (placement.attention_layers, placement.selection, placement.window, placement.attention_heads)
-        told_nothing = said == (None,) * 4 and mixer.kind == MixerOptions.kind
+        said = (placement.attention_layers, placement.window, placement.attention_heads)
+        told_nothing = said == (None,) * 3 and mixer.kind == MixerOptions.kind
         if placement.cache is None and told_nothing and self.alignment.method == "closed-form":
             return DEFAULT_CACHE
         return placement.cache
@@ -419,20 +418,10 @@ class ConversionOptions:
         return not isinstance(self.placement.attention_layers, float | None)
 
     @property
-    def selection(self) -> Literal["uniform", "kl", "kl+recall"]:
-        """How a share of layers is placed."""
-        return self.placement.selection or ("uniform" if self.alignment.method == "none" else "kl+recall")
-
-    @property
-    def scores_placement(self) -> bool:
-        """Whether layers are chosen by scores on text."""
-        return not (self.names_layers or self.searches_budget or self.selection == "uniform")
-
-    @property
     def searches_budget(self) -> bool:
         """Whether layers, heads, window and state are chosen together, by their scores, within a cache budget."""
         aligned = self.alignment.method != "none"
-        return aligned and self.placement.selection is None and not self.mixer.export_ready and self.cache is not None
+        return aligned and not self.mixer.export_ready and self.cache is not None
 
     @property
     def sequence_length(self) -> int:

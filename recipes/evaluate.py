@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from convert.checkpoint.load import load_config, load_model, load_tokenizer, locate
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
+from convert.memory import keep_free_memory
 from convert.tools.generate import recorded_teacher
 
 from .evaluation.commit import project_commit
@@ -301,6 +302,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     Raises:
         ValueError: something cannot be measured; what was finished before is kept.
     """
+    keep_free_memory()
     options = dataclasses.replace(options, teacher=find_teacher_of(options))
     folder = ResultsFolder(place_of(options), options.settings())
     with narrate() as progress:

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 
+from ..memory import keep_free_memory, return_free_memory
 from ..options import ConversionOptions, FitOptions, differences, parse_size
-from ..placement.placement import Layer, Placement, everywhere
+from ..placement.placement import Placement
 from ..plan import Plan, TeacherWeights, hybrid_config
 from ..weights.rules import Rule
 from ..weights.writer import Progress
-from .fit import FitCache, Fits, fit_mixers, return_free_memory
+from .fit import FitCache, Fits, fit_mixers
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .probes import plain_tokens, with_recall
 from .teacher_model import TeacherModel
 from .text import calibration_rows
-
-PROSE_SEQUENCES = 2
-"""Sequences of prose on which layers are scored, not used for fitting."""
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Aligner:
     """One conversion's alignment: the text, the teacher as a model, and the folder that keeps fits.
 
     Args:
-        work: folder that keeps fits and scores, so that an interrupted run resumes; None keeps nothing.
+        work: folder that keeps fits, so that an interrupted run resumes; None keeps nothing.
     """
 
     def __init__(
@@ -69,32 +67,22 @@ class Aligner:
         if options.alignment.method == "mohawk":
             hybrid = options.placement.window is not None
             check_stages(options.alignment, options.mixer.kind, hybrid)
+        keep_free_memory()
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
-        self.quick = dataclasses.replace(options.alignment.fit, refine_steps=0)
-        self._solved: Fits = {}  # quick fits, which a longer fit continues
         self._caches: list[FitCache] = []
 
-    def follow(self, layer: Layer, full_heads: Placement | None = None) -> None:
-        """Make mixers for layers of this kind from now on, on the same text.
+    def follow(self, placement: Placement, options: ConversionOptions | None = None) -> None:
+        """Make mixers for this placement from now on, on the same text.
 
         Args:
-            full_heads: a placement whose heads see every token, where some do.
+            options: of the mixers; by default those of the conversion.
         """
-        placement = everywhere(layer, self.model.num_layers)
-        if full_heads is not None:
-            kinds = self.weights.config.layer_types
-            windows = [layer for layer in full_heads.attention_layers if kinds[layer] == "sliding_attention"]
-            placement = placement.with_full_heads(full_heads.full_heads).with_windows(full_heads.windows)
-            placement = placement.keeping(windows)
-        config = hybrid_config(self.weights, placement, self.options)
-        if self.model.mixer_config is None or self.model.mixer_config.to_dict() != config.to_dict():
-            self.model.follow(config)
-            self._solved = {}
+        self.model.follow(hybrid_config(self.weights, placement, options or self.options))
 
     @functools.cached_property
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids of the calibration sequences, and of the prose after them that scores placements."""
+    def ids(self) -> torch.Tensor:
+        """Token ids (S, L) that mixers are fitted on, the last `held_out_sequences` of which judge."""
         alignment, length = self.options.alignment, self.options.sequence_length
         held_out = alignment.held_out_sequences
         num_fitting = max(alignment.tokens // length - held_out, 0)
@@ -103,56 +91,37 @@ class Aligner:
                 f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge "
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
-        prose = PROSE_SEQUENCES if self.options.scores_placement else 0
-        fitting = num_fitting + held_out
-        rows = calibration_rows(self.weights.teacher, self.model, self.options, fitting + prose)
+        rows = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
         if self.options.read == "normalised":
-            rows[:fitting] = with_recall(rows[:fitting], plain_tokens(self.model.config.vocab_size), self.options.seed)
-        self.report |= {
-            "text": public_text_name(alignment.text),
-            "tokens": fitting * length,
-            "sequence_length": length,
-        }
-        return rows[:fitting], rows[fitting:]
+            rows = with_recall(rows, plain_tokens(self.model.config.vocab_size), self.options.seed)
+        self.report |= {"text": public_text_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
+        return rows
 
     def read_text(self) -> None:
         """Read the calibration text, or draw it, which otherwise happens when it is first needed."""
         self.progress("reading text", 0, 1)
-        _ = self._rows
+        _ = self.ids
         self.progress("reading text", 1, 1)
 
-    @property
-    def ids(self) -> torch.Tensor:
-        """Token ids (S, L) that mixers are fitted on, the last `held_out_sequences` of which judge."""
-        return self._rows[0]
-
-    @property
-    def prose(self) -> torch.Tensor:
-        """Token ids (S, L) that nothing is fitted on."""
-        return self._rows[1]
-
     def fit(self, layers: list[int], settings: FitOptions) -> Fits:
-        """Fit mixers for these layers."""
-        held_out = self.options.alignment.held_out_sequences
-        fits = fit_mixers(
-            self.model, layers, self.ids, held_out, settings, self.cache(settings),
-            parse_size(self.options.alignment.activation_memory), self.options.seed, self.progress, self.work,
-            solved=self._solved,
+        """Fit mixers for these layers; what has been fitted with the same settings is read from the work folder."""
+        held_out, memory = self.options.alignment.held_out_sequences, self.options.alignment.activation_memory
+        self._caches.append(self.cache(settings))
+        return fit_mixers(
+            self.model, layers, self.ids, held_out, settings, self._caches[-1], parse_size(memory),
+            self.options.seed, self.progress, self.work,
         )  # fmt: skip
-        if settings == self.quick:
-            self._solved |= fits
-        return fits
 
     def align(self, plan: Plan) -> Alignment:
         """Fit the mixers of a plan's replaced layers."""
-        started, layers = time.perf_counter(), list(plan.placement.replaced_layers)
-        self.follow(plan.placement.layers[layers[0]], plan.placement)
+        started = time.perf_counter()
+        self.follow(plan.placement)
         settings = self.options.alignment.fit
         if settings.refine_steps is None:
             beside_window = plan.placement.hybrid is not None
             settings = dataclasses.replace(settings, refine_steps=0 if beside_window else REFINE_STEPS)
         return_free_memory()  # of what scores took
-        fits = self.fit(layers, settings)
+        fits = self.fit(list(plan.placement.replaced_layers), settings)
         self.report |= {
             "held_out_error": {layer: dataclasses.asdict(fit) for layer, (_, fit) in sorted(fits.items())},
             "fit_seconds": round(time.perf_counter() - started),
@@ -179,10 +148,10 @@ class Aligner:
     def finished(self) -> None:
         """The result is safe: the fits that were kept for a resumption can go."""
         for cache in self._caches:
-            cache.drop_mixers()
+            cache.drop()
 
-    def cache(self, settings: FitOptions, **more: Any) -> FitCache:
-        """Where fits and scores are kept that depend on these settings, on the kind of mixer, and on `more`."""
+    def cache(self, settings: FitOptions) -> FitCache:
+        """Where fits are kept that depend on these settings and on the kind of mixer."""
         config = self.model.mixer_config.to_dict()
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.checkpoint.files]
         key = {
@@ -194,9 +163,8 @@ class Aligner:
             "initial_decay": self.options.mixer.initial_decay,
             "seed": self.options.seed,
             "version": importlib.metadata.version("convert-to-hybrid"),
-        } | more
-        self._caches.append(FitCache(self.work, key))
-        return self._caches[-1]
+        }
+        return FitCache(self.work, key)
 
 
 def public_text_name(source: str) -> str:

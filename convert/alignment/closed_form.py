@@ -74,13 +74,8 @@ class LayerData:
         return self.u[index].to(device, torch.float32), self.y[index].to(device, torch.float32)
 
 
-def fit_layer(
-    mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0, before: LayerFit | None = None
-) -> tuple[nn.Module, LayerFit]:
+def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0) -> tuple[nn.Module, LayerFit]:
     """Fit a mapped mixer to (u, y).
-
-    Args:
-        before: what this mixer was solved to already, on the same data and with the same settings.
 
     Returns:
         The fitted mixer and its errors. A step that does not lower the held-out error is taken back.
@@ -92,15 +87,12 @@ def fit_layer(
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
     if isinstance(mixer, HybridMixer) and mixer.ssd is None:
         return mixer.requires_grad_(False), fit_beside_window(mixer, data)
-    if before is not None:
-        decay, ridge, mapped, solved = before.decay, before.ridge, before.mapped, before.solved
-    else:
-        with torch.no_grad():
-            mapped = held_out_error(mixer, data)
-            decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
-            solved, ridge = solve_out_proj(mixer, data, settings.ridges)
-            if isinstance(mixer, HybridMixer):
-                balance_features(mixer, data)
+    with torch.no_grad():
+        mapped = held_out_error(mixer, data)
+        decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
+        solved, ridge = solve_out_proj(mixer, data, settings.ridges)
+        if isinstance(mixer, HybridMixer):
+            balance_features(mixer, data)
     if not math.isfinite(solved):
         raise ValueError("No decay gives a finite error: the normal equations are singular or the features overflow.")
     refined = solved

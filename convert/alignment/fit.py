@@ -6,11 +6,10 @@ of layers, and resumed after an interruption.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import json
-import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..checkpoint.folder import write_beside
+from ..memory import return_free_memory
 from ..options import FitOptions
-from ..weights.reader import is_finite, read_json
+from ..weights.reader import is_finite
 from ..weights.writer import Progress
 from .activations import ActivationStream
 from .closed_form import LayerFit, fit_layer
@@ -31,7 +31,7 @@ Fits = dict[int, tuple[nn.Module, LayerFit]]
 
 
 class FitCache:
-    """Fits and scores on disk, under a key that changes with anything they depend on.
+    """Fits on disk, under a key that changes with anything they depend on.
 
     Args:
         folder: where; None keeps nothing.
@@ -77,23 +77,10 @@ class FitCache:
         if not any(tensor.is_cuda for tensor in mixer.state_dict().values()):
             mixer.load_state_dict(load_file(path), assign=True)
 
-    def load_json(self, name: str) -> dict:
-        """What was saved under `name`, or nothing."""
-        path = self._path(name)
-        try:
-            return {} if path is None else read_json(path) or {}
-        except (OSError, ValueError):  # damaged: it is found again
-            return {}
-
-    def save_json(self, name: str, content: dict) -> None:
+    def drop(self) -> None:
+        """Remove the fits, which are large."""
         if self.folder is not None:
-            write_beside(self._path(name), lambda path: path.write_text(json.dumps(content)))
-
-    def drop_mixers(self) -> None:
-        """Remove the fits, which are large; the scores stay."""
-        if self.folder is not None:
-            for path in self.folder.glob("layer-*"):
-                path.unlink(missing_ok=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path | None:
         return None if self.folder is None else self.folder / name
@@ -110,24 +97,18 @@ def fit_mixers(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
     folder: Path | None = None,
-    solved: Fits | None = None,
 ) -> Fits:
     """Fit the mixers of `layers` on token ids (S, L), of which the last `held_out` rows judge.
 
     Args:
-        solved: mixers that the same settings have solved already, to be refined.
         memory: bytes of activations; more goes to a temporary file in `folder`.
     """
     fitted: Fits = {}
-    solved = solved or {}
     for layer in layers:
         if cache.holds(layer):
             mixer = teacher.mixer(layer)
             if (fit := cache.load_mixer(layer, mixer)) is not None:
                 fitted[layer] = (mixer, fit)
-                continue
-        if layer in solved and not settings.refine_steps:
-            fitted[layer] = solved[layer]
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:
         return fitted
@@ -136,18 +117,11 @@ def fit_mixers(
             progress("aligning, layers", layer, max(missing) + 1)
             data = stream.attention_data(layer)
             if layer in missing:
-                mixer, before = solved.get(layer) or (teacher.mixer(layer), None)
                 try:
-                    fitted[layer] = fit_layer(mixer, data, settings, seed + layer, before)
+                    fitted[layer] = fit_layer(teacher.mixer(layer), data, settings, seed + layer)
                 except ValueError as error:
                     raise ValueError(f"Layer {layer}: {error}") from error
                 cache.save_mixer(layer, *fitted[layer])
                 return_free_memory()
     progress("aligning, layers", max(missing) + 1, max(missing) + 1)
     return fitted
-
-
-def return_free_memory() -> None:
-    """Give the system back what the C library holds of freed memory, which otherwise grows from layer to layer."""
-    if trim := getattr(ctypes.CDLL(None) if os.name == "posix" else None, "malloc_trim", None):
-        trim(0)

@@ -43,7 +43,7 @@ class TeacherModel:
     """
 
     mixer_config: PreTrainedConfig | None = None
-    """A configuration of the hybrid with every layer replaced, from which `mixer` makes mixers."""
+    """A configuration of the hybrid, from which `mixer` makes the mixers of its replaced layers."""
 
     def __init__(self, weights: TeacherWeights, options: ConversionOptions):
         self.device = usable_device(options.alignment.device)

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
 from .budget import Budget, KVHead, hybrid_layer, num_layers_within
-from .placement import Decision, Layer, Mixer, Placement, everywhere
-from .presets import attention_layers, counted_heads, kept_heads, query_heads, uniform_attention_layers
+from .placement import Decision, Hybrid, Layer, Mixer, Placement, everywhere
+from .presets import (  # fmt: skip
+    attention_layers,
+    counted_heads,
+    evenly_of,
+    kept_heads,
+    query_heads,
+    uniform_attention_layers,
+)
 
 if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
     from ..alignment.aligner import Aligner
@@ -25,7 +32,7 @@ def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> 
     if options.mixer.read is None and options.read == "normalised":
         linear = dataclasses.replace(options, mixer=dataclasses.replace(options.mixer, read="linear"))
         options = linear if _replaces_windows(weights, linear) else options
-    if not options.searches_budget or set(weights.config.layer_types) != {"sliding_attention"}:
+    if not options.searches_budget or not _sees_windows_alone(weights):
         return options
     placement = options.placement
     no_window = options.mixer.kind == "none" and placement.window is None
@@ -34,8 +41,22 @@ def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> 
             "This teacher's own layers see a window, so a cache budget chooses only how many of them stay; leave out "
             "attention_layers and attention_heads, and give mixer none a window."
         )
-    cache, selection = options.cache, options.selection
-    return dataclasses.replace(options, placement=dataclasses.replace(placement, cache=cache, selection=selection))
+    if options.read == "normalised":
+        raise ValueError(
+            "This teacher's own layers see a window, so nothing lies beyond it to be read as softmax would; leave out "
+            "mixer.read."
+        )
+    return options
+
+
+def _own_windows(weights: TeacherWeights) -> list[int]:
+    """Layers of the teacher that see a window themselves."""
+    return [i for i, kind in enumerate(weights.config.layer_types) if kind == "sliding_attention"]
+
+
+def _sees_windows_alone(weights: TeacherWeights) -> bool:
+    """Whether every layer of the teacher sees a window only."""
+    return len(_own_windows(weights)) == weights.config.num_hidden_layers
 
 
 def _replaces_windows(weights: TeacherWeights, options: ConversionOptions) -> bool:
@@ -60,7 +81,8 @@ def decide_placement(
         ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
     """
     num_layers, asked_heads = weights.config.num_hidden_layers, options.placement.attention_heads
-    if options.searches_budget:
+    aligned = options.alignment.method != "none"
+    if options.searches_budget and not _sees_windows_alone(weights):
         budget, notes = Budget(weights, options), []
         ranked = [] if budget.asked_heads == 0 else _ranked(weights, aligner, notes)
         placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
@@ -71,15 +93,18 @@ def decide_placement(
     if options.names_layers:
         kept = attention_layers(num_layers, options.placement.attention_layers)
     else:
-        kept = uniform_attention_layers(num_layers, _share(weights, options, replacement))
-        if options.selection != "uniform" and 0 < len(kept) < num_layers:
+        count = len(uniform_attention_layers(num_layers, _share(weights, options, replacement)))
+        # beside a window those that have one in the teacher are the last to stay
+        own = _own_windows(weights) if isinstance(replacement, Hybrid) else []
+        others = [layer for layer in range(num_layers) if layer not in own]
+        kept = evenly_of(others, min(count, len(others))) + evenly_of(own, max(count - len(others), 0))
+        if aligned and 0 < count < len(others):
             if aligner is None:
                 notes.append(STAND_INS.format("layers"))
             else:
-                from .layer_scores import RECALL_WEIGHT, choose_layers
+                from .layer_costs import costliest_layers
 
-                aligner.follow(replacement)
-                kept = choose_layers(aligner, len(kept), RECALL_WEIGHT if options.selection == "kl+recall" else 0.0)
+                kept = costliest_layers(aligner, replacement, count)
     placement = everywhere(replacement, num_layers).keeping(kept)
     if asked_heads is not None and placement.replaced_layers:
         heads = kept_heads(asked_heads, num_layers, weights.config.num_attention_heads)
@@ -114,10 +139,10 @@ def _spread(placement: Placement, longest: int, aligner: "Aligner | None", notes
     if aligner is None:
         notes.append("how wide each layer's window is, is measured during the run; until then all have the mean width")
         return placement
-    from .windows import layer_errors, spread_windows
+    from .layer_costs import layer_errors, spread_windows
 
     errors = layer_errors(aligner, placement)
-    aligner.report["window_errors"] = {layer: round(error, 5) for layer, error in errors.items()}
+    aligner.report["window_errors"] = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
     return placement.with_windows(spread_windows(placement.hybrid.window, errors, longest))
 
 

@@ -26,8 +26,12 @@ def uniform_attention_layers(num_layers: int, ratio: float) -> tuple[int, ...]:
     """`round(ratio * num_layers)` layers, evenly spread, the last layer of each stretch: 1, 3, 5, ... at 0.5."""
     if not 0 <= ratio <= 1:
         raise ValueError(f"attention_layers as a share must lie between 0 and 1, not {ratio}.")
-    count = round(ratio * num_layers)
-    return tuple((j + 1) * num_layers // count - 1 for j in range(count))
+    return tuple(evenly_of(range(num_layers), round(ratio * num_layers)))
+
+
+def evenly_of(layers: Sequence[int], count: int) -> list[int]:
+    """`count` of these layers, evenly spread, the last one of each stretch."""
+    return [layers[(j + 1) * len(layers) // count - 1] for j in range(count)]
 
 
 def pattern_attention_layers(num_layers: int, pattern: str) -> tuple[int, ...]:

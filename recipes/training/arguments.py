@@ -51,7 +51,13 @@ class RunArguments:
     """Where a run's result goes and what of the student it changes."""
 
     overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if it holds a checkpoint."})
-    trainable: Trainable = field(default="all", metadata={"help": "Which parameters are trained."})
+    trainable: Trainable = field(
+        default="all",
+        metadata={
+            "help": "Which parameters are trained. beyond-window leaves alone what the first tokens, all within the "
+            "window, pass through."
+        },
+    )
     max_shard_size: str = field(
         default="5GB", metadata={"help": "Largest weights file of the finished model, such as 5GB."}
     )

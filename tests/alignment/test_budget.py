@@ -17,8 +17,8 @@ from convert.pipeline import run
 from convert.placement.budget import Budget
 from convert.placement.cache import attention_bytes, cache_bytes
 from convert.placement.decide import decide_placement, options_for_teacher
+from convert.placement.layer_costs import POWER, spread_windows
 from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
-from convert.placement.windows import POWER, spread_windows
 from convert.plan import TeacherWeights, describe, hybrid_config, make_plan
 from convert.teachers.teacher import find_teacher
 from modeling_llamba import LlambaConfig
@@ -158,24 +158,19 @@ def test_heads_that_share_keys_share_a_state_within_a_budget(saved_teacher):
         spent = budget(saved_teacher("llama-gqa"), cache=0.7, **said)
         config = make_plan(spent.weights, Decision(placed(spent)[0]), spent.options).config
         assert config.mixer_shared_state == shared
-    for said in (dict(align="none"), dict(selection="kl"), dict(export_ready=True)):
+    for said in (dict(align="none"), dict(export_ready=True)):
         assert not options_of("m", **said).searches_budget
 
 
-def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(saved_teacher, monkeypatch):
-    """Its heads may not see more than they do; so its layers are chosen as without a budget, on text as short."""
+def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(saved_teacher):
+    """Its heads may not see more than they do; so the budget says how many of its layers stay."""
     weights = TeacherWeights.of(find_teacher(str(saved_teacher("mistral-window"))))
     asked = options_of("m", cache=0.8, d_state=1, text="sampled", tokens=5120)
     options = options_for_teacher(asked, weights)
     placement = decide_placement(weights, options).placement
-    assert len(placement.attention_layers) == 2 and placement.hybrid is None and not placement.full_heads
-    assert options.sequence_length == 512 and options.selection == "kl+recall"
-    monkeypatch.setattr(
-        "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
-    )
-    aligner = Aligner(weights, options)
-    assert aligner.ids.shape == (10, 512) and aligner.prose.shape == (2, 512)
-    for said in (dict(attention_layers=[1]), dict(attention_heads=2), dict(mixer="none")):
+    assert placement.attention_layers == (1, 3) and placement.hybrid is None and not placement.full_heads
+    read = dict(mixer={"read": "normalised"})
+    for said in (dict(attention_layers=[1]), dict(attention_heads=2), dict(mixer="none"), read):
         with pytest.raises(ValueError, match="own layers see a window"):
             options_for_teacher(options_of("m", **said), weights)
 
@@ -263,9 +258,11 @@ def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
     monkeypatch.setattr(
         "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
     )
-    for said, shape in ((dict(), (5, 1024)), (dict(sequence_length=640), (8, 640)), (dict(selection="kl"), (10, 512))):
-        spent = budget(saved_teacher("llama-gqa"), text="sampled", tokens=5120, **said)
-        assert Aligner(spent.weights, spent.options).ids.shape == shape
+    folder, text = str(saved_teacher("llama-gqa")), dict(text="sampled", tokens=5120)
+    within, layers = text | dict(cache=0.5), text | dict(attention_layers=0.5)
+    for said, shape in ((within, (5, 1024)), (within | dict(sequence_length=640), (8, 640)), (layers, (10, 512))):
+        options = make_options(folder, "o", **said)
+        assert Aligner(TeacherWeights.of(find_teacher(folder)), options).ids.shape == shape
 
 
 def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):
@@ -273,9 +270,9 @@ def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_
     spent, ids, folders, keys = budget(saved_teacher("llama-gqa")), random_ids(8, 64), set(), set()
     for rows in (ids, ids.view(4, 128), ids):
         aligner = Aligner(spent.weights, spent.options, work=tmp_path)
-        aligner._rows = rows, rows[:0]
-        aligner.follow(Mixer())
-        folders.add(aligner.cache(aligner.quick).folder)
+        aligner.ids = rows
+        aligner.follow(everywhere(Mixer(), 4))
+        folders.add(aligner.cache(spent.options.alignment.fit).folder)
         keys.add(run_key(spent.options.alignment.distillation, rows, 0, {}))
     assert len(folders) == len(keys) == 2
 
@@ -310,7 +307,7 @@ def test_contradictions(said, expected, saved_teacher):
 
 SAID = (
     {"window": 32}, {"mixer": "mamba2"}, {"align": "none"}, {"align": "mohawk"}, {"attention_layers": 0.5},
-    {"selection": "uniform"}, {"attention_heads": "0:1", "window": 8}, {"export_ready": True},
+    {"attention_heads": "0:1", "window": 8}, {"export_ready": True},
 )  # fmt: skip
 
 

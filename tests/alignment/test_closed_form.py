@@ -155,11 +155,11 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
     whole = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(None, {}), 10**9)
     fitted = []
 
-    def interrupted(mixer, data, settings, seed, before):
+    def interrupted(mixer, data, settings, seed):
         if len(fitted) == 2:
             raise KeyboardInterrupt
         fitted.append(seed)
-        return fit_layer(mixer, data, settings, seed, before)
+        return fit_layer(mixer, data, settings, seed)
 
     monkeypatch.setattr(align, "fit_layer", interrupted)
     cache = FitCache(tmp_path, {"a": 1})
@@ -173,7 +173,7 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
         for name, tensor in mixer.state_dict().items():
             assert torch.equal(tensor, resumed[layer][0].state_dict()[name]), name
     assert FitCache(tmp_path, {"a": 2}).load_mixer(0, model.mixer(0)) is None  # another key, another fit
-    cache.drop_mixers()
+    cache.drop()
     assert not list(tmp_path.rglob("layer-*"))
 
 
@@ -191,7 +191,7 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
 )
 def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
     """Closer to the teacher than the mapping alone, on text that was not used, for every family and mixer."""
-    aligned = {"text": "sampled", "tokens": 768, "selection": "uniform"}
+    aligned = {"text": "sampled", "tokens": 768, "attention_layers": "1"}
     aligned["alignment"] = {"sequence_length": 32, "fit": {"refine_steps": 10}}
     plan, kl, report = mapped_and_aligned(name, two_layer_teacher(name), tmp_path, options, aligned)
     assert kl["closed-form"] < kl["none"], kl

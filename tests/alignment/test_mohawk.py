@@ -21,7 +21,7 @@ from convert.alignment.mohawk.layerwise import (
     orientation_loss,
     split_layers,
 )
-from convert.alignment.mohawk.stages import Stages, only_stages
+from convert.alignment.mohawk.stages import Stages, check_stages, only_stages
 from convert.alignment.mohawk.train import load_hybrid, train_existing
 from convert.options import (
     AlignmentOptions,
@@ -241,7 +241,15 @@ def test_what_the_window_sees_stays_exact(hybrids, tmp_path, name):
     assert ((after - before)[:, 6:].abs().amax(-1) > 0).all()
 
 
+def test_a_rate_for_what_is_not_trained_is_refused():
+    for trainable in ("mixers", "beyond-window"):
+        with pytest.raises(ValueError, match="other_learning_rate has no effect"):
+            DistillationOptions(trainable=trainable, other_learning_rate=1e-3)
+
+
 def test_beyond_the_window_there_must_be_something(hybrids, tmp_path):
+    with pytest.raises(ValueError, match="needs a window in every replaced layer"):
+        check_stages(AlignmentOptions(distillation=DistillationOptions(trainable="beyond-window")), "mamba2", False)
     convert(
         str(hybrids / "llama-gqa-teacher"), tmp_path / "window", align="none", window=5, mixer="none",
         attention_layers="none",
@@ -343,7 +351,7 @@ def test_from_teacher_to_trained_hybrid(two_layer_teacher, tmp_path):
     stages["fit"] = {"refine_steps": 0}
     convert(
         str(two_layer_teacher("llama-gqa")), tmp_path / "out", align="mohawk", mixer="mamba2", text="sampled",
-        tokens=16 * LENGTH, attention_layers=0.5, selection="uniform", alignment=stages,
+        tokens=16 * LENGTH, attention_layers=[1], alignment=stages,
     )  # fmt: skip
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     assert report["held_out_error"].keys() == {"0"} and report["tokens"] == 16 * LENGTH

@@ -9,12 +9,11 @@ import yaml
 import convert.alignment.fit as fitting
 import convert.weights.writer as writer
 from convert import convert, plan_conversion
-from convert.alignment import aligner as alignment
-from convert.alignment.fit import FitCache
+from convert.alignment.divergence import kl_of_logits
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
 from convert.alignment.teacher_model import replaced
 from convert.options import make_options
-from convert.placement.layer_scores import LayerEvaluator, LayerScore, Scores, select_layers
+from convert.placement.layer_costs import LOOKING_UP, cheapest_by_kl
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.convert.test_bad_input import check_one_line_error, run_as_is
 from tests.teachers import make_teacher
@@ -69,105 +68,98 @@ def test_needles_are_hidden_in_a_share_of_the_rows():
     assert torch.equal(with_needles(prose, 0.0, vocabulary, seed=3), prose)
 
 
+@pytest.mark.parametrize("name, mixer", [("qwen3", "discrete_mamba2"), ("llama-gqa", "none"), ("phi", "mamba2")])
+def test_the_layers_that_lose_most_keep_their_attention(name, mixer, saved_teacher, tmp_path):
+    """Found with a window and a state, whatever stands beside the window then; as many as were asked for."""
+    options = ALIGNED | {"window": 6, "mixer": mixer, "alignment": {"sequence_length": LENGTH}}
+    plan = convert(str(saved_teacher(name)), tmp_path / "out", attention_layers=0.5, **options)
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    costs = {int(layer): cost for layer, cost in report["layer_costs"].items()}
+    assert costs.keys() == {0, 1, 2, 3} and len(set(costs.values())) == 4 and min(costs.values()) > 0
+    assert plan.placement.attention_layers == tuple(sorted(sorted(costs, key=costs.get)[2:]))
+    assert report["held_out_error"].keys() == {str(i) for i in plan.placement.replaced_layers}
+    kinds = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
+    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == list(plan.placement.attention_layers)
+
+
+@pytest.mark.parametrize("recalls", [True, False])
 @pytest.mark.parametrize("name", ["llama-gqa", "phi"])
-def test_scores_are_those_of_the_whole_model(saved_teacher, name, monkeypatch):
-    """A layer scored from the remembered block inputs equals the model run from its start."""
-    model = teacher_model(saved_teacher(name))
-    prose = rows(2)
-    monkeypatch.setattr("convert.placement.layer_scores.PROBE_LENGTH", 12)
-    evaluator = LayerEvaluator(model, prose)
-    nothing = evaluator.base({})
-    assert nothing.kl < 1e-6 and nothing == evaluator.teacher_scores
-    evaluator.base({1: model.mixer(1)})
-    scores = evaluator.with_layer(2, model.mixer(2))
-    with replaced(model.whole(), {1: model.mixer(1), 2: model.mixer(2)}) as student, torch.no_grad():
-        logits = student(prose, use_cache=False).logits.log_softmax(-1)
-        probe = evaluator.probes["copy"]
-        answered = student(probe.ids, use_cache=False).logits[:, :-1][probe.answers[:, 1:]]
-    teacher = make_teacher(name)(prose).logits.log_softmax(-1)
-    expected = (teacher.exp() * (teacher - logits)).sum(-1).mean().item()
-    assert scores.kl == pytest.approx(expected, rel=1e-3) and scores.kl > 0.01
-    truth = probe.ids[probe.answers]
-    assert scores.loss["copy"] == pytest.approx(torch.nn.functional.cross_entropy(answered, truth).item(), rel=1e-4)
-    assert scores.accuracy["copy"] == (answered.argmax(-1) == truth).float().mean().item()
-    assert all(block.layer_type != "linear_attention" for block in model.model.model.layers)
+@torch.no_grad()
+def test_mixers_alone_go_where_the_whole_model_diverges_least(name, recalls, saved_teacher, monkeypatch):
+    """One after the other, each beside those that went before, and not where something else forbids it."""
+    model, ids = teacher_model(saved_teacher(name)), rows(2)
+    mixers, teacher = {layer: model.mixer(layer) for layer in range(4)}, make_teacher(name)(ids).logits
+    probe = copy_probe(VOCABULARY, 2, 12, seed=0)
+    monkeypatch.setattr("convert.placement.layer_costs.LEAST_RECALL", 0.0 if recalls else 0.2)
+
+    def cost(layers):
+        with replaced(model.whole(), {layer: mixers[layer] for layer in layers}) as student:
+            kl = kl_of_logits(teacher, student(ids, use_cache=False).logits).mean()
+            answered = student(probe.ids, use_cache=False).logits[:, :-1][probe.answers[:, 1:]]
+        loss = torch.nn.functional.cross_entropy(answered, probe.ids[probe.answers])
+        return (kl + 0.3 * recalls * loss).item()
+
+    expected = set()
+    for count in range(1, 4):
+        expected = expected | {min({0, 1, 2, 3} - expected, key=lambda layer: cost(expected | {layer}))}
+        if count in (1, 3):  # three rounds choose three one by one
+            gone, alone = cheapest_by_kl(model, mixers, ids, probe, count)
+            assert gone == expected and alone == pytest.approx({i: cost({i}) for i in range(4)}, rel=1e-3)
+    assert all(block.layer_type == "full_attention" for block in model.model.model.layers)
 
 
-class Graded(LayerEvaluator):
-    """Scores from a table: what a layer costs, and that 0 and 1 together cost much more than apart."""
-
-    def __init__(self, kl, recall):
-        self.kl, self.recall = kl, recall
-        self.asked, self._mixers = 0, {}
-        self.probes = {"copy": copy_probe(VOCABULARY, 1, 8, seed=0)}
-        self.teacher_scores, self.counted = Scores(0.0, {"copy": 0.0}, {"copy": 1.0}), ["copy"]
-
-    def _of(self, layers):
-        kl = sum(self.kl[layer] for layer in layers) + (1.0 if {0, 1} <= set(layers) else 0.0)
-        return Scores(kl, {"copy": sum(self.recall[layer] for layer in layers)}, {"copy": 1.0})
-
-    def base(self, mixers):
-        self._mixers = mixers
-        return self._of(mixers)
-
-    def with_layer(self, layer, mixer):
-        self.asked += 1
-        return self._of([*self._mixers, layer])
+def test_a_layer_that_looks_nowhere_far_is_the_first_to_go(tmp_path):
+    """One layer attends to all tokens nearly alike, which a state can tell; the other looks up single ones."""
+    teacher = make_teacher("llama-gqa", layers=2)
+    with torch.no_grad():
+        for block, size in zip(teacher.model.layers, (0.01, 8.0), strict=True):
+            block.self_attn.q_proj.weight *= size
+    teacher.save_pretrained(tmp_path / "teacher")
+    options = ALIGNED | {"window": 4, "alignment": {"sequence_length": LENGTH}}
+    plan = convert(str(tmp_path / "teacher"), tmp_path / "out", attention_layers=0.5, **options)
+    assert plan.placement.attention_layers == (1,)
 
 
-KL, RECALL = [0.01, 0.02, 0.03, 0.9], [0.0, 0.0, 5.0, 0.0]
+def test_layers_that_look_up_stay_whatever_they_lose(saved_teacher, tmp_path, monkeypatch):
+    scores = torch.zeros(4, 4)
+    scores[[0, 2], 1] = 400.0
+    monkeypatch.setattr("convert.placement.layer_costs.retrieval_scores", lambda *args: scores)
+    options = ALIGNED | dict(window=4, alignment={"sequence_length": LENGTH})
+    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers=0.5, **options)
+    assert plan.placement.attention_layers == (0, 2)
+    costs = json.loads((tmp_path / "out" / "alignment.json").read_text())["layer_costs"]
+    assert [round(costs[str(i)] / LOOKING_UP / 100) for i in range(4)] == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    "weight, rounds, count, expected",
-    [
-        (0.0, 1, 3, (0, 1, 2)),  # by KL alone
-        (0.3, 1, 3, (0, 1, 3)),  # recall forbids layer 2
-        (0.0, 3, 2, (0, 2)),  # scored anew after layer 0, layer 1 has become dear
-        (0.0, 1, 2, (0, 1)),  # which one round cannot see
-        (0.0, 1, 0, ()),
-        (0.0, 2, 4, (0, 1, 2, 3)),
-    ],
-)
-def test_cheapest_layers_are_replaced(weight, rounds, count, expected):
-    mixers, cache = dict.fromkeys(range(4)), FitCache(None, {})
-    chosen, scores = select_layers(mixers, Graded(KL, RECALL), count, weight, rounds, cache)
-    assert chosen == expected
-    assert [round(scores[i].kl, 6) for i in range(4)] == KL and [scores[i].recall for i in range(4)] == RECALL
+def test_mixers_alone_are_placed_by_what_the_whole_model_loses(saved_teacher, tmp_path):
+    plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers=0.5, **ALIGNED)
+    costs = json.loads((tmp_path / "out" / "alignment.json").read_text())["layer_costs"]
+    cheapest = min(range(4), key=lambda layer: costs[str(layer)])  # the first to go
+    assert len(plan.placement.replaced_layers) == 2 and cheapest in plan.placement.replaced_layers
 
 
-def test_recall_better_than_the_teachers_is_no_merit():
-    assert LayerScore(kl=0.1, recall=-5.0).total(0.3) == 0.1 < LayerScore(kl=0.1, recall=0.1).total(0.3)
-
-
-def test_scores_are_kept_and_resumed(tmp_path):
-    mixers, first, again = dict.fromkeys(range(4)), Graded(KL, RECALL), Graded(KL, RECALL)
-    chosen, _ = select_layers(mixers, first, 3, 0.0, 2, FitCache(tmp_path, {}))
-    path = next(tmp_path.rglob("scores.json"))
-    known = json.loads(path.read_text())
-    assert len(known) == first.asked
-    path.write_text(json.dumps(dict(list(known.items())[:3])))
-    assert select_layers(mixers, again, 3, 0.0, 2, FitCache(tmp_path, {}))[0] == chosen
-    assert again.asked == first.asked - 3
-
-
-@pytest.mark.parametrize("method", ["kl", "kl+recall"])
-def test_layers_are_chosen_by_score(saved_teacher, tmp_path, method):
-    plan = convert(str(saved_teacher("qwen3")), tmp_path / "out", selection=method, **ALIGNED)
+@pytest.mark.parametrize("share, kept", [(0.25, None), (0.5, (1, 3)), (0.75, (1, 2, 3))])
+def test_layers_with_windows_of_their_own_go_first(share, kept, saved_teacher, tmp_path):
+    """Evenly; and a dry run keeps as many of either kind. Only the others are measured, where some of them stay."""
+    options = ALIGNED | dict(attention_layers=share, window=4, read="linear")
+    folder = str(saved_teacher("gemma3"))
+    planned = plan_conversion(make_options(folder, "o", **options))
+    assert planned.config.conversion["teacher_layer_types"] == ["sliding_attention", "full_attention"] * 2
+    plan = convert(folder, tmp_path / "out", **options)
+    assert plan.placement.attention_layers == kept or (
+        kept is None and plan.placement.attention_layers in ((1,), (3,))
+    )
+    assert planned.summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
-    scores = {int(layer): score["kl"] for layer, score in report["layer_scores"].items()}
-    cheapest = sorted(sorted(scores, key=scores.get)[:2])
-    layer_types = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
-    assert [i for i, kind in enumerate(layer_types) if kind == "linear_attention"] == cheapest
-    assert list(plan.placement.replaced_layers) == cheapest
-    # a random teacher recalls nothing, so no probe counts
-    assert report["probes_counted"] == [] and report["held_out_error"].keys() == {str(i) for i in cheapest}
+    assert ("layer_costs" in report) == (kept is None) == bool(planned.notes)
+    assert kept is not None or report["layer_costs"].keys() == {"1", "3"}
 
 
-def test_nothing_is_scored_where_nothing_is_to_choose(two_layer_teacher, tmp_path):
-    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", attention_layers=0.0, **ALIGNED)
+def test_nothing_is_measured_where_nothing_is_to_choose(two_layer_teacher, tmp_path):
+    options = ALIGNED | dict(attention_layers=0.0, window=4, alignment={"sequence_length": LENGTH})
+    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
-    assert "layer_scores" not in report and len(report["held_out_error"]) == 2
+    assert "layer_costs" not in report and len(report["held_out_error"]) == 2
 
 
 def test_budget_in_bytes(saved_teacher, tmp_path):
@@ -176,40 +168,15 @@ def test_budget_in_bytes(saved_teacher, tmp_path):
     for cache, context, attention in (("300KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("300KB", 100, 4)):
         plan = plan_conversion(make_options(folder, "o", align="none", cache=cache, context=context))
         assert plan.config.layer_types.count("full_attention") == attention, (cache, context)
-    convert(folder, tmp_path / "out", cache="300KB", context=1000, selection="kl+recall", **ALIGNED)
+    convert(folder, tmp_path / "out", cache="300KB", context=1000, export_ready=True, **ALIGNED)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"].count("full_attention") == 2
     with pytest.raises(ValueError, match="too little.* states alone take"):
         plan_conversion(make_options(folder, "o", align="none", cache="1KB"))
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_the_fit_that_scored_a_layer_is_not_done_again(two_layer_teacher, tmp_path, monkeypatch, steps):
-    """And is refined to the same bits as one that begins anew."""
-    begun, fit_layer, fit_mixers = [], fitting.fit_layer, fitting.fit_mixers
-    options = ALIGNED | {"attention_layers": 0.5, "alignment": ALIGNMENT | {"fit": {"refine_steps": steps}}}
-
-    def count(mixer, data, settings, seed, before):
-        begun.append((before is None, settings.refine_steps))
-        return fit_layer(mixer, data, settings, seed, before)
-
-    monkeypatch.setattr(fitting, "fit_layer", count)
-    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
-    assert begun == [(True, 0)] * 2 + ([(False, 3)] if steps else [])
-
-    def forget(*args, solved, **options):
-        return fit_mixers(*args, **options)
-
-    monkeypatch.setattr(alignment, "fit_mixers", forget)
-    begun.clear()
-    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "anew", **options)
-    assert begun == [(True, 0)] * 2 + ([(True, steps)] if steps else [])  # else the same fit is on disk
-    name = "model.safetensors"
-    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "anew" / name).read_bytes()
-
-
 @pytest.mark.parametrize("said", [True, False])
 def test_work_dir_resumes(said, two_layer_teacher, tmp_path, monkeypatch):
-    """Interrupted while writing, the second run fits and scores nothing again; what it keeps afterwards is small."""
+    """Interrupted while writing, the second run fits nothing again; afterwards no fit is kept."""
     work, folder = tmp_path / ("work" if said else "out.work"), str(two_layer_teacher("llama-gqa"))
     options = ALIGNED | {"attention_layers": 0.5}
     convert(folder, tmp_path / "whole", **options)
@@ -224,19 +191,15 @@ def test_work_dir_resumes(said, two_layer_teacher, tmp_path, monkeypatch):
             convert(folder, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists() and list(work.rglob("layer-*.safetensors"))
     monkeypatch.setattr(fitting, "fit_layer", fail)
-    monkeypatch.setattr(LayerEvaluator, "with_layer", fail)
     convert(folder, tmp_path / "out", **options)
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert not list(work.rglob("layer-*")) and bool(list(work.rglob("scores.json"))) == said == work.exists()
+    assert not list(work.rglob("layer-*")) and said == work.exists()
 
 
 @pytest.mark.parametrize(
     "said, expected",
     [
-        (dict(selection="kl", align="none"), "needs an alignment"),
-        (dict(selection="kl", attention_layers=[1]), "attention_layers names them"),
-        (dict(selection="best"), "selection must be uniform or kl or kl.recall"),
         (dict(cache="1MB", attention_layers=0.5), "give one"),
         (dict(device="tpu9", attention_layers=0.5), "device tpu9 cannot be used here"),
         (dict(align="mohawk", mixer="mamba1", alignment={"matrix_orientation": {"tokens": 9}}), "leave stage 1"),
@@ -265,7 +228,8 @@ def test_published_text_name_is_not_a_local_path(two_layer_teacher, tmp_path):
     text.write_text(
         "\n".join(json.dumps({"text": " ".join(f"w{40 + (i * j) % 50}" for i in range(99))}) for j in range(9))
     )
-    options = ALIGNED | {"text": str(text), "selection": "uniform", "alignment": ALIGNMENT | {"held_out_sequences": 2}}
+    judged = ALIGNMENT | {"held_out_sequences": 2}
+    options = ALIGNED | {"text": str(text), "attention_layers": "1", "alignment": judged}
     convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
     for name in ("config.json", "README.md", "alignment.json"):
         content = (tmp_path / "out" / name).read_text()

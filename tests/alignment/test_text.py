@@ -101,7 +101,7 @@ def test_bad_text(two_layer_teacher, tmp_path, name, content, expected):
     path = tmp_path / (name or "nowhere.jsonl")
     if name:
         path.write_text(content)
-    options = dict(text=str(path), tokens=1024, selection="uniform", held_out_sequences=1)
+    options = dict(text=str(path), tokens=1024, attention_layers="1", held_out_sequences=1)
     with pytest.raises(ValueError, match=expected):
         convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
     nothing_left(tmp_path, *filter(None, [name]))

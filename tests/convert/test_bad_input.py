@@ -323,7 +323,7 @@ def test_a_disk_that_fills_in_the_work_folder(memory, file, saved_teacher, small
     assert bool(kept) == (memory == "4GB") and not list(small.glob(".activations*"))
     resize("1M")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("convert.alignment.fit.FitCache.drop_mixers", lambda cache: None)
+        patch.setattr("convert.alignment.fit.FitCache.drop", lambda cache: None)
         assert run(saved_teacher("llama-gqa"), tmp_path / "out", *flags).returncode == 0
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in kept.items())
 

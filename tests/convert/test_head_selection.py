@@ -112,7 +112,7 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
 
 def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
     options = dict(
-        attention_layers=0.5, selection="uniform", window=4, attention_heads=3, text="sampled",
+        attention_layers=[1, 3], window=4, attention_heads=3, text="sampled",
         tokens=320, sequence_length=32, held_out_sequences=2,
     )  # fmt: skip
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)

@@ -113,8 +113,8 @@ def test_the_mixers_features_are_as_large_as_the_windows_and_the_layer_the_same(
 
 def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_path):
     hybrid, plan = converted(
-        saved_teacher("llama-gqa"), tmp_path / "out", window=4, sinks=1, align="closed-form", attention_layers=0.5,
-        selection="uniform", text="sampled", tokens=320, sequence_length=32, held_out_sequences=2, refine_steps=4,
+        saved_teacher("llama-gqa"), tmp_path / "out", window=4, sinks=1, align="closed-form", attention_layers="MA",
+        text="sampled", tokens=320, sequence_length=32, held_out_sequences=2, refine_steps=4,
     )  # fmt: skip
     assert plan.config.layer_types == ["hybrid", "full_attention"] * 2
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
@@ -132,7 +132,7 @@ def test_the_stages_train_window_and_mixer_alike(saved_teacher, tmp_path):
     stage = dict(tokens=1280, sequences=4, learning_rate=3e-4)
     alignment = {"fit": {"refine_steps": 0}, "hidden_state_alignment": stage, "distillation": stage}
     converted(
-        saved_teacher("phi"), tmp_path / "out", window=4, sinks=1, align="mohawk", selection="uniform",
+        saved_teacher("phi"), tmp_path / "out", window=4, sinks=1, align="mohawk", attention_layers="MA",
         text="sampled", tokens=320, sequence_length=32, held_out_sequences=2, alignment=alignment,
     )  # fmt: skip
     (report,) = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"]

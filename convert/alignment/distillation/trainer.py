@@ -17,6 +17,7 @@ from transformers import PrinterCallback, Trainer
 from trl import SFTConfig, SFTTrainer
 from trl.models import prepare_fsdp
 
+from ...memory import keep_free_memory
 from ...options import Trainable
 from .loss import STATISTICS, LossWeights, add_distillation_head, add_hidden_output, head_of
 
@@ -206,6 +207,7 @@ class Outcome:
 
 def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outcome:
     """Train from the beginning or from a checkpoint; measure before and after."""
+    keep_free_memory()
     trainer.remove_callback(PrinterCallback)
     if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())

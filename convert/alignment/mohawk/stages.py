@@ -155,6 +155,8 @@ def check_stages(settings: AlignmentOptions, mixer: str, windowed: bool) -> None
             )
     if settings.distillation.tokens:
         check_can_train()
+        if settings.distillation.trainable == "beyond-window" and not windowed:
+            raise ValueError("trainable 'beyond-window' needs a window in every replaced layer; train the mixers.")
 
 
 def _ranks(device: torch.device) -> tuple[int, int]:

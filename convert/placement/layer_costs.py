@@ -1,0 +1,170 @@
+"""What it costs each layer to hold something else than attention, and what follows from that.
+
+What a layer with a window and a state gets wrong differs a hundredfold from layer to layer, and falls with the width
+of the window to a power. Within a cache budget both together say how to spend so many columns for the least error; and
+where a share of the layers keeps its attention, it is those that would lose most, or that look up distant tokens.
+
+A mixer alone is not exact on the first tokens, which all later ones attend to. So a small error may ruin all that
+follows, and what counts is the divergence of the whole model (figures: docs/results/quality.md).
+"""
+
+import contextlib
+import dataclasses
+
+import torch
+
+from modeling_llamba.hybrid_model import finish_logits
+
+from ..alignment.activations import ActivationStream
+from ..alignment.aligner import Aligner
+from ..alignment.closed_form import held_out_error
+from ..alignment.divergence import kl_of_hidden
+from ..alignment.probes import Probe, copy_probe, plain_tokens, with_recall
+from ..alignment.read_fit import fit_salience
+from ..alignment.teacher_model import TeacherModel, replaced
+from ..options import ConversionOptions, FitOptions, MixerOptions, PlacementOptions, parse_size
+from ..weights.writer import Progress
+from .budget import hybrid_layer
+from .placement import Layer, Mixer, Placement, everywhere
+from .retrieval import retrieval_scores
+
+ROWS = 4
+"""Calibration sequences on which errors are measured."""
+POWER = 0.8
+"""An error falls with the width of the window to this power."""
+WINDOW = 32
+"""Width of the windows with which layers are compared, of which a share keeps its attention."""
+LOOKING_UP = 0.45
+"""Relative error that a layer counts for besides, all of whose heads have the retrieval score 1."""
+KL_ROWS, ROUNDS = 2, 3
+"""Sequences on which KL is measured, and how often: what layers cost alone does not add up."""
+PROBE_LENGTH, RECALL, LEAST_RECALL = 96, 0.3, 0.2
+"""Random tokens to be copied, nats of KL that a nat of loss on them counts for, and the share of them that the teacher
+must get right for that."""
+STEPS = 16
+"""Windows are multiples of the widest over this number, so that not every layer needs kernels of its own."""
+
+
+@torch.no_grad()
+def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOptions | None = None) -> dict[int, float]:
+    """The relative squared error of each hybrid layer under this placement, with the theory's read and the teacher's
+    output map. What a fit would leave is roughly in proportion, and takes ten times as long to find.
+
+    Args:
+        options: of the mixers; by default those of the conversion.
+    """
+    aligner.follow(placement, options)
+    memory, vocabulary = parse_size(aligner.options.alignment.activation_memory), aligner.model.config.vocab_size
+    rows = aligner.ids[-ROWS:]
+    if aligner.options.read != "normalised":  # whose rows ask for recall already
+        rows = with_recall(rows, plain_tokens(vocabulary), aligner.options.seed)
+    errors, layers = {}, range(max(placement.windows) + 1)
+    with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
+        for layer in layers:
+            aligner.progress("measuring layers", layer, len(layers))
+            data = stream.attention_data(layer)
+            if layer in placement.windows:
+                mixer = aligner.model.mixer(layer)
+                if mixer.attention.places:
+                    fit_salience(mixer, [data.batch(data.fitting())[0]], data.rotary)
+                errors[layer] = held_out_error(mixer, data)
+    aligner.progress("measuring layers", len(layers), len(layers))
+    return errors
+
+
+def costliest_layers(aligner: Aligner, replacement: Layer, count: int) -> tuple[int, ...]:
+    """The `count` layers that it costs most to replace; if by a window, of those that have none in the teacher."""
+    layers, options = range(aligner.model.num_layers), aligner.options
+    if isinstance(replacement, Mixer):
+        aligner.follow(everywhere(replacement, len(layers)))
+        fits = aligner.fit(list(layers), dataclasses.replace(options.alignment.fit, refine_steps=0))
+        mixers, rows = {layer: mixer for layer, (mixer, _) in fits.items()}, aligner.ids[-KL_ROWS:]
+        probe = copy_probe(plain_tokens(aligner.model.config.vocab_size), KL_ROWS, PROBE_LENGTH, options.seed)
+        gone, costs = cheapest_by_kl(aligner.model, mixers, rows, probe, len(layers) - count, aligner.progress)
+        kept = [layer for layer in layers if layer not in gone]
+    else:
+        own = [i for i, kind in enumerate(aligner.weights.config.layer_types) if kind == "sliding_attention"]
+        beside = PlacementOptions(window=min(WINDOW, options.sequence_length // 4), attention_layers=own)
+        alignment = dataclasses.replace(options.alignment, fit=FitOptions())
+        options = dataclasses.replace(options, placement=beside, mixer=MixerOptions(), alignment=alignment)
+        placement = everywhere(hybrid_layer(options, beside.window), len(layers)).keeping(own)
+        errors = layer_errors(aligner, placement, options)
+        # on text the heads that look up distant tokens seldom show
+        scores = retrieval_scores(aligner.model, aligner.ids, options.seed, aligner.progress).mean(1).tolist()
+        costs = {layer: error + LOOKING_UP * scores[layer] for layer, error in errors.items()}
+        kept = sorted(costs, key=lambda layer: (-costs[layer], layer))[:count]
+    aligner.report["layer_costs"] = {layer: float(f"{cost:.4g}") for layer, cost in costs.items()}
+    return tuple(sorted(kept))
+
+
+@torch.no_grad()
+def cheapest_by_kl(
+    teacher: TeacherModel,
+    mixers: dict[int, torch.nn.Module],
+    ids: torch.Tensor,
+    probe: Probe,
+    count: int,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[set[int], dict[int, float]]:
+    """The `count` layers with whose mixers the model stays nearest to the teacher, and what each layer costs alone.
+
+    The cost is KL on text, and RECALL times the loss on the probe, both in nats per token. A third of the layers is
+    chosen at a time, by what each costs where those chosen before are replaced already.
+
+    Args:
+        mixers: a fitted one for every layer. ids: (B, L), text. probe: (B, L') tokens, some of which are to be
+            recalled; it does not count where the teacher itself recalls few.
+    """
+    model, gone, alone = teacher.whole(), set(), {}
+    asked, truth = probe.answers.roll(-1, 1), probe.ids[probe.answers].to(teacher.device)
+
+    def run(hidden: torch.Tensor, first: int, layers: set[int]) -> list[torch.Tensor]:
+        states, inputs = [hidden], teacher.block_inputs(hidden)
+        with replaced(model, {layer: mixers[layer] for layer in layers}):
+            for block in model.model.layers[first:]:
+                states.append(block(states[-1], **inputs))
+        return states
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return finish_logits(model.lm_head(hidden), model.config)
+
+    def normed(states: list[torch.Tensor]) -> torch.Tensor:
+        return model.model.norm(states[-1])
+
+    parts = teacher.embed(ids), teacher.embed(probe.ids)
+    on_text, on_probe = (normed(run(part, 0, gone)) for part in parts)
+    recalled = (logits(on_probe[asked]).argmax(-1) == truth).float().mean().item()
+    weight = RECALL if recalled >= LEAST_RECALL else 0.0
+    for target in sorted({round(count * step / ROUNDS) for step in range(1, ROUNDS + 1)} - {0}):
+        before, costs = [run(part, 0, gone) for part in parts], {}
+        for layer in mixers.keys() - gone:
+            progress("comparing layers", len(costs), len(mixers) - len(gone))
+            text, answers = (normed(run(states[layer], layer, gone | {layer})) for states in before)
+            kl = kl_of_hidden(on_text.flatten(0, 1), text.flatten(0, 1), logits).mean().item()
+            loss = torch.nn.functional.cross_entropy(logits(answers[asked]).float(), truth).item()
+            costs[layer] = kl + weight * loss
+        alone = alone or costs
+        progress("comparing layers", len(costs), len(costs))
+        gone |= set(sorted(costs, key=lambda layer: (costs[layer], layer))[: target - len(gone)])
+    return gone, alone
+
+
+def spread_windows(width: int, errors: dict[int, float], longest: int) -> dict[int, int]:
+    """The width of each layer's window, `width` on average, for the least sum of errors.
+
+    Args:
+        errors: of each layer, with windows of one width. longest: the widest window that there may be.
+    """
+    step = max(longest // STEPS, 1)
+    windows, left = dict.fromkeys(errors, min(step, width)), (width - min(step, width)) * len(errors)
+    while left:
+        wider = {layer: min(step, left, longest - at) for layer, at in windows.items() if at < longest}
+
+        def gain(layer: int, wider: dict[int, int] = wider) -> float:
+            at, more = windows[layer], wider[layer]
+            return errors[layer] * (at**-POWER - (at + more) ** -POWER) / more
+
+        best = max(wider, key=lambda layer: (gain(layer), -layer))
+        windows[best] += wider[best]
+        left -= wider[best]
+    return windows
