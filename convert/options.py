@@ -231,7 +231,7 @@ class DistillationOptions(StageOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.trainable in ("mixers", "beyond-window") and self.other_learning_rate != 3e-5:
+        if self.trainable in ("mixers", "beyond-window") and "other_learning_rate" in differences(self):
             raise ValueError(
                 f"other_learning_rate has no effect where {self.trainable} alone is trained; leave it out."
             )

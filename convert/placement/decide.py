@@ -49,14 +49,9 @@ def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> 
     return options
 
 
-def _own_windows(weights: TeacherWeights) -> list[int]:
-    """Layers of the teacher that see a window themselves."""
-    return [i for i, kind in enumerate(weights.config.layer_types) if kind == "sliding_attention"]
-
-
 def _sees_windows_alone(weights: TeacherWeights) -> bool:
     """Whether every layer of the teacher sees a window only."""
-    return len(_own_windows(weights)) == weights.config.num_hidden_layers
+    return set(weights.config.layer_types) == {"sliding_attention"}
 
 
 def _replaces_windows(weights: TeacherWeights, options: ConversionOptions) -> bool:
@@ -95,7 +90,7 @@ def decide_placement(
     else:
         count = len(uniform_attention_layers(num_layers, _share(weights, options, replacement)))
         # beside a window those that have one in the teacher are the last to stay
-        own = _own_windows(weights) if isinstance(replacement, Hybrid) else []
+        own = Budget(weights, options).windows if isinstance(replacement, Hybrid) else ()
         others = [layer for layer in range(num_layers) if layer not in own]
         kept = evenly_of(others, min(count, len(others))) + evenly_of(own, max(count - len(others), 0))
         if aligned and 0 < count < len(others):

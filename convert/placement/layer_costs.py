@@ -24,7 +24,7 @@ from ..alignment.read_fit import fit_salience
 from ..alignment.teacher_model import TeacherModel, replaced
 from ..options import ConversionOptions, FitOptions, MixerOptions, PlacementOptions, parse_size
 from ..weights.writer import Progress
-from .budget import hybrid_layer
+from .budget import Budget, hybrid_layer
 from .placement import Layer, Mixer, Placement, everywhere
 from .retrieval import retrieval_scores
 
@@ -83,7 +83,7 @@ def costliest_layers(aligner: Aligner, replacement: Layer, count: int) -> tuple[
         gone, costs = cheapest_by_kl(aligner.model, mixers, rows, probe, len(layers) - count, aligner.progress)
         kept = [layer for layer in layers if layer not in gone]
     else:
-        own = [i for i, kind in enumerate(aligner.weights.config.layer_types) if kind == "sliding_attention"]
+        own = list(Budget(aligner.weights, options).windows)
         beside = PlacementOptions(window=min(WINDOW, options.sequence_length // 4), attention_layers=own)
         alignment = dataclasses.replace(options.alignment, fit=FitOptions())
         options = dataclasses.replace(options, placement=beside, mixer=MixerOptions(), alignment=alignment)
