@@ -4,21 +4,23 @@ import ctypes
 import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST_KEPT = 2**30
-"""Blocks up to so many bytes, and so much at the end of the heap, are kept for the next that asks."""
 
 
-def keep_free_memory() -> None:
+def keep_free_memory(largest: int = 2**30) -> None:
     """Keep freed memory for the next matrix; otherwise the system takes it back, and clears every page before it gives
-    it again. With glibc simple operations on large matrices then take half of the time; elsewhere nothing happens."""
+    it again. With glibc simple operations on large matrices then take half of the time; elsewhere nothing happens.
+
+    Args:
+        largest: bytes up to which a block, and the end of the heap, is kept.
+    """
     set_option = _of_c_library("mallopt")
     # a glibc that refuses the first would, with the second, map every block anew
-    if set_option and set_option(M_MMAP_THRESHOLD, LARGEST_KEPT):
-        set_option(M_TRIM_THRESHOLD, LARGEST_KEPT)
+    if set_option and set_option(M_MMAP_THRESHOLD, largest):
+        set_option(M_TRIM_THRESHOLD, largest)
 
 
 def return_free_memory() -> None:
-    """Give the system back what the C library holds of freed memory, which otherwise grows from layer to layer."""
+    """Give the system back what the C library holds of freed memory, which otherwise grows from step to step."""
     if trim := _of_c_library("malloc_trim"):
         trim(0)
 

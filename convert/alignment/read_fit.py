@@ -20,7 +20,9 @@ from modeling_llamba.normalised_read import Far
 from modeling_llamba.ssd import repeat_groups
 from modeling_llamba.window_attention import Near
 
-QUERIES = 256
+from ..memory import return_free_memory
+
+QUERIES = 128
 GRAM_BLOCKS = 4
 """Blocks of columns; of the products of so many, those above the diagonal are not computed."""
 SALIENCE_SEQUENCES = 8
@@ -79,8 +81,10 @@ def fit_read(
     total = max(total, torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
     mapped = sum(left.square().sum().item() for _, left in (_equations(mixer, seen) for seen in judging)) / total
     fit_mass(mixer, once())
+    return_free_memory()
     gram = moment = 0.0
-    for seen in itertools.chain(seen_before, (_seen(mixer, u, y, rotary) for u, y in others)):
+    first = (seen_before.pop() for _ in range(len(seen_before)))  # each is let go after its use
+    for seen in itertools.chain(first, (_seen(mixer, u, y, rotary) for u, y in others)):
         F, y = _features(mixer, seen)
         y = y if out.bias is None else y - out.bias
         gram, moment = gram + _gram(F).double(), moment + (F.T @ y).double()
@@ -164,6 +168,7 @@ def fit_salience(mixer: HybridMixer, batches: Iterable[torch.Tensor], rotary: Ro
     penalty = SALIENCE_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
     solution = torch.linalg.solve(gram + penalty * torch.eye(len(gram), device=gram.device), moment)
     mixer.attention.salience.copy_(solution)
+    return_free_memory()
 
 
 def attention_received(mixer: HybridMixer, u: torch.Tensor, rotary: Rotary) -> torch.Tensor:
