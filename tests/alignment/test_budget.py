@@ -240,15 +240,16 @@ def test_windows_are_wide_where_layers_are_wrong():
     errors = {0: 0.001, 2: 0.05, 3: 0.01, 5: 0.0001}
     windows = spread_windows(100, errors, 320)
     assert sum(windows.values()) == 400 and windows.keys() == errors.keys()
-    assert windows[5] <= windows[0] < windows[3] < windows[2] <= 320 and min(windows.values()) == 20
+    assert windows[5] == windows[0] == 40 < windows[3] < windows[2] <= 320
 
     def left(widths):
         return sum(error * widths[layer] ** -POWER for layer, error in errors.items())
 
     for more in errors:  # no step from one layer to another would be better
         for less in errors.keys() - {more}:
-            if windows[less] > 20 and windows[more] <= 300:
+            if windows[less] > 40 and windows[more] <= 300:
                 assert left(windows) <= left(windows | {more: windows[more] + 20, less: windows[less] - 20})
+    assert min(spread_windows(60, errors, 320).values()) == 20  # the narrowest that there is
     assert spread_windows(320, errors, 320) == dict.fromkeys(errors, 320)
     assert spread_windows(3, errors, 320) == dict.fromkeys(errors, 3)
 
