@@ -23,6 +23,7 @@ from modeling_llamba.window_attention import Near
 from ..memory import return_free_memory
 
 QUERIES = 128
+"""Queries whose scores against all earlier keys lie in memory at once."""
 GRAM_BLOCKS = 4
 """Blocks of columns; of the products of so many, those above the diagonal are not computed."""
 SALIENCE_SEQUENCES = 8

@@ -156,7 +156,7 @@ def spread_windows(width: int, errors: dict[int, float], longest: int) -> dict[i
         errors: of each layer, with windows of one width. longest: the widest window that there may be.
     """
     step = max(longest // STEPS, 1)
-    # none below half of the mean: short answers are then the teacher's for longer, and long texts hardly differ
+    # about half of the mean at least: short answers are then the teacher's for longer, and long texts hardly differ
     least = min(max(width // 2 // step * step, step), width)
     windows, left = dict.fromkeys(errors, least), (width - least) * len(errors)
     while left:
