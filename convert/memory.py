@@ -9,6 +9,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def keep_free_memory(largest: int = 2**30) -> None:
     """Keep freed memory for the next matrix; otherwise the system takes it back, and clears every page before it gives
     it again. With glibc simple operations on large matrices then take half of the time; elsewhere nothing happens.
+    It holds for the whole process, and the last call counts.
 
     Args:
         largest: bytes up to which a block, and the end of the heap, is kept.

@@ -1,9 +1,10 @@
 """A placement that keeps within so many bytes of cache.
 
 Every layer gets a window with sinks and salient tokens, and a state beside it; the key/value heads that serve recall
-most see every token. Heads take HEADS_SHARE of what the states leave, and the window takes the rest. What the user has
-fixed (window, heads, layers, no state) stays as it is, and the others take what is left. Layers that see a window in
-the teacher already stay as they are where that is cheap.
+most see every token. Heads take HEADS_SHARE of what the states leave, and the windows take the rest, of one width
+here; `layer_costs` then gives each layer its own. What the user has fixed (window, heads, layers, no state) stays as
+it is, and the others take what is left. Layers that see a window in the teacher already stay as they are where that
+is cheap.
 """
 
 from dataclasses import dataclass

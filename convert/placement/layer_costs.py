@@ -150,13 +150,13 @@ def cheapest_by_kl(
 
 
 def spread_windows(width: int, errors: dict[int, float], longest: int) -> dict[int, int]:
-    """The width of each layer's window, `width` on average, for the least sum of errors.
+    """The width of each layer's window, on average `width` and at least about half of it, for the least sum of errors.
 
     Args:
         errors: of each layer, with windows of one width. longest: the widest window that there may be.
     """
     step = max(longest // STEPS, 1)
-    # about half of the mean at least: short answers are then the teacher's for longer, and long texts hardly differ
+    # with narrower ones answers leave the teacher's sooner, and long texts gain nothing
     least = min(max(width // 2 // step * step, step), width)
     windows, left = dict.fromkeys(errors, least), (width - least) * len(errors)
     while left:
