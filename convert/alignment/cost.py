@@ -1,7 +1,7 @@
 """What aligning will cost on this machine, said before any of it is done: seconds, and memory.
 
 For layers whose state is read as softmax would read it, the default. Operations are counted from shapes, and how fast
-this machine does them is measured in a fraction of a second.
+this machine does them is measured in less than a second.
 
 Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E = 3 A features,
 N dimensions of a key in the state.
@@ -28,6 +28,9 @@ PASSES = 6
 """Passes over a matrix of scores: mask, maximum, exponential, sum, logarithm, weights."""
 OVERHEAD = 2.0
 """What small operations, reading and writing add to products of matrices that a cache holds; measured on SmolLM2."""
+ROWS, MEASURED_FOR = 2048, 0.3
+"""Rows of the matrices that are multiplied to see how fast this machine is, and seconds for which that is repeated.
+Beside another process products of 512 rows take ten times as long, but a fit, whose own are large, only twice."""
 
 
 class Rates(NamedTuple):
@@ -84,18 +87,17 @@ def met_by_a_token(config: PreTrainedConfig) -> int:
 
 
 def measured_rates(device: torch.device, width: int) -> Rates:
-    """What this machine does in a second, the best of three."""
-    a, b = (torch.rand(512, width, device=device) for _ in range(2))
-    many, products = torch.rand(2**20, device=device), 2 * 512 * 512 * width
+    """What this machine does in a second, at its best."""
+    a, b = (torch.rand(ROWS, width, device=device) for _ in range(2))
+    many, products = torch.rand(2**22, device=device), 2 * ROWS**2 * width
     single = products / _seconds(lambda: a @ b.mT, device)
     a, b = a.double(), b.double()
     return Rates(single, products / _seconds(lambda: a @ b.mT, device), len(many) / _seconds(many.exp, device))
 
 
 def _seconds(what: Callable[[], torch.Tensor], device: torch.device) -> float:
-    best = math.inf
-    for _ in range(3):
-        started = time.perf_counter()
+    best, begin = math.inf, time.perf_counter()
+    while (started := time.perf_counter()) - begin < MEASURED_FOR or math.isinf(best):
         what()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
