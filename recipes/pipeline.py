@@ -26,7 +26,7 @@ from datasets import load_dataset
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from convert import convert
@@ -46,8 +46,6 @@ CHATS = "llamafactory==0.9.5"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 PROMPTS, TURNS = 192, 8
 PAIRS, HELD_OUT_PAIRS = 32, 200
-TOO_LONG = 8
-"""So many more pairs are taken, since that many prompts fill PAIR_TOKENS and are left out."""
 PAIR_TOKENS = 128
 QUESTION = "What is the capital of France?"
 COMMON = [
@@ -69,7 +67,7 @@ def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[st
 def prepare_data(gguf: Path, folder: Path) -> None:
     """Write what is missing: prompts and preference pairs, web text, and the teacher's answers to the prompts."""
     if not (folder / "prompts.jsonl").is_file():
-        fetch_chats(folder)
+        fetch_chats(folder, load_tokenizer(str(gguf)))
     if not (folder / "text" / "owt_5.jsonl").is_file():
         validation_text.main(folder / "text")
     if not (folder / "seqkd").is_dir():
@@ -95,8 +93,8 @@ def join_turns(answers: Path, folder: Path) -> None:
         write_lines(folder / name, [{"messages": turns} for turns in joined])
 
 
-def fetch_chats(folder: Path) -> None:
-    """Write prompts.jsonl, and the preference pairs with the shortest prompts as pairs/train.jsonl and test.jsonl.
+def fetch_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write prompts.jsonl, and preference pairs whose prompts are short as pairs/train.jsonl and pairs/test.jsonl.
 
     They lie in the source archive of the PyPI package `llamafactory` (Apache-2.0), which is downloaded, not installed:
     instructions like those of Stanford Alpaca (whose data set is CC BY-NC 4.0), and chosen and rejected answers.
@@ -121,13 +119,19 @@ def fetch_chats(folder: Path) -> None:
         }
         for row in pairs
     ]
-    pairs = sorted(pairs, key=lambda pair: len(pair["prompt"][0]["content"]))[: PAIRS + HELD_OUT_PAIRS + TOO_LONG]
-    every = len(pairs) // PAIRS  # long and short ones in both splits
+    # DPOTrainer leaves out a pair whose prompt fills max_length.
+    pairs = [pair for pair in pairs if prompt_length(pair["prompt"], tokenizer) < PAIR_TOKENS][: PAIRS + HELD_OUT_PAIRS]
+    every = len(pairs) // PAIRS
     train = range(0, PAIRS * every, every)
     (folder / "pairs").mkdir(exist_ok=True)
     write_lines(folder / "pairs" / "train.jsonl", [pairs[i] for i in train])
     write_lines(folder / "pairs" / "test.jsonl", [pair for i, pair in enumerate(pairs) if i not in train])
     write_lines(folder / "prompts.jsonl", [{key: row[key] for key in ("instruction", "input")} for row in prompts])
+
+
+def prompt_length(turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of tokens in a prompt of these turns."""
+    return len(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
 
 def train(recipe: Callable, student: Path, gguf: Path, data: Path, output: Path, *more: str) -> Path:
