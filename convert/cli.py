@@ -262,18 +262,23 @@ def _print_report(report: Any, describe: Callable[[Any], Any], as_json: bool) ->
         Console(highlight=False).print(describe(report), markup=False)
 
 
-class TokenRate(ProgressColumn):
-    """Tokens per second, where a task counts tokens."""
+def pace(done: int, seconds: float) -> str:
+    """How fast `done` things were done: seconds for each, or how many a second where they are quick."""
+    each = seconds / done
+    return f"{each:,.1f} s each" if each >= 0.1 else f"{done / max(seconds, 1e-9):,.0f} a second"
+
+
+class Pace(ProgressColumn):
+    """How fast a bar goes."""
 
     def render(self, task: Task) -> Text:
-        counts = task.description.endswith("tokens") and task.speed
-        return Text(f"{task.speed:,.0f}/s" if counts else "")
+        return Text(pace(1, 1 / task.speed) if task.speed else "")
 
 
 @contextlib.contextmanager
 def progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yields a function that shows what is being done, how much of it is done, and of how much, as a bar each."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TokenRate())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), Pace())
     if not quiet and not console.is_terminal:
         with _progress_lines() as report:
             yield report
@@ -290,24 +295,28 @@ LINE_EVERY = 20
 @contextlib.contextmanager
 def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
     """The same as lines of a log, printed by a thread: what is being done may not say anything for minutes."""
-    began, stop = time.monotonic(), threading.Event()
-    now: tuple[str, int, int, float] = ("reading", 0, 0, began)
+    stop = threading.Event()
+    now: tuple[str, int, int, float] = ("reading", 0, 0, time.monotonic())
+
+    def line(what: str, done: int, total: int, since: float) -> str:
+        took = time.monotonic() - since
+        if not done:
+            return f"{what}: {took:,.0f} s so far"
+        left = f", about {took * (total - done) / done:,.0f} s left" if done < total else ""
+        return f"{what}: {done:,} of {total:,} after {took:,.1f} s, {pace(done, took)}{left}"
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal now
-        since = now[3] if what == now[0] else time.monotonic()
-        if done == total and (what, done) != now[:2]:
-            took = time.monotonic() - since
-            rate = f"{took / total:,.2f} s each" if total < 1000 else f"{total / max(took, 1e-9):,.0f} a second"
-            console.print(f"{what}: {total:,} in {took:,.1f} s, {rate}", markup=False)
-        now = (what, done, total, since)
+        if done == total and now[0] == f"after {what}":  # said already
+            return
+        now = (what, done, total, now[3] if what == now[0] else time.monotonic())
+        if 0 < done == total:
+            console.print(line(*now), markup=False)
+            now = (f"after {what}", 0, 0, time.monotonic())
 
     def speak() -> None:
         while not stop.wait(LINE_EVERY):
-            what, done, total, since = now
-            share = f" {done:,} of {total:,}" if total else ""
-            left = f", about {(time.monotonic() - since) * (total - done) / done:,.0f} s left" if done else ""
-            console.print(f"{what}{share}, {time.monotonic() - began:,.0f} s so far{left}", markup=False)
+            console.print(line(*now), markup=False)
 
     threading.Thread(target=speak, daemon=True).start()
     try:

@@ -13,8 +13,6 @@ import json
 import re
 import sys
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -286,16 +284,6 @@ class Evaluation:
         return speed(self.models, batch, context, self.options.speed_tokens, advance=advance)
 
 
-@contextmanager
-def narrate() -> Iterator:
-    """Progress as bars in a terminal, and as lines elsewhere."""
-    if console.is_terminal:
-        with progress_bars(quiet=False) as progress:
-            yield progress
-    else:
-        yield lambda what, done, total: console.print(f"{what}: {done}/{total}", markup=False)
-
-
 def evaluate(options: Options) -> dict[str, Any]:
     """Run what is not done yet, write all results, and return them.
 
@@ -305,7 +293,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     keep_free_memory()
     options = dataclasses.replace(options, teacher=find_teacher_of(options))
     folder = ResultsFolder(place_of(options), options.settings())
-    with narrate() as progress:
+    with progress_bars(quiet=False) as progress:
         evaluation = Evaluation(options, folder, progress)
         parts = {part: getattr(evaluation, part)() for part in PARTS if part in options.parts}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -120,7 +120,8 @@ def fetch_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         for row in pairs
     ]
     # DPOTrainer leaves out a pair whose prompt fills max_length.
-    pairs = [pair for pair in pairs if prompt_length(pair["prompt"], tokenizer) < PAIR_TOKENS][: PAIRS + HELD_OUT_PAIRS]
+    pairs = [pair for pair in pairs if prompt_length(pair["prompt"], tokenizer) < PAIR_TOKENS]
+    pairs = pairs[: PAIRS + HELD_OUT_PAIRS]
     every = len(pairs) // PAIRS
     train = range(0, PAIRS * every, every)
     (folder / "pairs").mkdir(exist_ok=True)

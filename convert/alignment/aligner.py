@@ -102,9 +102,9 @@ class Aligner:
 
     def read_text(self) -> None:
         """Read the calibration text, or draw it, which otherwise happens when it is first needed."""
-        self.progress("reading text", 0, 1)
-        _ = self.ids
-        self.progress("reading text", 1, 1)
+        self.progress("reading text, rows", 0, 0)
+        rows = len(self.ids)
+        self.progress("reading text, rows", rows, rows)
 
     def fit(self, layers: list[int], settings: FitOptions) -> Fits:
         """Fit mixers for these layers; what has been fitted with the same settings is read from the work folder."""

@@ -6,6 +6,7 @@ shapes beforehand, the header can be written first and the bytes streamed after 
 
 import hashlib
 import json
+import math
 import os
 import threading
 from collections import Counter
@@ -105,7 +106,7 @@ def write_shards(
 
     Args:
         checkpoint: what the rules read; None where they need nothing.
-        progress: called with "writing, bytes", the bytes written so far, and the bytes to write.
+        progress: called with "writing, MB", the megabytes written so far, and those to write.
 
     Raises:
         ValueError: a value is not finite, in the teacher or after the change of type.
@@ -119,7 +120,7 @@ def write_shards(
         nonlocal written
         with report:
             written += nbytes
-            progress("writing, bytes", written, total)
+            progress("writing, MB", math.ceil(written / 1e6), math.ceil(total / 1e6))
 
     with ThreadPoolExecutor(workers) as pool:
         try:

@@ -189,8 +189,8 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
 
     options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH)
     plan = run(options, on_plan, progress)
-    assert doing == ["plan", "reading text", "scoring heads, layers", "measuring layers", "plan", "aligning, layers",
-                     "writing, bytes"]  # fmt: skip
+    assert doing == ["plan", "reading text, rows", "scoring heads, layers", "measuring layers", "plan",
+                     "aligning, layers", "writing, MB"]  # fmt: skip
     assert plans[0].notes and plans[1] is plan and not plan.notes
     assert plans[0].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     assert Placement.of(LlambaConfig.from_pretrained(tmp_path / "out")) == plan.placement

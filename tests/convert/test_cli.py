@@ -281,17 +281,18 @@ def test_provenance_is_recorded(saved_teacher, tmp_path):
     assert digest in card and "Not aligned" in card and "trust_remote_code=True" in card and "MAMA" in card
 
 
-def test_a_bar_that_counts_tokens_shows_their_rate():
+def test_a_bar_shows_its_pace():
     clock = iter(range(0, 1000))
-    with Progress(cli.TokenRate(), get_time=lambda: float(next(clock)), auto_refresh=False, disable=True) as bar:
+    with Progress(cli.Pace(), get_time=lambda: float(next(clock)), auto_refresh=False, disable=True) as bar:
         shown = {}
-        for what in ("distilling, tokens", "scoring layers"):
+        for what, step in (("distilling, tokens", 1024), ("aligning, layers", 1)):
             task = bar.add_task(what, total=4096)
-            for done in (1024, 2048, 3072):
-                bar.update(task, completed=done)
-            shown[what] = cli.TokenRate().render(next(t for t in bar.tasks if t.id == task)).plain
-    assert shown["scoring layers"] == "" and shown["distilling, tokens"].endswith("/s")
-    assert float(shown["distilling, tokens"][:-2].replace(",", "")) > 0
+            for i in range(1, 4):
+                bar.update(task, completed=i * step)
+            shown[what] = cli.Pace().render(next(t for t in bar.tasks if t.id == task)).plain
+    assert float(shown["distilling, tokens"].removesuffix(" a second").replace(",", "")) > 100
+    assert float(shown["aligning, layers"].removesuffix(" s each")) >= 1
+    assert cli.pace(30, 200) == "6.7 s each" and cli.pace(3000, 2) == "1,500 a second"
 
 
 def test_python_takes_what_yaml_takes():
