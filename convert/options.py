@@ -211,9 +211,9 @@ class DistillationOptions(StageOptions):
 
     tokens: NonNegativeInt = 100_000
     """Number of training tokens; 0 leaves the stage out."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: PositiveFloat = 1.5e-4
     """Peak learning rate of the mixers."""
-    other_learning_rate: PositiveFloat = 3e-5
+    other_learning_rate: PositiveFloat = 1.5e-5
     """Peak learning rate of everything but the mixers."""
     trainable: Trainable = "all"
     """What is trained: everything, everything but the MLPs, the mixers, or of these only what tokens beyond the window
@@ -226,7 +226,7 @@ class DistillationOptions(StageOptions):
     """Run matrix products in bfloat16."""
     report_to: str = "none"
     """Experiment tracker, as transformers' Trainer names it: none, tensorboard, wandb."""
-    recall_share: ClosedUnitInterval = 0.0
+    recall_share: ClosedUnitInterval = 0.35
     """Share of the training sequences in which random tokens are hidden and asked for."""
 
     def __post_init__(self):

@@ -136,10 +136,11 @@ def write(
 
 def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptions) -> dict[str, Any]:
     """What the hybrid's configuration records about where it comes from; no paths of this machine."""
-    recorded = differences(
-        dataclasses.replace(options, model="teacher", output=PublishedOutputOptions(folder="hybrid"))
-    )
-    recorded.get("alignment", {}).pop("work_dir", None)
+    here = {
+        "output": PublishedOutputOptions(folder="hybrid"),
+        "alignment": dataclasses.replace(options.alignment, work_dir=None),
+    }
+    recorded = differences(dataclasses.replace(options, model="teacher", **here))
     if isinstance(heads := options.placement.attention_heads, str):  # a path of this machine, it may be
         config = plan.config
         recorded["placement"]["attention_heads"] = kept_heads(

@@ -68,7 +68,7 @@ def main(output: Path) -> dict:
     answers = probe.answers.sum().item()
     summary = plan.summary()
     report = {
-        "parameters": {which: model.num_parameters() for which, model in models.items()},
+        "parameters": summary["parameters"],
         "loaded_class": hybrid["class"],
         "align": plan.config.conversion["align"],
         "cache_bytes": summary["cache_bytes"],

@@ -1,6 +1,6 @@
 """What it costs each layer to hold something else than attention, and what follows from that.
 
-What a layer with a window and a state gets wrong differs by up to eighty times between layers, and falls with the width
+What a layer with a window and a state gets wrong differs by up to eighty times between layers and falls with the width
 of the window to a power. Within a cache budget both together say how to spend so many columns for the least error; and
 where a share of the layers keeps its attention, it is those that would lose most, or that look up distant tokens.
 
