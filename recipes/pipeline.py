@@ -29,10 +29,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from convert import convert
 from convert.alignment.text import documents, token_rows
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.checkpoint.load import load_tokenizer
+from convert.cli import progress_bars
+from convert.options import make_options
+from convert.pipeline import run
 from convert.teachers.teacher import embedded_teacher
 
 from . import dpo, seqkd, sft
@@ -159,7 +161,8 @@ def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     prepare_data(gguf, folder)
     hybrid, finetuned, preferred = (folder / name for name in ("hybrid", "sft", "dpo"))
     if not (hybrid / "config.json").is_file():
-        convert(str(gguf), str(hybrid))
+        with progress_bars(quiet=False) as progress:
+            run(make_options(str(gguf), str(hybrid)), progress=progress)
     train(sft.main, hybrid, gguf, folder / "chats", finetuned, *SFT)
     dpo_options = ["--learning_rate", "2e-5", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")
