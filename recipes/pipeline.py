@@ -56,7 +56,7 @@ COMMON = [
     "--per_device_train_batch_size", "4",
     "--lr_scheduler_type", "cosine", "--warmup_steps", "0.1", "--gradient_checkpointing", "false",
 ]  # fmt: skip
-SFT = ["--learning_rate", "1e-5", "--other_learning_rate", "1e-6", "--max_length", "1024",
+SFT = ["--learning_rate", "2e-5", "--trainable", "beyond-window", "--max_length", "1024",
        "--per_device_train_batch_size", "1"]  # fmt: skip
 
 
