@@ -35,6 +35,9 @@ SIZES = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "mixer_num_heads", "mixer_num_kv_heads",
     "mixer_head_dim", "mixer_d_state", "mixer_d_conv", "mixer_chunk_size",
 )  # fmt: skip
+FORMAT_VERSION = 2
+"""Of the weights and the configuration of a hybrid. 1: hybrid layers with a projection for the first tokens, evicting
+token by token."""
 LARGEST_SIZE = 2**31 - 1
 # smallest and largest value of every number in a configuration, this one's or a teacher's; whole where they are whole
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -53,7 +56,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "original_max_position_embeddings": (1, LARGEST_SIZE),
     "rope_theta": (1e-6, 1e30),
     "partial_rotary_factor": (1e-6, 1.0),
-    "hybrid_window": (1, 2**24),
+    "hybrid_window": (2, 2**24),
+    "hybrid_block": (1, 2**16),
+    "hybrid_rank": (0, 2**16),
     "hybrid_sinks": (0, 2**24),
     "hybrid_salient": (0, 2**24),
     "hybrid_state_planes": (1, 2**24),
@@ -78,9 +83,9 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             numbers = value if isinstance(value, (list, tuple)) else [None]
             if not all(isinstance(number, (int, float)) and 0 < number < 1e9 for number in numbers):
                 raise ValueError(f"{name} of RoPE must be a list of numbers above 0, not {str(value)[:40]}.")
-        elif name == "hybrid_window" and isinstance(value, list):
-            for width in value:
-                check_numbers({name: width or None})  # 0 where a layer is not hybrid
+        elif name in ("hybrid_window", "hybrid_rank") and isinstance(value, list):
+            for number in value:
+                check_numbers({name: number or None})  # 0 where a layer is not hybrid
         elif name in BOUNDS and value is not None:
             low, high = BOUNDS[name]
             kind, what = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
@@ -94,7 +99,7 @@ class HybridConfig(PreTrainedConfig):
 
     Args:
         layer_types: one of "full_attention", "sliding_attention", "linear_attention" (a mixer), "hybrid" (attention to
-            a window and sinks beside a mixer) per layer.
+            a window, sinks and salient tokens, and a state of what left the window: hybrid_attention.py) per layer.
         resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
         qk_norm: norm on queries and keys: None, "rms" or "layer" on each head, "all_heads" on all heads together.
@@ -106,7 +111,7 @@ class HybridConfig(PreTrainedConfig):
         layer_rope: rotary embedding of each layer: "main" (by rope_parameters, the default), "local" (by
             local_rope_parameters) or "none".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
-            layers hold a window and sinks alone.
+            layers have no state.
         mixer_num_heads (H), mixer_num_kv_heads (G, heads of x and B), mixer_head_dim (P), mixer_d_state (N).
         mixer_d_conv: width of the short convolution. mixer_activation: after it, "identity" or "silu".
         mixer_norm: before out_proj, "none", "head" (gated RMSNorm per head) or "whole" (over all heads).
@@ -117,16 +122,19 @@ class HybridConfig(PreTrainedConfig):
         mixer_shared_state: one decay, and with it one state, per head of x and B instead of per head.
         mixer_gate_bias: a learned bias z_bias inside the gate.
         mixer_in_bias, mixer_out_bias: bias on in_proj and out_proj.
-        mixer_sees: in hybrid layers, "beyond" (what is neither in the window nor a sink) or "all".
-        hybrid_window: columns that a hybrid layer's attention sees; a list, with an entry for every layer, where they
-            differ. hybrid_sinks: first tokens that it sees.
-        hybrid_sink_reach: a sink farther away is seen as from this distance; max_position_embeddings by default.
-        hybrid_read: how hybrid layers read what lies beyond the window: "linear", by the mixer, or "normalised", as
-            softmax would (normalised_read.py), without a mixer.
-        hybrid_state_planes: how many planes of each key, those that the rotary embedding turns slowest, the state of
-            that read keeps; all of them by default. Dimensions that are not rotated it keeps in any case.
-        hybrid_salient: how many tokens that have left the window a hybrid layer still sees (salient_tokens.py).
-        hybrid_full_heads: for each layer, the query heads of a hybrid layer that see everything.
+        hybrid_window: columns of a hybrid layer's window, a multiple of hybrid_block and two blocks at least; a list,
+            with an entry for every layer, where they differ.
+        hybrid_block: tokens of a block; the window moves by blocks.
+        hybrid_sinks: first tokens that are always attended to.
+        hybrid_sink_reach: distance from which a sink farther away is attended to; max_position_embeddings by default.
+        hybrid_salient: number of tokens that are attended to after they have left the window.
+        hybrid_state_planes: planes of each key, those that the rotary embedding turns slowest, that the state keeps;
+            all of them by default. Dimensions that are not rotated are kept in any case.
+        hybrid_rank: rank of the map that a hybrid layer adds to o_proj, 0 for none; a list, with an entry for every
+            layer, where they differ.
+        hybrid_full_heads: for each layer, the query heads of a hybrid layer that keep full attention: all that share a
+            key/value head, or none of them.
+        format_version: version of the layout of weights and configuration; FORMAT_VERSION for what this code writes.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
         mixer_chunk_size: tokens per chunk of the scan, on a CPU fewer where heads are many.
         mixer_backend: "auto", "torch", "mamba_ssm" or "fla"; the environment variable HYBRID_SSD_BACKEND overrides it.
@@ -184,17 +192,18 @@ class HybridConfig(PreTrainedConfig):
     mixer_in_bias: bool = False
     mixer_out_bias: bool = False
     mixer_dt_rank: int | None = None
-    mixer_sees: str | None = None
     hybrid_window: int | list[int] | None = None
+    hybrid_block: int = 16
     hybrid_sinks: int = 4
     hybrid_sink_reach: int | None = None
-    hybrid_read: str = "linear"
-    hybrid_state_planes: int | None = None
     hybrid_salient: int = 0
+    hybrid_state_planes: int | None = None
+    hybrid_rank: int | list[int] = 0
     hybrid_full_heads: list[list[int]] | None = None
     mixer_chunk_size: int = 64
     mixer_backend: str = "auto"
     conversion: dict[str, Any] | None = None
+    format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
         check_numbers(vars(self))
@@ -220,9 +229,6 @@ class HybridConfig(PreTrainedConfig):
             self.mixer_norm = "head" if self.mixer == "mamba2" else "none"
         if self.mixer_dt_rank is None and self.mixer == "mamba1":
             self.mixer_dt_rank = -(-self.hidden_size // 16)
-        if self.mixer_sees is None:
-            all_of_them = self.mixer in ("mamba1", "none") and self.hybrid_read == "linear"
-            self.mixer_sees = "all" if all_of_them else "beyond"
         if self.hybrid_sink_reach is None:
             self.hybrid_sink_reach = self.max_position_embeddings
         super().__post_init__(**kwargs)
@@ -254,8 +260,32 @@ class HybridConfig(PreTrainedConfig):
         return "main" if self.layer_rope is None else self.layer_rope[layer]
 
     def window_of(self, layer: int) -> int:
-        """Width of the window of a hybrid layer."""
+        """Columns of the window of a hybrid layer."""
         return self.hybrid_window[layer] if isinstance(self.hybrid_window, list) else self.hybrid_window
+
+    def rank_of(self, layer: int) -> int:
+        """Rank of the map that a hybrid layer adds to o_proj."""
+        return self.hybrid_rank[layer] if isinstance(self.hybrid_rank, list) else self.hybrid_rank
+
+    def full_heads_of(self, layer: int) -> list[int]:
+        """Query heads of a hybrid layer that keep full attention."""
+        return [] if self.hybrid_full_heads is None else list(self.hybrid_full_heads[layer])
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """transformers' own, for a configuration that this code can read.
+
+        Raises:
+            ValueError: it was written by code of another version, for weights laid out otherwise.
+        """
+        version, types = config_dict.get("format_version", 1), config_dict.get("layer_types") or ()
+        if version > FORMAT_VERSION or (version < FORMAT_VERSION and "hybrid" in types):
+            raise ValueError(
+                f"This hybrid has format {version}; the installed convert-to-hybrid reads format {FORMAT_VERSION}. "
+                "Load it with the code that it carries (trust_remote_code=True, in a process that does not import "
+                "modeling_llamba or convert), or convert its teacher again."
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write config.json and the code it names; a model's `save_pretrained` comes here, too.
@@ -288,8 +318,6 @@ class HybridConfig(PreTrainedConfig):
             "qk_norm": QK_NORMS,
             "mixer_qk_norm": QK_NORMS,
             "mixer_backend": BACKENDS,
-            "mixer_sees": ("all", "beyond"),
-            "hybrid_read": ("linear", "normalised"),
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
@@ -363,35 +391,24 @@ class HybridConfig(PreTrainedConfig):
 
     def _validate_window(self) -> None:
         if "hybrid" in self.layer_types:
-            widths = self.hybrid_window
-            if isinstance(widths, list):
-                if len(widths) != self.num_hidden_layers:
-                    raise ValueError(f"hybrid_window as a list needs {self.num_hidden_layers} entries, one a layer.")
-                widths = min(self.window_of(i) for i, kind in enumerate(self.layer_types) if kind == "hybrid")
-            if widths is None or widths < 1 or self.hybrid_sinks < 0:
-                raise ValueError(
-                    "layer_types has hybrid: set hybrid_window to at least 1 and hybrid_sinks to at least 0."
-                )
-            if self.hybrid_read == "normalised":
-                if self.mixer == "none" or self.mixer_sees == "all":
+            hybrids = [i for i, kind in enumerate(self.layer_types) if kind == "hybrid"]
+            for name in ("hybrid_window", "hybrid_rank"):
+                value = getattr(self, name)
+                if isinstance(value, list) and len(value) != self.num_hidden_layers:
+                    raise ValueError(f"{name} as a list needs {self.num_hidden_layers} entries, one a layer.")
+            for width in sorted({self.window_of(i) or 0 for i in hybrids}):
+                if width < 2 * self.hybrid_block or width % self.hybrid_block:
                     raise ValueError(
-                        "hybrid_read 'normalised' reads what lies beyond the window: leave out mixer 'none' and "
-                        "mixer_sees 'all', or use hybrid_read 'linear'."
+                        f"layer_types has hybrid, so hybrid_window must be a multiple of hybrid_block "
+                        f"({self.hybrid_block}) and at least two of it, not {width}."
                     )
-                main = self.rope_parameters or {}
-                ropes = main, self.local_rope_parameters or main
-                shares = {rope.get("partial_rotary_factor", 1.0) for rope in ropes}
-                if main.get("rope_type") == "proportional" or len(shares) > 1:
-                    raise ValueError(
-                        "hybrid_read 'normalised' needs one partial_rotary_factor for all layers and a rope_type that "
-                        "is not 'proportional'; or use hybrid_read 'linear'."
-                    )
-            elif self.mixer in ("mamba1", "none") and self.mixer_sees == "beyond":
+            main = self.rope_parameters or {}
+            shares = {rope.get("partial_rotary_factor", 1.0) for rope in (main, self.local_rope_parameters or main)}
+            if self.mixer != "none" and (main.get("rope_type") == "proportional" or len(shares) > 1):
                 raise ValueError(
-                    f"mixer_sees 'beyond' needs a mixer of the Mamba-2 kind; with mixer {self.mixer!r} use 'all'."
+                    "The state of a hybrid layer needs one partial_rotary_factor for all layers and a rope_type that "
+                    "is not 'proportional'; use mixer 'none'."
                 )
-            if self.hybrid_salient and self.hybrid_read == "linear" and self.mixer != "none":
-                raise ValueError("hybrid_salient needs hybrid_read 'normalised' or mixer 'none'.")
         if self.hybrid_full_heads is None:
             return
         if len(self.hybrid_full_heads) != self.num_hidden_layers:
@@ -403,4 +420,11 @@ class HybridConfig(PreTrainedConfig):
                 raise ValueError(
                     f"hybrid_full_heads of layer {i} must be different heads below "
                     f"{self.num_attention_heads}; got {heads}."
+                )
+            shared = self.num_attention_heads // self.num_key_value_heads
+            groups = {head // shared for head in heads}
+            if len(groups) * shared != len(heads) or len(groups) == self.num_key_value_heads:
+                raise ValueError(
+                    f"hybrid_full_heads of layer {i} must name all {shared} query heads of a key/value head or none, "
+                    f"and leave a key/value head out; got {heads}."
                 )

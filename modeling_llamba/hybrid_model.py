@@ -23,33 +23,30 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
+from .hybrid_attention import HybridAttention, HybridInputs, theory_mass
 from .hybrid_cache import (
     RecurrentCache,
     cache_length,
-    certain_length,
     fit_cache,
     has_attention_layer,
     new_cache,
     note_length,
 )
-from .hybrid_mixer import make_mixer
 from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
 from .matrix_mixer import OPEN_GATE
-from .normalised_read import NormalisedRead, theory_mass
+from .mixers import make_mixer
 from .norms import RMSNorm
 from .rotary import local_rotary_embedding, rotary_embedding
 from .short_conv import ShortConv
-from .speculative_decoding import speculative_decoding
 from .ssd import sequence_starts
-from .window_attention import WindowInputs
 
 # rotary embeddings whose angles depend on the longest position in the call; a sink cannot be moved nearer under them
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
-    """A block whose sequence mixer is attention (`self_attn`), or a matrix mixer or both (`mixer`), by layer type."""
+    """A block with attention (`self_attn`), or with a matrix mixer or a hybrid layer in its place (`mixer`)."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -73,10 +70,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         if self.layer_type == "linear_attention":
             return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
         if self.layer_type == "hybrid":
-            padding_mask = masks["linear_attention"]
-            window = mask.of_layer(self.rope)
-            inputs = (hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values, window)
-            return self.mixer(*inputs, **kwargs)
+            return self.mixer(hidden_states, position_embeddings, mask.of_layer(self.rope), past_key_values, **kwargs)
         return self.self_attn(hidden_states, position_embeddings, mask, past_key_values, **kwargs)[0]
 
 
@@ -91,8 +85,7 @@ class HybridPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # A recurrent state cannot be cropped, so transformers must not try assisted generation; speculative_decoding does.
-    _is_stateful = True
+    _is_stateful = False  # states can be cropped: see hybrid_cache.py
     _can_record_outputs = {
         "hidden_states": HybridDecoderLayer,
         "attentions": OutputRecorder(SoftmaxAttention, index=1),
@@ -125,9 +118,13 @@ class HybridPreTrainedModel(PreTrainedModel):
             init.ones_(module.D)
             if module.z_bias is not None:
                 init.constant_(module.z_bias, OPEN_GATE)
-        if isinstance(module, NormalisedRead):
-            init.zeros_(module.log_decay)
-            init.copy_(module.mass, theory_mass(module.config, module.layer_idx).to(module.mass))
+        if isinstance(module, HybridAttention):
+            if module.mass is not None:
+                init.copy_(module.mass, theory_mass(module.config, module.layer_idx).to(module.mass))
+            if module.up is not None:
+                init.zeros_(module.up.weight)
+            if module.salience is not None:
+                init.zeros_(module.salience)
         if isinstance(module, DiscreteMamba2) and module.A_log_bias is not None:
             init.zeros_(module.A_log_bias)
         if isinstance(module, Mamba2):
@@ -324,18 +321,13 @@ class HybridModel(HybridPreTrainedModel):
         masks["linear_attention"] = padding_mask
         if "hybrid" in self.config.layer_types:
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
-            past, least, gaps = cache_length(past_key_values), None, False
-            columns = past + index.shape[1] if mask_2d is None else mask_2d.shape[1]
-            if isinstance(past, torch.Tensor):  # which nobody asks for its value
-                past, columns = certain_length(past_key_values)
-            if mask_2d is None and seq_idx is None:
-                least = past
-            elif index.shape[1] == 1 and _may_ask(index):
-                # a device has to be waited for: once for all layers, and of single tokens, where it saves a lot
-                broken = index.new_tensor(0) if mask_2d is None else (mask_2d.long().diff(dim=1) < 0).any()
-                least, gaps = torch.stack([index.min(), broken.to(index)]).tolist()
+            past, start = cache_length(past_key_values), None
+            certain = isinstance(past, int) and (past == 0 or not is_torchdynamo_compiling())
+            if mask_2d is None and seq_idx is None and certain:
+                start = past
+            columns = index.shape[1] + (past if isinstance(past, int) else past_key_values.get_max_length())
             sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index, columns)
-            masks["hybrid"] = WindowInputs(index, sink_rotary, masks.get("full_attention"), least, bool(gaps))
+            masks["hybrid"] = HybridInputs(index, start, seq_idx, sink_rotary, masks.get("full_attention"))
         return masks
 
     def _sink_rotary(self, inputs_embeds, position_ids, index, columns):
@@ -356,8 +348,12 @@ class HybridModel(HybridPreTrainedModel):
 def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tensor:
     """(B, L) index of each token in its own sequence, what the cache has seen included; -1 at padding."""
     if seq_idx is not None:
-        index = positions_in_sequence(seq_idx)
-        return index if mask_2d is None else index.masked_fill(mask_2d == 0, -1)
+        if mask_2d is None:
+            return positions_in_sequence(seq_idx)
+        real = mask_2d.long()
+        before = real.cumsum(1) - real
+        at_start = torch.where(sequence_starts(seq_idx), before, 0).cummax(dim=1).values
+        return (before - at_start).masked_fill(real == 0, -1)
     if mask_2d is not None:
         return (mask_2d.long().cumsum(1) - 1).masked_fill(mask_2d == 0, -1)[:, -shape[1] :]
     return (torch.arange(shape[1], device=device) + cache_length(past_key_values)).expand(tuple(shape))
@@ -380,8 +376,6 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     model_class: type[HybridModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    # for generate(custom_generate=...), which calls it with the model
-    speculative_decoding = staticmethod(speculative_decoding)
 
     def __init__(self, config):
         super().__init__(config)
@@ -391,7 +385,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def new_cache(self) -> Cache:
-        """An empty cache for this model, of a kind that can record (`record` in hybrid_cache.py)."""
+        """An empty cache for this model."""
         return new_cache(self.config)
 
     @can_return_tuple
@@ -447,7 +441,10 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             prepared = model_kwargs.pop("cache_params")
             model_kwargs.setdefault("past_key_values", prepared)
         cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, Cache) and cache is not given and cache.layers and not has_attention_layer(cache):
-            model_kwargs["past_key_values"] = RecurrentCache(self.config)
-        elif isinstance(cache, Cache) and cache is not given:  # before `generate` asks whether it can be compiled
-            fit_cache(cache, self.config, padded=_drop_full_mask(model_kwargs.get("attention_mask")) is not None)
+        if not isinstance(cache, Cache) or cache is given:
+            return
+        if cache.layers and not has_attention_layer(cache):
+            cache = model_kwargs["past_key_values"] = RecurrentCache(self.config)
+        fit_cache(cache, self.config)  # before `generate` asks whether it can be compiled
+        if generation_config.is_assistant:
+            cache.activate_past_recording()

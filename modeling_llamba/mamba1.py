@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .hybrid_cache import recorded_by, recurrent_state
+from .hybrid_cache import record, recurrent_state
 from .matrix_mixer import OPEN_GATE, convolve_with_cache
 from .norms import head_norm
 from .rotary import apply_rotary
-from .selective_scan import selective_advance, selective_matrix, selective_read, selective_scan, selective_step
+from .selective_scan import selective_advance, selective_matrix, selective_scan, selective_step
 from .short_conv import ShortConv
 from .ssd import repeat_groups
 
@@ -87,17 +87,13 @@ class Mamba1(nn.Module):
         x, dt, B, C, z = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         A = -self.A_log.to(dt.dtype).exp()
         state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
-        recorded = recorded_by(past_key_values, self.layer_idx)
-        if recorded is not None:
-            recorded.advance = partial(selective_advance, A=A)
-            all_x, all_dt, all_B = recorded.add((x, dt, B))
-            y = selective_read(state, all_x, all_dt, A, all_B, C)
-        elif state is not None and x.shape[1] == 1 and seq_idx is None:
+        record(past_key_values, self.layer_idx, state, (x, dt, B), partial(_replay, A=A))
+        if state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])
             y = y[:, None]
         else:
             y, state = selective_scan(x, dt, A, B, C, state, seq_idx)
-        if past_key_values is not None and recorded is None:
+        if past_key_values is not None:
             past_key_values.update_recurrent_state(state, self.layer_idx)
         return self.finish(y + self.D.to(y.dtype) * x.to(y.dtype), z)
 
@@ -118,3 +114,11 @@ class Mamba1(nn.Module):
         matrix = selective_matrix(dt, -self.A_log.to(dt.dtype).exp(), B, C, seq_idx)
         matrix = matrix + torch.diag_embed(self.D.to(matrix.dtype)[:, None].expand(-1, matrix.shape[-1]))
         return matrix, x.transpose(1, 2)[..., None]
+
+
+def _replay(state: torch.Tensor | None, inputs: tuple[torch.Tensor, ...], A: torch.Tensor) -> torch.Tensor:
+    """The state after some tokens' x, dt and B; see `selective_advance`."""
+    x, dt, B = inputs
+    if state is None:
+        state = x.new_zeros(len(x), *A.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    return selective_advance(state, x, dt, B, A)

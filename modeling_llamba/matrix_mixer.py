@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .hybrid_cache import Recorded, conv_state, recorded_by, recurrent_state
+from .hybrid_cache import conv_state, record, recurrent_state
 from .norms import RMSNorm, head_norm
 from .rotary import apply_rotary
 from .short_conv import ShortConv
-from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_read, ssd_scan, ssd_step
+from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_scan, ssd_step
 
 # silu(z) = 1 here, so a gate whose projection is zero lets everything through.
 OPEN_GATE = 1.278464542761074
@@ -68,8 +68,6 @@ class SSDMixer(nn.Module):
         eps = config.norm_eps if config.mixer_norm_eps is None else config.mixer_norm_eps
         self.norm = None if config.mixer_norm == "none" else RMSNorm(self.inner_size, eps, group)
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
-        # in a hybrid layer tokens reach the state this many columns late, and the first few never: others see to them
-        self.delay, self.skipped = 0, 0
 
     def forward(
         self,
@@ -78,7 +76,6 @@ class SSDMixer(nn.Module):
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Mix along the sequence.
 
@@ -87,35 +84,27 @@ class SSDMixer(nn.Module):
             position_embeddings: cos and sin (B, L, rotary dims); used when `config.mixer_rotary`.
             padding_mask: (B, L), 0 at padding, or None. seq_idx: (B, L) ids of packed sequences, or None.
             past_key_values: the cache to continue from and to update, or None.
-            index: (B, L) of each token in its sequence; needed where the first tokens are skipped.
 
         Returns:
             (B, L, hidden).
         """
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
-        layer = past_key_values.layers[self.layer_idx] if past_key_values is not None and self.delay else None
-        recorded = recorded_by(past_key_values, self.layer_idx)
-        if recorded is not None:
-            return self.finish(self._read(streams, state, recorded, index, layer), streams.gate)
-        y, new_state = self.mix(streams, state, seq_idx, index, layer)
+        x, B = self._stepped_x(streams)
+        if record(past_key_values, self.layer_idx, state, (x, streams.log_a, B), _replay) and state is not None:
+            state = state.clone()  # a step works in place, and the recording holds what there was
+        y, new_state = self.mix(streams, state, seq_idx)
         if past_key_values is not None and new_state is not state:
             past_key_values.update_recurrent_state(new_state, self.layer_idx)
+        elif past_key_values is not None:
+            past_key_values.layers[self.layer_idx].recurrent_states[0] = new_state
         return self.finish(y, streams.gate)
 
     def mix(
-        self,
-        streams: Streams,
-        state: torch.Tensor | None = None,
-        seq_idx: torch.Tensor | None = None,
-        index: torch.Tensor | None = None,
-        waiting=None,
+        self, streams: Streams, state: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the recurrence from `state` (B, T, P, N): y (B, L, H, P) and the final state, float32 or wider.
-
-        `waiting` is the cache's layer, which keeps the tokens that have not reached the state, or None.
-        """
-        x, log_a, B = self._entering(streams, seq_idx, index, waiting)
+        """Run the recurrence from `state` (B, T, P, N): y (B, L, H, P) and the final state, float32 or wider."""
+        (x, B), log_a = self._stepped_x(streams), streams.log_a
         if state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], streams.C[:, 0])
             y = y[:, None]
@@ -127,40 +116,6 @@ class SSDMixer(nn.Module):
     def _skip(self, y, streams):
         x = repeat_groups(streams.x, self.num_heads)
         return torch.addcmul(y, self.D.to(y.dtype)[:, None], x.to(y.dtype))
-
-    def _read(self, streams, state, recorded: Recorded, index, waiting):
-        """y (B, L, H, P) from the state at the checkpoint and what was recorded since, these tokens included."""
-        inputs = recorded.add(self._new_inputs(streams, index), None if waiting is None else waiting.leaving)
-        recorded.advance = ssd_advance
-        entering = inputs[0].shape[1] - self.delay
-        y = ssd_read(state, *(t[:, :entering] for t in inputs), streams.C)
-        return self._skip(y, streams)
-
-    def _new_inputs(self, streams, index):
-        """x, log_a and B of these tokens; x of the first `skipped` is zero, so that they never reach the state."""
-        x, B = self._stepped_x(streams)
-        x = x * (index >= self.skipped)[..., None, None].to(x.dtype) if self.delay else x
-        return x, streams.log_a, B
-
-    def _entering(self, streams, seq_idx, index, waiting=None):
-        """x, log_a and B as they reach the state: at once, or `delay` columns late."""
-        entering = self._new_inputs(streams, index)
-        if not self.delay:
-            return entering
-        before = None if waiting is None else waiting.leaving
-        queues = []
-        for i, new in enumerate(entering):
-            old = new.new_zeros(new.shape[0], self.delay, *new.shape[2:]) if before is None else before[i]
-            queues.append(torch.cat([old, new], dim=1))
-        if waiting is not None:
-            waiting.leaving = tuple(queue[:, -self.delay :].clone() for queue in queues)
-        length = entering[0].shape[1]
-        x, log_a, B = (queue[:, :length] for queue in queues)
-        if seq_idx is not None:
-            same = torch.zeros_like(seq_idx, dtype=torch.bool)
-            same[:, self.delay :] = seq_idx[:, self.delay :] == seq_idx[:, : -self.delay]
-            x, log_a = x * same[..., None, None].to(x.dtype), log_a * same[..., None].to(log_a.dtype)
-        return x, log_a, B
 
     def _stepped_x(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor]:
         if streams.step is None:
@@ -181,19 +136,10 @@ class SSDMixer(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The unrolled matrix M (B, H, L, L), skip connection included, and x (B, H, L, P) with y = M x."""
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx)
-        if self.delay:
-            # the same way x goes, a mark goes with each token: 1 where it reaches the state, else 0
-            marked = streams._replace(x=torch.ones_like(streams.x[..., :1]), step=None)
-            mark, log_a, B = self._entering(marked, seq_idx, index)
-            matrix = ssd_matrix(log_a, B, streams.C, seq_idx)
-            matrix = matrix * repeat_groups(mark, self.num_heads)[..., 0].transpose(1, 2)[:, :, None].to(matrix.dtype)
-            matrix = F.pad(matrix[..., self.delay :], (0, min(self.delay, matrix.shape[-1])))
-        else:
-            matrix = ssd_matrix(streams.log_a, streams.B, streams.C, seq_idx)
+        matrix = ssd_matrix(streams.log_a, streams.B, streams.C, seq_idx)
         if streams.step is not None:
             step = streams.step.repeat_interleave(self.num_heads // self.num_states, dim=-1)
             matrix = matrix * step.transpose(1, 2)[..., None, :].to(matrix.dtype)
@@ -227,19 +173,24 @@ def convolve_with_cache(
     """Convolve (B, L, C), continuing from and updating the inputs the cache remembers."""
     if cache is None:
         return conv(x, seq_idx)
-    past = conv_state(cache, layer_idx)
-    recorded = recorded_by(cache, layer_idx)
-    if recorded is not None:
-        past = past if recorded.conv is None else recorded.conv
-        recorded.conv = torch.cat([past, x.mT], dim=-1)
-        return conv(x, None, past)
+    past, records = conv_state(cache, layer_idx), getattr(cache.layers[layer_idx], "record_past", False)
     continues = past is not None
-    if continues and x.shape[1] == 1 and conv.steps_in_place(x):
+    if continues and x.shape[1] == 1 and not records and conv.steps_in_place(x):
         return conv(x, None, past, in_place=True)
     inputs = cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)
+    inputs = F.pad(inputs, (max(conv.kernel_size + x.shape[1] - inputs.shape[-1], 0), 0))
     if continues and x.shape[1] == 1:
         return conv(x, joined=inputs)
     return conv(x, seq_idx, inputs[..., : -x.shape[1]] if continues else None)
+
+
+def _replay(state: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The state after some tokens' x, log_a and B; see `ssd_advance`."""
+    x, log_a, B = inputs
+    if state is None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        state = x.new_zeros(len(x), log_a.shape[-1], x.shape[-1], B.shape[-1], dtype=wide)
+    return ssd_advance(state.clone(), x, log_a, B)
 
 
 def hold_state_at_padding(log_a: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:

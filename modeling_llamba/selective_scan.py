@@ -51,29 +51,10 @@ def selective_step(
     return (state * C).sum(-1), state
 
 
-def selective_read(
-    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor
-) -> torch.Tensor:
-    """Outputs of the last tokens of a short chunk, from a state (B, D, N) that is left unchanged.
-
-    Args:
-        x, dt: (B, R, D). A: (D, N). B: (B, R, G, N). C: (B, L, G, N) of the last L <= R tokens.
-
-    Returns:
-        y (B, L, D).
-    """
-    earlier, y = x.shape[1] - C.shape[1], []
-    for t in range(x.shape[1]):
-        read = C[:, max(t - earlier, 0)]
-        y_t, state = selective_step(state, x[:, t], dt[:, t], A, B[:, t], read)
-        y.append(y_t)
-    return torch.stack(y[earlier:], dim=1)
-
-
 def selective_advance(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, A: torch.Tensor
 ) -> torch.Tensor:
-    """The state (B, D, N) after a short chunk; shapes as in `selective_read`. Zeros leave it as it is."""
+    """The state (B, D, N) after some tokens: x, dt (B, R, D), B (B, R, G, N); dt = 0 leaves it as it is."""
     for t in range(x.shape[1]):
         _, state = selective_step(state, x[:, t], dt[:, t], A, B[:, t], B[:, t])
     return state
@@ -107,7 +88,8 @@ def selective_scan(
     keep = torch.ones_like(dt[..., :1]) if seq_idx is None else (~sequence_starts(seq_idx)).to(dtype)[..., None]
     recording = is_recorded(x, dt, A, B, C, state)
     outputs = []
-    for start in range(0, x.shape[1], SEGMENT):
+    # a compiled graph is for a number of segments; range(0, L, SEGMENT) would make it one for this length
+    for start in [n * SEGMENT for n in range(-(-x.shape[1] // SEGMENT))]:
         part = (*(t[:, start : start + SEGMENT] for t in (x, dt, B, C, keep)), A, state, chunk_size)
         if recording and not torch.compiler.is_compiling():
             y, state = checkpoint(_segment, *part, use_reentrant=False)

@@ -12,13 +12,14 @@ the decay: H, or G where the heads of a group share theirs and with it the state
 `ssd_recurrence` is the ground truth every other path is compared with.
 """
 
+import contextlib
+import math
 import os
 
 import torch
 from torch import nn
 
 from .hybrid_config import BACKENDS
-from .ssd_chunked import chunked_scan, full_precision
 
 # installed and yet unusable: Triton says in several ways that there is no GPU, kernels that they are for another torch
 try:
@@ -32,12 +33,21 @@ except (ImportError, RuntimeError, OSError, AttributeError):
 
 # exp(-1e4) is exactly 0, and float64 sums of a few such terms still resolve the ordinary decays beside them.
 RESET_LOG_DECAY = -1e4
+LOG2_E = math.log2(math.e)
 # Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a. A million
 # tokens decay by 1e-6 then, and neither x / 1e-12 nor its product with 1e-12 leaves the range of float32 or bf16.
 KERNEL_MIN_STEP = 1e-12
 
 # overrides the configuration's mixer_backend
 BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
+
+
+def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Autocast would turn the products inside the recurrence to half precision, and its state with them."""
+    device = like.device.type
+    # entering the context costs as much as some of what is done in it for one token
+    recasts = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if recasts else contextlib.nullcontext()
 
 
 def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
@@ -140,28 +150,12 @@ def ssd_step(
     return y.view(batch, -1, P), state
 
 
-def ssd_read(
-    state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor, C: torch.Tensor
-) -> torch.Tensor:
-    """Outputs of the last tokens of a short chunk, from a state (B, T, P, N) that is left unchanged.
+def ssd_advance(state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """Take a state (B, T, P, N) over some tokens, in place.
 
     Args:
-        x: (B, R, G, P). log_a: (B, R, T). B: (B, R, G, N). C: (B, L, H, N) of the last L <= R tokens.
-
-    Returns:
-        y (B, L, H, P) in the state's dtype.
+        x: (B, R, G, P). log_a: (B, R, T). B: (B, R, G, N). Tokens that are all zero leave the state as it is.
     """
-    L, H = C.shape[1:3]
-    x, log_a, B, C = (t.to(state.dtype) for t in (x, log_a, B, C))
-    enter = log_a.double().cumsum(1)[:, -L:].exp().to(state.dtype).repeat_interleave(H // log_a.shape[-1], dim=-1)
-    with full_precision(state):
-        y = ssd_matrix(log_a, B, C) @ repeat_groups(x, H).transpose(1, 2)  # (B, H, L, P)
-        from_state = (C * enter[..., None]).transpose(1, 2) @ state.repeat_interleave(H // state.shape[1], dim=1).mT
-    return (y + from_state).transpose(1, 2)
-
-
-def ssd_advance(state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-    """Take a state (B, T, P, N) over a short chunk, in place; shapes as in `ssd_read`. Zeros leave it as it is."""
     T = state.shape[1]
     total = log_a.double().cumsum(1)
     leave = (total[:, -1:] - total).exp().to(state.dtype)
@@ -193,12 +187,48 @@ def ssd_scan(
     dtype = torch.promote_types(x.dtype, torch.float32)
     log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
     initial_state = None if initial_state is None else initial_state.to(dtype)
-    return chunked_scan(x, log_a, B, C, initial_state, chunk_size)
+    with full_precision(x):
+        return chunked_scan(x, log_a, B, C, initial_state, chunk_size)
 
 
 def requested_backend(configured: str) -> str:
     """What the environment variable HYBRID_SSD_BACKEND asks for, else what the configuration does."""
     return os.environ.get(BACKEND_VARIABLE) or configured
+
+
+def chunked_scan(
+    x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor | None, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence in chunks, one after the other: a product with a lower triangular matrix within a chunk, and one
+    step of the state between chunks (Dao and Gu 2024, section 6).
+
+    Decays are sums of logarithms in float64, whose differences are taken before the exponential: float32 sums lose up
+    to 1.7e-3 where the decay is strong.
+
+    Args:
+        x, B, C: as for `ssd_scan`. log_a: (B, L, T), whose type is computed in. state: (B, T, P, N), or None for zero.
+
+    Returns:
+        y (B, L, H, P) and the final state.
+    """
+    (batch, _, G, P), T, dtype = x.shape, log_a.shape[-1], log_a.dtype
+    state, outputs = log_a.new_zeros(batch, T, P, B.shape[-1]) if state is None else state, []
+    chunks = zip(*(t.split(chunk_size, dim=1) for t in (x, log_a, B, C)), strict=True)
+    for x_chunk, log_a_chunk, B_chunk, C_chunk in chunks:
+        Q = x_chunk.shape[1]
+        total = log_a_chunk.double().cumsum(1).transpose(1, 2)  # (B, T, Q)
+        X, keys = (t.to(dtype).transpose(1, 2).repeat_interleave(T // G, dim=1) for t in (x_chunk, B_chunk))
+        queries = C_chunk.to(dtype).transpose(1, 2).reshape(batch, T, -1, B.shape[-1])  # (B, T, H / T Q, N)
+        later = torch.ones(Q, Q, dtype=torch.bool, device=x.device).triu(1)
+        within = (total[..., None] - total[..., None, :]).masked_fill(later, RESET_LOG_DECAY)
+        # exp2, as exp takes up to 40 times as long on a CPU where its result underflows
+        within, enter, leave = ((t * LOG2_E).exp2().to(dtype) for t in (within, total, total[..., -1:] - total))
+        scores = (queries @ keys.mT).unflatten(2, (-1, Q)) * within[:, :, None]
+        carried = (queries @ state.mT).unflatten(2, (-1, Q)) * enter[:, :, None, :, None]
+        y = scores.flatten(2, 3) @ X + carried.flatten(2, 3)
+        state = enter[..., -1:, None] * state + (X * leave[..., None]).mT @ keys
+        outputs.append(y.unflatten(2, (-1, Q)).flatten(1, 2).transpose(1, 2))
+    return torch.cat(outputs, dim=1), state
 
 
 def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:

@@ -43,23 +43,27 @@ def saved_teacher(tmp_path_factory):
     return get
 
 
-@pytest.fixture(params=["in blocks", "flex_attention"])
-def window_by(request, monkeypatch):
-    """How the window's attention is computed: as everywhere, or as on CUDA, where PyTorch compiles what runs here."""
-    if request.param == "flex_attention":
-        import modeling_llamba.window_attention as window_attention
+@pytest.fixture
+def by_flex(monkeypatch):
+    """Attention to the window by flex_attention, as on CUDA, where PyTorch compiles what runs here."""
+    import modeling_llamba.flex as flex
+    import modeling_llamba.hybrid_attention as hybrid_attention
 
-        calls = []
-        monkeypatch.setattr(window_attention, "can_flex", lambda *inputs: calls.append(inputs) is None)
-        monkeypatch.setattr(window_attention, "MIN_FLEX", 2)
-        monkeypatch.setattr(window_attention, "FLEX_BLOCK", 16)
-        monkeypatch.setattr(window_attention, "compiled_flex_attention", lambda: flex_attention.flex_attention)
-        # which refuses gradients on a CPU, as what it compiles has none there
-        monkeypatch.setattr(flex_attention, "_validate_device", lambda *inputs: None)
-        yield
-        assert calls
-    else:
-        yield
+    calls = []
+    monkeypatch.setattr(hybrid_attention, "can_flex", lambda *inputs: calls.append(inputs) is None)
+    monkeypatch.setattr(flex, "FLEX_BLOCK", 16)
+    monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex_attention.flex_attention)
+    # which refuses gradients on a CPU, as what it compiles has none there
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *inputs: None)
+    yield
+    assert calls
+
+
+@pytest.fixture(params=["in groups", "flex_attention"])
+def window_by(request):
+    """How the window's attention is computed: as everywhere, or as on CUDA."""
+    if request.param == "flex_attention":
+        request.getfixturevalue("by_flex")
 
 
 @pytest.fixture(scope="session")

@@ -16,14 +16,12 @@ PATTERNS = {
     "beside": ["hybrid", "full_attention", "hybrid", "linear_attention"],
     "beside-only": ["hybrid"] * 2,
     "shared": ["linear_attention", "hybrid"],
-    "normalised": ["hybrid", "full_attention", "hybrid"],
-    "normalised-only": ["hybrid"] * 2,
     "every": ["linear_attention", "full_attention", "hybrid"],
     "attention-first": ["full_attention", "linear_attention"],
     "gemma": ["hybrid", "sliding_attention", "linear_attention", "full_attention"],
     "experts": ["linear_attention", "full_attention"],
 }
-WINDOWS = {"normalised": [6, 0, 9], "normalised-only": [9, 6], "beside": [6, 0, 4, 0]}
+WINDOWS = {"beside-only": [8, 6], "beside": [6, 0, 4, 0]}
 """Where layers differ in the width of their windows."""
 BLOCKS = {
     "gemma": dict(
@@ -53,11 +51,12 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
         sliding_window=8,
         hybrid_window=WINDOWS.get(pattern, 6),
         mixer_shared_state=pattern == "shared",
+        hybrid_block=2,
         hybrid_sinks=2,
-        hybrid_salient=3 if pattern == "normalised" else 0,
-        hybrid_read="normalised" if pattern.startswith("normalised") else "linear",
-        hybrid_state_planes=2 if pattern.startswith("normalised") else None,
-        hybrid_full_heads=[[1, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
+        hybrid_salient=3 if pattern.startswith("beside") else 0,
+        hybrid_state_planes=2 if pattern.startswith("beside") else None,
+        hybrid_rank=3,
+        hybrid_full_heads=[[2, 3] if kind == "hybrid" and i else [] for i, kind in enumerate(PATTERNS[pattern])],
     )
     return FAMILIES[family][0](**TINY | options | BLOCKS.get(pattern, {}) | overrides)
 
@@ -81,8 +80,6 @@ def make_student(
                 parameter.copy_(-2 + torch.randn_like(parameter))
             elif name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
                 parameter.copy_(-1 + 0.5 * torch.randn_like(parameter))
-            elif name.endswith("log_decay"):
-                parameter.copy_(-0.2 * torch.rand_like(parameter))
             elif "conv1d" in name:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif parameter.ndim == 1:

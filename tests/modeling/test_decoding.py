@@ -106,7 +106,7 @@ def test_generation_equals_that_of_a_concatenating_cache(monkeypatch, pattern):
     def concatenate(layer, keys, values):
         return layer.update(keys, values)
 
-    for module in ("attention", "window_attention"):
+    for module in ("attention", "hybrid_attention"):
         monkeypatch.setattr(f"modeling_llamba.{module}.append_keys", concatenate)
     assert torch.equal(grown, model.generate(ids, **options))
     assert torch.equal(beams, model.generate(ids, num_beams=3, **options))
@@ -147,7 +147,8 @@ def test_a_packed_sequence_is_not_touched_by_its_neighbours():
     inputs = [t.clone().requires_grad_() for t in (x, log_a, B, C)]
     y, _ = ssd_scan(*inputs, seq_idx=seq_idx)
     y[:, 70:].sum().backward()
-    assert all(not t.grad[:, :70].any() for t in inputs)
+    for t in inputs:  # but for the rounding of what cancels in a sum of decays
+        assert t.grad[:, :70].abs().max() < 1e-14 * t.grad.abs().max()
     other = [torch.cat([torch.randn_like(t[:, :70]), t[:, 70:]], 1) for t in (x, B, C)]
     assert torch.equal(ssd_scan(other[0], log_a, *other[1:], seq_idx=seq_idx)[0][:, 70:], y[:, 70:])
 

@@ -8,7 +8,7 @@ from modeling_llamba.hybrid_cache import RecurrentCache
 from tests.students import FAMILIES, MIXERS, PATTERNS, make_student
 from tests.teachers import random_ids
 
-CLOSE = dict(rtol=1e-4, atol=1e-5)  # the rotary angles are float32; a leak shows at 1e-2
+CLOSE = dict(rtol=1e-4, atol=5e-5)  # the rotary angles are float32; a leak shows at 1e-2
 # every mixer alone and with attention; a family is another block around the same mixers, so the two take turns
 CASES = [
     ("llamba", "discrete_mamba2", "pure"),
@@ -26,7 +26,6 @@ CASES += [
     ("llamba", "none", "beside-only"),
 ]
 CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
-CASES += [("llamba", "discrete_mamba2", "normalised"), ("phimamba", "mamba2", "normalised-only")]
 CASES += [("llamba", "discrete_mamba2", "gemma"), ("llamba", "mamba2", "experts")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
 
@@ -187,7 +186,7 @@ def test_batched_generation_equals_one_at_a_time(family, mixer, pattern):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "mixer, pattern",
-    [("discrete_mamba2", p) for p in ("pure", "hybrid", "beside", "normalised")] + [("none", "beside-only")],
+    [("discrete_mamba2", p) for p in ("pure", "hybrid", "beside")] + [("none", "beside-only")],
 )
 @torch.no_grad()
 def test_beam_search_and_sampling(family, mixer, pattern):
@@ -202,7 +201,7 @@ def test_beam_search_and_sampling(family, mixer, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", ["pure", "hybrid", "window", "beside", "normalised"])
+@pytest.mark.parametrize("pattern", ["pure", "hybrid", "window", "beside"])
 @torch.no_grad()
 def test_static_cache_generates_the_same(family, pattern):
     model = make_student(family, pattern=pattern)
@@ -213,14 +212,16 @@ def test_static_cache_generates_the_same(family, pattern):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pattern", ["pure", "hybrid", "attention", "beside", "normalised"])
+@pytest.mark.parametrize("pattern", ["pure", "hybrid", "attention", "beside"])
 @torch.no_grad()
 def test_generation_continues_from_a_returned_cache(family, pattern):
     model = make_student(family, pattern=pattern)
     ids = random_ids(1, 10)
     options = dict(max_new_tokens=5, eos_token_id=None, do_sample=False)
     first = model.generate(ids, return_dict_in_generate=True, **options)
+    options["attention_mask"] = torch.ones_like(first.sequences)  # or a token that is also the padding would be hidden
     second = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    options["attention_mask"] = torch.ones_like(ids)
     assert torch.equal(second, model.generate(ids, **options | {"max_new_tokens": 10}))
 
 
@@ -265,13 +266,6 @@ def test_state_stays_float32_in_half_precision(mixer, dtype):
         out = model(token, past_key_values=out.past_key_values)
     assert out.logits.dtype == dtype and out.logits.isfinite().all()
     assert out.past_key_values.layers[0].recurrent_states[0].dtype == torch.float32
-
-
-@torch.no_grad()
-def test_assisted_generation_is_refused_not_wrong():
-    model = make_student()
-    with pytest.raises(ValueError, match="stateful"):
-        model.generate(random_ids(1, 5), assistant_model=make_student(), max_new_tokens=4)
 
 
 @every_case

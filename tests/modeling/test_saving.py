@@ -12,12 +12,33 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
+from modeling_llamba.hybrid_config import FORMAT_VERSION
 from tests.students import FAMILIES, make_student, student_config
 from tests.teachers import LONGROPE, random_ids
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_b04284e.tar.xz"
-"""A checkpoint of each family as `save_pretrained` wrote it at commit b04284e, with its own code (other files than
-today), and ids and logits in expected.pt."""
+"""A hybrid of each family in format 1 as `save_pretrained` wrote it at commit b04284e, with its own code (other files
+than today), and ids and logits in expected.pt."""
+
+MIXERS_ALONE = """
+import pathlib
+import sys
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+for folder in map(pathlib.Path, sys.argv[1:]):
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.layer_types, config.hybrid_window, config.hybrid_full_heads = ["linear_attention"] * 2, None, None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True).eval()
+    ids = torch.load(folder / "expected.pt")["ids"]
+    alone = folder.with_name(folder.name + "-mixers")
+    model.save_pretrained(alone)
+    with torch.no_grad():
+        torch.save({"ids": ids, "logits": model(ids).logits}, alone / "expected.pt")
+"""
+"""Writes a model of mixers alone beside each of these, with its code."""
 
 STRANGER = """
 import pathlib
@@ -71,9 +92,11 @@ def saved(tmp_path_factory):
         torch.save({"ids": ids} | expected, folders[-1] / "expected.pt")
     with tarfile.open(BEFORE) as archive:
         archive.extractall(root, filter="data")
-    command = [sys.executable, "-c", STRANGER, *map(str, folders), *(str(root / family) for family in FAMILIES)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr[-2000:]
+    before = [root / family for family in FAMILIES]
+    mixers_alone = [root / f"{family}-mixers" for family in FAMILIES]
+    for script, of in ((MIXERS_ALONE, before), (STRANGER, [*folders, *before, *mixers_alone])):
+        done = subprocess.run([sys.executable, "-c", script, *map(str, of)], capture_output=True, text=True, cwd=root)
+        assert done.returncode == 0, done.stderr[-2000:]
     return root, folders
 
 
@@ -138,18 +161,51 @@ def test_a_trained_adapter_goes_on_a_checkpoint_that_a_trainer_wrote(tmp_path):
     assert code_in(tmp_path / "merged") == code_in(tmp_path / "base")
 
 
+def written(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpoints_from_before_the_code_had_one_source_still_load(saved, family, tmp_path):
+def test_mixers_alone_from_before_still_load(saved, family, tmp_path):
     """A stranger has loaded them with the code they carry; here they load with today's."""
-    folder, again = saved[0] / family, saved[0] / f"{family}-second"
+    folder, again = saved[0] / f"{family}-mixers", saved[0] / f"{family}-mixers-second"
     expected = torch.load(folder / "expected.pt")
-    assert "ship_code.py" not in code_in(again) and code_in(again) == code_in(folder)
+    assert "ship_code.py" not in code_in(again)
+    assert code_in(again) == code_in(folder)
+    assert "format_version" not in written(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model) is FAMILIES[family][1]
     with torch.no_grad():
         torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
-    model.save_pretrained(tmp_path)
-    assert "ship_code.py" in code_in(tmp_path)
+    model.save_pretrained(tmp_path / "now")
+    assert written(tmp_path / "now")["format_version"] == FORMAT_VERSION
+    assert "ship_code.py" in code_in(tmp_path / "now")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hybrids_from_before_load_with_the_code_that_they_carry_alone(saved, family):
+    """As a stranger has done; today's classes, which would misread them, say so in one line."""
+    folder, again = saved[0] / family, saved[0] / f"{family}-second"
+    assert "ship_code.py" not in code_in(again)
+    assert code_in(again) == code_in(folder)
+    message = r"has format 1; .* reads format 2\. Load it with the code that it carries \(trust_remote_code=True"
+    for load in (
+        AutoModelForCausalLM.from_pretrained,
+        AutoConfig.from_pretrained,
+        FAMILIES[family][0].from_pretrained,
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            load(folder)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layer_types", [["hybrid"] * 2, ["linear_attention"] * 2])
+def test_a_format_of_later_is_refused(layer_types):
+    fields = student_config(layer_types=layer_types, hybrid_full_heads=None).to_dict()
+    assert fields["format_version"] == FORMAT_VERSION
+    assert LlambaConfig.from_dict(fields).layer_types == layer_types
+    with pytest.raises(ValueError, match=f"has format {FORMAT_VERSION + 1}; .* reads format {FORMAT_VERSION}"):
+        LlambaConfig.from_dict(fields | {"format_version": FORMAT_VERSION + 1})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,276 @@
+"""How the tokens of one pass are laid out in blocks of their sequences, and which columns each block attends to.
+
+The columns of a row are P places, `context` tokens before the first block, and slots of whole blocks: token i of a
+sequence lies in slot i % E of its block. Where all rows are alike the tokens are a slice of the slots. Otherwise
+(padding, packing, rows that have seen different numbers of tokens) they are gathered into the slots and back. So
+everything behind this file knows blocks alone.
+
+Shapes: as in hybrid_attention.py; T columns, M blocks that are mixed, in G groups of m.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from .eviction import BlockShape, Held, gather_columns, outer_products, salient_before
+from .ssd import sequence_starts
+
+GROUP = 64
+"""Queries that one fused attention serves, at least a block; with 32 and 128 a CPU takes longer."""
+
+
+class Layout(NamedTuple):
+    """A pass in blocks.
+
+    first: the first block that is mixed; those before it attend causally. blocks: the number of all.
+    context: columns between places and slots. before: how many of them, the last ones, hold tokens, and offset: slots
+    before the first new token, where rows are alike. length: new tokens.
+    present (B, T) bool: which columns hold a token. held_columns: columns of what is held.
+    source (B, T): where a column is found in [held columns, new tokens], -1 where it is empty. slot (B, L): slot of
+    each new token. Both are None where rows are alike.
+    sequence (B, blocks): in packed rows, the first column of each block's sequence.
+    """
+
+    shape: BlockShape
+    first: int
+    blocks: int
+    context: int
+    before: int
+    offset: int
+    length: int
+    present: torch.Tensor
+    held_columns: int = 0
+    source: torch.Tensor | None = None
+    slot: torch.Tensor | None = None
+    sequence: torch.Tensor | None = None
+
+    @classmethod
+    def behind_window(cls, shape: BlockShape, key: torch.Tensor) -> "Layout":
+        """The blocks after the first n + 1, for new tokens with keys (B, K, L, D) that begin their sequences."""
+        E, length = shape.block, key.shape[2]
+        first = shape.whole_blocks + 1
+        blocks = first + _in_groups(length - shape.window, E)
+        present = torch.ones(key.shape[0], shape.places + blocks * E, dtype=torch.bool, device=key.device)
+        present[:, : shape.places] = False
+        return cls(shape, first, blocks, 0, 0, 0, length, present)
+
+    @classmethod
+    def continued(cls, shape: BlockShape, held: Held, key: torch.Tensor, start: int) -> "Layout":
+        """All blocks of new tokens, whose first has the number `start` in every row."""
+        E, n, length = shape.block, shape.whole_blocks, key.shape[2]
+        offset, before = start % E, min(start // E, n) * E
+        blocks = _in_groups(offset + length, E)
+        present = torch.arange((n + blocks) * E, device=key.device) >= n * E - before
+        filled = held.salience[:, : shape.places] > -torch.inf
+        present = torch.cat([filled, present.expand(key.shape[0], -1)], dim=1)
+        return cls(shape, 0, blocks, n * E, before, offset, length, present)
+
+    @classmethod
+    def gathered(cls, shape: BlockShape, held: Held, index: torch.Tensor) -> "Layout":
+        """All blocks of new tokens with these numbers (B, L), -1 at padding."""
+        E, n, P = shape.block, shape.whole_blocks, shape.places
+        blocks = _in_groups(index.shape[1] + E - 1, E)
+        block = held.seen // E
+        slot = torch.where(index >= 0, index - (block * E)[:, None], -1)
+        token = torch.arange(-n * E, E, device=index.device) + (block * E)[:, None]
+        column = P + token - ((block - n).clamp(min=0) * E)[:, None]
+        tokens = torch.where((token >= 0) & (token < held.seen[:, None]), column, -1)
+        places = torch.arange(P, device=index.device)
+        places = torch.where(held.salience[:, :P] > -torch.inf, places, -1)
+        empty = tokens.new_full((index.shape[0], (blocks - 1) * E), -1)
+        return cls._from_source(shape, blocks, torch.cat([places, tokens, empty], dim=1), slot, held.keys.shape[2])
+
+    @classmethod
+    def packed(cls, shape: BlockShape, index: torch.Tensor, seq_idx: torch.Tensor) -> "Layout":
+        """All blocks of packed sequences seq_idx (B, L), each of which begins a block; index as in `gathered`."""
+        E, real = shape.block, index >= 0
+        starts = sequence_starts(seq_idx)
+        starts[:, 0] = True
+        last = real & (F.pad(starts[:, 1:] | ~real[:, 1:], (0, 1), value=True))
+        ends = torch.where(last, index // E + 1, 0).cumsum(1)  # blocks up to here
+        earlier = ends - torch.where(last, index // E + 1, 0)
+        slot = torch.where(real, earlier * E + index, -1)
+        blocks = _in_groups(int(ends[:, -1].max()) * E, E)
+        begins = torch.arange(blocks + 1, device=index.device).expand(index.shape[0], -1) * E
+        of_block = torch.where(real, slot // E, blocks)
+        begins = begins.scatter(1, of_block, torch.where(real, earlier * E, 0))[:, :-1]
+        columns = shape.places + (shape.whole_blocks + blocks) * E
+        layout = cls._from_source(shape, blocks, slot.new_full((index.shape[0], columns), -1), slot, 0)
+        return layout._replace(sequence=begins + shape.places + layout.context)
+
+    @classmethod
+    def _from_source(cls, shape: BlockShape, blocks: int, source: torch.Tensor, slot: torch.Tensor, held: int):
+        context, columns = shape.whole_blocks * shape.block, source.shape[1]
+        target = torch.where(slot >= 0, slot + shape.places + context, columns)
+        new = torch.arange(held, held + slot.shape[1], device=slot.device).expand_as(slot)
+        source = F.pad(source, (0, 1)).scatter(1, target, new)[:, :-1]
+        slots = slot.clamp(min=0)
+        return cls(shape, 0, blocks, context, 0, 0, slot.shape[1], source >= 0, held, source, slots)
+
+    @property
+    def group(self) -> int:
+        """Blocks of a group."""
+        return max(GROUP // self.shape.block, 1)
+
+    @property
+    def mixed(self) -> int:
+        """Number of blocks that are mixed."""
+        return self.blocks - self.first
+
+    @property
+    def leaving(self) -> int:
+        """Number of blocks that leave the window while the blocks of the layout open, one each, the first excepted."""
+        return self.blocks - max(self.first, 1)
+
+    # Tokens to columns and back
+
+    def columns(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Keys or values of all columns (B, K, T, D), from those held (B, K, P + C, D) and the new (B, K, L, D)."""
+        P = self.shape.places
+        if self.source is not None:
+            known = new if held is None else torch.cat([held, new], dim=2)
+            return gather_columns(known, self.source.clamp(min=0))
+        right = self.blocks * self.shape.block - self.offset - self.length
+        if held is None:
+            return F.pad(new, (0, 0, P, right))
+        context = held[:, :, P : P + self.before + self.offset]
+        context = F.pad(context, (0, 0, self.context - self.before, 0))
+        return torch.cat([held[:, :, :P], context, F.pad(new, (0, 0, 0, right))], dim=2)
+
+    def salience(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Salience of all columns (B, T), -inf in those without a token."""
+        if held is not None:
+            held = held[:, None, :, None]
+        return self.columns(held, new[:, None, :, None])[:, 0, :, 0].masked_fill(~self.present, -torch.inf)
+
+    def queries(self, query: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
+        """Queries (B, H', L, D) of the blocks that are mixed, (B, G, K, m, r, E, D)."""
+        if self.source is not None:
+            first_slot = self.shape.places + self.context
+            query = gather_columns(query, (self.source[:, first_slot:] - self.held_columns).clamp(min=0))
+        else:
+            right = self.mixed * self.shape.block - self.offset - self.new_tokens
+            query = F.pad(query[:, :, self.length - self.new_tokens :], (0, 0, self.offset, right))
+        return self.in_groups(query.transpose(1, 2), groups)
+
+    def to_tokens(self, t: torch.Tensor) -> torch.Tensor:
+        """Of (B, slots, ...) those of the new tokens, (B, L', ...)."""
+        if self.slot is None:
+            return t[:, self.offset : self.offset + self.new_tokens]
+        slot = self.slot.view(*self.slot.shape, *[1] * (t.ndim - 2))
+        return t.gather(1, slot.expand(-1, -1, *t.shape[2:]))
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of new tokens in the blocks that are mixed, padding included."""
+        return self.length - self.first * self.shape.block
+
+    def in_groups(self, t: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
+        """(B, slots, H', ...) to (B, G, K, m, r, E, ...)."""
+        sizes = (t.shape[0], -1, self.group, self.shape.block, *groups)
+        return t.reshape(*sizes, *t.shape[3:]).permute(0, 1, 4, 2, 5, 3, *range(6, 3 + t.ndim))
+
+    def in_order(self, t: torch.Tensor) -> torch.Tensor:
+        """(B, G, K, m, r, E, ...) to (B, slots, H', ...)."""
+        return t.permute(0, 1, 3, 5, 2, 4, *range(6, t.ndim)).flatten(4, 5).flatten(1, 3)
+
+    def by_group(self, t: torch.Tensor) -> torch.Tensor:
+        """Of each mixed block (B, M, K, ...) to (B, G, K, m, ...)."""
+        return t.unflatten(1, (-1, self.group)).transpose(2, 3)
+
+    # Which columns a block attends to
+
+    def select(self, salience: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which columns hold a place while each mixed block is open (B, M, P), -1 where none does; and `until` (B, T),
+        the first block to which a column is no longer visible, 0 for one that is never."""
+        P, E = self.shape.places, self.shape.block
+        competing = salience[:, : P + self.leaving * E]
+        sequence = None if self.sequence is None else self.sequence[:, -self.leaving - 1 :]
+        holders = salient_before(competing, P, E, self.leaving, sequence)
+        number = torch.arange(salience.shape[1], device=salience.device)
+        leaves = (number - P - self.context).div(E, rounding_mode="floor") + self.shape.whole_blocks + 1
+        until = torch.where(self.present & (number >= P), leaves, 0)
+        lost = torch.arange(self.leaving + 1, device=number.device) + self.blocks - self.leaving
+        lost = lost[:, None].expand_as(holders).flatten(1)
+        until = F.pad(until, (1, 0)).scatter_reduce(1, holders.flatten(1) + 1, lost, "amax")[:, 1:]
+        return holders[:, -self.mixed :], until
+
+    def block_of_query(self) -> torch.Tensor:
+        """Number of the block of each slot that is mixed, (slots,)."""
+        slots = torch.arange(self.mixed * self.shape.block, device=self.present.device)
+        return slots // self.shape.block + self.first
+
+    def column_of_query(self) -> torch.Tensor:
+        """Column of each slot that is mixed, (slots,)."""
+        slots = torch.arange(self.mixed * self.shape.block, device=self.present.device)
+        return slots + self.shape.places + self.context + self.first * self.shape.block
+
+    def columns_of_groups(self, t: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
+        """Keys or values (B, K, T, D) that a group attends to, (B, G, K, P + n E + m E, D): who holds a place when its
+        first block opens, then its window."""
+        holders = holders[:, :: self.group].clamp(min=0)
+        placed = gather_columns(t, holders).transpose(1, 2)
+        window = self._windows(t, 2).permute(0, 2, 1, 4, 3)
+        return torch.cat([placed, window], dim=3)
+
+    def _windows(self, t: torch.Tensor, axis: int) -> torch.Tensor:
+        """Columns of each group's window, in a new last dimension."""
+        E, n = self.shape.block, self.shape.whole_blocks
+        start = self.shape.places + self.context + (self.first - n) * E
+        window = t.narrow(axis, start, t.shape[axis] - start)
+        return window.unfold(axis, (n + self.group) * E, self.group * E)
+
+    def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query of a group attends to a column of `columns_of_groups`, else the least number of the type,
+        (B, G, m, E, P + n E + m E)."""
+        E, rows = self.shape.block, self.group * self.shape.block
+        block = self.block_of_query().view(-1, rows)[..., None]  # (G, m E, 1)
+        holders = holders[:, :: self.group]
+        of_holders = F.pad(until, (1, 0)).gather(1, holders.flatten(1) + 1).view(holders.shape)
+        visible = of_holders[:, :, None] > block
+        windows = self._windows(until, 1)[:, :, None]
+        number = torch.arange(windows.shape[-1], device=until.device)
+        causal = number - self.shape.whole_blocks * E <= torch.arange(rows, device=until.device)[:, None]
+        in_window = (windows > block) & causal
+        if self.sequence is not None:
+            sequence = self.sequence.view(until.shape[0], -1, self.group).repeat_interleave(E, dim=2)[..., None]
+            visible = visible & (holders[:, :, None] >= sequence)
+            column = self._windows(torch.arange(until.shape[1], device=until.device), 0)
+            in_window = in_window & (column[None, :, None] >= sequence)
+        hidden = ~torch.cat([visible, in_window], dim=-1)
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=until.device)
+        return bias.masked_fill_(hidden, torch.finfo(dtype).min).unflatten(2, (self.group, E))
+
+    def states(self, held: Held, keys: torch.Tensor, values: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
+        """The sums of the state while each mixed block is open, (B, M, K, D + 1, N + 1)."""
+        P, E, slow = self.shape.places, self.shape.block, self.shape.slow
+        left = slice(P, P + self.leaving * E)
+        blocks = (t[:, :, left].unflatten(2, (self.leaving, E)).transpose(1, 2) for t in (keys, values))
+        present = self.present[:, left].unflatten(1, (self.leaving, E))
+        total = outer_products(*blocks, present, slow).cumsum(1)
+        if self.leaving < self.mixed:  # nothing leaves while the first block is open
+            total = F.pad(total, (0, 0, 0, 0, 0, 0, 1, 0))
+        if self.sequence is not None:  # less what other sequences left, which blocks before this one's first did
+            first = (self.sequence - P - self.context) // E  # block at which the sequence begins
+            before = torch.minimum(first + self.shape.whole_blocks, torch.arange(self.blocks, device=first.device))
+            total = total - total.gather(1, before.view(*before.shape, 1, 1, 1).expand_as(total))
+        if held is not None:
+            placed = (t[:, :, :P] for t in (keys, values))
+            total = total + (held.state + outer_products(*placed, self.present[:, :P], slow))[:, None]
+        placed = (gather_columns(t, holders.clamp(min=0)).transpose(1, 2) for t in (keys, values))
+        return total - outer_products(*placed, holders >= 0, slow)
+
+    def without_sinks(self, until: torch.Tensor, salience: torch.Tensor) -> torch.Tensor:
+        """`until` for queries that attend to sinks apart: as if sinks held no places."""
+        P, E = self.shape.places, self.shape.block
+        number = torch.arange(until.shape[1], device=until.device)
+        leaves = (number - P - self.context).div(E, rounding_mode="floor") + self.shape.whole_blocks + 1
+        in_window = torch.where(self.present & (number >= P), leaves, 0)
+        return torch.where(salience == torch.inf, in_window, until)
+
+
+def _in_groups(tokens: int, block: int) -> int:
+    """Number of blocks for so many tokens, a multiple of those in a group."""
+    group = max(GROUP // block, 1)
+    return -(-tokens // (block * group)) * group

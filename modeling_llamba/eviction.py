@@ -1,0 +1,286 @@
+"""What a hybrid layer holds of the tokens so far, and what becomes of those that leave its window.
+
+The tokens of a sequence are numbered t = 0, 1, ... and come in blocks of E. The window is the open block and the n
+blocks before it. When a block opens, block b - n - 1 leaves. Each token that leaves competes for a place in the
+salient cache; there are P = S + R of them. Sinks, the first S tokens, have infinite salience and so hold S places for
+good; the other places are held by the R most salient tokens that ever left. All others are evicted: the state takes
+them up as sums over tokens j,
+
+    state = sum_j [v_j; 1] [1; k'_j]^T          with k' the slow part of a key (`SlowDims`).
+
+Nothing happens between the openings of blocks, so all queries of a block read one state and one salient cache.
+
+Shapes: B batch, K key/value heads, D head dim, N slow dims, E block, n whole blocks of the window, C = (n + 1) E
+columns of the window, P places, T columns of any kind.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from transformers.utils import is_torchdynamo_compiling
+
+
+class SlowDims(NamedTuple):
+    """The dimensions of a key that the state keeps: the planes that the rotary embedding turns slowest, and what is
+    not rotated. Plane f of a head with `planes` of them is the pair of dimensions f and f + planes."""
+
+    planes: int
+    slow_planes: int
+
+    def take(self, t: torch.Tensor) -> torch.Tensor:
+        """(..., D) to (..., N)."""
+        if self.slow_planes == self.planes:
+            return t
+        first, second = self.planes - self.slow_planes, 2 * self.planes - self.slow_planes
+        return torch.cat([t[..., first : self.planes], t[..., second:]], dim=-1)
+
+    def put(self, t: torch.Tensor) -> torch.Tensor:
+        """(..., N) to (..., D), zero in the dimensions that are not kept."""
+        if self.slow_planes == self.planes:
+            return t
+        fast = t.new_zeros(*t.shape[:-1], self.planes - self.slow_planes)
+        return torch.cat([fast, t[..., : self.slow_planes], fast, t[..., self.slow_planes :]], dim=-1)
+
+
+class BlockShape(NamedTuple):
+    """Sizes of a layer's window and salient cache, and what of a key its state keeps (None: there is no state)."""
+
+    block: int
+    whole_blocks: int
+    sinks: int
+    places: int
+    slow: SlowDims | None
+
+    @classmethod
+    def of(cls, config, layer: int) -> "BlockShape":
+        """The shape that a hybrid's configuration gives to a layer."""
+        slow = None if config.mixer == "none" else SlowDims(config.rotary_planes, config.state_planes(layer))
+        block, sinks = config.hybrid_block, config.hybrid_sinks
+        return cls(block, config.window_of(layer) // block - 1, sinks, sinks + config.hybrid_salient, slow)
+
+    @property
+    def window(self) -> int:
+        """Columns of the window, the open block included."""
+        return (self.whole_blocks + 1) * self.block
+
+
+class Held(NamedTuple):
+    """What a layer holds of each row.
+
+    keys, values (B, K, P + C, D): the salient cache, then the window. Places are sorted by salience, the highest
+    first, so that sinks come first and empty places last; the window is filled from the left and ends with the open
+    block. salience (B, P + C) in
+    float32: -inf in an empty place, +inf for a sink. state (B, K, D + 1, N + 1) in float32 or wider, or None. seen
+    (B,): number of tokens so far.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    salience: torch.Tensor
+    state: torch.Tensor | None
+    seen: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: BlockShape, like: torch.Tensor) -> "Held":
+        """Before the first token; `like` are keys (B, K, ., D)."""
+        batch, heads, _, dim = like.shape
+        keys = like.new_zeros(batch, heads, shape.places + shape.window, dim)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        salience = torch.full((batch, keys.shape[2]), -torch.inf, dtype=torch.float32, device=like.device)
+        state = None
+        if shape.slow is not None:
+            slow = shape.slow.take(like[0, 0, :0]).shape[-1]
+            state = like.new_zeros(batch, heads, dim + 1, slow + 1, dtype=wide)
+        return cls(keys, torch.zeros_like(keys), salience, state, torch.zeros_like(like[:, 0, 0, 0], dtype=torch.long))
+
+    @classmethod
+    def within_window(cls, shape: BlockShape, tokens: "NewTokens") -> "Held":
+        """After tokens that begin a sequence, hold no padding, and are all in the window."""
+        length, empty = tokens.keys.shape[2], cls.empty(shape, tokens.keys)
+        columns = slice(shape.places, shape.places + length)
+        empty.keys[:, :, columns], empty.values[:, :, columns] = tokens.keys, tokens.values
+        empty.salience[:, columns] = tokens.salience
+        return empty._replace(seen=empty.seen + length)
+
+    def rows(self, which: torch.Tensor) -> "Held":
+        """Copies of some rows, in that order."""
+        return Held(*(None if t is None else t.index_select(0, which.to(t.device)) for t in self))
+
+    def copied(self) -> "Held":
+        """A copy that shares no memory."""
+        return Held(*(None if t is None else t.clone() for t in self))
+
+
+class NewTokens(NamedTuple):
+    """Tokens in the order of their sequence, between which padding may stand.
+
+    keys, values (B, K, T, D). salience (B, T) in float32. index (B, T): number in the sequence, -1 at padding.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    salience: torch.Tensor
+    index: torch.Tensor
+
+    def columns(self, which: slice) -> "NewTokens":
+        """Some columns."""
+        return NewTokens(
+            self.keys[:, :, which], self.values[:, :, which], self.salience[:, which], self.index[:, which]
+        )
+
+    def followed_by(self, later: "NewTokens") -> "NewTokens":
+        """These tokens and later ones."""
+        axes = (2, 2, 1, 1)
+        return NewTokens(*(torch.cat(pair, dim=axis) for *pair, axis in zip(self, later, axes, strict=True)))
+
+
+class State(NamedTuple):
+    """A state as queries read it; every tensor is (..., K, .) over key/value heads.
+
+    log_count (..., K). empty (..., K) bool. value_mean (..., K, D). key_mean (..., K, N). covariance (..., K, D, N).
+    """
+
+    log_count: torch.Tensor
+    empty: torch.Tensor
+    value_mean: torch.Tensor
+    key_mean: torch.Tensor
+    covariance: torch.Tensor
+
+    @classmethod
+    def of(cls, sums: torch.Tensor) -> "State":
+        """The means and covariance in sums (..., K, D + 1, N + 1)."""
+        count = sums[..., -1, 0]
+        mean = sums / count.clamp(min=1)[..., None, None]
+        value_mean, key_mean = mean[..., :-1, 0], mean[..., -1, 1:]
+        covariance = mean[..., :-1, 1:] - value_mean[..., None] * key_mean[..., None, :]
+        return cls(count.clamp(min=1).log(), count < 0.5, value_mean, key_mean, covariance)
+
+
+def open_block(held: Held, shape: BlockShape) -> Held:
+    """Open a new block in rows whose window is full: its first block leaves, and the others move up."""
+    P, E = shape.places, shape.block
+    candidates = P + E
+    salience = held.salience[:, :candidates]
+    order = salience.sort(dim=1, descending=True, stable=True).indices[:, :P]
+    keys, values = (gather_columns(t, order) for t in held[:2])
+    state = held.state
+    if state is not None:
+        there = F.pad(salience[:, :P] > -torch.inf, (0, E), value=True)
+        lost = there.scatter(1, order, False)
+        state = state + outer_products(held.keys[:, :, :candidates], held.values[:, :, :candidates], lost, shape.slow)
+    room = (0, 0, 0, E)
+    return Held(
+        torch.cat([keys, F.pad(held.keys[:, :, candidates:], room)], dim=2),
+        torch.cat([values, F.pad(held.values[:, :, candidates:], room)], dim=2),
+        torch.cat([salience.gather(1, order), F.pad(held.salience[:, candidates:], (0, E), value=-torch.inf)], dim=1),
+        state,
+        held.seen,
+    )
+
+
+def open_blocks(held: Held, shape: BlockShape, next_index: torch.Tensor) -> Held:
+    """Open a block in the rows whose next token (B,) begins one while their window is full."""
+    opens = (next_index % shape.block == 0) & (next_index >= shape.window)
+    if not is_torchdynamo_compiling() and opens.device.type == "cpu":
+        which = opens.nonzero()[:, 0]
+        if len(which) == 0:
+            return held
+        opened = open_block(held.rows(which), shape)
+        pairs = zip(held, opened, strict=True)
+        return Held(*(None if old is None else old.index_copy(0, which, new) for old, new in pairs))
+    pairs = zip(held, open_block(held, shape), strict=True)
+    return Held(
+        *(None if old is None else torch.where(opens.view(-1, *[1] * (old.ndim - 1)), new, old) for old, new in pairs)
+    )
+
+
+def advance(held: Held, new: NewTokens, shape: BlockShape) -> Held:
+    """What is held after these tokens.
+
+    The block of the last token is open afterwards, even if it is full: what follows it opens the next.
+    """
+    P, E, n = shape.places, shape.block, shape.whole_blocks
+    seen = held.seen + (new.index >= 0).sum(1)
+    first = (((held.seen - 1) // E - n).clamp(min=0) * E)[:, None]  # token in the first column of the window
+    begin = (((seen - 1) // E - n).clamp(min=0) * E)[:, None]  # the same afterwards
+    window = torch.arange(shape.window, device=seen.device) + first
+    index = torch.where(window < held.seen[:, None], window, -1)
+    places = index.new_full((index.shape[0], P), -1)
+    index = torch.cat([places, index, new.index], dim=1)
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(held[:2], new[:2], strict=True))
+    salience = torch.cat([held.salience, new.salience], dim=1)
+
+    left = (index >= 0) & (index < begin)
+    left[:, :P] = held.salience[:, :P] > -torch.inf
+    competing = salience.masked_fill(~left, -torch.inf)
+    order = competing.sort(dim=1, descending=True, stable=True).indices[:, :P]
+    state = held.state
+    if state is not None:
+        state = state + outer_products(keys, values, left.scatter(1, order, False), shape.slow)
+
+    stays = index >= begin
+    stays[:, :P] = False
+    column = torch.where(stays, index - begin, shape.window)
+    source = torch.arange(index.shape[1], device=index.device).expand_as(index)
+    of_window = index.new_zeros(index.shape[0], shape.window + 1).scatter(1, column, source)[:, :-1]
+    filled = torch.arange(shape.window, device=seen.device) < seen[:, None] - begin
+    columns = torch.cat([order, of_window], dim=1)
+    of_window_salience = salience.gather(1, of_window).masked_fill(~filled, -torch.inf)
+    return Held(
+        gather_columns(keys, columns),
+        gather_columns(values, columns),
+        torch.cat([competing.gather(1, order), of_window_salience], dim=1),
+        state,
+        seen,
+    )
+
+
+def outer_products(keys: torch.Tensor, values: torch.Tensor, which: torch.Tensor, slow: SlowDims) -> torch.Tensor:
+    """sum_j [v_j; 1] [1; k'_j]^T (..., K, D + 1, N + 1) over the tokens (..., K, T, D) that `which` (..., T) marks."""
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    weight = which.to(wide)[..., None, :, None]
+    x = F.pad(values.to(wide), (0, 1), value=1.0) * weight
+    y = F.pad(slow.take(keys.to(wide)), (1, 0), value=1.0)
+    return x.mT @ y
+
+
+def gather_columns(t: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """(B, K, T, D) at columns (B, ...) to (B, K, ..., D)."""
+    flat = columns.flatten(1)[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[-1])
+    return t.gather(2, flat).unflatten(2, columns.shape[1:])
+
+
+def salient_before(
+    salience: torch.Tensor, places: int, block: int, blocks: int, first_column: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The columns that hold a place (B, 1 + blocks, P), -1 where none does: at first, and after each block has left.
+
+    Whoever loses a place never gets one again, so the holders are the most salient of all that left, and those of two
+    stretches of text the most salient of the holders of either: about log2(blocks) rounds for all blocks at once.
+
+    Args:
+        salience: (B, P + blocks * E) of the holders at first and of the tokens that leave, block by block; -inf where
+            there is none.
+        first_column: (B, 1 + blocks), in packed rows: each time, the first column of the sequence that asks.
+    """
+    batch, columns = salience.shape[0], torch.arange(salience.shape[1], device=salience.device)
+    width = max(places, block)
+    initial = F.pad(columns[:places], (width - places, 0), value=-1).expand(batch, 1, -1)
+    leaving = F.pad(columns[places:].view(blocks, block), (width - block, 0), value=-1).expand(batch, -1, -1)
+    best = torch.cat([initial, leaving], dim=1)
+
+    def most_salient(candidates: torch.Tensor) -> torch.Tensor:
+        there = candidates >= 0
+        if first_column is not None:
+            there = there & (candidates >= first_column[..., None])
+        score = salience.gather(1, candidates.clamp(min=0).flatten(1)).view(candidates.shape)
+        score = score.masked_fill(~there, -torch.inf)
+        score, order = score.sort(dim=-1, descending=True, stable=True)
+        return candidates.gather(-1, order[..., :places]).masked_fill(score[..., :places] == -torch.inf, -1)
+
+    best, reach = most_salient(best), 1
+    while reach <= blocks:
+        earlier = F.pad(best[:, :-reach], (0, 0, reach, 0), value=-1)
+        best, reach = most_salient(torch.cat([earlier, best], dim=-1)), 2 * reach
+    return best

@@ -1,0 +1,614 @@
+"""A hybrid layer: softmax attention to a window that moves in blocks, to sinks and salient tokens, and to a state.
+
+The query q of a token in block b of its sequence attends to
+
+    window    the tokens of blocks b - n .. b up to its own
+    salient   the S first tokens (sinks) and the R most salient of those that have left the window
+    state     all other tokens, of which only sums are held (eviction.py): their number m and, over them, the means of
+              v and of the slow part k' of k, and C = Cov(v, k')
+
+With y and Z, the output and the log-sum-exp of softmax attention to window and salient tokens, and with q holding the
+factor 1 / sqrt(D) (or the teacher's own):
+
+    log mass = c0 + c1 log m + sum_f alpha_f (q' . mean k')_f + sum_f beta_f (q . q)_f
+    g        = sigmoid(log mass - Z), 0 while the state is empty
+    far      = mean v + C q'
+    output   = W_o [y + g (far - y)] + up(down([g y, g mean v, g far]))
+
+Were the keys and values of the state jointly Gaussian and all of a key slow, softmax over them would return `far` with
+the log mass log m + q . mean k + q^T Cov(k, k) q / 2. They are not, so c0, c1, alpha, beta of each
+head and the low-rank map up(down(.)) are fitted (convert/alignment). (.)_f is the part of a product in plane f of the
+rotary embedding or in a dimension that is not rotated, so that the mass depends on distances alone. W_o is the
+teacher's own, and g = 0 for the first (n + 1) E tokens of a sequence: there the layer is its teacher's attention.
+Kept heads are full attention for every token.
+
+A prompt is computed as follows, for all blocks at once:
+
+    1. project; kept heads attend to everything.
+    2. blocks 0 .. n: causal attention.
+    3. for each later block: who holds a place in the salient cache (`salient_before`), hence from which block on a
+       token is no longer attended to (`until`).
+    4. GROUP tokens at a time: one fused attention over salient cache and window, masked by `until`, with Z.
+    5. for each block: its state, a running sum over the blocks that left, less the tokens that hold a place.
+    6. read the state, mix, project out.
+
+A step writes one column and does 4 to 6 for one query; a block is opened every E steps. The ground truth is naive.py.
+
+Shapes: B batch, L length, H query heads, K key/value heads, r = H / K, D head dim, N slow dims, F planes and dims that
+are not rotated; E block, G groups of m blocks, P places, T columns.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.utils import is_torchdynamo_compiling
+
+from .attention import append_keys, attention_function, capped, qk_norms
+from .block_layout import Layout
+from .eviction import BlockShape, Held, NewTokens, State, advance, gather_columns, open_block, open_blocks
+from .flex import attend_by_flex, can_flex
+from .hybrid_step_kernel import can_run, mix_one
+from .rotary import apply_rotary
+from .ssd import requested_backend
+
+SEGMENT = 4096
+"""Tokens of a prompt whose states and masks lie in memory at once."""
+
+
+class HybridInputs(NamedTuple):
+    """Places of a pass's tokens in their sequences, the same for all hybrid layers.
+
+    index (B, L): number of each token in its sequence, -1 at padding. start: number of the first token, where rows are
+    not packed, hold no padding and are known to begin with the same number; else None. seq_idx (B, L): sequence of
+    each token in packed rows, else None. sink_rotary: cos and sin (B, L, rotary dims) for queries to sinks that are
+    farther away than the teacher was trained for, by kind of rotary embedding until `of_layer`; None where none is.
+    causal_mask: mask of transformers' for kept heads.
+    """
+
+    index: torch.Tensor
+    start: int | None = None
+    seq_idx: torch.Tensor | None = None
+    sink_rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] | tuple[torch.Tensor, torch.Tensor] | None = None
+    causal_mask: torch.Tensor | None = None
+
+    def of_layer(self, rope: str) -> "HybridInputs":
+        """The inputs of a layer with this kind of rotary embedding."""
+        return self if self.sink_rotary is None else self._replace(sink_rotary=self.sink_rotary[rope])
+
+
+def unpadded(hidden_states: torch.Tensor) -> HybridInputs:
+    """The inputs for rows (B, L, hidden) that begin here and hold no padding."""
+    index = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    return HybridInputs(index.expand(hidden_states.shape[0], -1), start=0)
+
+
+class Projected(NamedTuple):
+    """Queries, keys and values of all heads, rotated.
+
+    query (B, H, L, D). sink_query: the same for sinks that are too far away, or None. key, value (B, K, L, D).
+    salience (B, L) in float32: +inf at sinks, -inf at padding.
+    """
+
+    query: torch.Tensor
+    sink_query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+    salience: torch.Tensor
+
+
+class Near(NamedTuple):
+    """Softmax attention of the blocks of a layout.
+
+    query, output (B, G, K, m, r, E, D). log_mass (B, G, K, m, r, E): Z. state: (B, G, K, m, .) each, or None in a
+    layer without one. until (B, T): the first block to which a column is visible neither in a window nor in a place.
+    """
+
+    query: torch.Tensor
+    output: torch.Tensor
+    log_mass: torch.Tensor
+    state: State | None
+    until: torch.Tensor
+
+
+class Readout(NamedTuple):
+    """A state as the queries of each head read it, in float32 or wider; q is not scaled here.
+
+    constant (..., K, r): c0 + c1 log m, -inf while the state is empty. linear (..., K, r, D): what the log mass takes
+    from q itself, alpha times the mean of k'. value_mean (..., K, D). covariance (..., K, D, D): q times it is C q'.
+    """
+
+    constant: torch.Tensor
+    linear: torch.Tensor
+    value_mean: torch.Tensor
+    covariance: torch.Tensor
+
+
+def theory_mass(config, layer: int) -> torch.Tensor:
+    """The mass of a state whose keys are all alike: c0 = 0, c1 = 1, alpha = 1, beta = 0; (H', 2 + F' + F), F' slow."""
+    slow_parts = config.state_keys(layer) - config.state_planes(layer)
+    heads = config.num_attention_heads - len(config.full_heads_of(layer))
+    mass = torch.zeros(heads, 2 + slow_parts + config.head_dim - config.rotary_planes)
+    mass[:, 1 : 2 + slow_parts] = 1.0
+    return mass
+
+
+class KeptHeads(nn.Module):
+    """The attributes that transformers' attention functions read of a module."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+
+
+class HybridAttention(nn.Module):
+    """The layer above.
+
+    Parameters beside the teacher's: salience (hidden,), a buffer, since no gradient reaches it; mass (H', 2 + F' + F);
+    down (rank, 3 H' D) and up (hidden, rank). H' counts the query heads that are not kept.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx, self.shape = config, layer_idx, BlockShape.of(config, layer_idx)
+        heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.shared = heads // kv_heads
+        self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_out_bias)
+        self.q_norm, self.k_norm = qk_norms(config)
+        self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
+        self.windowed = [head for head in range(kv_heads) if head not in self.kept]
+        self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
+        self.register_buffer("salience", torch.zeros(config.hidden_size) if config.hybrid_salient else None)
+        self.mass = self.down = self.up = None
+        if self.shape.slow is not None:
+            self.mass = nn.Parameter(theory_mass(config, layer_idx))
+            rank, features = config.rank_of(layer_idx), 3 * len(self.windowed) * self.shared * self.head_dim
+            if rank:
+                self.down = nn.Linear(features, rank, bias=False)
+                self.up = nn.Linear(rank, config.hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        inputs: HybridInputs | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden).
+
+        Args:
+            inputs: without them, rows begin here and hold no padding.
+            kwargs: of transformers' attention function, for kept heads.
+        """
+        inputs = unpadded(hidden_states) if inputs is None else inputs
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        projected = self.project(hidden_states, position_embeddings, inputs)
+        of_kept = self.attend_kept(projected, inputs.causal_mask, layer, **kwargs) if self.kept else None
+        projected = self.select_windowed(projected)
+        if layer is not None and hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
+            output, features = self.step(projected, inputs, layer)
+        else:
+            output, features = self.prompt(projected, inputs, layer)
+        return self.project_out(output, of_kept, features)
+
+    def project(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], inputs: HybridInputs
+    ) -> Projected:
+        """Queries, keys and values of hidden states (B, L, hidden)."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape)
+        key = self.k_proj(hidden_states).view(shape)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        sink_query = None
+        if inputs.sink_rotary is not None and self.shape.sinks:
+            sink_query = apply_rotary(query, *inputs.sink_rotary, head_dim_axis=1)
+        query = apply_rotary(query, *position_embeddings, head_dim_axis=1)
+        key = apply_rotary(key, *position_embeddings, head_dim_axis=1)
+        return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
+
+    def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
+        if self.salience is None:
+            salience = torch.full(inputs.index.shape, -torch.inf, device=hidden_states.device)
+        else:
+            salience = (hidden_states.detach().float() * self.salience.float()).sum(-1)
+        if inputs.start is not None and inputs.start >= self.shape.sinks:
+            return salience
+        salience = salience.masked_fill(inputs.index < self.shape.sinks, torch.inf)
+        return salience if inputs.start is not None else salience.masked_fill(inputs.index < 0, -torch.inf)
+
+    def attend_kept(self, projected: Projected, causal_mask, layer, **kwargs) -> torch.Tensor:
+        """Full attention of the kept heads, (B, L, heads, D)."""
+        key, value = (_of_heads(t, self.kept) for t in (projected.key, projected.value))
+        if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
+            causal_mask = causal_bias(projected.query)[None, None]
+        if layer is not None:
+            key, value = append_keys(layer.kept, key, value)
+        self.kept_heads.training = self.training
+        output, _ = attention_function(self.config)(
+            self.kept_heads,
+            _of_heads(projected.query, self.kept, self.shared),
+            key,
+            value,
+            causal_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **capped(self.softcap),
+            **kwargs,
+        )
+        return output
+
+    def select_windowed(self, projected: Projected) -> Projected:
+        """Without the kept heads."""
+        if not self.kept:
+            return projected
+        query, sink_query = (None if t is None else _of_heads(t, self.windowed, self.shared) for t in projected[:2])
+        key, value = (_of_heads(t, self.windowed) for t in (projected.key, projected.value))
+        return Projected(query, sink_query, key, value, projected.salience)
+
+    def project_out(
+        self, output: torch.Tensor, of_kept: torch.Tensor | None, features: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(B, L, hidden) of the heads' outputs (B, L, H', D) and the features (B, L, 3 H' D), or the last of them."""
+        if of_kept is not None:
+            both = torch.cat([output, of_kept.to(output.dtype)], dim=2).unflatten(2, (-1, self.shared))
+            order = [*self.windowed, *self.kept]
+            output = torch.cat([both[:, :, place : place + 1] for place in map(order.index, sorted(order))], dim=2)
+        mixed = self.o_proj(output.flatten(2))
+        if features is None or self.down is None:
+            return mixed
+        change = self.up(self.down(features))
+        if change.shape[1] < mixed.shape[1]:
+            change = F.pad(change, (0, 0, mixed.shape[1] - change.shape[1], 0))
+        return mixed + change
+
+    # A prompt
+
+    def prompt(self, projected: Projected, inputs: HybridInputs, layer) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The heads' outputs (B, L, H', D) and the features (B, L', 3 H' D) of the last L' tokens, None for L' = 0.
+
+        Long prompts are gone through SEGMENT tokens at a time.
+
+        Args:
+            layer: of the cache, to go on from and to update; or None.
+        """
+        held = None if layer is None else layer.held
+        length, outputs, features = projected.query.shape[2], [], []
+        size = length if inputs.seq_idx is not None else SEGMENT
+        # a compiled graph is for a number of segments; range(0, length, size) would make it one for this length
+        for first in [n * size for n in range(-(-length // size))]:
+            part, of_part = _segment(projected, inputs, slice(first, first + size), whole=size >= length)
+            output, of_features = self.mix(part, of_part, None if held is None else self._opened(held, of_part))
+            outputs.append(output)
+            features += [] if of_features is None else [of_features]
+            if layer is not None or first + size < length:
+                tokens = NewTokens(part.key, part.value, part.salience, of_part.index)
+                if held is None and of_part.start == 0 and part.key.shape[2] <= self.shape.window:
+                    held = Held.within_window(self.shape, tokens)
+                else:
+                    held = advance(Held.empty(self.shape, part.key) if held is None else held, tokens, self.shape)
+        if layer is not None:
+            layer.keep(held, NewTokens(projected.key, projected.value, projected.salience, inputs.index))
+        if len(outputs) == 1:
+            return outputs[0], features[0] if features else None
+        return torch.cat(outputs, dim=1), torch.cat(features, dim=1) if features else None
+
+    def _opened(self, held: Held, inputs: HybridInputs) -> Held:
+        if inputs.start is None:
+            return open_blocks(held, self.shape, held.seen)
+        opens = inputs.start % self.shape.block == 0 and inputs.start >= self.shape.window
+        return open_block(held, self.shape) if opens else held
+
+    def mix(
+        self, projected: Projected, inputs: HybridInputs, held: Held | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`prompt` for one segment, in whose rows the block of the first token is open already."""
+        shape, length = self.shape, projected.query.shape[2]
+        causal = shape.window if held is None and inputs.start == 0 else 0  # tokens that see all before them
+        begin = None
+        if causal:
+            begin = self._attend_causally(
+                *(t[:, :, :causal] for t in (projected.query, projected.key, projected.value))
+            )
+            if length <= causal:
+                return begin, None
+            layout = Layout.behind_window(shape, projected.key)
+        elif inputs.seq_idx is not None:
+            layout = Layout.packed(shape, inputs.index, inputs.seq_idx)
+        else:
+            held = Held.empty(shape, projected.key) if held is None else held
+            if inputs.start is None:
+                layout = Layout.gathered(shape, held, inputs.index)
+            else:
+                layout = Layout.continued(shape, held, projected.key, inputs.start)
+        output, features = (
+            None if t is None else layout.to_tokens(t) for t in self.mix_blocks(projected, held, layout)
+        )
+        if begin is not None:
+            output = torch.cat([begin, output], dim=1)
+        return output, features
+
+    def mix_blocks(
+        self, projected: Projected, held: Held | None, layout: Layout
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs (B, slots, H', D) and features (B, slots, 3 H' D) of the blocks of a layout."""
+        near = self.attend_blocks(projected, held, layout)
+        if near.state is None:
+            return layout.in_order(near.output), None
+        output, features = self.read(near.query, near.output, near.log_mass, self.readout(near.state))
+        return layout.in_order(output), layout.in_order(features).flatten(2)
+
+    def attend_blocks(self, projected: Projected, held: Held | None, layout: Layout) -> Near:
+        """Softmax attention of the blocks of a layout, and the state beside it."""
+        past = (None, None, None) if held is None else held[:3]
+        keys, values = layout.columns(past[0], projected.key), layout.columns(past[1], projected.value)
+        salience = layout.salience(past[2], projected.salience)
+        holders, until = layout.select(salience)
+        query, visible = layout.queries(projected.query, self.kv_groups), until
+        sinks = None
+        if projected.sink_query is not None:
+            visible = layout.without_sinks(until, salience)
+            sink_query = layout.queries(projected.sink_query, self.kv_groups)
+            sinks = self._attend_sinks(sink_query, keys, values, salience, holders, layout)
+        if self._by_flex(query):
+            output, log_mass = self._attend_by_flex(query, keys, values, visible, layout)
+        else:
+            output, log_mass = self._attend_groups(query, keys, values, holders, visible, layout)
+        if sinks is not None:
+            output, log_mass = merged((output, log_mass), sinks)
+        state = None
+        if self.mass is not None:
+            state = State.of(layout.states(held, keys, values, holders))
+            state = State(*(layout.by_group(t) for t in state))
+        return Near(query, output, log_mass, state, until)
+
+    @property
+    def kv_groups(self) -> tuple[int, int]:
+        """Key/value heads with a window, and query heads of each."""
+        return len(self.windowed), self.shared
+
+    def read(
+        self, query: torch.Tensor, output: torch.Tensor, log_mass: torch.Tensor, readout: Readout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mix what the state returns into the outputs of softmax attention.
+
+        Args:
+            query, output: (..., K, m, r, q, D). log_mass: (..., K, m, r, q), Z. readout: (..., K, m, .) each.
+
+        Returns:
+            The outputs, and the features (..., K, m, r, q, 3 D) of the low-rank map.
+        """
+        shape, dtype = query.shape, output.dtype
+        query = query.to(readout.linear.dtype)
+        beta = self.mass_of_heads(query.dtype)[3] * self.scaling**2
+        linear = torch.addcmul(readout.linear[..., None, :], query, beta.view(shape[-5], 1, shape[-3], 1, -1))
+        mass = (linear * query).sum(-1) + readout.constant[..., None]
+        gate = torch.sigmoid(mass - log_mass)[..., None]
+        far = torch.baddbmm(
+            readout.value_mean.reshape(-1, 1, shape[-1]),
+            query.reshape(-1, shape[-3] * shape[-2], shape[-1]),
+            readout.covariance.reshape(-1, shape[-1], shape[-1]),
+        ).view(shape)
+        far, gate = far.to(dtype), gate.to(dtype)
+        mean = readout.value_mean[..., None, None, :].to(dtype).expand(shape)
+        return torch.lerp(output, far, gate), gate * torch.cat([output, mean, far], dim=-1)
+
+    def readout(self, state: State) -> Readout:
+        """The readout of a state (..., K, .)."""
+        slow, (K, r) = self.shape.slow, self.kv_groups
+        c0, c1, alpha, _ = self.mass_of_heads(state.key_mean.dtype)
+        middle = (1,) * (state.log_count.ndim - 3)  # between the heads and what is of each head
+        c0, c1 = (t.view(K, *middle, r) for t in (c0, c1))
+        constant = c0 + c1 * state.log_count[..., None]
+        constant = constant.masked_fill(state.empty[..., None], -torch.inf)
+        linear = state.key_mean[..., None, :] * (alpha * self.scaling).view(K, *middle, r, -1)
+        covariance = slow.put(state.covariance * self.scaling).mT
+        return Readout(constant, slow.put(linear), state.value_mean, covariance)
+
+    def mass_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """c0 and c1 (H',), alpha (H', N) and beta (H', D): one number for both dimensions of a plane."""
+        slow = self.shape.slow
+        parts = self.head_dim - slow.planes
+        slow_parts = self.mass.shape[1] - 2 - parts
+        c0, c1, alpha, beta = self.mass.to(dtype).split([1, 1, slow_parts, parts], dim=1)
+        alpha = torch.cat([alpha[:, : slow.slow_planes], alpha], dim=1)
+        beta = torch.cat([beta[:, : slow.planes], beta], dim=1)
+        return c0[:, 0], c1[:, 0], alpha, beta
+
+    def mass_features(self, query: torch.Tensor, state: State) -> torch.Tensor:
+        """[1, log m, (q' . mean k')_f, (q . q)_f] of queries (B, G, K, m, r, q, D): what `mass` is multiplied with."""
+        query, slow = query.to(state.key_mean.dtype) * self.scaling, self.shape.slow
+        products = (
+            (slow.take(query) * state.key_mean[..., None, None, :], slow.slow_planes),
+            (query.square(), slow.planes),
+        )
+        by_plane = [t[..., half:] + F.pad(t[..., :half], (0, t.shape[-1] - 2 * half)) for t, half in products]
+        log_count = state.log_count[..., None, None, None].expand(*query.shape[:-1], 1)
+        return torch.cat([torch.ones_like(log_count), log_count, *by_plane], dim=-1)
+
+    # Softmax attention
+
+    def _attend_causally(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """(B, L, H', D) of rows that begin here."""
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if self.softcap is None:
+            output = F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, scale=self.scaling, enable_gqa=self.shared > 1
+            )
+            return output.transpose(1, 2)
+        bias, query = causal_bias(query), query.unflatten(1, self.kv_groups)
+        return self._attend(query, key[:, :, None], value[:, :, None], bias)[0].flatten(1, 2).transpose(1, 2)
+
+    def _attend_groups(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, holders, until, layout: "Layout"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of queries (B, G, K, m, r, E, D) to salient cache and window: the same shape, and Z."""
+        keys, values = (layout.columns_of_groups(t, holders) for t in (keys, values))
+        bias = layout.bias(holders, until, query.dtype)  # (B, G, m, E, T')
+        bias = bias[:, :, :, None].expand(-1, -1, -1, self.shared, -1, -1)
+        shape = query.shape
+        query = query.flatten(3, 5)
+        output, log_mass = self._attend(query, keys, values, bias.flatten(2, 4)[:, :, None])
+        return output.view(shape), log_mass.view(shape[:-1])
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Softmax attention (..., q, D) with its log-sum-exp (..., q), for queries (..., q, D), keys and values
+        (..., T, D), and a bias (..., q, T), which is the least number where nothing is attended to."""
+        if fuses_on_cpu(query, keys, values) and self.softcap is None and not self.training:
+            lead, shape = query.shape[:-3], query.shape
+            if len(lead) != 1:
+                query, keys, values = (t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, keys, values))
+                bias = None if bias is None else bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)
+            output, log_mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, keys, values, 0.0, False, attn_mask=bias, scale=self.scaling
+            )
+            return output.view(shape), log_mass.view(shape[:-1])
+        scores = (query @ keys.mT).to(torch.promote_types(query.dtype, torch.float32)) * self.scaling
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + bias
+        log_mass = scores.logsumexp(-1)
+        probabilities = (scores - log_mass[..., None]).exp().to(values.dtype)
+        probabilities = F.dropout(probabilities, self.config.attention_dropout, self.training)
+        return probabilities @ values, log_mass
+
+    def _attend_sinks(self, query, keys, values, salience, holders, layout: "Layout"):
+        """Attention of queries (B, G, K, m, r, E, D), rotated for it, to the sinks that have left the window."""
+        holders = holders[..., : self.shape.sinks].unflatten(1, (-1, layout.group))  # (B, G, m, S)
+        absent = salience.gather(1, holders.clamp(min=0).flatten(1)).view(holders.shape) < torch.inf
+        absent = absent | (holders < 0)
+        keys, values = (gather_columns(t, holders.clamp(min=0)).permute(0, 2, 1, 3, 4, 5) for t in (keys, values))
+        bias = torch.zeros_like(absent, dtype=query.dtype).masked_fill(absent, torch.finfo(query.dtype).min)
+        shape = query.shape
+        output, log_mass = self._attend(query.flatten(4, 5), keys, values, bias[:, :, None, :, None])
+        return output.view(shape), log_mass.view(shape[:-1])
+
+    def _by_flex(self, query: torch.Tensor) -> bool:
+        dropout = self.training and self.config.attention_dropout
+        return not dropout and can_flex(query, self.config.mixer_backend)
+
+    def _attend_by_flex(self, query, keys, values, until, layout: "Layout"):
+        """`_attend_groups` by one kernel of flex_attention."""
+        flat = layout.in_order(query).transpose(1, 2)  # (B, H', slots, D)
+        seen_from = layout.block_of_query(), layout.column_of_query(), until, layout.sequence
+        output, log_mass = attend_by_flex(flat, keys, values, *seen_from, self.scaling, self.softcap)
+        parts = (output.transpose(1, 2), log_mass.transpose(1, 2)[..., None])
+        output, log_mass = (layout.in_groups(t, self.kv_groups) for t in parts)
+        return output, log_mass[..., 0]
+
+    # A step
+
+    def step(self, projected: Projected, inputs: HybridInputs, layer) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`prompt` for one token of each row, written into the cache's layer in place."""
+        shape, query, start = self.shape, projected.query, inputs.start
+        tokens = NewTokens(projected.key, projected.value, projected.salience, inputs.index)
+        is_early = start is not None and start < shape.window  # the state is empty then
+        if self._one_launch(query):
+            layer.put(tokens, start)
+            output, features = mix_one(
+                *layer.held, query, projected.sink_query, self.mass, self.scaling, self.softcap or 0.0,
+                shape.block, shape.sinks, shape.places, *shape.slow,
+            )  # fmt: skip
+            return output, None if is_early else features
+        first, last, bias = layer.write(tokens, start)
+        held = layer.held
+        query = query.unflatten(1, self.kv_groups).flatten(2, 3)  # (B, K, r, D)
+        keys, values = held.keys[:, :, first:last], held.values[:, :, first:last]
+        if bias is not None:
+            bias = bias.to(query.dtype)[:, None, None]
+        if projected.sink_query is not None and not is_early:
+            output, log_mass = self._attend_far_sinks(query, projected.sink_query, keys, values, held, bias)
+        else:
+            output, log_mass = self._attend(query, keys, values, bias)
+        batch, K, r, D = query.shape
+        if self.mass is None or is_early:
+            return output.reshape(batch, 1, K * r, D), None
+        if layer.readout is None or is_torchdynamo_compiling():
+            layer.readout = self.readout(State.of(held.state[:, None, :, None]))
+        views = (batch, 1, K, 1, r, 1)
+        output, features = self.read(
+            query.view(*views, D), output.view(*views, D), log_mass.view(views), layer.readout
+        )
+        return output.view(batch, 1, K * r, D), features.view(batch, 1, -1)
+
+    def _one_launch(self, query: torch.Tensor) -> bool:
+        """Whether a kernel takes the step, of which nothing is recorded: on CUDA, unless backend "torch" is wanted."""
+        dropout = self.training and self.config.attention_dropout
+        if self.mass is None or dropout or requested_backend(self.config.mixer_backend) == "torch":
+            return False
+        return can_run(query.is_cuda, query.dtype)
+
+    def _attend_far_sinks(self, query, sink_query, keys, values, held: Held, bias):
+        """`_attend` where the sinks, in the first places, are attended to by a query of their own."""
+        sinks = self.shape.sinks
+        is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
+        least = torch.finfo(query.dtype).min
+        others = keys.new_zeros(len(keys), 1, 1, keys.shape[2]) if bias is None else bias.clone()
+        others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, least)
+        of_sinks = torch.zeros_like(is_sink, dtype=query.dtype).masked_fill(~is_sink, least)
+        sink_query = sink_query.unflatten(1, self.kv_groups).flatten(2, 3)
+        near = self._attend(query, keys, values, others)
+        far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], of_sinks)
+        return merged(near, far)
+
+
+def causal_bias(query: torch.Tensor) -> torch.Tensor:
+    """(L, L) for queries (B, H, L, D): 0 where one attends, else the least number of their type."""
+    later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).triu(1)
+    return torch.zeros_like(later, dtype=query.dtype).masked_fill(later, torch.finfo(query.dtype).min)
+
+
+def merged(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to two sets of columns together, from that to either: outputs (..., D) and log-sum-exps (...)."""
+    log_mass = torch.logaddexp(one[1], other[1])
+    parts = (output * (mass - log_mass).exp()[..., None].to(output.dtype) for output, mass in (one, other))
+    return sum(parts), log_mass
+
+
+def fuses_on_cpu(*tensors: torch.Tensor) -> bool:
+    """Whether PyTorch's fused attention for CPUs will do, whose log-sum-exp has no gradient."""
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return tensors[0].device.type == "cpu" and not recorded and not is_torchdynamo_compiling()
+
+
+def _of_heads(t: torch.Tensor, kv_heads: list[int], shared: int = 1) -> torch.Tensor:
+    """The heads of some key/value heads, `shared` each, of (B, heads, L, D); cut, as an index would have to be sent to
+    the device."""
+    parts = [t[:, shared * first : shared * last] for first, last in runs(kv_heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers as ranges: [3, 4, 5, 1] is [(3, 6), (1, 2)]."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = found[-1][0], number + 1
+        else:
+            found.append((number, number + 1))
+    return found
+
+
+def _segment(projected: Projected, inputs: HybridInputs, which: slice, whole: bool) -> tuple[Projected, HybridInputs]:
+    """Some tokens of a prompt."""
+    if whole:
+        return projected, inputs
+    tensors = (None if t is None else t[:, :, which] for t in projected[:4])
+    start = None if inputs.start is None else inputs.start + which.start
+    index = inputs.index[:, which]
+    return Projected(*tensors, projected.salience[:, which]), HybridInputs(index, start)

@@ -1,0 +1,156 @@
+"""One token of a hybrid layer as one Triton kernel: what a GPU would spend on dozens of launches is one.
+
+For a single token of each row that nobody wants a gradient of, `mix_one` does what lies between the layer's
+projections once the token is written into what is held: attention to window, sinks and salient tokens, the readout of
+the state, and the gate between the two. The equations are those of hybrid_attention.py, in float32; its PyTorch
+operations run wherever this does not.
+
+Shapes: B batch, H' query heads with a window, K key/value heads with a window, R = H' / K, D head dim, N slow dims,
+P places, C columns of the window, F' and F planes and dimensions that are not rotated, of the slow part and of all.
+"""
+
+import re
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # then `can_run` says no
+    triton = None
+
+TILE = 4096  # numbers of keys, values or state at a time, 16 of each thread
+WARPS = 8
+
+
+def can_run(on_cuda: bool, dtype: torch.dtype) -> bool:
+    """Whether the kernel runs here, for keys of this type: it computes in float32."""
+    return triton is not None and on_cuda and dtype != torch.float64
+
+
+def tile_of(dims: int, width: int) -> tuple[int, int]:
+    """Sides of the tile, powers of two, for a matrix that is so many dimensions high and is read `width` at a time."""
+    rows = max(triton.next_power_of_2(dims), 16)
+    return rows, min(max(triton.next_power_of_2(width), 16), TILE // rows)
+
+
+# an operator of its own, so that torch.compile does not look into it; named after the file, of which every checkpoint
+# brings its own
+@torch.library.custom_op(re.sub(r"\W", "_", __name__, flags=re.ASCII) + "::mix_one", mutates_args=())
+def mix_one(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    salience: torch.Tensor,
+    state: torch.Tensor,
+    seen: torch.Tensor,
+    query: torch.Tensor,
+    sink_query: torch.Tensor | None,
+    mass: torch.Tensor,
+    scale: float,
+    softcap: float,
+    block: int,
+    sinks: int,
+    places: int,
+    planes: int,
+    slow_planes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mixed outputs (B, 1, H', D) of one token, and the features (B, 1, 3 H' D) of the low-rank map.
+
+    Args:
+        keys, values, salience, state, seen: `Held` of eviction.py, which holds the token already.
+        query, sink_query: (B, H', 1, D); the second looks at sinks that have left the window, where it is given.
+        mass: (H', 2 + F' + F). scale, softcap: of the scores, softcap 0 for none.
+        block, sinks, places: of `BlockShape`. planes, slow_planes: of `SlowDims`.
+    """
+    batch, heads, _, D = query.shape
+    kv_heads, columns, slow = keys.shape[1], keys.shape[2], state.shape[-1] - 1
+    output, features = query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
+    inputs = keys, values, salience, state, seen, query, query if sink_query is None else sink_query, mass
+    with torch.cuda.device(query.device):  # Triton launches on the current one
+        mix_one_kernel[(batch * heads,)](
+            *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, D, slow,
+            planes, slow_planes, sinks, places, columns - places, block, *tile_of(D, columns), tile_of(D, slow)[1],
+            num_warps=WARPS,
+        )  # fmt: skip
+    return output, features
+
+
+@mix_one.register_fake
+def _(keys, values, salience, state, seen, query, *others):
+    batch, heads, _, D = query.shape
+    return query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
+
+
+if triton is not None:
+
+    @triton.jit
+    def mix_one_kernel(
+        keys, values, salience, state, seen, query, sink_query, mass, output, features, scale, softcap,
+        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+        PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
+        S: tl.constexpr, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+        DIMS: tl.constexpr, COLUMNS: tl.constexpr, SLOW: tl.constexpr,
+    ):  # fmt: skip
+        """One query head of one row."""
+        at = tl.program_id(0)
+        b, head, kv = at // (K * R), at % (K * R), (at // R).to(tl.int64)  # kv counts through all rows, as `at` does
+        keys += kv * (P + C) * D
+        values += kv * (P + C) * D
+        state += kv * (D + 1) * (N + 1)
+        salience += b * (P + C)
+        mass += head * (2 + N - SLOW_PLANES + D - PLANES)
+        d = tl.arange(0, DIMS)
+        in_d = d < D
+        q = tl.load(query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale
+        sink_q = tl.load(sink_query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale
+
+        # softmax attention: the places that are held, and the window up to the token's own column
+        number = tl.maximum(tl.load(seen + b) - 1, 0).to(tl.int32)
+        last = P + number - tl.maximum(number // E - (C // E - 1), 0) * E
+        highest, total, near = -1e30, 0.0, tl.zeros([DIMS], tl.float32)
+        for first in range(0, last + 1, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            rank = tl.load(salience + column, mask=column < P, other=0.0)
+            visible = (column <= last) & (rank > float("-inf"))
+            is_sink = (column < S) & (rank == float("inf"))
+            cells, in_tile = column[:, None] * D + d[None, :], visible[:, None] & in_d[None, :]
+            k = tl.load(keys + cells, mask=in_tile, other=0.0).to(tl.float32)
+            score = tl.sum(k * tl.where(is_sink[:, None], sink_q[None, :], q[None, :]), axis=1)
+            if softcap > 0:
+                score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)  # tanh
+            above = tl.maximum(highest, tl.max(tl.where(visible, score, -1e30)))
+            share, shrink = tl.where(visible, tl.exp(score - above), 0.0), tl.exp(highest - above)
+            v = tl.load(values + cells, mask=in_tile, other=0.0).to(tl.float32)
+            near = near * shrink + tl.sum(share[:, None] * v, axis=0)
+            highest, total = above, total * shrink + tl.sum(share)
+        near /= total
+
+        # the readout of the state: [sum of v, sum of v k'] in each row, and [m, sum of k'] in the last
+        sums = state + D * (N + 1)
+        count = tl.load(sums)
+        least = tl.maximum(count, 1.0)
+        value_mean, tilt = tl.load(state + d * (N + 1), mask=in_d, other=0.0) / least, tl.zeros([DIMS], tl.float32)
+        part = tl.where(d < PLANES, d, d - PLANES)  # both dimensions of a plane have one number
+        beta = tl.load(mass + 2 + N - SLOW_PLANES + part, mask=in_d, other=0.0).to(tl.float32)
+        log_mass = tl.load(mass).to(tl.float32) + tl.load(mass + 1).to(tl.float32) * tl.log(least)
+        log_mass += tl.sum(q * beta * q)
+        for first in range(0, N, SLOW):
+            slow = first + tl.arange(0, SLOW)
+            in_slow = slow < N
+            # dimensions of the slow part: of its planes the first halves, the second, and what is not rotated
+            of_slow = slow + tl.where(slow < SLOW_PLANES, 1, 2) * (PLANES - SLOW_PLANES)
+            slow_q = tl.load(query + at * D + of_slow, mask=in_slow, other=0.0).to(tl.float32) * scale
+            slow_part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
+            alpha = tl.load(mass + 2 + slow_part, mask=in_slow, other=0.0).to(tl.float32)
+            key_mean = tl.load(sums + 1 + slow, mask=in_slow, other=0.0) / least
+            log_mass += tl.sum(slow_q * alpha * key_mean)
+            cells, in_tile = d[:, None] * (N + 1) + 1 + slow[None, :], in_d[:, None] & in_slow[None, :]
+            covariance = tl.load(state + cells, mask=in_tile, other=0.0) / least
+            covariance -= value_mean[:, None] * key_mean[None, :]
+            tilt += tl.sum(covariance * slow_q[None, :], axis=1)
+
+        gate = tl.where(count > 0.5, tl.sigmoid(log_mass - highest - tl.log(total)), 0.0)
+        tl.store(output + at * D + d, near + gate * (value_mean + tilt - near), mask=in_d)
+        tl.store(features + 3 * at * D + d, gate * near, mask=in_d)
+        tl.store(features + (3 * at + 1) * D + d, gate * value_mean, mask=in_d)
+        tl.store(features + (3 * at + 2) * D + d, gate * (value_mean + tilt), mask=in_d)

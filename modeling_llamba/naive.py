@@ -1,0 +1,101 @@
+"""The hybrid layer as its equations say, one token after the other in float64: slow, and the ground truth.
+
+Lists of tokens stand for the window, the salient cache and the evicted; nothing is kept as sums. See
+hybrid_attention.py for the equations and the letters.
+"""
+
+import torch
+
+from .hybrid_attention import HybridAttention
+from .rotary import apply_rotary
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def naive_hybrid_attention(
+    layer: HybridAttention, hidden_states: torch.Tensor, rotary: Rotary, sink_rotary: Rotary | None = None
+) -> torch.Tensor:
+    """The layer's output for one sequence.
+
+    Args:
+        layer: in float64.
+        hidden_states: (L, hidden). rotary, sink_rotary: cos and sin (L, rotary dims), for queries to sinks the second.
+
+    Returns:
+        (L, hidden).
+    """
+    shape, shared, D = layer.shape, layer.shared, layer.head_dim
+    length = len(hidden_states)
+    q, k, v = (project(hidden_states).view(length, -1, D) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    if layer.q_norm is not None:
+        q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
+    far_q = apply_rotary(q, *(rotary if sink_rotary is None else sink_rotary), head_dim_axis=1)
+    q, k = (apply_rotary(t, *rotary, head_dim_axis=1) for t in (q, k))
+    salience = None if layer.salience is None else hidden_states @ layer.salience.double()
+    outputs = []
+    for t in range(length):
+        sinks, salient, evicted = _left(shape, salience, t)
+        window = [j for j in range(t + 1) if j not in {*sinks, *salient, *evicted}]
+        y, features = [], []
+        for head in range(q.shape[1]):
+            keys, values = k[:, head // shared], v[:, head // shared]
+            if head // shared in layer.kept:
+                y.append(_attend(layer, q[t, head], keys[: t + 1], values[: t + 1])[0])
+                continue
+            scores = torch.cat(
+                [_scores(layer, far_q[t, head], keys[sinks]), _scores(layer, q[t, head], keys[salient + window])]
+            )
+            near = scores.softmax(0) @ values[sinks + salient + window]
+            if not evicted or layer.mass is None:
+                y.append(near)
+                features += [torch.zeros(3 * D, dtype=near.dtype)]
+                continue
+            number = layer.windowed.index(head // shared) * shared + head % shared
+            mean, tilt, log_mass = _read(layer, number, q[t, head] * layer.scaling, keys[evicted], values[evicted])
+            gate = torch.sigmoid(log_mass - scores.logsumexp(0))
+            y.append(near + gate * (mean + tilt - near))
+            features += [gate * near, gate * mean, gate * (mean + tilt)]
+        out = layer.o_proj(torch.cat(y))
+        outputs.append(out if layer.down is None else out + layer.up(layer.down(torch.cat(features))))
+    return torch.stack(outputs)
+
+
+def _left(shape, salience: torch.Tensor | None, t: int) -> tuple[list[int], list[int], list[int]]:
+    """The sinks, the salient and the evicted of the tokens that have left the window of token t."""
+    left = list(range(max(t // shape.block - shape.whole_blocks, 0) * shape.block))
+    sinks, others = left[: shape.sinks], left[shape.sinks :]
+    if salience is None:
+        return sinks, [], others
+    ranked = sorted(others, key=lambda j: (-salience[j].item(), j))
+    places = shape.places - shape.sinks
+    return sinks, sorted(ranked[:places]), sorted(ranked[places:])
+
+
+def _scores(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Scores (n,) of one query (D,) with keys (n, D)."""
+    scores = keys @ query * layer.scaling
+    return scores if layer.softcap is None else layer.softcap * torch.tanh(scores / layer.softcap)
+
+
+def _attend(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
+    scores = _scores(layer, query, keys)
+    return scores.softmax(0) @ values, scores.logsumexp(0)
+
+
+def _read(layer: HybridAttention, head: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
+    """The mean of v, the tilt C q' and the log mass of evicted tokens (n, D)."""
+    planes, slow_planes = layer.shape.slow
+    rest = list(range(2 * planes, layer.head_dim))
+    slow = [*range(planes - slow_planes, planes), *range(2 * planes - slow_planes, 2 * planes), *rest]
+    slow_keys, slow_query = keys[:, slow], query[slow]
+    key_mean, value_mean = slow_keys.mean(0), values.mean(0)
+    covariance = (values - value_mean).T @ (slow_keys - key_mean) / len(keys)
+    features = [query.new_tensor(1.0), query.new_tensor(float(len(keys))).log()]
+    products = slow_query * key_mean
+    features += [products[f] + products[f + slow_planes] for f in range(slow_planes)]
+    features += list(products[2 * slow_planes :])
+    squares = query * query
+    features += [squares[f] + squares[f + planes] for f in range(planes)]
+    features += list(squares[2 * planes :])
+    return value_mean, covariance @ slow_query, layer.mass[head] @ torch.stack(features)

@@ -1,0 +1,178 @@
+"""torch.compile and torch.export: whole graphs, not a new one for every length, and the same numbers."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import StaticCache
+
+import modeling_llamba.flex as flex
+import modeling_llamba.hybrid_attention as hybrid_attention
+from modeling_llamba.selective_scan import selective_scan
+from tests.modeling.test_selective_scan import random_inputs
+from tests.students import MIXERS, make_student
+from tests.teachers import random_ids
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+
+
+def compare(function, parameters, inputs, graphs, backend):
+    """Outputs and gradients of a compiled function, input after input; the number of graphs there are after each."""
+    counter, found = CompileCounterWithBackend(backend), []
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for given in inputs:
+        results = []
+        for call in (function, compiled):
+            output = call(*given)
+            results.append((output, *torch.autograd.grad((output * output.detach().cos()).sum(), parameters)))
+        for expected, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-9)
+        found.append(counter.frame_count)
+    assert found == graphs
+
+
+def of_any_length(t, lengths):
+    torch._dynamo.mark_dynamic(t, 1, min=min(lengths), max=max(lengths))
+    return t
+
+
+ONE_LAYER = dict(num_hidden_layers=1, layer_types=["hybrid"], hybrid_window=6, hybrid_full_heads=None)
+LAYERS = {
+    "hybrid": (ONE_LAYER, (20, 33, 50)),
+    "mamba2": (dict(layer_types=["linear_attention"], mixer="mamba2"), (18, 22, 30)),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_graph_of_a_layer_for_three_lengths(name, backend):
+    """Of as many groups of blocks, or chunks of a scan."""
+    options, lengths = LAYERS[name]
+    model = make_student(pattern="beside-only", **ONE_LAYER | options)
+    layer, inputs = model.model.layers[0].mixer, []
+    for length in lengths:
+        hidden = torch.randn(2, length, model.config.hidden_size, dtype=torch.float64)
+        rotary = model.model.rotary_emb(hidden, torch.arange(length)[None])
+        inputs.append((of_any_length(hidden, lengths), [of_any_length(t, lengths) for t in rotary]))
+    compare(layer, list(layer.parameters()), inputs, [1, 1, 1], backend)
+
+
+def test_one_graph_of_the_selective_scan_for_three_lengths():
+    lengths = (5, 6, 7)
+    A, inputs = -torch.rand(12, 4, dtype=torch.float64).requires_grad_(), []
+    for length in lengths:
+        x, dt, _, B, C, _ = random_inputs(length, dtype=torch.float64)
+        x, dt, B, C = (of_any_length(t, lengths) for t in (x, dt, B, C))
+        inputs.append((x, dt, A, B, C))
+    compare(lambda *given: selective_scan(*given, chunk_size=4)[0], [A], inputs, [1, 1, 1], "eager")
+
+
+def test_one_graph_of_a_model_for_three_lengths():
+    """Of every kind of layer."""
+    model, lengths = make_student(pattern="every"), (20, 25, 30)
+    inputs = [(of_any_length(random_ids(2, length), lengths),) for length in lengths]
+    compare(lambda ids: model(ids, use_cache=False).logits, list(model.parameters()), inputs, [1, 1, 1], "eager")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_and_its_gradients(name):
+    """In one graph with that of the backward pass."""
+    model = make_student(pattern="beside-only", **ONE_LAYER | LAYERS[name][0])
+    layer, hidden = model.model.layers[0].mixer, torch.randn(2, 20, model.config.hidden_size, dtype=torch.float64)
+    rotary = model.model.rotary_emb(hidden, torch.arange(20)[None])
+    compare(layer, list(layer.parameters()), [(hidden, rotary)], [1], "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer, pattern", [*((mixer, "hybrid") for mixer in MIXERS), ("none", "beside-only")])
+def test_inductor(mixer, pattern):
+    model, ids = make_student(mixer=mixer, pattern=pattern, dtype=torch.float32), random_ids(2, 20)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)(ids, use_cache=False).logits
+        torch.testing.assert_close(compiled, model(ids, use_cache=False).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("pattern, cached, graphs", [("shared", None, 2), ("shared", StaticCache, 1)])
+@torch.no_grad()
+def test_decoding_steps(pattern, cached, graphs):
+    """One graph with a static cache, else a second for any number of tokens that went before."""
+    model, ids = make_student("phimamba", pattern=pattern), random_ids(1, 26)
+    cache = None if cached is None else cached(config=model.config, max_cache_len=32)
+    cache = model(ids[:, :20], past_key_values=cache, use_cache=True).past_key_values
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for t in range(20, 26):
+        step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.tensor([[t]]), use_cache=True)
+        torch.testing.assert_close(step.logits[:, 0], model(ids[:, : t + 1]).logits[:, -1], rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == graphs
+
+
+# flex_attention, which is compiled on CUDA; what is compiled here is traced as there, and run by PyTorch
+
+
+@torch.no_grad()
+def test_flex_attention_is_not_compiled_for_every_length(monkeypatch):
+    model = make_student(pattern="beside-only", dtype=torch.float32, **ONE_LAYER)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, frames = torch.compile(flex_attention, backend=counter), []
+    monkeypatch.setattr(flex, "compiled_flex_attention", lambda: compiled)
+    for batch, length in ((1, 300), (1, 512), (2, 333), (3, 450), (2, 700), (1, 1000)):
+        ids = random_ids(batch, length)
+        expected = model(ids).logits
+        with monkeypatch.context() as on_cuda:
+            on_cuda.setattr(hybrid_attention, "can_flex", lambda *inputs: True)
+            out = model(ids[:, :140], use_cache=True)
+            found = torch.cat([out.logits, model(ids[:, 140:], past_key_values=out.past_key_values).logits], dim=1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        frames.append(counter.frame_count)
+    assert 0 < frames[-3] == frames[-1], frames
+
+
+def test_flex_attention_stays_compiled_in_a_process_of_many_kinds(monkeypatch):
+    """Of more kinds than PyTorch compiles by itself: types, layers, with a cap and without."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(hybrid_attention, "can_flex", lambda *inputs: True)
+    flex.compiled_flex_attention.cache_clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=2):
+        for dtype, cap in itertools.product((torch.float32, torch.bfloat16), (None, 9.0)):
+            model = make_student(pattern="beside-only", dtype=dtype, attn_logit_softcapping=cap, **ONE_LAYER)
+            with torch.inference_mode():
+                assert model(random_ids(1, 300)).logits.isfinite().all()
+        assert counter.frame_count > torch._dynamo.config.recompile_limit
+    flex.compiled_flex_attention.cache_clear()
+
+
+# torch.export
+
+
+@pytest.mark.parametrize(
+    "family, mixer, pattern",
+    [
+        ("llamba", "mamba1", "hybrid"),
+        ("phimamba", "mamba2", "hybrid"),
+        ("phimamba", "none", "beside-only"),
+    ],
+)
+@torch.no_grad()
+def test_export(family, mixer, pattern):
+    model, ids, other = make_student(family, mixer, pattern), random_ids(2, 20), random_ids(2, 20, seed=5)
+    program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
+    torch.testing.assert_close(program.module()(input_ids=other, use_cache=False).logits, model(other).logits)
+
+
+@torch.no_grad()
+def test_export_for_any_number_of_sequences():
+    model, ids = make_student(pattern="shared", dtype=torch.float32), random_ids(2, 20)
+    shapes = {"input_ids": {0: torch.export.Dim("batch", min=2, max=64)}, "use_cache": None}
+    program = torch.export.export(
+        model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes, strict=False
+    )
+    other = random_ids(40, 20, seed=5)
+    torch.testing.assert_close(program.module()(input_ids=other, use_cache=False).logits, model(other).logits)
