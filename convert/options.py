@@ -44,6 +44,7 @@ Width = restricted_number_type("Width", int, [(">", 0), ("<=", 2**24)], docstrin
 Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], docstring="a factor")
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
 Trainable = Literal["all", "all-but-mlp", "mixers", "beyond-window"]
+Window = restricted_number_type("Window", int, [(">=", 2), ("<=", 2**24)], docstring="a number of tokens from 2 on")
 Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
 
 
@@ -54,20 +55,26 @@ class PlacementOptions:
     attention_layers: int | float | list[int] | str | None = None
     """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
     over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by
-    what replacing each layer costs."""
+    what replacing each layer costs; with a window it is one of the layers that have none in the teacher."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
     heads and window are then chosen together. By default 0.15, unless layers, a window, heads or another mixer are
     given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
-    window: Width | None = None
-    """Width of a softmax attention window beside each mixer, in tokens."""
+    window: Window | None = None
+    """Tokens that a replaced layer attends to exactly, at most; a state stands for all earlier ones."""
+    block: Width | None = None
+    """Tokens by which the window moves at a time; it must be a multiple of them, and two blocks at least. By default
+    16 where the window allows it."""
     sinks: NonNegativeInt = 4
-    """Number of first tokens that the window always sees."""
+    """Number of first tokens that a layer with a window always attends to."""
     salient: NonNegativeInt | None = None
-    """Number of tokens that a layer with a window still sees after they have left it: those that all heads look at,
-    sinks in the middle of a text. By default 16 where the read is normalised and fitted, otherwise none."""
+    """Number of tokens that a layer with a window still attends to after they have left it: those to which most
+    attention goes. By default 16 where a state is fitted, otherwise none."""
+    rank: NonNegativeInt | None = None
+    """Mean rank of the map that layers with a state add to the teacher's output projection. By default as high as
+    1.5 % of the teacher's weights allow, and at most 32."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
@@ -85,7 +92,7 @@ class MixerOptions:
     """The mixer that takes the place of attention."""
 
     kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
-    """Mixer of the replaced layers; `none` leaves a window alone."""
+    """Mixer of the replaced layers, where they have no window; `none` is a window without a state."""
     export_ready: bool = False
     """Choose a mixer that `convert-to-hybrid export` can write as an architecture of transformers: mamba2 with a norm
     per head, SiLU and no rotary embedding."""
@@ -96,9 +103,8 @@ class MixerOptions:
     activation: Literal["identity", "silu"] | None = None
     """Activation after the short convolution: identity (the default) keeps the mapping exact, silu is what published
     mamba2 and mamba1 have."""
-    shared_state: bool | None = None
-    """Share one state among the heads that read the same key/value head. By default only where a cache budget is
-    spent on a teacher with grouped queries."""
+    shared_state: bool = False
+    """Share one state among the heads that read the same key/value head."""
     gate_bias: bool = True
     """Add a bias that opens the gate; published mamba2 and mamba1 have none."""
     expand_kv_heads: bool = False
@@ -109,12 +115,6 @@ class MixerOptions:
     """Add a bias to the decay of discrete_mamba2."""
     out_bias: bool = True
     """Add a bias to the output projection."""
-    scope: Literal["beyond", "all"] | None = None
-    """Beside a window, what the mixer sees: the tokens beyond the window (the default) or all of them."""
-    read: Literal["linear", "normalised"] | None = None
-    """Beside a window, how the tokens beyond it are read: normalised, without a mixer, as softmax over window and far
-    tokens together would read them (the default where nothing else is said of the mixer); or linear, by the mixer,
-    whose output is added to the window's."""
     initial_decay: Decay = 0.9
     """Decay per token of every head before alignment."""
 
@@ -131,14 +131,6 @@ class MixerOptions:
             raise ValueError(f"norm exists for the mamba2 mixer only; the mixer is {self.kind}.")
         if self.shared_state and self.kind in ("mamba1", "none"):
             raise ValueError(f"Mixer {self.kind} has no state that heads could share; choose another mixer.")
-        if self.kind == "none" and self.scope is not None:
-            raise ValueError("Without a mixer (kind: none) scope has nothing to set; leave it out, or choose a mixer.")
-        if self.read == "normalised":
-            if self.kind == "none" or self.scope == "all":
-                clash = "mixer none" if self.kind == "none" else "scope all"
-                raise ValueError(f"read normalised reads what lies beyond the window, and {clash} leaves that out.")
-            if self.export_ready:
-                raise ValueError("No architecture of transformers can hold read: normalised; leave one of them out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,16 +139,13 @@ class FitOptions:
 
     decays: tuple[Decay, ...] = (0.5, 0.7, 0.85, 0.95)
     """Candidate decays per token, of which each layer takes the best."""
-    decays_beside_window: tuple[Decay, ...] = (0.99,)
-    """Candidate decays of a mixer that stands beside a window."""
     ridges: tuple[NonNegativeFloat, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Candidate ridge strengths, in units of the mean squared feature."""
-    refine_steps: NonNegativeInt | None = None
-    """Number of gradient steps after the closed form, on each mixer by itself; by default 120 for a mixer alone and
-    none beside a window, where they take ten times as long as the fit and gain little."""
+    refine_steps: NonNegativeInt = 120
+    """Number of gradient steps after the closed form, on each mixer by itself."""
 
     def __post_init__(self):
-        for name in ("decays", "decays_beside_window", "ridges"):
+        for name in ("decays", "ridges"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; give at least one candidate.")
 
@@ -251,8 +240,7 @@ class AlignmentOptions:
     tokens: PositiveInt = 30720
     """Number of tokens that the closed-form fits use."""
     sequence_length: Context | None = None
-    """Tokens per sequence; by default 512, in a conversion 1,024 where a cache budget is spent or the read is
-    normalised."""
+    """Tokens per sequence; by default 512 for mixers and 1,024 for layers with a window."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
     device: str = "cpu"
@@ -340,19 +328,24 @@ class ConversionOptions:
                 raise ValueError("attention_heads stand beside a window; give one (window: 64).")
             if mixer.kind == "none":
                 raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
-            if mixer.read == "normalised":
-                raise ValueError("read normalised reads what lies beyond a window; say how wide it is (window: 64).")
-        if placement.salient and self.read == "linear" and mixer.kind != "none":
-            raise ValueError("Tokens that stay in sight (salient) stand beside read normalised or mixer none.")
+        if placement.window is not None and (self._of_mixer and mixer.kind != "none"):
+            raise ValueError(f"A mixer has no window beside it: leave out the window, or mixer.{self._of_mixer[0]}.")
+        if placement.window is not None and placement.block is not None:
+            block = placement.block
+            if placement.window % block or placement.window < 2 * block:
+                near = max(placement.window // block, 2) * block
+                raise ValueError(
+                    f"window {placement.window} must be a multiple of the block of {block} tokens and two blocks at "
+                    f"least; give {near} or {near + block}."
+                )
         fitted = alignment.method != "none" and mixer.kind != "none"
-        if fitted and placement.window is not None and placement.window + placement.sinks >= self.sequence_length:
+        held = placement.sinks + self.salient
+        if fitted and placement.window is not None and placement.window + held >= self.sequence_length:
             raise ValueError(
-                f"A window of {placement.window} and {placement.sinks} sinks covers whole calibration sequences of "
-                f"{self.sequence_length} tokens, so that nothing is left to fit a mixer on; set "
+                f"A window of {placement.window} and {held} sinks and salient tokens cover whole calibration "
+                f"sequences of {self.sequence_length} tokens, so that nothing is left to fit a state on; set "
                 "alignment.sequence_length higher, or say --mixer none."
             )
-        if placement.window is not None and mixer.kind == "mamba1" and mixer.scope == "beyond":
-            raise ValueError("mamba1 beside a window sees everything; say scope all, or choose another mixer.")
         if alignment.method == "none" and isinstance(placement.attention_heads, int | float):
             raise ValueError(
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
@@ -371,16 +364,14 @@ class ConversionOptions:
             unread = {} if self.alignment.method == "mohawk" else unread
         if "context" in of_placement and self.cache is None:
             unread["placement.context"] = "a cache budget"
-        if self.placement.window is None and self.cache is None:
-            beside = {"placement": ("sinks", "salient"), "mixer": ("scope", "read")}
-            said = ((section, name) for section, names in beside.items() for name in names)
-            unread |= {f"{section}.{name}": "a window" for section, name in said if name in changed.get(section, {})}
+        if not self.has_windows:
+            names = [name for name in ("sinks", "salient", "block", "rank") if name in of_placement]
+            unread |= {f"placement.{name}": "a window" for name in names}
         if self.mixer.kind == "none":
             unread |= {f"mixer.{name}": "a mixer" for name in self._of_mixer if name != "kind"}
+            unread |= {"placement.rank": "a state"} if "rank" in of_placement else {}
+        if self.has_windows:
             unread |= {f"alignment.fit.{name}": "a mixer" for name in sorted(of_alignment.get("fit", {}))}
-        if self.read == "normalised":
-            unread |= {f"mixer.{name}": "read linear" for name in self._of_mixer}
-            unread |= {f"alignment.fit.{name}": "read linear" for name in sorted(of_alignment.get("fit", {}))}
         for name, needed in unread.items():
             raise ValueError(f"{name} has no effect without {needed}; leave it out.")
 
@@ -396,21 +387,19 @@ class ConversionOptions:
 
     @property
     def _of_mixer(self) -> list[str]:
-        """What is said of the mixer itself, which the normalised read does without."""
-        return sorted(differences(self.mixer).keys() - {"read", "out_bias"})
+        """Names of the options that are set for mixers."""
+        return sorted(differences(self.mixer).keys() - {"out_bias"})
 
     @property
-    def read(self) -> Literal["linear", "normalised"]:
-        """How hybrid layers read what lies beyond their window."""
-        beside_window = self.placement.window is not None or self.searches_budget
-        by_default = "normalised" if beside_window and not self._of_mixer else "linear"
-        return self.mixer.read or by_default
+    def has_windows(self) -> bool:
+        """Whether replaced layers have a window, with or without a state; otherwise they are mixers."""
+        return self.placement.window is not None or self.searches_budget
 
     @property
     def salient(self) -> int:
-        """Number of tokens that hybrid layers go on seeing."""
-        asked, fitted = self.placement.salient, self.alignment.method != "none"
-        return asked if asked is not None else SALIENT if fitted and self.read == "normalised" else 0
+        """Number of tokens that layers with a window attend to after they have left it."""
+        asked, fitted = self.placement.salient, self.alignment.method != "none" and self.mixer.kind != "none"
+        return asked if asked is not None else SALIENT if fitted and self.has_windows else 0
 
     @property
     def names_layers(self) -> bool:
@@ -419,14 +408,14 @@ class ConversionOptions:
 
     @property
     def searches_budget(self) -> bool:
-        """Whether layers, heads, window and state are chosen together, by their scores, within a cache budget."""
-        aligned = self.alignment.method != "none"
-        return aligned and not self.mixer.export_ready and self.cache is not None
+        """Whether layers, heads and windows are chosen together, by their scores, within a cache budget."""
+        windows = not self._of_mixer or self.mixer.kind == "none"
+        return self.alignment.method != "none" and windows and self.cache is not None
 
     @property
     def sequence_length(self) -> int:
         """Tokens per calibration sequence."""
-        return self.alignment.sequence_length or (1024 if self.searches_budget or self.read == "normalised" else 512)
+        return self.alignment.sequence_length or (1024 if self.has_windows else 512)
 
 
 def differences(options: Any) -> dict[str, Any]:

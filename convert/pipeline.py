@@ -21,6 +21,7 @@ from .dry_run import checked, costed, open_teacher
 from .errors import during
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
 from .placement.decide import decide_placement, options_for_teacher
+from .placement.placement import Decision
 from .placement.presets import kept_heads
 from .plan import Plan, make_plan
 from .weights.writer import Progress, plan_shards, write_and_hash
@@ -84,6 +85,9 @@ def run(
                 on_plan(plan)
             watch.over("placement")
             alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
+            if alignment is not None and alignment.placement != plan.placement:
+                aligned = make_plan(weights, Decision(alignment.placement), options)
+                plan = dataclasses.replace(aligned, alignment_cost=plan.alignment_cost)
             watch.over("alignment")
         with during(f"writing {output}"), owner.staged() as folder:
             write(plan, alignment, options, side_files, licence, folder, progress, watch)

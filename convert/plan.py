@@ -1,6 +1,5 @@
 """The plan of a conversion: the hybrid's configuration, a rule for every tensor, and what it will cost."""
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -72,7 +71,8 @@ class TeacherWeights:
         shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
         mapping = LayerMapping(config, layer, self.sources, options.mixer.initial_decay, options.seed)
         rules = mapping.rules(shapes)
-        if f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
+        hybrid = config.layer_types[layer] == "hybrid"
+        if not hybrid and f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
             if self.teacher.family.student != "phimamba":
                 raise ValueError(
                     "This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true)."
@@ -136,7 +136,9 @@ class Plan:
             "teacher_family": self.teacher.family.model_type,
             "student_family": self.config.model_type,
             "mixer": self.config.mixer,
-            "read": None if hybrid is None or not hybrid.state else hybrid.read,
+            "state": hybrid is not None and hybrid.state,
+            "block": None if hybrid is None else hybrid.block,
+            "rank": None if hybrid is None else self.config.hybrid_rank,
             "salient": None if hybrid is None else hybrid.salient,
             "window": None if hybrid is None else hybrid.window if len(widths) == 1 else self.placement.windows,
             "sinks": None if hybrid is None else hybrid.sinks,
@@ -174,37 +176,17 @@ def attention_config(teacher: Teacher) -> PreTrainedConfig:
     return STUDENTS[teacher.family.student](**fields, layer_types=layer_types)
 
 
-def resolved_mixer(options: ConversionOptions, teacher: PreTrainedConfig) -> MixerOptions:
-    """The mixer's options; within a cache budget, heads that share a key/value head share a state where they can."""
-    mixer = options.mixer
-    if mixer.shared_state is not None or not options.searches_budget:
-        return mixer
-    grouped = teacher.num_attention_heads > teacher.num_key_value_heads and not mixer.expand_kv_heads
-    return dataclasses.replace(mixer, shared_state=grouped and mixer.kind not in ("mamba1", "none"))
-
-
 def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
     """The hybrid's configuration."""
     hybrid, teacher_types = placement.hybrid, weights.config.layer_types
-    windows = {layer for layer in placement.replaced_layers if teacher_types[layer] == "sliding_attention"}
-    if hybrid is not None and windows:
-        if (widest := max(placement.windows.values())) > weights.config.sliding_window:
-            raise ValueError(f"window {widest} is larger than the teacher's own, {weights.config.sliding_window}.")
-        if hybrid.read == "normalised" and hybrid.state:
-            raise ValueError(
-                "The replaced layers see a sliding window only in this teacher, so nothing lies beyond it to be read "
-                "as softmax would; set mixer.read: linear."
-            )
-        if windows & placement.full_heads.keys():
-            raise ValueError(
-                "attention_heads names heads of layers that see a sliding window only in this teacher; leave them out."
-            )
+    windows = {layer for layer in placement.windows if teacher_types[layer] == "sliding_attention"}
+    assert not windows, f"layers that have a window in the teacher keep it: {windows}"
     stateless = hybrid is not None and not hybrid.state
-    mixer = MixerOptions(kind="none") if stateless else resolved_mixer(options, weights.config)
+    mixer = MixerOptions(kind="none") if stateless else options.mixer
     fields, _ = hybrid_fields(weights.teacher.config, weights.teacher.family)
     fields |= mixer_fields(weights.config, mixer)
     fields |= placement.config_fields(teacher_types)
-    if hybrid is not None and hybrid.state and hybrid.read == "normalised":
+    if hybrid is not None and hybrid.state:
         # the slower half tells of far keys what all do (docs/guide/normalised_read.md)
         fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
     return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
@@ -237,14 +219,13 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
         "mixer_d_state": d_state,
         "mixer_activation": mixer.activation or "identity",
         "mixer_gate_bias": mixer.gate_bias,
-        "mixer_shared_state": bool(mixer.shared_state),
+        "mixer_shared_state": mixer.shared_state,
         "mixer_norm": mixer.norm or ("head" if mixer.kind == "mamba2" else "none"),
         "mixer_rotary": rotary,
         "mixer_qk_norm": teacher.qk_norm,
         "mixer_decay_bias": mixer.decay_bias and mixer.kind == "discrete_mamba2",
         "mixer_in_bias": teacher.attention_bias and mixer.kind == "mamba1",
         "mixer_out_bias": mixer.out_bias and mixer.kind != "none",
-        "mixer_sees": mixer.scope,
     }
 
 
@@ -270,7 +251,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         placement=placement,
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
-        notes=(*decision.notes, *_lost(config), *_far(placement, options)),
+        notes=(*decision.undecided, *decision.notes, *_lost(config), *_far(placement, options)),
     )
 
 
@@ -334,11 +315,10 @@ def describe(plan: Plan) -> str:
     """The plan in a few lines for the console."""
     s = plan.summary()
     layers = layer_letters(s["layer_types"])
-    beside = "a state read as softmax would" if s["read"] == "normalised" else s["mixer"]
-    mixer = f"{beside} beside a" if s["mixer"] != "none" else "a"
     kept = f", {s['sinks']} sinks and {s['salient']} salient tokens" if s["salient"] else f" and {s['sinks']} sinks"
-    seen = f"window of {window_in_words(s['window'])}{kept}" if s["window"] else ""
-    replacement = f"{mixer} {seen}" if seen else s["mixer"] if s["mixer_layers"] else "every layer kept"
+    state = " and a state" if s["state"] else ""
+    window = f"a window of {window_in_words(s['window'])}{kept}{state}" if s["window"] else ""
+    replacement = window or (s["mixer"] if s["mixer_layers"] else "every layer kept")
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     kind = "hybrid" if s["window"] else "mixer"
@@ -361,7 +341,7 @@ def describe(plan: Plan) -> str:
     if s["mixer"] != "none" and s["mixer_layers"]:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the states, at any length")
     if heads:
-        lines.append(f"full heads  {heads}  (layer:heads beside the window that see everything)")
+        lines.append(f"full heads  {heads}  (layer:heads that keep full attention)")
     for reason, count in Counter(s["dropped"].values()).items():
         names = [name for name, why in s["dropped"].items() if why == reason]
         lines.append(f"dropped     {names[0]}{f' and {count - 1} more' if count > 1 else ''}: {reason}")

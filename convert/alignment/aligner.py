@@ -18,6 +18,7 @@ from ..plan import Plan, TeacherWeights, hybrid_config
 from ..weights.rules import Rule
 from ..weights.writer import Progress
 from .fit import FitCache, Fits, fit_mixers
+from .hybrid_fit import cut_map, ranks_within
 from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .probes import plain_tokens, with_recall
@@ -31,6 +32,8 @@ class Alignment:
 
     tensors: dict[str, torch.Tensor]
     """Tensors of the hybrid by name; what is not here is mapped as without alignment."""
+    placement: Placement
+    """The plan's, with the ranks that were chosen."""
     report: dict[str, Any] = field(default_factory=dict)
     """Text, tokens, errors and scores, for the record."""
 
@@ -48,8 +51,6 @@ class Alignment:
 LARGEST_KEPT = 2**26
 """Bytes of a freed block that is kept. With 2**30 the default takes as long and a quarter more memory, with 2**24 a
 tenth longer."""
-REFINE_STEPS = 120
-"""Gradient steps after the closed form on a mixer that stands alone."""
 
 
 class Aligner:
@@ -68,8 +69,7 @@ class Aligner:
     ):
         self.weights, self.options, self.progress, self.work = weights, options, progress, work
         if options.alignment.method == "mohawk":
-            hybrid = options.placement.window is not None
-            check_stages(options.alignment, options.mixer.kind, hybrid)
+            check_stages(options.alignment, options.mixer.kind, options.has_windows)
         keep_free_memory(LARGEST_KEPT)
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
@@ -95,7 +95,7 @@ class Aligner:
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
         rows = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
-        if self.options.read == "normalised":
+        if self.options.has_windows:
             rows = with_recall(rows, plain_tokens(self.model.config.vocab_size), self.options.seed)
         self.report |= {"text": public_text_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
         return rows
@@ -119,12 +119,18 @@ class Aligner:
         """Fit the mixers of a plan's replaced layers."""
         started = time.perf_counter()
         self.follow(plan.placement)
-        settings = self.options.alignment.fit
-        if settings.refine_steps is None:
-            beside_window = plan.placement.hybrid is not None
-            settings = dataclasses.replace(settings, refine_steps=0 if beside_window else REFINE_STEPS)
         return_free_memory()  # of what scores took
-        fits = self.fit(list(plan.placement.replaced_layers), settings)
+        fits = self.fit(list(plan.placement.replaced_layers), self.options.alignment.fit)
+        placement = plan.placement
+        if placement.hybrid is not None and placement.hybrid.rank:
+            errors = {layer: fit.by_rank for layer, (_, fit) in fits.items()}
+            ranks = ranks_within(errors, placement.hybrid.rank)
+            placement = placement.with_ranks(ranks)
+            for layer, rank in ranks.items():
+                mixer, fit = fits[layer]
+                cut_map(mixer, rank)
+                fits[layer] = mixer, dataclasses.replace(fit, solved=errors[layer][rank], refined=errors[layer][rank])
+            self.report["ranks"] = ranks
         self.report |= {
             "held_out_error": {layer: dataclasses.asdict(fit) for layer, (_, fit) in sorted(fits.items())},
             "fit_seconds": round(time.perf_counter() - started),
@@ -134,7 +140,7 @@ class Aligner:
             for layer, (mixer, _) in fits.items()
             for name, tensor in mixer.state_dict().items()
         }
-        return Alignment(tensors, self.report)
+        return Alignment(tensors, placement, self.report)
 
     def train(self, folder: Path, stages_folder: Path, dtype: torch.dtype) -> None:
         """Run MOHAWK's stages on the hybrid in `folder`, and put the trained weights in place of its own."""

@@ -16,18 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modeling_llamba.hybrid_mixer import HybridMixer
+from modeling_llamba.hybrid_attention import HybridAttention
 
 from ..options import FitOptions
 from ..weights.mapping import set_decay
-from .read_fit import SALIENCE_SEQUENCES, fit_read, fit_salience
+from .hybrid_fit import SALIENCE_SEQUENCES, fit_hybrid, fit_salience, set_map
 
 BATCH_SEQUENCES = 2
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
 REFINE_SEQUENCES = 2  # per gradient step
 REFINE_LEARNING_RATE = 2e-3  # at its peak
-NARROW_WINDOW = 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,14 @@ class LayerFit:
     """After the closed form."""
     refined: float
     """At the end."""
+    by_rank: dict[int, float] | None = None
+    """Of a hybrid layer: the error at the end by the rank of its output map."""
+
+    @classmethod
+    def of_record(cls, record: dict) -> "LayerFit":
+        """A fit that was written as JSON, whose names are texts."""
+        by_rank = record.pop("by_rank")
+        return cls(**record, by_rank=by_rank and {int(rank): error for rank, error in by_rank.items()})
 
 
 @dataclass
@@ -75,7 +82,7 @@ class LayerData:
 
 
 def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0) -> tuple[nn.Module, LayerFit]:
-    """Fit a mapped mixer to (u, y).
+    """Fit a mapped mixer that stands alone to (u, y).
 
     Returns:
         The fitted mixer and its errors. A step that does not lower the held-out error is taken back.
@@ -83,16 +90,11 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int
     Raises:
         ValueError: the activations are not finite, or no candidate gives a finite error.
     """
-    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
-        raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
-    if isinstance(mixer, HybridMixer) and mixer.ssd is None:
-        return mixer.requires_grad_(False), fit_beside_window(mixer, data)
+    check_finite(data)
     with torch.no_grad():
         mapped = held_out_error(mixer, data)
         decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
         solved, ridge = solve_out_proj(mixer, data, settings.ridges)
-        if isinstance(mixer, HybridMixer):
-            balance_features(mixer, data)
     if not math.isfinite(solved):
         raise ValueError("No decay gives a finite error: the normal equations are singular or the features overflow.")
     refined = solved
@@ -107,45 +109,48 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int
     return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined)
 
 
+def check_finite(data: LayerData) -> None:
+    """Refuse activations with NaN or infinity."""
+    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
+        raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
+
+
 @torch.no_grad()
-def fit_beside_window(mixer: HybridMixer, data: LayerData) -> LayerFit:
-    """Fit which tokens stay in sight and how the others are read, in place; the rest stays the teacher's."""
-    first_fitted(mixer, data)
-    if mixer.attention.places:
+def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> LayerFit:
+    """Fit a hybrid layer to (u, y) in place: salience, mass, and an output map of the highest rank judged.
+
+    Raises:
+        ValueError: the activations are not finite, or the sequences hardly longer than the window.
+    """
+    check_finite(data)
+    if layer.salience is not None:
         inputs = (data.batch(rows)[0] for rows in _batches(data.fitting()[:SALIENCE_SEQUENCES]))
-        fit_salience(mixer, inputs, data.rotary)
-    if mixer.read is None:
-        error = held_out_error(mixer, data)
+        fit_salience(layer, inputs, data.rotary)
+    if layer.mass is None:
+        error = held_out_error(layer, data)
         return LayerFit(None, None, error, error, error)
     fitting, judging = _batches(data.fitting()), _batches(data.judging())
     parts = (map(data.batch, batches) for batches in (fitting[::2], fitting[1::2], judging))
-    mapped, solved, ridge = fit_read(mixer, *parts, data.rotary)
-    return LayerFit(None, ridge, mapped, solved, solved)
+    mapped, fitted = fit_hybrid(layer, *parts, data.rotary)
+    error = min(fitted.errors.values())
+    set_map(layer, fitted.down, fitted.up)
+    return LayerFit(None, fitted.ridge, mapped, error, error, fitted.errors)
 
 
 @torch.no_grad()
 def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple[float | None, nn.Module]:
     """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
     best_error, best, best_mixer = math.inf, None, mixer
-    decays = candidate_decays(mixer, settings)
-    for decay in decays:
+    for decay in settings.decays:
         candidate = copy.deepcopy(mixer)
         if not set_decay(candidate, decay):
             break
-        if len(decays) == 1:
+        if len(settings.decays) == 1:
             return decay, candidate
         error, _ = solve_out_proj(candidate, data, settings.ridges)
         if error < best_error:
             best_error, best, best_mixer = error, decay, candidate
     return best, best_mixer
-
-
-def candidate_decays(mixer: nn.Module, settings: FitOptions) -> tuple[float, ...]:
-    """Candidate decays of a mixer: slow ones beside a window, plus the fast ones if the window is narrow."""
-    if not isinstance(mixer, HybridMixer):
-        return settings.decays
-    short = settings.decays if mixer.attention.window < NARROW_WINDOW else ()
-    return (*short, *settings.decays_beside_window)
 
 
 def features(mixer: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -173,7 +178,8 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     out = mixer.out_proj
     gram, moment = normal_equations(mixer, data)
     prior = _augmented(out)
-    scale = feature_scale(mixer, gram.diagonal()[: out.in_features])
+    squares = gram.diagonal()[: out.in_features]
+    scale = squares.mean().expand_as(squares)
     judged = [_pair(mixer, data, rows) for rows in _batches(data.judging())]
     best_error, best_ridge, best = _error_of(prior, judged), None, prior
     for ridge in ridges:
@@ -192,47 +198,6 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     return best_error, best_ridge
 
 
-@torch.no_grad()
-def balance_features(mixer: HybridMixer, data: LayerData) -> None:
-    """Make each head of the mixer as large as the window's features, in place, and out_proj smaller for it.
-
-    The layer computes what it did. But a decay of 0.99 sums over a hundred tokens, features a few hundred times as
-    large as the window's come with weights of 1e-5 in out_proj, and one step of Adam, which moves every weight alike,
-    undoes the fit.
-    C and D carry the scale, which they can where nothing between them and the features is nonlinear.
-    """
-    ssd, config = mixer.ssd, mixer.config
-    if config.mixer != "discrete_mamba2" or config.mixer_activation != "identity" or config.mixer_qk_norm:
-        return
-    u, _ = data.batch(data.judging())
-    window, state = features(mixer, u, data.rotary)[:, first_fitted(mixer, data) :].split(mixer.sizes, dim=-1)
-    heads = state.unflatten(-1, (ssd.num_heads, -1)).pow(2).mean((0, 1, 3)).sqrt()
-    scale = (heads / window.pow(2).mean().sqrt().clamp_min(TINY)).clamp_min(1e-3)
-    of_C = (scale.repeat_interleave(ssd.C_size // ssd.num_heads))[:, None]
-    ssd.conv1d.weight[-ssd.C_size :] /= of_C[..., None]
-    ssd.conv1d.bias[-ssd.C_size :] /= of_C[:, 0]
-    ssd.D /= scale
-    mixer.out_proj.weight[:, mixer.attention_size :] *= scale.repeat_interleave(ssd.head_dim)
-
-
-def feature_scale(mixer: nn.Module, squares: torch.Tensor) -> torch.Tensor:
-    """Mean square of the features (E,), the window's and the mixer's apart: their sizes have nothing in common."""
-    if not isinstance(mixer, HybridMixer):
-        return squares.mean().expand_as(squares)
-    return torch.cat([part.mean().expand_as(part) for part in squares.split(mixer.sizes)])
-
-
-def first_fitted(mixer: nn.Module, data: LayerData) -> int:
-    """Index of the first token that out_proj affects; the window alone computes the earlier ones, exactly."""
-    start = mixer.near_tokens if isinstance(mixer, HybridMixer) else 0
-    if start >= data.u.shape[1]:
-        raise ValueError(
-            f"Sequences of {data.u.shape[1]} tokens are all within window and sinks ({start}), so there is nothing to "
-            "fit; set sequence_length higher."
-        )
-    return start
-
-
 def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
     """F^T F (E', E') and F^T Y (E', D) in float64 over the fitting sequences; E' = E + 1 with a bias."""
     gram = moment = 0.0
@@ -244,8 +209,7 @@ def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, t
 
 def _pair(mixer: nn.Module, data: LayerData, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
     u, y = data.batch(rows)
-    start = first_fitted(mixer, data)
-    F, y = features(mixer, u, data.rotary)[:, start:].flatten(0, 1).double(), y[:, start:]
+    F = features(mixer, u, data.rotary).flatten(0, 1).double()
     if mixer.out_proj.bias is not None:
         F = torch.cat([F, F.new_ones(len(F), 1)], 1)
     return F, y.flatten(0, 1).double()
@@ -268,8 +232,8 @@ def _batches(rows: range) -> list[range]:
 
 @torch.no_grad()
 def held_out_error(mixer: nn.Module, data: LayerData) -> float:
-    """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit."""
-    error, total, start = 0.0, 0.0, first_fitted(mixer, data)
+    """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit, of a hybrid layer behind its window."""
+    error, total, start = 0.0, 0.0, mixer.shape.window if isinstance(mixer, HybridAttention) else 0
     for rows in _batches(data.judging()):
         u, y = data.batch(rows)
         error += ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().item()
@@ -278,12 +242,8 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:
-    """A fixed number of AdamW steps on the mixer, in place, on its squared error; a window beside it stays."""
-    generator, start = torch.Generator().manual_seed(seed), first_fitted(mixer, data)
-    if isinstance(mixer, HybridMixer):
-        mixer.attention.requires_grad_(False)
-        if mixer.near_tokens:
-            mixer.near_proj.requires_grad_(False)
+    """A fixed number of AdamW steps on the mixer, in place, on its squared error."""
+    generator = torch.Generator().manual_seed(seed)
     squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
     scale = len(data.fitting()) / max(sum(squares), TINY)
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
@@ -296,7 +256,7 @@ def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -
             order = torch.randperm(len(data.fitting()), generator=generator).tolist()
         rows, order = order[:REFINE_SEQUENCES], order[REFINE_SEQUENCES:]
         u, y = data.batch(rows)
-        loss = (mixer(u, data.rotary) - y)[:, start:].pow(2).mean() * scale
+        loss = (mixer(u, data.rotary) - y).pow(2).mean() * scale
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)

@@ -1,6 +1,6 @@
 """What aligning will cost on this machine, said before any of it is done: seconds, and memory.
 
-For layers whose state is read as softmax would read it, the default. Operations are counted from shapes, and how fast
+For layers with a window and a state, the default. Operations are counted from shapes, and how fast
 this machine does them is measured in less than a second.
 
 Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E = 3 A features,
@@ -21,7 +21,7 @@ from ..options import ConversionOptions, parse_size
 from ..plan import Cost, Plan
 from ..weights.students import tensor_shapes
 from .closed_form import BATCH_SEQUENCES
-from .read_fit import GRAM_BLOCKS, QUERIES, RIDGES, SALIENCE_SEQUENCES
+from .hybrid_fit import GRAM_BLOCKS, QUERIES, RIDGES, SALIENCE_SEQUENCES
 from .teacher_model import usable_device
 
 PASSES = 6
@@ -42,9 +42,9 @@ class Rates(NamedTuple):
 
 
 def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
-    """What a closed-form fit of the normalised read costs on this machine; None for any other alignment."""
+    """What a closed-form fit of layers with a state costs on this machine; None for any other alignment."""
     hybrid = plan.placement.hybrid
-    if options.alignment.method != "closed-form" or hybrid is None or not hybrid.state or hybrid.read != "normalised":
+    if options.alignment.method != "closed-form" or hybrid is None or not hybrid.state:
         return None
     device = usable_device(options.alignment.device)
     return cost_of(plan, options, measured_rates(device, plan.config.hidden_size), resident_bytes())
@@ -63,7 +63,7 @@ def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int)
     reading = T * (2 * M * (A + 2 * K * D) + A * (8 * W + 4 * N) + L * A + 2 * H * mass**2)
     solving = 2 * T * E * ((GRAM_BLOCKS + 1) / (2 * GRAM_BLOCKS) * E + M)
     salience = behind * (L * A + 2 * M * (A + 2 * K * D))
-    double = len(RIDGES) * (E**3 / 3 + 2 * E**2 * M) + 2 * E**2 * M + 4 * behind * M**2
+    double = len(RIDGES) * (E**3 / 3 + 4 * E**2 * M + 12 * M**3) + 4 * behind * M**2
     scores = PASSES * H * (T * (L / 2 + 2 * W) + behind * L / 2)
     of_layer = (reading + solving + salience) / rates.single + double / rates.double + scores / rates.elements
     seconds = OVERHEAD * (layers * streaming / rates.single + fitted * of_layer)

@@ -17,13 +17,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from modeling_llamba.hybrid_attention import HybridAttention
+
 from ..checkpoint.folder import write_beside
 from ..memory import return_free_memory
 from ..options import FitOptions
 from ..weights.reader import is_finite
 from ..weights.writer import Progress
 from .activations import ActivationStream
-from .closed_form import LayerFit, fit_layer
+from .closed_form import LayerFit, fit_hybrid_layer, fit_layer
+from .hybrid_fit import set_map
 from .teacher_model import TeacherModel
 
 Fits = dict[int, tuple[nn.Module, LayerFit]]
@@ -55,10 +58,12 @@ class FitCache:
         """Fill `mixer` with an earlier fit; None if it is damaged."""
         path = self._path(f"layer-{layer:03d}.safetensors")
         try:
-            fit = LayerFit(**json.loads(path.with_suffix(".json").read_text()))
+            fit = LayerFit.of_record(json.loads(path.with_suffix(".json").read_text()))
             state = load_file(path)
             if not all(is_finite(tensor) for tensor in state.values()):
                 raise ValueError(f"{path} holds values that are not finite.")
+            if "down.weight" in state:
+                set_map(mixer, state["down.weight"], state["up.weight"])
             mixer.load_state_dict(state)
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):  # damaged: it is fitted again
             return None
@@ -118,7 +123,11 @@ def fit_mixers(
             data = stream.attention_data(layer)
             if layer in missing:
                 try:
-                    fitted[layer] = fit_layer(teacher.mixer(layer), data, settings, seed + layer)
+                    mixer = teacher.mixer(layer)
+                    if isinstance(mixer, HybridAttention):
+                        fitted[layer] = mixer.requires_grad_(False), fit_hybrid_layer(mixer, data)
+                    else:
+                        fitted[layer] = fit_layer(mixer, data, settings, seed + layer)
                 except ValueError as error:
                     raise ValueError(f"Layer {layer}: {error}") from error
                 cache.save_mixer(layer, *fitted[layer])

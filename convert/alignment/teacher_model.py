@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid_mixer import HybridMixer, make_mixer, unpadded
+from modeling_llamba.hybrid_attention import HybridAttention, unpadded
+from modeling_llamba.mixers import make_mixer
 from modeling_llamba.rotary import local_rotary_embedding, rotary_embedding
 
 from ..options import ConversionOptions
@@ -144,7 +145,7 @@ class TeacherModel:
 
 def layer_type(mixer: nn.Module) -> str:
     """The type of layer that holds this mixer."""
-    return "hybrid" if isinstance(mixer, HybridMixer) else "linear_attention"
+    return "hybrid" if isinstance(mixer, HybridAttention) else "linear_attention"
 
 
 def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:

@@ -78,27 +78,28 @@ WINDOW_NOTE = (
     "the first few; no weight was changed. What lies beyond the window is seen by the other layers and heads only."
 )
 
-MAPPED_BESIDE_WINDOW_NOTE = (
+UNFITTED_STATE_NOTE = (
     "**Not aligned.** The replaced layers are the teacher's own attention, restricted to the last tokens and the "
-    "first few. The mixers beside it were mapped and nothing was fitted: they add nothing until alignment gives them "
-    "weights in out_proj."
-)
-UNFITTED_READ_NOTE = (
-    "**Not aligned.** The replaced layers are the teacher's own attention, restricted to the last tokens and the "
-    "first few. What lies beyond is read from a state as softmax would read it if keys and values were Gaussian; "
+    "first few. All other tokens are read from a state as softmax would read them if keys and values were Gaussian; "
     "nothing was fitted to those that are."
 )
-NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, MAPPED_BESIDE_WINDOW_NOTE, UNFITTED_READ_NOTE)
+FITTED_STATE_NOTE = (
+    "**Aligned in closed form.** The replaced layers are the teacher's own attention, restricted to the last tokens, "
+    "the first few and some salient ones. All other tokens are read from a state; what a layer does with it was "
+    "fitted to the attention it replaces, without training end to end. `alignment.json` holds the text's size and "
+    "every layer's held-out error. Recall over a distance suffers first."
+)
+NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, UNFITTED_STATE_NOTE, FITTED_STATE_NOTE)
 """One of them is in every card, until training puts its own in the place."""
 
 
-def alignment_note(align: str, mixer: str, window: Any, read: str | None = None) -> str:
-    """What a card says of how the weights came about."""
-    if mixer == "none" and align != "mohawk":
+def alignment_note(align: str, window: Any, state: bool) -> str:
+    """The paragraph of a card on how the weights came about."""
+    if not window or align == "mohawk":
+        return ALIGNMENT_NOTES[align]
+    if not state:
         return WINDOW_NOTE
-    if read == "normalised" and align == "none":
-        return UNFITTED_READ_NOTE
-    return MAPPED_BESIDE_WINDOW_NOTE if window and align == "none" else ALIGNMENT_NOTES[align]
+    return UNFITTED_STATE_NOTE if align == "none" else FITTED_STATE_NOTE
 
 
 def with_figures(text: str, rows: dict[str, str]) -> str:
@@ -116,7 +117,7 @@ def write_card(plan: Plan, name: str, folder: Path, licence: Licence) -> None:
 
 
 def _kind_tags(summary: dict[str, Any]) -> list[str]:
-    if summary["read"] == "normalised":
+    if summary["state"]:
         return ["normalised-read"]
     if not summary["mixer_layers"]:
         return []
@@ -131,11 +132,11 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
     """
     summary, conversion = plan.summary(), plan.config.conversion
     replaced = summary["mixer_layers"]
-    replacement, beside = "attention to a window", ""
-    if summary["read"] == "normalised":
-        replacement, beside = "attention to a window and a state", "a state read as softmax would beside "
-    elif summary["mixer"] != "none":
-        replacement, beside = f"a {summary['mixer']} mixer", "a mixer beside "
+    replacement, beside = f"a {summary['mixer']} mixer", ""
+    if summary["state"]:
+        replacement, beside = "attention to a window and a state", "a state beside "
+    elif summary["window"]:
+        replacement = "attention to a window"
     seen = ""
     if summary["window"]:
         seen = f"{window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
@@ -167,7 +168,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
-        alignment_note=alignment_note(conversion["align"], summary["mixer"], summary["window"], summary["read"])
+        alignment_note=alignment_note(conversion["align"], summary["window"], summary["state"])
         if replaced
         else "Every layer is the teacher's own.",
         provenance_rows="\n".join(

@@ -17,7 +17,7 @@ KINDS = {
     "attention": "#2b6cb0",
     "the teacher's sliding window": "#90cdf4",
     "mixer": HYBRID_COLOR,
-    "window beside a mixer": "#fbd38d",
+    "window and state": "#fbd38d",
     "window": "#cbd5e0",
 }
 
@@ -30,7 +30,7 @@ def save_pictures(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) ->
 
 def head_kinds(config: PreTrainedConfig) -> list[list[str]]:
     """For each layer, what each key/value head is: one of KINDS."""
-    beside = "window" if config.mixer == "none" else "window beside a mixer"
+    beside = "window" if config.mixer == "none" else "window and state"
     names = dict(zip(("full_attention", "sliding_attention", "linear_attention"), KINDS, strict=False))
     shared = config.num_attention_heads // config.num_key_value_heads
     kept = [{head // shared for head in heads} for heads in config.hybrid_full_heads or [[]] * len(config.layer_types)]

@@ -87,7 +87,7 @@ def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
     found = {
         # their cache counts tokens in an attention layer, so that not even a forward pass works without one
         "a model without an attention layer": not kinds & {"full_attention", "sliding_attention", "hybrid"},
-        "layers with a window beside the mixer": "hybrid" in kinds,
+        "layers with a window": "hybrid" in kinds,
         "attention with a sliding window": "sliding_attention" in kinds,
         f"the MLP's activation {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
         "norms on queries and keys": config.qk_norm is not None and "full_attention" in kinds,
@@ -300,7 +300,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
             f"{options.model} is no hybrid of this project (model_type {kind!r}); convert or import one first."
         )
     with config_errors(f"{folder / 'config.json'} is not a valid {kind} configuration"):
-        source = STUDENTS[kind](**raw)
+        source = STUDENTS[kind].from_dict(raw)
     check_holdable(source, options.to)
     config = native_config(source, options.to, options.expand)
     architecture = config.architectures[0]

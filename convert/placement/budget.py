@@ -1,12 +1,13 @@
 """A placement that keeps within so many bytes of cache.
 
-Every layer gets a window with sinks and salient tokens, and a state beside it; the key/value heads that serve recall
-most see every token. Heads take HEADS_SHARE of what the states leave, and the windows take the rest, of one width
-here; `layer_costs` then gives each layer its own. What the user has fixed (window, heads, layers, no state) stays as
-it is, and the others take what is left. Layers that see a window in the teacher already stay as they are where that
-is cheap.
+Every layer with full attention gets a window with sinks and salient tokens, and a state; the key/value heads that
+serve recall most keep full attention. Heads take HEADS_SHARE of what the states leave, and the windows take the rest,
+of one width here; `layer_costs` then gives each layer its own. What the user has fixed (window, heads, layers, no
+state) stays as it is, and the others take what is left. Layers that have a window in the teacher stay as they are.
 """
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,13 +17,15 @@ from ..options import ConversionOptions, parse_size
 from ..plan import TeacherWeights, hybrid_config
 from ..weights.writer import human_bytes, output_dtype
 from .cache import attention_bytes, cache_bytes
-from .placement import Attention, Hybrid, Layer, Placement, everywhere
+from .placement import Attention, Heads, Hybrid, Layer, Mixer, Placement, everywhere
 from .presets import attention_layers, counted_heads, kept_heads, query_heads
 
 KVHead = tuple[int, int]
 """Layer and key/value head."""
 HEADS_SHARE = 0.7
-"""Share of the budget, states apart, that is spent on heads which see every token."""
+"""Share of the budget, states apart, that is spent on kept heads."""
+BLOCK = 16
+"""Tokens by which windows move, where they allow it."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,7 @@ class Budget:
         given = {(layer, kv) for layer in named for kv in range(kv_heads)}
         if placement.attention_heads is not None:
             heads = kept_heads(placement.attention_heads, layers, kv_heads * self.shared) or {}
-            if hidden := sorted(heads.keys() & set(self.windows)):
-                raise ValueError(
-                    f"attention_heads names heads of layer {hidden[0]}, which sees a sliding window only; leave "
-                    f"out those of layers {', '.join(map(str, hidden))}."
-                )
+            refuse_heads_of(self.windows, heads)
             given |= {(layer, head // self.shared) for layer, of_layer in heads.items() for head in of_layer}
         return tuple(sorted(given))
 
@@ -75,30 +74,27 @@ class Budget:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Layers of the teacher that see a window themselves; none of their heads can see more."""
+        """Layers that have a window in the teacher, which they keep."""
         kinds = self.weights.config.layer_types
         return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
 
     @cached_property
-    def kept_windows(self) -> tuple[int, ...]:
-        """These layers, if they stay as they are: where nothing is said of the cache, where a state is larger, or half
-        of the budget holds them all."""
-        if not self.windows or self.options.placement.cache is None or self.options.read == "normalised":
-            return self.windows
-        context = self.options.placement.context
-        own = attention_bytes(self._config, "sliding_attention", context, self._dtype)
-        state = cache_bytes(self._config, context, self._dtype)[1] / self.shape[0]
-        return self.windows if own <= state or own * len(self.windows) <= self.nbytes / 2 else ()
-
-    @property
     def longest_window(self) -> int:
-        """The widest window that leaves half of a calibration sequence to fit a mixer on; without a mixer, any."""
-        context = self.options.placement.context
-        if self.windows and not self.kept_windows:
-            context = min(context, self.weights.config.sliding_window)
-        if self.options.mixer.kind == "none":
-            return context
-        return min(context, max(1, self.options.sequence_length // 2 - self.options.placement.sinks))
+        """The widest window that leaves half of a calibration sequence to fit a state on; without a state, any."""
+        context, length = self.options.placement.context, self.options.sequence_length
+        if self.options.mixer.kind != "none":
+            held = self.options.placement.sinks + self.options.salient
+            context = min(context, length // 2, length - held - 1)
+        return max(context // self.block, 2) * self.block
+
+    @cached_property
+    def block(self) -> int:
+        """Tokens by which windows move: an eighth of the widest window at most."""
+        placement = self.options.placement
+        if placement.block is not None or placement.window is not None:
+            return placement.block or block_of(placement.window)
+        longest = min(placement.context, self.options.sequence_length // 2)
+        return min(BLOCK, 2 ** max(longest // 8, 1).bit_length() // 2)
 
     def placement(self, ranked: list[KVHead]) -> Placement:
         """The largest placement within the budget.
@@ -110,12 +106,17 @@ class Budget:
         ranked = [pair for pair in ranked if pair[0] not in self.windows]
         if fixed is None and count is None and self.nbytes >= asked_bytes(self.weights, self.options, whole=True):
             return everywhere(Attention(), self.shape[0])
+        narrowest = 2 * self.block
         if count is None:
-            count = self._most(lambda n: self._bytes(ranked[:n], fixed or 1), self._heads_budget(), len(ranked))
-        kept = ranked[:count]
-        window = fixed or self._most(lambda width: self._bytes(kept, max(width, 1)), self.nbytes, self.longest_window)
-        if window < 1 or self._bytes(kept, window) > self.nbytes:
-            least = self._bytes(ranked[: self.asked_heads or 0], fixed or 1)
+            count = self._most(
+                lambda n: self._bytes(ranked[:n], fixed or narrowest), self._heads_budget(), len(ranked)
+            )
+        kept, window = ranked[:count], fixed
+        if window is None:
+            most = self.longest_window // self.block
+            window = self.block * self._most(lambda n: self._bytes(kept, self.block * max(n, 2)), self.nbytes, most)
+        if window < narrowest or self._bytes(kept, window) > self.nbytes:
+            least = self._bytes(ranked[: self.asked_heads or 0], fixed or narrowest)
             raise ValueError(
                 f"{human_bytes(self.nbytes)} of cache at {self.options.placement.context} tokens is too little: what "
                 f"was asked for takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, "
@@ -126,20 +127,37 @@ class Budget:
             count = self._most(lambda n: self._bytes(ranked[:n], window), self.nbytes, len(ranked))
         return self._placed(ranked[:count], window)
 
+    def windowed_heads(self, placement: Placement) -> dict[int, int]:
+        """Key/value heads that have a window, by layer."""
+        kept = placement.full_heads
+        return {layer: self.shape[1] - len(kept.get(layer, ())) // self.shared for layer in placement.windows}
+
+    def columns(self, placement: Placement) -> int:
+        """Columns that all windows may have together, each counted once for every key/value head."""
+        heads = self.windowed_heads(placement)
+        narrow = dict.fromkeys(placement.windows, 2 * self.block)
+        bytes_of = self._bytes_of(placement.with_windows(narrow))
+        # a column holds a key and a value for each head, and one salience, counted as if for a layer of one head
+        per_column = 2 * self.weights.config.head_dim * self._dtype.itemsize + 4
+        return 2 * self.block * sum(heads.values()) + max(self.nbytes - bytes_of, 0) // per_column
+
     def _heads_budget(self) -> float:
         if self.options.placement.window is not None:
             return self.nbytes
-        without = self._bytes([], 1)
+        without = self._bytes([], 2 * self.block)
         return without + HEADS_SHARE * (self.nbytes - without)
 
     def _placed(self, kept: list[KVHead], window: int) -> Placement:
         heads = (*self.given_heads, *kept)
         whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
-        base = everywhere(hybrid_layer(self.options, window), self.shape[0])
-        return base.with_full_heads(query_heads(list(heads), self.shared)).keeping({*whole, *self.kept_windows})
+        layer = dataclasses.replace(hybrid_layer(self.options, window), block=self.block)
+        base = everywhere(layer, self.shape[0])
+        return base.with_full_heads(query_heads(list(heads), self.shared)).keeping({*whole, *self.windows})
 
     def _bytes(self, kept: list[KVHead], window: int) -> int:
-        placement = self._placed(kept, window)
+        return self._bytes_of(self._placed(kept, window))
+
+    def _bytes_of(self, placement: Placement) -> int:
         if not placement.replaced_layers:
             return asked_bytes(self.weights, self.options, whole=True)
         for name, value in placement.config_fields(self.weights.config.layer_types).items():
@@ -148,10 +166,8 @@ class Budget:
 
     @cached_property
     def _config(self):
-        placement = everywhere(hybrid_layer(self.options, 1), self.shape[0])
-        if self.options.read == "normalised":
-            placement = placement.keeping(self.windows)
-        return hybrid_config(self.weights, placement, self.options)
+        placement = everywhere(hybrid_layer(self.options, 2 * self.block), self.shape[0])
+        return hybrid_config(self.weights, placement.keeping(self.windows), self.options)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -167,10 +183,27 @@ class Budget:
         return low
 
 
+def refuse_heads_of(windows: Collection[int], heads: Heads) -> None:
+    """Refuse heads that are to see everything in layers which have a window in the teacher, and so keep it."""
+    if hidden := sorted(heads.keys() & set(windows)):
+        raise ValueError(
+            f"attention_heads names heads of layer {hidden[0]}, which has a sliding window in the teacher; leave out "
+            f"those of {'layers' if len(hidden) > 1 else 'layer'} {', '.join(map(str, hidden))}."
+        )
+
+
 def hybrid_layer(options: ConversionOptions, window: int) -> Hybrid:
-    """A layer with a window of this width, heads with full attention apart."""
-    state = options.mixer.kind != "none"
-    return Hybrid(window, options.placement.sinks, state=state, read=options.read, salient=options.salient)
+    """A layer with a window of this width, kept heads apart."""
+    block, sinks = options.placement.block or block_of(window), options.placement.sinks
+    return Hybrid(window, block, sinks, state=options.mixer.kind != "none", salient=options.salient)
+
+
+def block_of(window: int) -> int:
+    """The largest power of two, up to BLOCK, of which a window is a multiple of at least two; or 1."""
+    block = BLOCK
+    while block > 1 and (window % block or window < 2 * block):
+        block //= 2
+    return block
 
 
 def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool = False) -> int:
@@ -191,18 +224,19 @@ def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool
     return int(own + asked * (cache_bytes(config, context, dtype)[0] - own))
 
 
-def num_layers_within(weights: TeacherWeights, options: ConversionOptions, replacement: Layer) -> int:
-    """The largest number of attention layers that keeps within the cache budget."""
+def num_layers_within(weights: TeacherWeights, options: ConversionOptions, replacement: Layer, free: list[int]) -> int:
+    """The largest number of the layers `free` that may keep their attention, as all others do, within the budget."""
     kinds, dtype = weights.config.layer_types, output_dtype(options.output.dtype, weights.checkpoint.tensors)
-    budget = asked_bytes(weights, options)
+    budget, others = asked_bytes(weights, options), set(range(len(kinds))).difference(free)
     # the layers that keep most are counted, so that whichever are chosen, the budget holds
-    order = sorted(range(len(kinds)), key=lambda i: kinds[i])
-    for count in range(len(kinds), -1, -1):
-        placement = everywhere(replacement, len(kinds)).keeping(order[:count])
+    order = sorted(free, key=lambda i: kinds[i])
+    for count in range(len(free), -1, -1):
+        placement = everywhere(replacement, len(kinds)).keeping({*others, *order[:count]})
         nbytes = cache_bytes(hybrid_config(weights, placement, options), options.placement.context, dtype)[1]
         if nbytes <= budget:
             return count
+    held = "the mixers' states alone take" if isinstance(replacement, Mixer) else "windows alone take"
+    less = "a smaller d_state" if isinstance(replacement, Mixer) else "a narrower window"
     raise ValueError(
-        f"{human_bytes(budget)} of cache is too little: the mixers' states alone take {human_bytes(nbytes)}; give "
-        "more or a smaller d_state."
+        f"{human_bytes(budget)} of cache is too little: {held} {human_bytes(nbytes)}; give more or {less}."
     )

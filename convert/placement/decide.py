@@ -1,12 +1,13 @@
 """Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
 
-import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
-from .budget import Budget, KVHead, hybrid_layer, num_layers_within
-from .placement import Decision, Hybrid, Layer, Mixer, Placement, everywhere
+from ..weights.students import tensor_shapes
+from .budget import Budget, KVHead, hybrid_layer, num_layers_within, refuse_heads_of
+from .placement import Attention, Decision, Hybrid, Layer, Mixer, Placement, everywhere
 from .presets import (  # fmt: skip
     attention_layers,
     counted_heads,
@@ -14,53 +15,36 @@ from .presets import (  # fmt: skip
     kept_heads,
     query_heads,
     uniform_attention_layers,
+    whole_groups,
 )
 
 if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
     from ..alignment.aligner import Aligner
 
+RANK_SHARE, MEAN_RANK = 0.015, 32
+"""Share of the teacher's weights that output maps may add, and their highest mean rank."""
 STAND_INS = "which {} keep their attention is decided by scores during the run; those shown are as many, evenly placed"
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
-    """The options; where all layers of the teacher see a window, a cache budget chooses only how many of them stay.
+    """The options, unless they ask for windows where the teacher has its own.
 
-    Beyond windows of its own the teacher sees nothing, so where they are replaced, the read is linear.
+    Raises:
+        ValueError: every layer of the teacher has a window, and something narrower is asked for.
     """
-    if "sliding_attention" not in weights.config.layer_types:
-        return options
-    if options.mixer.read is None and options.read == "normalised":
-        linear = dataclasses.replace(options, mixer=dataclasses.replace(options.mixer, read="linear"))
-        options = linear if _replaces_windows(weights, linear) else options
-    if not options.searches_budget or not _sees_windows_alone(weights):
-        return options
-    placement = options.placement
-    no_window = options.mixer.kind == "none" and placement.window is None
-    if options.names_layers or placement.attention_heads is not None or no_window:
+    asked = options.placement.window, options.placement.attention_heads, options.placement.cache
+    if _has_windows_alone(weights) and options.has_windows and asked != (None,) * 3:
         raise ValueError(
-            "This teacher's own layers see a window, so a cache budget chooses only how many of them stay; leave out "
-            "attention_layers and attention_heads, and give mixer none a window."
-        )
-    if options.read == "normalised":
-        raise ValueError(
-            "This teacher's own layers see a window, so nothing lies beyond it to be read as softmax would; leave out "
-            "mixer.read."
+            f"Every layer of this teacher has a window of {weights.config.sliding_window} tokens, so its cache is of "
+            "constant size already; leave out window, attention_heads and cache, or replace layers by mixers "
+            "(attention_layers: 0.5)."
         )
     return options
 
 
-def _sees_windows_alone(weights: TeacherWeights) -> bool:
-    """Whether every layer of the teacher sees a window only."""
+def _has_windows_alone(weights: TeacherWeights) -> bool:
+    """Whether every layer of the teacher has a window."""
     return set(weights.config.layer_types) == {"sliding_attention"}
-
-
-def _replaces_windows(weights: TeacherWeights, options: ConversionOptions) -> bool:
-    """Whether something else may take the place of the teacher's own windows."""
-    kinds = weights.config.layer_types
-    if options.searches_budget and "full_attention" in kinds:
-        return not Budget(weights, options).kept_windows
-    kept = attention_layers(len(kinds), options.placement.attention_layers) if options.names_layers else ()
-    return any(kind == "sliding_attention" and i not in kept for i, kind in enumerate(kinds))
 
 
 def decide_placement(
@@ -77,30 +61,34 @@ def decide_placement(
     """
     num_layers, asked_heads = weights.config.num_hidden_layers, options.placement.attention_heads
     aligned = options.alignment.method != "none"
-    if options.searches_budget and not _sees_windows_alone(weights):
+    if options.has_windows and _has_windows_alone(weights):
+        note = f"every layer has a window of {weights.config.sliding_window} tokens in the teacher and keeps it"
+        return Decision(everywhere(Attention(), num_layers), notes=(note,))
+    if options.searches_budget:
         budget, notes = Budget(weights, options), []
         ranked = [] if budget.asked_heads == 0 else _ranked(weights, aligner, notes)
         placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
-        if placement.hybrid is not None and options.placement.window is None and options.read == "normalised":
-            placement = _spread(placement, budget.longest_window, aligner, notes)
+        fitted = placement.hybrid is not None and placement.hybrid.state
+        if fitted and options.placement.window is None:
+            placement = _spread(placement, budget, aligner, notes)
+        placement = with_mean_rank(placement, weights, options)
         return Decision(placement, tuple(notes) if placement.replaced_layers else ())
     replacement, notes = replaced_layer(options), []
+    own = Budget(weights, options).windows if isinstance(replacement, Hybrid) else ()
     if options.names_layers:
         kept = attention_layers(num_layers, options.placement.attention_layers)
     else:
-        count = len(uniform_attention_layers(num_layers, _share(weights, options, replacement)))
-        # beside a window those that have one in the teacher are the last to stay
-        own = Budget(weights, options).windows if isinstance(replacement, Hybrid) else ()
-        others = [layer for layer in range(num_layers) if layer not in own]
-        kept = evenly_of(others, min(count, len(others))) + evenly_of(own, max(count - len(others), 0))
-        if aligned and 0 < count < len(others):
+        free = [layer for layer in range(num_layers) if layer not in own]
+        count = _number_kept(weights, options, replacement, free)
+        kept = evenly_of(free, count)
+        if aligned and 0 < count < len(free):
             if aligner is None:
                 notes.append(STAND_INS.format("layers"))
             else:
                 from .layer_costs import costliest_layers
 
                 kept = costliest_layers(aligner, replacement, count)
-    placement = everywhere(replacement, num_layers).keeping(kept)
+    placement = everywhere(replacement, num_layers).keeping({*kept, *own})
     if asked_heads is not None and placement.replaced_layers:
         heads = kept_heads(asked_heads, num_layers, weights.config.num_attention_heads)
         if heads is None:
@@ -111,8 +99,32 @@ def decide_placement(
                     f"attention_heads {asked_heads} is {count} key/value heads; the replaced layers have {len(free)}."
                 )
             heads = query_heads(free[:count], Budget(weights, options).shared)
+        refuse_heads_of(own, heads)
+        heads = whole_groups(heads, Budget(weights, options).shared)
         placement = placement.with_full_heads(heads)
+        all_kept = [i for i, of in placement.full_heads.items() if len(of) == weights.config.num_attention_heads]
+        placement = placement.keeping(all_kept)
+    placement = with_mean_rank(placement, weights, options)
     return Decision(placement, tuple(notes) if placement.replaced_layers else ())
+
+
+def with_mean_rank(placement: Placement, weights: TeacherWeights, options: ConversionOptions) -> Placement:
+    """The same with output maps of one rank in layers with a state: as asked, or what RANK_SHARE of the teacher's
+    weights allows, MEAN_RANK at most; by default none where nothing is fitted."""
+    if placement.hybrid is None or not placement.hybrid.state:
+        return placement
+    rank, layers = options.placement.rank, placement.windows
+    if rank is None and options.alignment.method == "none":
+        return placement
+    if rank is None:
+        config = weights.config
+        width, heads = config.head_dim, config.num_attention_heads
+        of_a_rank = sum(
+            3 * width * (heads - len(placement.full_heads.get(i, ()))) + config.hidden_size for i in layers
+        )
+        parameters = sum(math.prod(shape) for shape in tensor_shapes(config).values())
+        rank = min(int(RANK_SHARE * parameters / of_a_rank), MEAN_RANK)
+    return placement.with_ranks(dict.fromkeys(layers, rank))
 
 
 def replaced_layer(options: ConversionOptions) -> Layer:
@@ -121,15 +133,15 @@ def replaced_layer(options: ConversionOptions) -> Layer:
     return Mixer() if window is None else hybrid_layer(options, window)
 
 
-def _share(weights: TeacherWeights, options: ConversionOptions, replacement: Layer) -> float:
-    """The share of layers that keep attention: as asked, as many as the cache has room for, or half."""
+def _number_kept(weights: TeacherWeights, options: ConversionOptions, replacement: Layer, free: list[int]) -> int:
+    """How many of the layers that may be replaced keep attention: as asked, as the cache has room for, or half."""
     if options.cache is not None:
-        return num_layers_within(weights, options, replacement) / weights.config.num_hidden_layers
+        return num_layers_within(weights, options, replacement, free)
     asked = options.placement.attention_layers
-    return 0.5 if asked is None else asked
+    return len(uniform_attention_layers(len(free), 0.5 if asked is None else asked))
 
 
-def _spread(placement: Placement, longest: int, aligner: "Aligner | None", notes: list[str]) -> Placement:
+def _spread(placement: Placement, budget: Budget, aligner: "Aligner | None", notes: list[str]) -> Placement:
     """The same with windows that are wider where they do more; without an aligner, as it is."""
     if aligner is None:
         notes.append("how wide each layer's window is, is measured during the run; until then all have the mean width")
@@ -138,7 +150,9 @@ def _spread(placement: Placement, longest: int, aligner: "Aligner | None", notes
 
     errors = layer_errors(aligner, placement)
     aligner.report["window_errors"] = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
-    return placement.with_windows(spread_windows(placement.hybrid.window, errors, longest))
+    heads = budget.windowed_heads(placement)
+    columns = budget.columns(placement)
+    return placement.with_windows(spread_windows(columns, errors, heads, budget.longest_window, budget.block))
 
 
 def _ranked(weights: TeacherWeights, aligner: "Aligner | None", notes: list[str]) -> list[KVHead]:

@@ -19,10 +19,10 @@ from ..alignment.activations import ActivationStream
 from ..alignment.aligner import Aligner
 from ..alignment.closed_form import held_out_error
 from ..alignment.divergence import kl_of_hidden
+from ..alignment.hybrid_fit import fit_salience
 from ..alignment.probes import Probe, copy_probe, plain_tokens, with_recall
-from ..alignment.read_fit import fit_salience
 from ..alignment.teacher_model import TeacherModel, replaced
-from ..options import ConversionOptions, FitOptions, MixerOptions, PlacementOptions, parse_size
+from ..options import SALIENT, ConversionOptions, FitOptions, MixerOptions, PlacementOptions, parse_size
 from ..weights.writer import Progress
 from .budget import Budget, hybrid_layer
 from .placement import Layer, Mixer, Placement, everywhere
@@ -47,8 +47,8 @@ STEPS = 16
 
 @torch.no_grad()
 def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOptions | None = None) -> dict[int, float]:
-    """The relative squared error of each hybrid layer under this placement, with the theory's read and the teacher's
-    output map. What a fit would leave is roughly in proportion, and takes ten times as long to find.
+    """The relative squared error of each hybrid layer under this placement, with the theory's mass and no output map.
+    What a fit would leave is roughly in proportion, and takes ten times as long to find.
 
     Args:
         options: of the mixers; by default those of the conversion.
@@ -56,7 +56,7 @@ def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOpti
     aligner.follow(placement, options)
     memory, vocabulary = parse_size(aligner.options.alignment.activation_memory), aligner.model.config.vocab_size
     rows = aligner.ids[-ROWS:]
-    if aligner.options.read != "normalised":  # whose rows ask for recall already
+    if not aligner.options.has_windows:  # whose rows ask for recall already
         rows = with_recall(rows, plain_tokens(vocabulary), aligner.options.seed)
     errors, layers = {}, range(max(placement.windows) + 1)
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
@@ -65,7 +65,7 @@ def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOpti
             data = stream.attention_data(layer)
             if layer in placement.windows:
                 mixer = aligner.model.mixer(layer)
-                if mixer.attention.places:
+                if mixer.salience is not None:
                     fit_salience(mixer, [data.batch(data.fitting())[0]], data.rotary)
                 errors[layer] = held_out_error(mixer, data)
     aligner.progress("measuring layers", len(layers), len(layers))
@@ -84,7 +84,8 @@ def costliest_layers(aligner: Aligner, replacement: Layer, count: int) -> tuple[
         kept = [layer for layer in layers if layer not in gone]
     else:
         own = list(Budget(aligner.weights, options).windows)
-        beside = PlacementOptions(window=min(WINDOW, options.sequence_length // 4), attention_layers=own)
+        quarter = options.sequence_length // 4
+        beside = PlacementOptions(window=min(WINDOW, quarter), salient=min(SALIENT, quarter), attention_layers=own)
         alignment = dataclasses.replace(options.alignment, fit=FitOptions())
         options = dataclasses.replace(options, placement=beside, mixer=MixerOptions(), alignment=alignment)
         placement = everywhere(hybrid_layer(options, beside.window), len(layers)).keeping(own)
@@ -149,24 +150,31 @@ def cheapest_by_kl(
     return gone, alone
 
 
-def spread_windows(width: int, errors: dict[int, float], longest: int) -> dict[int, int]:
-    """The width of each layer's window, on average `width` and at least about half of it, for the least sum of errors.
+def spread_windows(
+    columns: int, errors: dict[int, float], heads: dict[int, int], longest: int, block: int
+) -> dict[int, int]:
+    """The width of each layer's window for the least sum of errors, at least about half of the mean.
 
     Args:
-        errors: of each layer, with windows of one width. longest: the widest window that there may be.
+        columns: of all windows together, each counted once for every key/value head that has it.
+        errors: of each layer, with windows of one width.
+        heads: key/value heads with a window, by layer.
+        longest: the widest window that there may be.
+        block: what all widths are multiples of.
     """
-    step = max(longest // STEPS, 1)
+    mean, step = columns // sum(heads.values()), max(longest // STEPS // block, 1) * block
     # with narrower ones answers leave the teacher's sooner, and long texts gain nothing
-    least = min(max(width // 2 // step * step, step), width)
-    windows, left = dict.fromkeys(errors, least), (width - least) * len(errors)
-    while left:
-        wider = {layer: min(step, left, longest - at) for layer, at in windows.items() if at < longest}
-
-        def gain(layer: int, wider: dict[int, int] = wider) -> float:
-            at, more = windows[layer], wider[layer]
-            return errors[layer] * (at**-POWER - (at + more) ** -POWER) / more
-
-        best = max(wider, key=lambda layer: (gain(layer), -layer))
-        windows[best] += wider[best]
-        left -= wider[best]
-    return windows
+    least = max(min(mean // 2 // step * step, longest), 2 * block)
+    windows, left = dict.fromkeys(errors, least), columns - least * sum(heads.values())
+    while True:
+        wider = {}
+        for layer, at in windows.items():
+            more = min(step, left // heads[layer] // block * block, longest - at)
+            if more > 0:
+                gain = errors[layer] * (at**-POWER - (at + more) ** -POWER) / (more * heads[layer])
+                wider[layer] = gain, more
+        if not wider:
+            return windows
+        best = max(wider, key=lambda layer: (wider[layer][0], -layer))
+        windows[best] += wider[best][1]
+        left -= wider[best][1] * heads[best]

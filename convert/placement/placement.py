@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -25,20 +25,22 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Attention to a window and the first tokens, beside a mixer or alone."""
+    """Attention to a window, to sinks and to salient tokens, with or without a state of all other tokens."""
 
     window: int
-    """Number of last tokens that attention sees."""
+    """Columns of the window, whole blocks."""
+    block: int
+    """Tokens by which the window moves."""
     sinks: int
-    """Number of first tokens that it sees as well."""
+    """Number of first tokens that are always attended to."""
     full_heads: tuple[int, ...] = ()
-    """Query heads that see every token."""
+    """Query heads that keep full attention: all that share a key/value head, or none of them."""
     state: bool = True
-    """Whether a recurrent state stands beside the window."""
-    read: Literal["linear", "normalised"] = "linear"
-    """How that state is read: by a mixer, or as softmax would read it."""
+    """Whether a state stands for the tokens that have left the window."""
     salient: int = 0
-    """Number of tokens that attention goes on seeing after they have left the window."""
+    """Number of tokens that are attended to after they have left the window."""
+    rank: int = 0
+    """Rank of the map that is added to the teacher's output projection."""
 
 
 Layer = Attention | Mixer | Hybrid
@@ -48,14 +50,14 @@ Heads = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True)
 class Placement:
-    """One entry per layer. Hybrid layers have the same sinks, and all or none a state; their windows may differ."""
+    """One entry per layer. Hybrid layers may differ in their windows, kept heads and ranks."""
 
     layers: tuple[Layer, ...]
 
     def __post_init__(self):
         hybrids = (layer for layer in self.layers if isinstance(layer, Hybrid))
-        shared = {dataclasses.replace(layer, full_heads=(), window=0) for layer in hybrids}
-        assert len(shared) <= 1, f"hybrid layers differ in more than their heads and windows: {shared}"
+        shared = {dataclasses.replace(layer, full_heads=(), window=0, rank=0) for layer in hybrids}
+        assert len(shared) <= 1, f"hybrid layers differ in more than windows, heads and ranks: {shared}"
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -101,6 +103,11 @@ class Placement:
         layers = enumerate(self.layers)
         return Placement(tuple(dataclasses.replace(x, window=windows[i]) if i in windows else x for i, x in layers))
 
+    def with_ranks(self, ranks: Mapping[int, int]) -> "Placement":
+        """The same with output maps of these ranks in these hybrid layers."""
+        layers = enumerate(self.layers)
+        return Placement(tuple(dataclasses.replace(x, rank=ranks[i]) if i in ranks else x for i, x in layers))
+
     def config_fields(self, teacher_layer_types: Sequence[str]) -> dict[str, Any]:
         """The fields of the hybrid's configuration that store it."""
         kinds = {Mixer: "linear_attention", Hybrid: "hybrid"}
@@ -114,8 +121,15 @@ class Placement:
         if hybrid is not None:
             widths = [self.windows.get(i, 0) for i in range(len(self.layers))]
             same = len(set(self.windows.values())) == 1
-            fields |= {"hybrid_window": hybrid.window if same else widths, "hybrid_sinks": hybrid.sinks}
-            fields |= {"hybrid_salient": hybrid.salient, "hybrid_read": hybrid.read}
+            ranks = [layer.rank if isinstance(layer, Hybrid) else 0 for layer in self.layers]
+            one_rank = len({layer.rank for layer in self.layers if isinstance(layer, Hybrid)}) == 1
+            fields |= {
+                "hybrid_window": hybrid.window if same else widths,
+                "hybrid_block": hybrid.block,
+                "hybrid_sinks": hybrid.sinks,
+                "hybrid_salient": hybrid.salient,
+                "hybrid_rank": hybrid.rank if one_rank else ranks,
+            }
         return fields
 
     @classmethod
@@ -123,9 +137,9 @@ class Placement:
         """The placement that a hybrid's configuration stores."""
         hybrid = Hybrid(
             0,
+            config.hybrid_block,
             config.hybrid_sinks,
             state=config.mixer != "none",
-            read=config.hybrid_read,
             salient=config.hybrid_salient,
         )
         layers: list[Layer] = []
@@ -133,7 +147,8 @@ class Placement:
             zip(config.layer_types, config.hybrid_full_heads or repeat(()), strict=False)
         ):
             if kind == "hybrid":
-                layers.append(dataclasses.replace(hybrid, window=config.window_of(i), full_heads=tuple(full)))
+                own = {"window": config.window_of(i), "full_heads": tuple(full), "rank": config.rank_of(i)}
+                layers.append(dataclasses.replace(hybrid, **own))
             else:
                 layers.append(Mixer() if kind == "linear_attention" else Attention())
         return cls(tuple(layers))
@@ -144,13 +159,15 @@ class Decision:
     """A placement, and how it was found."""
 
     placement: Placement
-    notes: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
     """What only measurements can decide, where none were taken."""
+    notes: tuple[str, ...] = ()
+    """What a user might not expect."""
 
     @property
     def needs_scores(self) -> bool:
         """Whether scores would choose other layers or heads."""
-        return bool(self.notes)
+        return bool(self.undecided)
 
 
 def everywhere(layer: Layer, num_layers: int) -> Placement:

@@ -113,6 +113,11 @@ def kept_heads(
     return heads
 
 
+def whole_groups(heads: Heads, shared: int) -> Heads:
+    """The heads and those that share their key/value heads, whose cache they need anyway."""
+    return query_heads(sorted({(layer, head // shared) for layer, of in heads.items() for head in of}), shared)
+
+
 def counted_heads(asked: int | float, total: int) -> int:
     """How many of the teacher's key/value heads `attention_heads` asks for: a number, or a share of their `total`."""
     if isinstance(asked, float) and not 0 <= asked <= 1:

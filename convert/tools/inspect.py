@@ -55,16 +55,14 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         "provenance": dict(config.conversion or {}),
         "alignment": _alignment(model, revision),
     }
-    normalised = config.hybrid_read == "normalised" and "linear_attention" not in layers
-    if any(kind in MIXER_LAYERS for kind in layers) and config.mixer != "none" and not normalised:
+    if "linear_attention" in layers:
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
     if "hybrid" in layers:
         windows = {i: config.window_of(i) for i, kind in enumerate(layers) if kind == "hybrid"}
         tokens = windows if isinstance(config.hybrid_window, list) else config.hybrid_window
         report["window"] = {"tokens": tokens, "sinks": config.hybrid_sinks}
-        report["window"] |= {"salient": config.hybrid_salient, "mixer": config.mixer_sees}
-        if normalised:
-            report["window"]["mixer"] = None
+        report["window"] |= {"block": config.hybrid_block, "salient": config.hybrid_salient}
+        report["window"] |= {"state": config.mixer != "none", "rank": config.hybrid_rank}
         report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())
     attention = {"teacher_layer_types": ["full_attention"] * config.num_hidden_layers}
     config.conversion = attention | (config.conversion or {})  # the cache's size is compared with the teacher's
@@ -96,10 +94,10 @@ def describe_model(report: dict[str, Any]) -> Group:
         facts.add_row("mixer", f"{report['mixer']['kind']}: {rest}")
     if "window" in report:
         window = report["window"]
-        mixer = f"the mixer sees {window['mixer']}" if report["mixer"] else "no mixer"
-        mixer = "a state read as softmax would" if window["mixer"] is None else mixer
-        line = f"{window_in_words(window['tokens'])} tokens and {window['sinks']} sinks; {mixer}; "
-        facts.add_row("window", f"{line}{report['full_heads']} query heads see everything")
+        state = "a state" if window["state"] else "no state"
+        held = f"{window['sinks']} sinks, {window['salient']} salient tokens"
+        line = f"{window_in_words(window['tokens'])} tokens, {held}, {state}; "
+        facts.add_row("window", f"{line}{report['full_heads']} query heads keep full attention")
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")
     for key, value in report["provenance"].items():
         if key != "teacher_layer_types" and value not in (None, {}):

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from modeling_llamba.hybrid_mixer import HybridMixer
+from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.matrix_mixer import OPEN_GATE
-from modeling_llamba.normalised_read import theory_mass
 
 from .reader import Checkpoint
-from .rules import Rule, Source, in_blocks
+from .rules import Rule, Source, in_blocks, moved
 
 # sigmoid(100) is 1 in every float type, and 100 is exact in all of them
 CERTAIN = 100.0
@@ -64,7 +63,7 @@ class LayerMapping:
         self.d, self.D = config.head_dim, config.hidden_size
         self.qk_width = self.d if config.mixer == "mamba1" else self.N  # features of B and C per head
         self.has_bias = "q_proj.bias" in self.attention
-        self.beside_window = config.layer_types[layer] == "hybrid"
+        self.is_hybrid = config.layer_types[layer] == "hybrid"
         # with a norm on queries and keys the 1 / sqrt(d) goes into the norm's weight
         self.q_scale = 1.0 if config.mixer_qk_norm else config.score_scale
 
@@ -73,8 +72,9 @@ class LayerMapping:
         rules = []
         for target, shape in shapes.items():
             name = target.removeprefix(f"{self.prefix}mixer.")
-            if self.beside_window:
-                name = name.removeprefix("ssd.")
+            if self.is_hybrid and name in self.attention:
+                rules.append(moved(target, self.attention[name]))
+                continue
             sources, blocks = self._rule(name, shape)
             kind = "derived" if sources else "initialised"
             names = tuple(dict.fromkeys(self.attention[s].name for s in sources))
@@ -89,14 +89,6 @@ class LayerMapping:
             return biases, lambda c: iter([self._in_proj_bias(c)])
         if name == "conv1d.bias" and self.has_bias and not self.config.mixer_in_bias:
             return biases, lambda c: iter([torch.cat(list(self._projections(c, "bias").values()))])
-        if name.startswith("attention.") and name != "attention.salience":
-            source = name.removeprefix("attention.")
-            return (source,), lambda c: c.blocks(self._rows(source))
-        if name.startswith("near_proj."):
-            source = name.replace("near_proj", "o_proj")
-            return (source,), lambda c: c.blocks(self._rows(source))
-        if name == "out_proj.weight" and self.beside_window:
-            return ("o_proj.weight",), lambda c: iter([self._shared_out_proj(c, shape)])
         if name == "out_proj.weight":
             return ("o_proj.weight",), lambda c: c.blocks(self._rows("o_proj.weight"))
         if name == "out_proj.bias" and "o_proj.bias" in self.attention:
@@ -108,18 +100,6 @@ class LayerMapping:
             )
             return (source,), lambda c: iter([self._norm(c, source, shape) * scale])
         return (), lambda c: self._initialised(name, shape)
-
-    def _shared_out_proj(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> torch.Tensor:
-        """The teacher's o_proj for the window, and zeros for the mixer, which has not been fitted yet.
-
-        The parts of the normalised read are those of a head's output, and each has the teacher's o_proj.
-        """
-        weight = torch.zeros(shape)
-        o_proj = self.attention["o_proj.weight"].read(checkpoint).float()
-        if self.config.hybrid_read == "normalised":
-            return o_proj.repeat(1, shape[1] // o_proj.shape[1])
-        weight[:, : o_proj.shape[1]] = o_proj
-        return weight
 
     def _norm(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A norm's weight as a mixer's norm multiplies by it: itself, and with the heads that it has."""
@@ -189,8 +169,10 @@ class LayerMapping:
         if name == "conv1d.weight":  # the last tap is the current token
             value = torch.zeros(shape)
             value[..., -1] = 1.0
-        elif name == "read.mass":
+        elif name == "mass":
             value = theory_mass(self.config, self.layer)
+        elif name == "down.weight":
+            value = self._uniform(name, shape)
         else:
             constants = {
                 "A_log_bias": decay_logit(self.decay),
@@ -200,8 +182,8 @@ class LayerMapping:
                 "z_bias": OPEN_GATE,
                 "norm.weight": 1.0,
                 "D": 0.0,
-                "read.log_decay": 0.0,
-                "attention.salience": 0.0,
+                "salience": 0.0,
+                "up.weight": 0.0,
                 "conv1d.bias": 0.0,
                 "out_proj.bias": 0.0,
                 "dt_proj.weight": 0.0,
@@ -223,7 +205,6 @@ def set_decay(mixer: torch.nn.Module, decay: float) -> bool:
 
     With a step size, the decay holds at the step the mixer starts with, 1.
     """
-    mixer = mixer.ssd if isinstance(mixer, HybridMixer) else mixer
     if mixer.config.mixer == "discrete_mamba2":
         if mixer.A_log_bias is None:
             return False

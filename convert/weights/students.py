@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 import modeling_llamba
 import modeling_phimamba
 from modeling_llamba.attention import SoftmaxAttention
-from modeling_llamba.hybrid_mixer import make_mixer
+from modeling_llamba.mixers import make_mixer
 
 STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
 MIXER_LAYERS = ("linear_attention", "hybrid")
@@ -90,6 +90,6 @@ def meta_shapes(model_class: type, config: PreTrainedConfig) -> Shapes:
 
 
 def layer_letters(layer_types: list[str]) -> str:
-    """One letter per layer: A keeps its attention, M is a mixer, H is a mixer beside a window."""
+    """One letter per layer: A keeps its attention, M is a mixer, H is a hybrid layer."""
     letters = {"linear_attention": "M", "hybrid": "H"}
     return "".join(letters.get(kind, "A") for kind in layer_types)

@@ -60,11 +60,11 @@ def test_a_placement_keeps_within_the_budget_and_uses_it(cache, saved_teacher):
     kept = kept_kv_heads(placement)
     assert taken <= spent.nbytes and kept == set(RANKED[: len(kept)])
     hybrid = placement.hybrid
-    assert hybrid.state and hybrid.sinks == 4
-    if hybrid.window < spent.longest_window:  # one token more and it would be too much
-        wider = Placement(
-            tuple(Hybrid(hybrid.window + 1, 4, x.full_heads) if isinstance(x, Hybrid) else x for x in placement.layers)
-        )
+    assert hybrid.state
+    assert (hybrid.sinks, hybrid.salient, hybrid.block) == (4, 16, 16)
+    assert hybrid.window % hybrid.block == 0
+    if hybrid.window < spent.longest_window:  # one block more and it would be too much
+        wider = placement.with_windows(dict.fromkeys(placement.windows, hybrid.window + hybrid.block))
         config = hybrid_config(spent.weights, wider, spent.options)
         assert cache_bytes(config, CONTEXT, torch.float32)[1] > spent.nbytes
 
@@ -79,7 +79,8 @@ def test_more_cache_keeps_more_heads(saved_teacher):
 @pytest.mark.parametrize(
     "options, window, kept",
     [
-        (dict(window=9), 9, None),
+        (dict(window=12), 12, None),
+        (dict(block=8), None, None),
         (dict(attention_heads="1:0,1:1,2:3"), None, {(1, 0), (2, 1)}),
         (dict(attention_heads=2), None, {(1, 0), (3, 0)}),
         (dict(attention_layers=[2], window=6), 6, None),
@@ -93,13 +94,20 @@ def test_what_is_said_stays(options, window, kept, saved_teacher):
     assert window is None or placement.hybrid.window == window
     assert kept is None or kept_kv_heads(placement) == kept
     assert "attention_layers" not in options or 2 in placement.attention_layers
-    assert placement.hybrid.state == ("mixer" not in options) and taken <= spent.nbytes
+    assert placement.hybrid.state == ("mixer" not in options)
+    assert placement.hybrid.block == options.get("block", {12: 4, 6: 2}.get(window, 16))
+    assert taken <= spent.nbytes
 
 
 def test_a_window_beside_a_state_leaves_half_of_a_sequence_to_fit_on(saved_teacher):
+    """Its blocks are an eighth of that at most; a block that is given stays."""
     folder = saved_teacher("llama-gqa")
     beside = budget(folder, cache=0.6, attention_heads=1, sequence_length=64)
-    assert beside.longest_window == 28 == placed(beside)[0].hybrid.window
+    assert (beside.longest_window, beside.block) == (32, 4)
+    assert placed(beside)[0].hybrid.window == 32
+    given = budget(folder, cache=0.6, attention_heads=1, sequence_length=64, block=10)
+    assert (given.longest_window, given.block) == (30, 10)
+    assert placed(given)[0].hybrid.window == 30
     alone = budget(folder, cache=0.9, mixer="none", attention_heads=1, sequence_length=64)
     assert placed(alone)[0].hybrid.window > 200
 
@@ -115,13 +123,13 @@ def with_window(folder, copy, window):
 @pytest.mark.parametrize("cache", [0.6, None], ids=["budget", "default"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "qwen2-mixed-window"])
 @torch.no_grad()
-def test_the_teachers_own_windows_stay_where_they_are_cheap(name, cache, saved_teacher, tmp_path):
+def test_the_teachers_own_windows_stay(name, cache, saved_teacher, tmp_path):
     """The budget goes to the other layers, whose heads alone can see everything, and the bytes are the cache's own.
-    They are read as every default is. By default windows stay whatever they cost, and the share is of the others'."""
+    By default the share is of the others' cache."""
     share, own = cache or 0.15, 8 if cache else 150
     teacher = with_window(saved_teacher(name), tmp_path / "teacher", own)
     plan = convert(str(teacher), tmp_path / "out", **SEARCH | {"cache": cache})
-    assert plan.placement.hybrid.read == "normalised" and plan.placement.hybrid.salient
+    assert plan.placement.hybrid.state and plan.placement.hybrid.salient
     windows = [i for i, kind in enumerate(plan.config.conversion["teacher_layer_types"]) if kind != "full_attention"]
     others = {0, 1, 2, 3} - set(windows)
     assert len(windows) == 2 and set(plan.placement.replaced_layers) <= others
@@ -136,43 +144,51 @@ def test_the_teachers_own_windows_stay_where_they_are_cheap(name, cache, saved_t
     assert cache_nbytes(whole) == taken[0]
 
 
-def test_the_teachers_own_windows_go_where_a_state_is_cheaper(saved_teacher, tmp_path):
-    spent = budget(with_window(saved_teacher("gemma3"), tmp_path / "wide", 300), cache=0.3, read="linear")
-    placement, taken = placed(spent)
-    assert not placement.attention_layers and not placement.full_heads.keys() & {0, 2} and taken <= spent.nbytes
-    assert budget(tmp_path / "wide", cache=0.97, read="linear").kept_windows == (0, 2)
-    with pytest.raises(ValueError, match="window 301 is larger than the teacher's own"):
-        hybrid_config(spent.weights, everywhere(Hybrid(301, 4), 4), spent.options)
-    with pytest.raises(ValueError, match="set mixer.read: linear"):
-        hybrid_config(spent.weights, everywhere(Hybrid(9, 4, read="normalised"), 4), spent.options)
-    with pytest.raises(ValueError, match="names heads of layers that see a sliding window only"):
-        heads = everywhere(Hybrid(9, 4), 4).with_full_heads({0: [1]})
-        hybrid_config(spent.weights, heads, spent.options)
-    named = budget(tmp_path / "wide", cache=0.3, attention_heads="0:1,1:0")
-    with pytest.raises(ValueError, match="names heads of layer 0, which sees a sliding window only"):
-        named.placement([])
+@pytest.mark.parametrize(
+    "said", [dict(cache=0.3), dict(cache=None, window=8), dict(cache=None, window=8, align="none")]
+)
+def test_heads_of_a_layer_that_keeps_its_window_see_nothing_else(said, saved_teacher):
+    folder = saved_teacher("gemma3")
+    with pytest.raises(ValueError, match="heads of layer 0, which has a sliding window .* those of layers 0, 2"):
+        plan_conversion(make_options(str(folder), "o", attention_heads="0:1,1:0,2:3", **said))
+    kept = plan_conversion(make_options(str(folder), "o", attention_heads="1:0", **said)).placement
+    assert kept.full_heads[1] == (0, 1)
 
 
-def test_heads_that_share_keys_share_a_state_within_a_budget(saved_teacher):
-    for said, shared in ((dict(), True), (dict(shared_state=False), False), (dict(expand_kv_heads=True), False)):
-        spent = budget(saved_teacher("llama-gqa"), cache=0.7, **said)
-        config = make_plan(spent.weights, Decision(placed(spent)[0]), spent.options).config
-        assert config.mixer_shared_state == shared
-    for said in (dict(align="none"), dict(export_ready=True)):
-        assert not options_of("m", **said).searches_budget
+def test_mixers_alone_are_no_search(saved_teacher):
+    """A budget then says how many layers keep attention."""
+    for said in (dict(align="none"), dict(export_ready=True), dict(shared_state=True), dict(mixer="mamba1")):
+        options = options_of("m", **said)
+        assert not options.searches_budget
+        assert not options.has_windows
+    config = plan_conversion(options_of(saved_teacher("llama-gqa"), cache=0.6, shared_state=True)).config
+    assert set(config.layer_types) == {"full_attention", "linear_attention"}
+    assert config.mixer_shared_state
 
 
-def test_a_teacher_with_windows_of_its_own_keeps_as_many_layers_as_fit(saved_teacher):
-    """Its heads may not see more than they do; so the budget says how many of its layers stay."""
-    weights = TeacherWeights.of(find_teacher(str(saved_teacher("mistral-window"))))
+def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
+    """By default with a note; mixers alone are made as many as a budget wants."""
+    folder = str(saved_teacher("mistral-window"))
+    weights = TeacherWeights.of(find_teacher(folder))
+    options = make_options(folder, "o")
+    decision = decide_placement(weights, options_for_teacher(options, weights))
+    assert decision.placement == everywhere(Attention(), 4)
+    assert not decision.needs_scores
+    assert "every layer has a window of 8 tokens" in describe(plan_conversion(options))
     asked = options_of("m", cache=0.8, d_state=1, text="sampled", tokens=5120)
-    options = options_for_teacher(asked, weights)
-    placement = decide_placement(weights, options).placement
-    assert placement.attention_layers == (1, 3) and placement.hybrid is None and not placement.full_heads
-    read = dict(mixer={"read": "normalised"})
-    for said in (dict(attention_layers=[1]), dict(attention_heads=2), dict(mixer="none"), read):
-        with pytest.raises(ValueError, match="own layers see a window"):
-            options_for_teacher(options_of("m", **said), weights)
+    placement = decide_placement(weights, options_for_teacher(asked, weights)).placement
+    assert placement.attention_layers == (1, 3)
+    assert placement.replaced_layers == (0, 2) and placement.hybrid is None
+    within = dict(cache=0.8, mixer="none")
+    for said in (
+        dict(cache=0.5),
+        within,
+        dict(cache=0.8, attention_heads=2),
+        dict(window=4),
+        dict(window=4, attention_layers=0.5),
+    ):
+        with pytest.raises(ValueError, match="Every layer of this teacher has a window of 8"):
+            options_for_teacher(make_options("m", "o", **said), weights)
 
 
 def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configuration_stores(saved_teacher, tmp_path):
@@ -187,12 +203,17 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
         if doing[-1] != what:
             doing.append(what)
 
-    options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH)
+    options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH, rank=4)
     plan = run(options, on_plan, progress)
     assert doing == ["plan", "reading text, rows", "scoring heads, layers", "measuring layers", "plan",
                      "aligning, layers", "writing, MB"]  # fmt: skip
-    assert plans[0].notes and plans[1] is plan and not plan.notes
-    assert plans[0].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
+    assert plans[0].notes and not plan.notes
+    assert plans[0].summary()["cache_bytes"] == plans[1].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
+    layers = plan.placement.windows
+    assert plans[1].placement == plan.placement.with_ranks(dict.fromkeys(layers, 4))
+    ranks = json.loads((tmp_path / "out" / "alignment.json").read_text())["ranks"]
+    assert {int(layer): rank for layer, rank in ranks.items()} == {i: plan.config.rank_of(i) for i in layers}
+    assert sum(ranks.values()) <= 4 * len(layers)
     assert Placement.of(LlambaConfig.from_pretrained(tmp_path / "out")) == plan.placement
     assert plan.placement.replaced_layers and plan.placement.full_heads
     scores = json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"]
@@ -210,23 +231,26 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
 
 
 @pytest.mark.parametrize(
-    "layers",
+    "name, layers",
     [
-        (Attention(), Mixer(), Attention(), Mixer()),
-        (Hybrid(7, 2), Attention(), Hybrid(7, 2), Hybrid(7, 2)),
-        (Hybrid(7, 0, (1, 3)), Hybrid(7, 0), Attention(), Hybrid(7, 0, (0,))),
-        (Hybrid(7, 2, state=False), Hybrid(7, 2, (2,), state=False), Attention(), Attention()),
-        (Mixer(), Hybrid(5, 1, (0, 1)), Attention(), Mixer()),
-        (Attention(),) * 4,
+        ("llama-gqa", (Attention(), Mixer(), Attention(), Mixer())),
+        ("mistral-window", (Attention(), Mixer(), Attention(), Mixer())),
+        ("llama-gqa", (Hybrid(8, 2, 2), Attention(), Hybrid(8, 2, 2), Hybrid(8, 2, 2))),
+        ("gemma3", (Attention(), Hybrid(8, 4, 2), Attention(), Hybrid(12, 4, 2))),
+        ("llama-gqa", (Hybrid(8, 2, 0, (2, 3)), Hybrid(6, 2, 0), Attention(), Hybrid(8, 2, 0, (0, 1)))),
+        ("llama-gqa", (Hybrid(8, 2, 2, rank=8), Hybrid(8, 2, 2), Attention(), Hybrid(8, 2, 2, rank=16))),
+        (
+            "llama-gqa",
+            (Hybrid(8, 2, 2, state=False), Hybrid(8, 2, 2, (2, 3), state=False), Attention(), Attention()),
+        ),
+        ("llama-gqa", (Mixer(), Hybrid(6, 3, 1, (0, 1), salient=3, rank=2), Attention(), Mixer())),
+        ("llama-gqa", (Attention(),) * 4),
     ],
-    ids=["mixers", "windows", "heads", "no state", "all kinds", "attention"],
+    ids=["mixers", "of windows", "windows", "own", "heads", "ranks", "no state", "all kinds", "attention"],
 )
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window"])
 def test_a_configuration_stores_every_kind_of_placement(name, layers, saved_teacher, tmp_path):
     """As typed fields, from which the same placement is read back."""
     placement = Placement(layers)
-    if name == "mistral-window" and placement.full_heads:
-        placement = placement.with_full_heads({})
     weights = TeacherWeights.of(find_teacher(str(saved_teacher(name))))
     config = hybrid_config(weights, placement, make_options("m", "o", attention_layers="none"))
     config.save_pretrained(tmp_path)
@@ -237,8 +261,8 @@ def test_a_configuration_stores_every_kind_of_placement(name, layers, saved_teac
 
 
 def test_windows_are_wide_where_layers_are_wrong():
-    errors = {0: 0.001, 2: 0.05, 3: 0.01, 5: 0.0001}
-    windows = spread_windows(100, errors, 320)
+    errors, alike = {0: 0.001, 2: 0.05, 3: 0.01, 5: 0.0001}, dict.fromkeys((0, 2, 3, 5), 1)
+    windows = spread_windows(400, errors, alike, 320, 1)
     assert sum(windows.values()) == 400 and windows.keys() == errors.keys()
     assert windows[5] == windows[0] == 40 < windows[3] < windows[2] <= 320
 
@@ -249,9 +273,20 @@ def test_windows_are_wide_where_layers_are_wrong():
         for less in errors.keys() - {more}:
             if windows[less] > 40 and windows[more] <= 300:
                 assert left(windows) <= left(windows | {more: windows[more] + 20, less: windows[less] - 20})
-    assert min(spread_windows(60, errors, 320).values()) == 20  # the narrowest that there is
-    assert spread_windows(320, errors, 320) == dict.fromkeys(errors, 320)
-    assert spread_windows(3, errors, 320) == dict.fromkeys(errors, 3)
+    assert min(spread_windows(240, errors, alike, 320, 1).values()) == 20  # the narrowest that there is
+    assert spread_windows(4 * 320, errors, alike, 320, 1) == dict.fromkeys(errors, 320)
+
+
+@pytest.mark.parametrize("block, columns", [(1, 1000), (4, 1003), (16, 1000), (16, 2000), (16, 260)])
+def test_windows_of_layers_with_fewer_heads_cost_less(block, columns):
+    """Whole blocks, two at least; one more in any layer would be too much."""
+    errors, heads = {0: 0.01, 1: 0.01, 2: 0.03, 3: 0.002}, {0: 1, 1: 3, 2: 2, 3: 2}
+    windows = spread_windows(columns, errors, heads, 320, block)
+    assert all(width % block == 0 and 2 * block <= width <= 320 for width in windows.values())
+    spent = sum(width * heads[layer] for layer, width in windows.items())
+    assert spent <= columns
+    assert all(width == 320 or spent + block * heads[layer] > columns for layer, width in windows.items())
+    assert windows[0] >= windows[1]
 
 
 def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
@@ -261,7 +296,9 @@ def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
     )
     folder, text = str(saved_teacher("llama-gqa")), dict(text="sampled", tokens=5120)
     within, layers = text | dict(cache=0.5), text | dict(attention_layers=0.5)
-    for said, shape in ((within, (5, 1024)), (within | dict(sequence_length=640), (8, 640)), (layers, (10, 512))):
+    window = layers | dict(window=32)
+    longer = within | dict(sequence_length=640)
+    for said, shape in ((within, (5, 1024)), (longer, (8, 640)), (window, (5, 1024)), (layers, (10, 512))):
         options = make_options(folder, "o", **said)
         assert Aligner(TeacherWeights.of(find_teacher(folder)), options).ids.shape == shape
 
@@ -297,7 +334,7 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
         (dict(cache=0.0001), "too little"),
         (dict(cache="1KB"), "too little"),
         (dict(window=5000, mixer="none"), "too little"),
-        (dict(window=5000), "covers whole calibration sequences"),
+        (dict(window=5000), "cover whole calibration sequences"),
         (dict(attention_heads="9:0"), "layers are 0 to 3"),
     ],
 )
@@ -316,7 +353,10 @@ SAID = (
 def test_a_small_share_of_the_cache_where_nothing_is_said_of_the_layers(said):
     assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.15
     assert make_options("m", "o", **said).cache is None
-    assert make_options("m", "o", sinks=2, shared_state=True).cache == 0.15
+    assert make_options("m", "o", sinks=2).cache == 0.15
+    assert make_options("m", "o", shared_state=True).cache == 0.15
+    with pytest.raises(ValueError, match=r"placement.sinks has no effect without a window"):
+        make_options("m", "o", sinks=2, shared_state=True)
 
 
 def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from convert import convert
-from convert.alignment.distillation.trainer import last_whole_checkpoint
+from convert.alignment.distillation.trainer import DistilledSFTTrainer, last_whole_checkpoint
 from convert.alignment.mohawk.distillation import distil
 from convert.alignment.mohawk.stages import Stages
 from convert.alignment.mohawk.train import load_hybrid
@@ -19,6 +19,7 @@ from convert.options import (
     make_options,
 )
 from tests.alignment.tiny import LENGTH, rows, teacher_model
+from tests.students import make_student
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(two_layer_teacher, tmp_path):
@@ -40,6 +41,15 @@ def test_a_loss_that_is_not_finite_ends_the_training(two_layer_teacher, tmp_path
     assert last_whole_checkpoint(folder).endswith("checkpoint-2")
     saved = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
     assert all(torch.isfinite(v).all() for s in saved["state"].values() for v in s.values() if torch.is_tensor(v))
+
+
+def test_decays_and_log_masses_have_no_weight_decay():
+    """Which would forget what was fitted."""
+    trainer = object.__new__(DistilledSFTTrainer)
+    model = make_student(pattern="every", dtype=torch.float32)
+    decaying = {name.partition(".mixer.")[2] for name in trainer.get_decay_parameter_names(model)}
+    assert {"down.weight", "up.weight", "q_proj.weight", "in_proj.weight"} <= decaying
+    assert not {"mass", "A_log_bias", "D", "z_bias"} & decaying
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

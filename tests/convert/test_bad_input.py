@@ -390,7 +390,7 @@ def test_interrupted_half_way(teacher, tmp_path):
         (["--mixer", "mamba3"], ["--mixer must be discrete_mamba2 or mamba2 or mamba1 or none, not mamba3"]),
         (["--align", "magic"], ["--align must be none or closed-form or mohawk, not magic"]),
         (["--dtype", "int4"], ["--dtype must be auto or float32 or bfloat16 or float16, not int4"]),
-        (["--window", "wide"], ["--window must be a whole number above 0 and at most 16777216, not wide"]),
+        (["--window", "wide"], ["--window must be a whole number of at least 2 and at most 16777216, not wide"]),
         (["--mixer.initial_decay", "0"], ["initial_decay must be a number above 0 and at most 1, not 0"]),
         (["--mixer.norm", "head"], ["mamba2 mixer only"]),
         (["--mixer.d_state", "4", "--mixer.rotary", "true"], ["say rotary: false"]),

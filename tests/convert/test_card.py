@@ -8,7 +8,7 @@ from convert.placement.cache import cache_bytes
 from tests.students import make_student, student_config
 
 
-@pytest.mark.parametrize("mixer, beside", [("discrete_mamba2", "window beside a mixer"), ("none", "window")])
+@pytest.mark.parametrize("mixer, beside", [("discrete_mamba2", "window and state"), ("none", "window")])
 def test_layers_show_what_each_head_is(mixer, beside):
     config = student_config(pattern="beside-only", mixer=mixer, mixer_rotary=False, mixer_decay_bias=False)
     attention = "attention"  # two query heads to a key/value head

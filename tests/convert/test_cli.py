@@ -41,7 +41,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     assert "MAMA" in done.stderr and done.stdout == ""
     assert "decided by scores" not in done.stderr, "nothing is fitted, so they are evenly placed"
     done = dry()
-    assert "softmax would" in done.stderr and "which heads keep their attention is decided by scores" in done.stderr
+    assert "salient tokens and a state" in done.stderr
+    assert "which heads keep their attention is decided by scores" in done.stderr
     assert "decided by scores" not in dry("--cache", "0.9", "--attention-heads", "1:0").stderr, "the user has decided"
     done = dry("--attention-layers", "0.5")
     assert "which layers keep their attention is decided by scores" in done.stderr and "which heads" not in done.stderr
@@ -124,8 +125,8 @@ SAME = {
 
 BESIDE = {
     "--attention-heads": {"placement.window": 4},
-    "--alignment.fit.refine_steps": {"mixer.read": "linear"},
-    "--alignment.fit.decays": {"mixer.read": "linear"},
+    "--alignment.fit.refine_steps": {"placement.attention_layers": 0.5},
+    "--alignment.fit.decays": {"placement.attention_layers": 0.5},
 }
 """Options without which one has no effect."""
 
@@ -317,7 +318,9 @@ def test_version():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(attention_layers=0.5, read="linear"), "mixer.read has no effect without a window"),
+        (dict(attention_layers=0.5, salient=8), "placement.salient has no effect without a window"),
+        (dict(decays=(0.5,)), "alignment.fit.decays has no effect without a mixer"),
+        (dict(align="none", block=8), "placement.block has no effect without a window"),
         (dict(mixer="none", window=8, d_state=4), "mixer.d_state has no effect without a mixer"),
         (dict(mixer="none", window=8, decays=(0.5,)), "alignment.fit.decays has no effect without a mixer"),
     ],

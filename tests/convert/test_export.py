@@ -109,7 +109,7 @@ def test_what_cannot_be_held_is_named(tmp_path, norm_eps):
         "a convolution without SiLU": dict(mixer_activation="identity"),
         "rotary embedding on B and C": dict(mixer_rotary=True),
         "the mixer's norm 'whole'": dict(mixer_norm="whole"),
-        "window beside": dict(pattern="beside"),
+        "layers with a window": dict(pattern="beside"),
         "without an attention layer": dict(pattern="pure"),
         "sliding window": dict(pattern="window", sliding_window=8),
         "norms on queries and keys, norms on B and C": dict(qk_norm="rms", mixer_qk_norm="rms"),
@@ -192,7 +192,7 @@ def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
     with pytest.raises(ValueError, match="export_ready needs the mixer mamba2, not mamba1"):
         make_options(model="a", output="b", export_ready=True, mixer="mamba1")
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--export-ready", "--window", "4", "--dry-run")
-    check_one_line_error(done, "window beside the mixer")
+    check_one_line_error(done, "no window beside it", "leave out the window, or mixer.activation")
 
 
 def test_a_published_mamba2_hybrid_goes_all_the_way(tmp_path):

@@ -11,7 +11,7 @@ from convert.alignment.probes import needle_probe
 from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.placement.cache import cache_bytes
-from convert.placement.presets import counted_heads, kept_heads, query_heads
+from convert.placement.presets import counted_heads, kept_heads, query_heads, whole_groups
 from convert.placement.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import teacher_model
@@ -43,6 +43,8 @@ def test_counts():
     with pytest.raises(ValueError, match="between 0 and the teacher's 90"):
         counted_heads(91, 90)
     assert query_heads([(2, 1), (0, 0)], 3) == {0: (0, 1, 2), 2: (3, 4, 5)}
+    assert whole_groups({2: (4,), 0: (1, 5)}, 3) == {0: (0, 1, 2, 3, 4, 5), 2: (3, 4, 5)}
+    assert whole_groups({2: (4,)}, 1) == {2: (4,)}
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "phi-gqa-qk-norm", "qwen3"])
@@ -89,14 +91,15 @@ def test_key_value_heads_rank_by_their_best_query_head():
 
 @torch.no_grad()
 def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, tmp_path):
-    options = dict(attention_layers=0.0, align="none", window=5, sinks=1)
+    """With those that share their keys and values. A layer all of whose heads are named stays attention."""
+    options = dict(attention_layers=0.0, align="none", window=6, sinks=1)
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "some", attention_heads="1:0,1:1,3:2", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "some").eval()
     ids = random_ids(2, 40)
     cache = model(ids).past_key_values
     assert cache_nbytes(cache) == 2 * cache_bytes(plan.config, 40, torch.float32)[1]
-    assert plan.summary()["attention_heads"] == {1: [0, 1], 3: [2]}
-    (tmp_path / "heads.json").write_text('{"1": [0, 1], "3": [2]}')
+    assert plan.summary()["attention_heads"] == {1: [0, 1], 3: [2, 3]}
+    (tmp_path / "heads.json").write_text('{"1": [0, 1], "3": [3]}')
     from_file = convert(
         str(saved_teacher("llama-gqa")), tmp_path / "file", attention_heads=str(tmp_path / "heads.json"), **options
     )
@@ -104,13 +107,15 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
     for name in ("config.json", "README.md"):
         assert str(tmp_path) not in (tmp_path / "file" / name).read_text()
     every = ",".join(f"{layer}:{head}" for layer in range(4) for head in range(4))
-    convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_heads=every, **options)
+    whole = convert(str(saved_teacher("llama-gqa")), tmp_path / "all", attention_heads=every, **options)
+    assert whole.config.layer_types == ["full_attention"] * 4
     everything = AutoModelForCausalLM.from_pretrained(tmp_path / "all").eval()
     torch.testing.assert_close(everything(ids).logits, make_teacher("llama-gqa")(ids).logits, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(model(ids).logits, everything(ids).logits, atol=1e-2)
 
 
 def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
+    """Three of four, so that one of the two layers keeps all of its heads, and with them its attention."""
     options = dict(
         attention_layers=[1, 3], window=4, attention_heads=3, text="sampled",
         tokens=320, sequence_length=32, held_out_sequences=2,
@@ -119,7 +124,8 @@ def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
     scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"])
     best = [pair for pair in ranked_heads(scores, shared=2) if pair[0] in (0, 2)]
     expected = query_heads(best[:3], 2)
-    assert plan.summary()["attention_heads"] == {layer: list(heads) for layer, heads in expected.items()}
+    assert plan.summary()["attention_heads"] == {i: list(of) for i, of in expected.items() if len(of) == 2}
+    assert plan.summary()["attention_layers"] == sorted([1, 3, *(i for i, of in expected.items() if len(of) == 4)])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = random_ids(1, 30)
     grown = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
@@ -145,7 +151,7 @@ def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, t
         str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers="1", align="none", window=4,
         attention_heads="1:0,2:3",
     )  # fmt: skip
-    assert plan.summary()["attention_heads"] == {2: [3]}
+    assert plan.summary()["attention_heads"] == {2: [2, 3]}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,8 @@ def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, t
         ("llama-gqa", "5", "the replaced layers have 4"),
         ("llama-gqa", "0.01", "less than one"),
         ("llama-gqa", "heads.json", "no such file"),
-        ("mistral-window", "0:0", "see a sliding window only in this teacher"),
+        ("mistral-window", "0:0", "Every layer of this teacher has a window of 8"),
+        ("gemma3", "0:0", "heads of layer 0, which has a sliding window in the teacher"),
     ],
 )
 def test_heads_that_cannot_be_are_refused_before_any_work(name, heads, message, saved_teacher):

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import tarfile
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaForCausalLM
 from tests.convert.test_bad_input import check_one_line_error
 from tests.convert.test_bad_input import run_as_is as use
+from tests.modeling.test_saving import BEFORE
 from tests.modeling.test_training import tokenizer
 from tests.recipes.tiny_chat import save_chat_teacher, save_hybrid
 from tests.students import make_student, student_config
@@ -40,7 +42,8 @@ def test_inspect_says_what_the_model_is(checkpoints):
     model = LlambaForCausalLM.from_pretrained(checkpoints / "hybrid")
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
     assert sorted(report["layer_map"]) == sorted("AHHH") and len(report["attention_layers"]) == 1
-    assert report["window"] == {"tokens": 8, "sinks": 4, "salient": 0, "mixer": None} and report["mixer"] is None
+    assert report["window"] == {"tokens": 8, "sinks": 4, "block": 4, "salient": 0, "state": True, "rank": 0}
+    assert report["mixer"] is None
     assert report["provenance"]["teacher"] == "teacher" and report["provenance"]["align"] == "none"
     done = use("inspect", checkpoints / "hybrid", "--json")
     assert done.returncode == 0 and json.loads(done.stdout) == report | {"model": str(checkpoints / "hybrid")}
@@ -83,6 +86,16 @@ def test_inspect_reads_the_alignment(checkpoints, tmp_path):
     assert "held-out error 0.400 on average, most in layer 2 (0.600)" in " ".join(done.stdout.split())
     (folder / "alignment.json").write_text("{")
     assert use("inspect", folder).returncode == 1
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["generate", "--prompt", "w5"], ["export", "out", "--to", "bamba"]])
+def test_a_hybrid_of_an_older_format_is_refused_in_one_line(command, tmp_path):
+    with tarfile.open(BEFORE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    tokenizer().save_pretrained(tmp_path / "llamba")
+    done = use(command[0], tmp_path / "llamba", *(tmp_path / part if part == "out" else part for part in command[1:]))
+    check_one_line_error(done, "has format 1", "Load it with the code that it carries (trust_remote_code=True")
+    assert not (tmp_path / "out").exists()
 
 
 def test_env_says_which_code_runs_and_why():

@@ -1,174 +1,191 @@
-"""Conversion to layers that hold a window and sinks beside the mixer: mapping, bytes, alignment, refusals."""
+"""Conversion to layers with a window, with a state or without: mapping, bytes, alignment, training, refusals."""
 
-import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from convert import convert
-from convert.alignment.closed_form import balance_features, features, fit_layer, held_out_error, refine
+from convert import convert, plan_conversion
 from convert.alignment.mohawk.train import train_existing
 from convert.cli import parser_of
-from convert.options import FitOptions, make_options
+from convert.options import make_options
+from convert.placement.budget import block_of
 from convert.placement.cache import cache_bytes
+from convert.placement.decide import MEAN_RANK, RANK_SHARE
+from convert.placement.placement import Placement
+from convert.plan import describe
+from convert.teachers.teacher import teacher_layer_types
+from convert.tools.inspect import inspect_model
+from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.hybrid_cache import cache_nbytes
-from tests.alignment.tiny import layer_data, teacher_model
-from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
+from tests.teachers import TEACHERS, make_teacher, random_ids
 
-LENGTH, LAYERS = 40, 2
+LENGTH, WINDOW = 40, 8
+HELD = dict(window=WINDOW, block=4, sinks=2)
+OWN_WINDOWS = {
+    name: [i for i, kind in enumerate(teacher_layer_types(config)) if kind == "sliding_attention"]
+    for name, (_, config) in TEACHERS.items()
+}
+FIT = dict(text="sampled", tokens=512, sequence_length=32, held_out_sequences=2)
+HYBRIDS_OF = [name for name in TEACHERS if len(OWN_WINDOWS[name]) < 4]
 
 
 def converted(folder, output, **options):
-    options = {"attention_layers": 0.0, "align": "none", "read": "linear"} | options
-    plan = convert(str(folder), output, **options)
+    plan = convert(str(folder), output, **{"attention_layers": 0.0, "align": "none"} | options)
     return AutoModelForCausalLM.from_pretrained(output).eval(), plan
 
 
-@pytest.mark.parametrize(
-    "name, mixer",
-    [
-        (n, m)
-        for n in TEACHERS
-        for m in ("discrete_mamba2", "mamba2", "mamba1", "none")
-        if n in FIRST or m == "discrete_mamba2"
-    ],
-)
+@pytest.mark.parametrize("name", HYBRIDS_OF)
 @torch.no_grad()
-def test_a_window_that_sees_everything_is_the_teacher(name, mixer, saved_teacher, tmp_path):
-    """Nothing is fitted, so out_proj holds the teacher's o_proj for the window and nothing for the mixer."""
-    sliding = getattr(TEACHERS[name][1], "sliding_window", None)
-    window = dict(window=sliding, sinks=0) if sliding else dict(window=LENGTH, sinks=3)
-    hybrid, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, **window)
-    ids = random_ids(2, LENGTH)
-    if sliding and "full_attention" in plan.config.conversion["teacher_layer_types"]:
-        ids = ids[:, :sliding]
-    assert set(plan.config.layer_types) == {"hybrid"}
-    torch.testing.assert_close(hybrid(ids).logits, make_teacher(name, layers=LAYERS)(ids).logits, rtol=1e-4, atol=1e-5)
+def test_the_first_tokens_and_a_wide_window_are_the_teacher(name, saved_teacher, tmp_path):
+    """And all weights of the layer are, bit for bit, but for what reads the state; its own windows stay."""
+    hybrid, plan = converted(saved_teacher(name), tmp_path / "out", rank=3, **HELD)
+    replaced = plan.placement.replaced_layers
+    assert set(replaced) == {0, 1, 2, 3} - set(OWN_WINDOWS[name])
+    teacher, ids = make_teacher(name), random_ids(2, LENGTH)
+    expected, before = teacher(ids).logits, hybrid(ids).logits
+    torch.testing.assert_close(before[:, :WINDOW], expected[:, :WINDOW], rtol=1e-4, atol=1e-5)
+    for layer in replaced:  # as a fit might change them: not for the first tokens
+        hybrid.model.layers[layer].mixer.up.weight.normal_()
+    assert torch.equal(hybrid(ids).logits[:, :WINDOW], before[:, :WINDOW])
+    assert not torch.allclose(hybrid(ids).logits[:, WINDOW:], before[:, WINDOW:])
+    parts = {rule.target.partition(".mixer.")[2] for rule in plan.rules if rule.kind != "moved"}
+    assert parts == {"mass", "down.weight", "up.weight"}
+    assert {rule.kind for rule in plan.rules} == {"moved", "initialised"}
+    wide, _ = converted(saved_teacher(name), tmp_path / "wide", window=LENGTH)
+    torch.testing.assert_close(wide(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(wide.model.layers[replaced[0]].mixer.mass, theory_mass(plan.config, replaced[0]))
 
 
+@pytest.mark.parametrize("name", ["llama-biases", "phi-gqa-qk-norm", "phi3", "gemma3"])
+def test_what_is_moved_is_the_teachers_bit_for_bit(name, saved_teacher, tmp_path):
+    _, plan = converted(saved_teacher(name), tmp_path / "out", rank=3, **HELD)
+    teacher = load_file(saved_teacher(name) / "model.safetensors")
+    student = load_file(tmp_path / "out" / "model.safetensors")
+    for rule in plan.rules:
+        if rule.kind == "moved":
+            (source,) = rule.sources
+            rows = teacher[source].unfold(0, len(student[rule.target]), 1).movedim(-1, 1)  # of fused ones a piece
+            assert any(torch.equal(part, student[rule.target]) for part in rows), rule.target
+    used = {source for rule in plan.rules for source in rule.sources}
+    assert used | set(plan.weights.dropped) == set(teacher)
+    assert {rule.target for rule in plan.rules} == set(student)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 8])
 @torch.no_grad()
-def test_without_a_fit_it_is_the_teacher_that_sees_only_window_and_sinks(saved_teacher, tmp_path):
-    hybrid, _ = converted(saved_teacher("llama-gqa"), tmp_path / "out", window=5, sinks=2)
-    teacher, ids = make_teacher("llama-gqa"), random_ids(2, LENGTH)
-    positions = torch.arange(LENGTH)
-    distance = positions[:, None] - positions
-    seen = (distance >= 0) & ((distance < 5) | (positions < 2))
+def test_a_window_alone_is_the_teacher_that_sees_only_window_and_sinks(block, saved_teacher, tmp_path):
+    options = dict(window=16, block=block, sinks=2, mixer="none")
+    hybrid, _ = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
+    teacher, ids, positions = make_teacher("llama-gqa"), random_ids(2, LENGTH), torch.arange(LENGTH)
+    blocks_back = positions[:, None] // block - positions // block
+    seen = (positions[:, None] >= positions) & ((blocks_back < 16 // block) | (positions < 2))
     mask = torch.zeros(LENGTH, LENGTH).masked_fill(~seen, -1e30)[None, None]
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids, attention_mask=mask).logits, rtol=1e-4, atol=1e-5)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "Not aligned" in card and "not yet a language model" not in card and "restricted to the last tokens" in card
+    assert "no weight was changed" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("shared_state", [False, True])
-@pytest.mark.parametrize("mixer", ["discrete_mamba2", "mamba2", "mamba1", "none"])
-@pytest.mark.parametrize("window", [5, 2 * LENGTH])
+@pytest.mark.parametrize("window", [WINDOW, 2 * LENGTH])
+@pytest.mark.parametrize("heads", [None, "1:0,1:1,2:3"])
+@pytest.mark.parametrize("mixer, salient", [("discrete_mamba2", 0), ("discrete_mamba2", 5), ("none", 0), ("none", 3)])
 @torch.no_grad()
-def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, shared_state, window, saved_teacher, tmp_path):
+def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, salient, heads, window, saved_teacher, tmp_path):
     """Of a text longer than the window, and of a shorter one."""
-    options = dict(mixer=mixer, window=window, sinks=2)
-    if mixer not in ("mamba1", "none"):
-        options["shared_state"] = shared_state
+    options = dict(window=window, sinks=2, attention_heads=heads, mixer=mixer, salient=salient)
     hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
     cache = hybrid(random_ids(1, LENGTH)).past_key_values
-    planned = cache_bytes(plan.config, LENGTH, torch.float32)[1]
-    assert cache_nbytes(cache) == planned
+    assert cache_nbytes(cache) == cache_bytes(plan.config, LENGTH, torch.float32)[1]
+    heads_with_a_state = (8 if heads is None else 6) if mixer != "none" else 0
+    assert plan.summary()["state_bytes"] == heads_with_a_state * (8 + 1) * (4 + 1) * 4
+    assert Placement.of(plan.config) == plan.placement
 
 
-def test_the_fit_uses_the_mixer_for_what_the_window_does_not_see(saved_teacher):
-    """Targets made by a wider window: out_proj has to take the rest from the mixer."""
-    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1, read="linear")
-    wide = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1, read="linear")
-    data = layer_data(model, wide.mixer(1), sequences=24)
-    window_alone = held_out_error(model.mixer(1), data)
-    solved, fit = fit_layer(model.mixer(1), data, FitOptions(refine_steps=0))
-    assert fit.mapped == pytest.approx(window_alone)
-    assert fit.solved < 0.8 * window_alone
-    assert fit.decay in FitOptions().decays + FitOptions().decays_beside_window
-    assert solved.out_proj.weight[:, solved.attention_size :].abs().max() > 0
+def test_what_is_said_of_a_state(saved_teacher, tmp_path):
+    _, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", attention_heads="1:0", salient=3, rank=2, **HELD)
+    said = describe(plan)
+    assert "a window of 8, 2 sinks and 3 salient tokens and a state" in said
+    assert "full heads  1:0,1 " in said
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "if keys and values were Gaussian" in card
+    assert "not yet a language model" not in card
+    assert "mamba" not in card.partition("# ")[0]
+    report = inspect_model(str(tmp_path / "out"))
+    assert report["mixer"] is None
+    assert report["window"] == {"tokens": 8, "sinks": 2, "block": 4, "salient": 3, "state": True, "rank": 2}
+    assert report["full_heads"] == 2
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3"])
-def test_the_mixers_features_are_as_large_as_the_windows_and_the_layer_the_same(saved_teacher, name):
-    """Or one step of Adam on weights of 1e-5 would undo the fit; norms on queries fix the size, so they are left."""
-    model = teacher_model(saved_teacher(name), window=3, sinks=1, read="linear")
-    data = layer_data(model, model.mixer(1))
-    mixer, _ = fit_layer(model.mixer(1), data, FitOptions(refine_steps=0, decays_beside_window=(0.99,)))
-    with torch.no_grad():
-        mixer.out_proj.weight[:, mixer.attention_size :] /= 100
-        mixer.ssd.conv1d.weight[-mixer.ssd.C_size :] *= 100
-        mixer.ssd.D *= 100
-        unbalanced = copy.deepcopy(mixer)
-        balance_features(mixer, data)
-        u, _ = data.batch(range(4))
-        torch.testing.assert_close(mixer(u, data.rotary), unbalanced(u, data.rotary), rtol=1e-4, atol=1e-5)
-        near, far = features(mixer, data.batch(data.judging())[0], data.rotary)[:, 4:].split(mixer.sizes, dim=-1)
-    sizes = far.unflatten(-1, (mixer.ssd.num_heads, -1)).pow(2).mean((0, 1, 3)).sqrt()
-    if name == "qwen3":
-        assert torch.equal(mixer.ssd.D, unbalanced.ssd.D)
-    else:
-        torch.testing.assert_close(sizes, near.pow(2).mean().sqrt().expand_as(sizes), rtol=1e-3, atol=0)
-
-
-def test_alignment_by_the_command_line_and_what_it_records(saved_teacher, tmp_path):
-    hybrid, plan = converted(
-        saved_teacher("llama-gqa"), tmp_path / "out", window=4, sinks=1, align="closed-form", attention_layers="MA",
-        text="sampled", tokens=320, sequence_length=32, held_out_sequences=2, refine_steps=4,
-    )  # fmt: skip
-    assert plan.config.layer_types == ["hybrid", "full_attention"] * 2
-    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
-    for fit in report["held_out_error"].values():
-        assert fit["refined"] <= fit["solved"] <= fit["mapped"]
-    assert "beside softmax attention to 4 tokens" in (tmp_path / "out" / "README.md").read_text()
-    ids = random_ids(1, 12)
-    grown = hybrid.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    torch.testing.assert_close(
-        hybrid(grown[:, :-1]).logits[:, -1].argmax(-1), grown[:, -1], msg="cached decoding is the plain forward"
+@torch.no_grad()
+def test_the_checkpoint_runs_without_the_project(saved_teacher, tmp_path):
+    hybrid, _ = converted(saved_teacher("phi"), tmp_path / "modèle", rank=2, **HELD)
+    ids = random_ids(1, 20)
+    code = (
+        "import sys, json, torch; from transformers import AutoModelForCausalLM as M;"
+        "m = M.from_pretrained(sys.argv[1], trust_remote_code=True);"
+        "print(json.dumps(m(torch.tensor(json.loads(sys.argv[2]))).logits[0, -1].tolist()))"
     )
+    command = [sys.executable, "-c", code, str(tmp_path / "modèle"), json.dumps(ids.tolist())]
+    environment = {"HF_HOME": str(tmp_path / "cache"), "PATH": ""}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    logits = torch.tensor(json.loads(found.stdout.splitlines()[-1]))
+    torch.testing.assert_close(logits, hybrid(ids).logits[0, -1], rtol=1e-4, atol=1e-5)
+    hybrid.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(ids).logits, hybrid(ids).logits)
 
 
-def test_the_stages_train_window_and_mixer_alike(saved_teacher, tmp_path):
-    stage = dict(tokens=1280, sequences=4, learning_rate=3e-4)
-    alignment = {"fit": {"refine_steps": 0}, "hidden_state_alignment": stage, "distillation": stage}
-    converted(
-        saved_teacher("phi"), tmp_path / "out", window=4, sinks=1, align="mohawk", attention_layers="MA",
-        text="sampled", tokens=320, sequence_length=32, held_out_sequences=2, alignment=alignment,
+@pytest.mark.parametrize("name", ["llama-gqa", "phi", "gemma3"])
+def test_alignment_and_what_it_records(name, saved_teacher, tmp_path):
+    """Ranks are chosen within their mean, and o_proj stays the teacher's own."""
+    hybrid, plan = converted(
+        saved_teacher(name), tmp_path / "out", align="closed-form", attention_layers=[2], salient=2, rank=8,
+        **FIT, **HELD,
     )  # fmt: skip
-    (report,) = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"]
-    hidden = report["hidden_state_alignment"]
-    assert hidden["held_out_loss_after"] < hidden["held_out_loss_before"]
-    assert report["distillation"]["held_out_kl_after"] < report["distillation"]["held_out_kl_before"]
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    replaced = plan.placement.replaced_layers
+    ranks = {int(layer): rank for layer, rank in report["ranks"].items()}
+    assert ranks.keys() == set(replaced)
+    assert sum(ranks.values()) <= 8 * len(replaced)
+    assert ranks == {layer: hybrid.config.rank_of(layer) for layer in replaced}
+    teacher = make_teacher(name).state_dict()
+    for layer in replaced:
+        mixer, fit = hybrid.model.layers[layer].mixer, report["held_out_error"][str(layer)]
+        assert (0 if mixer.down is None else mixer.down.out_features) == ranks[layer]
+        assert fit["refined"] == fit["solved"] == fit["by_rank"][str(ranks[layer])]
+        assert mixer.salience.abs().sum() > 0
+        output = "dense" if name == "phi" else "o_proj"
+        assert torch.equal(mixer.o_proj.weight, teacher[f"model.layers.{layer}.self_attn.{output}.weight"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Aligned in closed form" in card
+    assert "All other tokens are read from a state" in card
+    ids = random_ids(1, 12)
+    grown = hybrid.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert torch.equal(hybrid(grown[:, :-1]).logits[:, 11:].argmax(-1), grown[:, 12:])
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(window=0), "window must be a whole number above 0"),
-        (dict(window=8, sinks=-1), "sinks must be a whole number of at least 0"),
-        (dict(window=8, mixer="mamba1", scope="beyond"), "mamba1 beside a window"),
-        (dict(window=8, scope="most"), "scope must be beyond or all"),
-        (dict(mixer="none"), "say how wide"),
-        (dict(mixer="none", window=8, scope="all"), "scope has nothing to set"),
-        (dict(mixer="none", window=8, shared_state=True), "no state"),
-    ],
-)
-def test_windows_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_options(model="m", output="o", **options)
+def test_the_default_is_hardly_heavier_than_its_teacher(smollm2_gguf):
+    """Maps have a share of the teacher's weights, and there is little else that it does not have."""
+    plan = plan_conversion(make_options(str(smollm2_gguf), "o"))
+    rank = plan.config.hybrid_rank
+    assert 0 < rank <= MEAN_RANK
+    assert plan.parameters_after <= 1.035 * plan.parameters_before
+    one_more = plan_conversion(make_options(str(smollm2_gguf), "o", rank=rank + 1))
+    of_a_rank = one_more.parameters_after - plan.parameters_after
+    assert rank * of_a_rank <= RANK_SHARE * plan.parameters_before
+    assert rank == MEAN_RANK or (rank + 1) * of_a_rank > RANK_SHARE * plan.parameters_before
+    unfitted = plan_conversion(make_options(str(smollm2_gguf), "o", align="none", window=32, attention_layers="none"))
+    assert unfitted.config.hybrid_rank == 0
 
 
-def test_a_window_wider_than_the_teachers_own_is_refused(saved_teacher, tmp_path):
-    with pytest.raises(ValueError, match="larger than the teacher's own"):
-        converted(saved_teacher("mistral-window"), tmp_path / "out", window=9)
-
-
-def test_a_window_alone_is_the_teacher_behind_it_and_says_so(saved_teacher, tmp_path):
+def test_a_window_alone_stays_the_teachers_and_says_so(saved_teacher, tmp_path):
     options = dict(window=4, sinks=1, mixer="none")
     aligned, plan = converted(
-        saved_teacher("phi"), tmp_path / "out", align="closed-form", attention_layers=0.5, text="sampled",
-        tokens=320, sequence_length=32, held_out_sequences=2, **options,
-    )  # fmt: skip
+        saved_teacher("phi"), tmp_path / "out", align="closed-form", attention_layers=0.5, **FIT, **options
+    )
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     assert all(fit["mapped"] == fit["refined"] > 0 for fit in report["held_out_error"].values())
     assert "no weight was changed" in (tmp_path / "out" / "README.md").read_text()
@@ -179,9 +196,23 @@ def test_a_window_alone_is_the_teacher_behind_it_and_says_so(saved_teacher, tmp_
     torch.testing.assert_close(aligned(ids).logits, mapped(ids).logits, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name, heads", [("llama-gqa", None), ("gemma2", {1: [0, 1]})])
+def test_the_stages_train_all_of_the_layer(name, heads, saved_teacher, tmp_path):
+    stage = dict(tokens=5120, sequences=4, learning_rate=3e-4)
+    alignment = {"hidden_state_alignment": stage, "distillation": stage}
+    converted(
+        saved_teacher(name), tmp_path / "out", window=4, sinks=1, salient=1, rank=4, align="mohawk",
+        attention_layers=[3], attention_heads=heads, alignment=alignment, **FIT | {"held_out_sequences": 4},
+    )  # fmt: skip
+    (report,) = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"]
+    hidden = report["hidden_state_alignment"]
+    assert hidden["held_out_loss_after"] < hidden["held_out_loss_before"] < 0.1
+    assert report["distillation"]["held_out_kl_after"] < report["distillation"]["held_out_kl_before"]
+
+
 def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
     folder = saved_teacher("llama-gqa")
-    before, _ = converted(folder, tmp_path / "window", mixer="none", window=3, sinks=1)
+    before, _ = converted(folder, tmp_path / "window", mixer="none", window=4, sinks=1)
     stage = dict(tokens=2560, sequences=4, learning_rate=2e-4)
     options = parser_of("mohawk").from_values({
         "hybrid": str(tmp_path / "window"), "teacher": str(folder), "stages": "2,3",
@@ -194,38 +225,56 @@ def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
     assert hidden["held_out_loss_after"] < hidden["held_out_loss_before"]
     assert report["distillation"]["held_out_kl_after"] < report["distillation"]["held_out_kl_before"]
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert after.config.mixer == "none" and "Aligned with MOHAWK" in (tmp_path / "out" / "README.md").read_text()
-    assert not torch.equal(after.model.layers[0].mixer.out_proj.weight, before.model.layers[0].mixer.out_proj.weight)
+    assert after.config.mixer == "none"
+    assert "Aligned with MOHAWK" in (tmp_path / "out" / "README.md").read_text()
+    assert not torch.equal(after.model.layers[0].mixer.o_proj.weight, before.model.layers[0].mixer.o_proj.weight)
+
+
+@pytest.mark.parametrize("asked", [dict(window=4), dict(cache=0.5)], ids=["window", "cache"])
+def test_a_layer_with_a_window_has_no_matrix_to_orient(asked, saved_teacher, tmp_path):
+    options = dict(
+        align="mohawk", text="sampled", alignment={"matrix_orientation": {"tokens": 64}}, attention_layers=None
+    )
+    with pytest.raises(ValueError, match="one matrix with another"):
+        converted(saved_teacher("llama-gqa"), tmp_path / "out", **options | asked)
 
 
 @pytest.mark.parametrize(
-    "alignment, message",
-    [({"matrix_orientation": {"tokens": 64}}, "one matrix with another")],
+    "window, block", [(2, 1), (5, 1), (6, 2), (16, 8), (24, 8), (32, 16), (40, 8), (96, 16), (1000, 8)]
 )
-def test_what_a_window_excludes_is_refused_before_any_work(alignment, message, saved_teacher, tmp_path):
-    options = dict(window=4, align="mohawk", text="sampled", alignment=alignment)
+def test_a_block_is_the_largest_that_the_window_allows(window, block):
+    assert block_of(window) == block
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(window=0), "window must be a whole number of at least 2"),
+        (dict(window=1), "window must be a whole number of at least 2"),
+        (dict(window=8, sinks=-1), "sinks must be a whole number of at least 0"),
+        (dict(window=10, block=4), "a multiple of the block of 4 .* give 8 or 12"),
+        (dict(window=4, block=4), "two blocks at least; give 8 or 12"),
+        (dict(window=8, block=0), "block must be a whole number above 0"),
+        (dict(mixer="none"), "say how wide"),
+        (dict(mixer="none", window=8, rank=2), "placement.rank has no effect without a state"),
+        (dict(mixer="none", window=8, shared_state=True), "no state"),
+        (dict(mixer="none", window=8, rotary=False), "mixer.rotary has no effect without a mixer"),
+        (dict(window=8, mixer="mamba2"), "no window beside it: leave out the window, or mixer.kind"),
+        (dict(window=8, shared_state=True), "no window beside it: leave out the window, or mixer.shared_state"),
+        (dict(window=8, export_ready=True), "no window beside it"),
+        (dict(window=8, alignment={"fit": {"refine_steps": 3}}), "fit.refine_steps has no effect without a mixer"),
+        (dict(attention_layers=0.5, block=4), "placement.block has no effect without a window"),
+        (dict(attention_layers=0.5, rank=4), "placement.rank has no effect without a window"),
+        (dict(window=1004, sinks=4), "A window of 1004 and 20 sinks and salient tokens cover whole"),
+        (dict(window=8, mixer={"read": "linear"}), "Unknown option"),
+        (dict(window=8, mixer={"scope": "all"}), "Unknown option"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
+        make_options(model="m", output="o", **options)
 
 
-def test_sequences_all_within_the_window_are_nothing_to_fit(saved_teacher):
-    model = teacher_model(saved_teacher("llama-gqa"), window=40, sinks=1, read="linear")
-    mixer = model.mixer(1)
-    with pytest.raises(ValueError, match="set sequence_length higher"):
-        fit_layer(mixer, layer_data(model, model.mixer(0)), FitOptions(refine_steps=0))
-
-
-def test_refinement_keeps_the_first_tokens(saved_teacher):
-    model = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1, read="linear")
-    other = teacher_model(saved_teacher("llama-gqa"), window=3, sinks=1, read="linear").mixer(2)
-    before = model.mixer(1)
-    data = layer_data(model, model.mixer(1))
-    mixer = model.mixer(1).requires_grad_(True)
-    refine(mixer, layer_data(model, other), FitOptions(refine_steps=3), seed=0)
-    kept = [torch.equal(mixer.state_dict()[name], value) for name, value in before.state_dict().items()
-            if name.startswith(("attention.", "near_proj."))]  # fmt: skip
-    assert all(kept)
-    assert not torch.equal(mixer.ssd.in_proj.weight, before.ssd.in_proj.weight)
-    u, _ = data.batch(range(2))
-    first = [m(u, data.rotary)[:, :4] for m in (mixer, before)]
-    assert torch.equal(*first)
+def test_a_teacher_of_windows_alone_has_no_other(saved_teacher, tmp_path):
+    with pytest.raises(ValueError, match="Every layer of this teacher has a window of 8"):
+        converted(saved_teacher("mistral-window"), tmp_path / "out", window=4)

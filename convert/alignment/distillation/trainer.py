@@ -23,8 +23,8 @@ from .loss import STATISTICS, LossWeights, add_distillation_head, add_hidden_out
 
 TeacherOf = Callable[[slice], torch.Tensor]
 
-MIXER_VECTORS = ("A_log", "A_log_bias", "dt_bias", "D", "z_bias")
-"""Parameters of a mixer that belong to no layer: decays, step biases, skip and gate."""
+MIXER_VECTORS = ("A_log", "A_log_bias", "dt_bias", "D", "z_bias", "mass")
+"""Parameters of a mixer that belong to no layer: decays, step biases, skip and gate, and a state's log mass."""
 
 
 PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -164,23 +164,22 @@ def is_mixer(name: str) -> bool:
 
 
 def set_trainable(model: nn.Module, what: Trainable) -> None:
-    """Freeze what is not to be trained: nothing, the MLPs, everything but the mixers, or also what of these serves the
-    tokens within the window.
+    """Freeze what is not to be trained: nothing, the MLPs, everything but the mixers, or all but what reads a state.
 
     Raises:
-        ValueError: "beyond-window", and a layer has no part that tokens within its window do not pass through.
+        ValueError: "beyond-window", and a replaced layer has no state beside a window.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_mixer(name) or what == "all" or (what == "all-but-mlp" and ".mlp." not in name))
     if what == "beyond-window":
         for mixer in (layer.mixer for layer in model.base_model.layers if hasattr(layer, "mixer")):
-            if not getattr(mixer, "near_tokens", 0):
+            if getattr(mixer, "mass", None) is None:
                 raise ValueError(
-                    "trainable 'beyond-window' needs a window and a state that takes what leaves it in every replaced "
-                    "layer (the normalised read, or mixer_sees 'beyond'); train the mixers instead."
+                    "trainable 'beyond-window' needs a window and a state in every replaced layer; train the mixers "
+                    "instead."
                 )
-            for part in (mixer.attention, mixer.near_proj):
-                part.requires_grad_(False)
+            for name, parameter in mixer.named_parameters():
+                parameter.requires_grad_(name.startswith(("mass", "down", "up")))
 
 
 def check_vocabulary_sizes(student: nn.Module, teacher: nn.Module) -> None:

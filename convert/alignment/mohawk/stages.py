@@ -150,7 +150,7 @@ def check_stages(settings: AlignmentOptions, mixer: str, windowed: bool) -> None
         check_has_matrix_per_head(mixer)
         if windowed:
             raise ValueError(
-                "Matrix orientation compares one matrix with another; a mixer beside a window has a part of it only. "
+                "Matrix orientation compares one matrix with another; a layer with a window has none of its own. "
                 "Leave the stage out (matrix_orientation: {tokens: 0})."
             )
     if settings.distillation.tokens:

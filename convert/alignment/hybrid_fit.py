@@ -1,0 +1,319 @@
+"""Fit what a hybrid layer adds to the teacher's weights: the salience, the log mass, and the low-rank output map.
+
+All three are linear. The salience of a token is fitted to the log of the attention that the teacher pays to it once it
+has left the window. The log mass of the state is fitted head by head, each token with the weight that an error there
+has in the gate. The output map is a reduced-rank ridge regression of what the teacher's own o_proj leaves unexplained:
+the ridge's solution, cut to the directions of the output in which it explains most. The teacher's attention is
+computed a block of queries at a time, so memory grows with L and not with its square.
+
+Shapes: B batch, L length, H' query heads with a window, F features of the mass, E features of the output map, D model
+width; n tokens. Others as in modeling_llamba/hybrid_attention.py.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from modeling_llamba.block_layout import Layout
+from modeling_llamba.hybrid_attention import HybridAttention, Near, Projected, unpadded
+from modeling_llamba.ssd import repeat_groups
+
+from ..memory import return_free_memory
+
+QUERIES = 128
+"""Queries whose scores against all earlier keys lie in memory at once."""
+GRAM_BLOCKS = 4
+"""Blocks of columns; of the products of so many, those above the diagonal are not computed."""
+SALIENCE_SEQUENCES = 8
+"""Sequences on which the salience is regressed: one number per channel."""
+FLOOR = 1e-6
+MASS_RIDGE = 1e-3
+SALIENCE_RIDGE = 1e-2
+RIDGES = (1e-2, 1e-1, 1.0, 10.0)
+"""Strengths with which the output map is drawn to zero, in units of the mean squared feature."""
+RANKS = (0, 8, 16, 24, 32, 48, 64, 80, 96, 128)
+"""Ranks of the output map that are judged."""
+Batch = tuple[torch.Tensor, torch.Tensor]
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OutputMap:
+    """A low-rank map of the highest rank judged, whose first r rows and columns are the map of rank r.
+
+    down (rank, E), up (D, rank). errors: held-out relative squared error of the layer by rank. ridge: the one chosen,
+    None where the rank is 0.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    errors: dict[int, float]
+    ridge: float | None
+
+
+class Seen(NamedTuple):
+    """What a layer makes of the tokens behind the window of some sequences.
+
+    features (n, E). residual (n, D): the teacher's output less o_proj of the heads' outputs.
+    """
+
+    features: torch.Tensor
+    residual: torch.Tensor
+
+
+@torch.no_grad()
+def fit_hybrid(
+    layer: HybridAttention,
+    for_mass: Iterable[Batch],
+    others: Iterable[Batch],
+    judging: Iterable[Batch],
+    rotary: Rotary,
+) -> tuple[float, OutputMap | None]:
+    """Fit the mass, in place, and the output map.
+
+    Args:
+        for_mass, others: the layer's inputs and the teacher's outputs (B, L, D). The output map is fitted on both, the
+            mass on the former alone: it has few numbers, and to know the true mass takes long.
+        judging: others of the kind.
+
+    Returns:
+        The relative squared error on `judging` with the theory's mass and no output map; and the map, None in a layer
+        that has none.
+    """
+    judging = [(u, y, *_projected(layer, u, rotary)) for u, y in judging]
+    start = layer.shape.window
+    total = sum(y[:, start:].square().sum().item() for _, y, *_ in judging)
+    total = max(total, torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
+
+    def residuals() -> list[Seen]:
+        return [_seen(layer, u, y, *projected) for u, y, *projected in judging]
+
+    mapped = sum(seen.residual.square().sum().item() for seen in residuals()) / total
+    seen_before = []
+
+    def once() -> Iterator[tuple[Near, Projected, Layout]]:
+        for u, y in for_mass:
+            projected, of_kept = _projected(layer, u, rotary)
+            near, layout = _near(layer, projected)
+            seen_before.append((u, y, projected, of_kept, near, layout))
+            yield near, projected, layout
+
+    fit_mass(layer, once())
+    return_free_memory()
+    if layer.down is None:
+        error = sum(seen.residual.square().sum().item() for seen in residuals()) / total
+        return mapped, OutputMap(layer.mass.new_zeros(0, 0), layer.mass.new_zeros(0, 0), {0: error}, None)
+    first = (_mixed(layer, *seen_before.pop()) for _ in range(len(seen_before)))  # each is let go after its use
+    rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in others)
+    gram = moment = 0.0
+    for seen in itertools.chain(first, rest):
+        gram = gram + _gram(seen.features).double()
+        moment = moment + (seen.features.T @ seen.residual).double()
+    return mapped, _best_map(gram, moment, residuals(), total)
+
+
+def _best_map(gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: float) -> OutputMap:
+    """The output map by reduced-rank ridge regression, with the ridge whose map of the highest rank is best."""
+    scale, best = gram.diagonal().mean(), None
+    rank = min(max(RANKS), moment.shape[1], moment.shape[0])
+    for ridge in RIDGES:
+        factor, info = torch.linalg.cholesky_ex(gram + torch.diag((ridge * scale).expand(len(gram))))
+        if info.item():
+            continue
+        solution = torch.cholesky_solve(moment, factor)
+        explained = solution.T @ (gram @ solution)
+        energy, directions = torch.linalg.eigh(explained)
+        directions = directions[:, -rank:].flip(1)
+        # the middle of the map as large as a unit vector, so that a step of training moves both parts alike
+        size = (energy[-rank:].flip(0).clamp(min=0) / gram.diagonal().sum()).sqrt().clamp(min=1e-12)
+        down = ((solution @ directions) / size.sqrt()).T.float()
+        up = (directions * size.sqrt()).float()
+        errors = {r: _error(judged, down[:r], up[:, :r]) / total for r in RANKS if r <= rank}
+        found = OutputMap(down, up, errors, ridge)
+        if best is None or min(errors.values()) < min(best.errors.values()):
+            best = found
+    if best is None:
+        raise ValueError(
+            "The normal equations of the output map are singular: the features are all zero or not finite."
+        )
+    return best
+
+
+def _error(judged: list[Seen], down: torch.Tensor, up: torch.Tensor) -> float:
+    return sum((seen.residual - seen.features @ down.T @ up.T).square().sum().item() for seen in judged)
+
+
+def set_map(layer: HybridAttention, down: torch.Tensor, up: torch.Tensor) -> None:
+    """Give a layer this output map, in place; none if its rank is 0."""
+    if len(down) == 0:
+        layer.down = layer.up = None
+        return
+    with torch.device("meta"):
+        layer.down, layer.up = (nn.Linear(w.shape[1], w.shape[0], bias=False) for w in (down, up))
+    layer.down.weight, layer.up.weight = (nn.Parameter(w.contiguous(), requires_grad=False) for w in (down, up))
+
+
+def cut_map(layer: HybridAttention, rank: int) -> None:
+    """Cut a layer's output map down to a rank, in place."""
+    if layer.down is not None:
+        set_map(layer, layer.down.weight[:rank].detach(), layer.up.weight[:, :rank].detach())
+
+
+def ranks_within(errors: dict[int, dict[int, float]], mean: float) -> dict[int, int]:
+    """The rank of each layer, `mean` on average at most, for the least sum of held-out errors.
+
+    Args:
+        errors: by layer and rank.
+    """
+    ranks, left = dict.fromkeys(errors, 0), mean * len(errors)
+    while True:
+        steps = [
+            ((of_rank[ranks[layer]] - error) / (rank - ranks[layer]), layer, rank)
+            for layer, of_rank in errors.items()
+            for rank, error in of_rank.items()
+            if ranks[layer] < rank <= ranks[layer] + left
+        ]
+        gain, layer, rank = max(steps, default=(0.0, 0, 0))
+        if gain <= 0:
+            return ranks
+        left -= rank - ranks[layer]
+        ranks[layer] = rank
+
+
+def _projected(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> tuple[Projected, torch.Tensor | None]:
+    """Queries, keys and values of the heads with a window, and the kept heads' outputs."""
+    shape = layer.shape
+    left = ((u.shape[1] - 1) // shape.block - shape.whole_blocks) * shape.block
+    if left <= shape.places:
+        raise ValueError(
+            f"Sequences of {u.shape[1]} tokens are all within the window ({shape.window}) or among the {shape.places} "
+            "sinks and salient tokens, so there is nothing to fit; set sequence_length higher."
+        )
+    projected = layer.project(u, rotary, unpadded(u))
+    of_kept = layer.attend_kept(projected, None, None) if layer.kept else None
+    return layer.select_windowed(projected), of_kept
+
+
+def _near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
+    layout = Layout.behind_window(layer.shape, projected.key)
+    return layer.attend_blocks(projected, None, layout), layout
+
+
+def _seen(
+    layer: HybridAttention, u: torch.Tensor, y: torch.Tensor, projected: Projected, of_kept: torch.Tensor | None
+) -> Seen:
+    return _mixed(layer, u, y, projected, of_kept, *_near(layer, projected))
+
+
+def _mixed(layer: HybridAttention, u, y, projected, of_kept, near: Near, layout: Layout) -> Seen:
+    start = layer.shape.window
+    output, features = layer.read(near.query, near.output, near.log_mass, layer.readout(near.state))
+    output, features = (layout.to_tokens(layout.in_order(t)) for t in (output, features))
+    of_kept = None if of_kept is None else of_kept[:, start:]
+    explained = layer.project_out(output, of_kept, None)
+    return Seen(features.flatten(2).flatten(0, 1), (y[:, start:] - explained).flatten(0, 1))
+
+
+def _gram(F: torch.Tensor) -> torch.Tensor:
+    """F^T F of F (n, E), whose blocks above the diagonal are those below it."""
+    parts, rows = F.chunk(GRAM_BLOCKS, dim=1), []
+    for i, part in enumerate(parts):
+        rows.append([part.T @ other for other in parts[: i + 1]])
+    return torch.cat(
+        [torch.cat([*row, *(rows[j][i].T for j in range(i + 1, len(rows)))], 1) for i, row in enumerate(rows)]
+    )
+
+
+@torch.no_grad()
+def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary: Rotary) -> None:
+    """Fit which tokens are attended to for good, in place.
+
+    Args:
+        batches: the layer's inputs (B, L, D).
+    """
+    sinks, gram, moment, inputs, targets = layer.shape.sinks, 0.0, 0.0, [], []
+    for u in batches:
+        behind = u.shape[1] - layer.shape.window
+        last = behind - behind // 8  # the attention of few queries to a token says little
+        if last <= sinks:
+            raise ValueError(
+                f"Sequences of {u.shape[1]} tokens hardly leave a window of {layer.shape.window} and {sinks} sinks, "
+                "so nothing shows which tokens are salient; set sequence_length higher, or salient: 0."
+            )
+        received = attention_received(layer, u, rotary)
+        inputs.append(u[:, sinks:last].flatten(0, 1).double())
+        targets.append((received[:, sinks:last] + FLOOR).log().flatten().double())
+    centre, level = torch.cat(inputs).mean(0), torch.cat(targets).mean()
+    for u, target in zip(inputs, targets, strict=True):
+        gram, moment = gram + (u - centre).T @ (u - centre), moment + (u - centre).T @ (target - level)
+    penalty = SALIENCE_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
+    solution = torch.linalg.solve(gram + penalty * torch.eye(len(gram), device=gram.device), moment)
+    layer.salience.copy_(solution)
+    return_free_memory()
+
+
+def attention_received(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """The attention to each token (B, L) that has left the window, a mean over the queries, summed over the heads."""
+    shape, length = layer.shape, u.shape[1]
+    received = u.new_zeros(u.shape[:2])
+    block = torch.arange(length, device=u.device) // shape.block
+    projected = layer.select_windowed(layer.project(u, rotary, unpadded(u)))
+    for rows, scores in _scores(layer, projected.query, projected.key, 0):
+        left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
+        received[:, : scores.shape[-1]] += (scores.softmax(-1).sum(1) * left).sum(1)
+    leaves = (block + shape.whole_blocks + 1) * shape.block
+    return received / (length - leaves).clamp(min=1)
+
+
+def fit_mass(layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layout]]) -> None:
+    """Fit the log mass of the state, in place."""
+    gram = moment = 0.0
+    for near, projected, layout in seen:
+        features = layout.to_tokens(layout.in_order(layer.mass_features(near.query, near.state)))
+        log_mass = layout.to_tokens(layout.in_order(near.log_mass))  # (B, L', H')
+        mass = state_log_mass(layer, projected, near, layout)
+        gate = torch.sigmoid(mass - log_mass)
+        # an error of the log mass changes the gate by g (1 - g) times it
+        weight = (gate * (1 - gate) + FLOOR) * mass.isfinite()
+        weighted = features * weight[..., None]
+        gram = gram + torch.einsum("blhf,blhg->hfg", weighted, features).double()
+        moment = moment + torch.einsum("blhf,blh->hf", weighted, mass.masked_fill(~mass.isfinite(), 0)).double()
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    penalty = MASS_RIDGE * diagonal
+    penalty[:, :2] *= MASS_RIDGE  # an offset and the number of tokens, which are all but free
+    penalty += torch.finfo(torch.float32).tiny
+    solution = torch.linalg.solve(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double())
+    layer.mass.copy_(solution)
+
+
+def state_log_mass(layer: HybridAttention, projected: Projected, near: Near, layout: Layout) -> torch.Tensor:
+    """Log-sum-exp of the true scores of the tokens in the state (B, L', H'), -inf where there are none."""
+    start, length = layer.shape.window, projected.query.shape[2]
+    until = near.until[:, layer.shape.places :]
+    block = torch.arange(length, device=until.device) // layer.shape.block
+    parts = []
+    for rows, scores in _scores(layer, projected.query, projected.key, start):
+        evicted = until[:, None, : scores.shape[-1]] <= block[rows][:, None]
+        parts.append(scores.masked_fill(~evicted[:, None], -math.inf).logsumexp(-1))
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _scores(
+    layer: HybridAttention, query: torch.Tensor, key: torch.Tensor, start: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The teacher's own scores (B, H', rows, columns so far) of some queries at a time, from the one numbered `start`
+    on, and which these are."""
+    heads, length = query.shape[1], query.shape[2]
+    key = repeat_groups(key.transpose(1, 2), heads).transpose(1, 2)
+    number = torch.arange(length, device=key.device)
+    for rows in number[start:].split(QUERIES):
+        so_far = int(rows[-1]) + 1
+        scores = (query[:, :, rows] @ key[:, :, :so_far].mT).float() * layer.scaling
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        yield rows, scores.masked_fill(number[:so_far] > rows[:, None], -math.inf)
