@@ -14,15 +14,14 @@ from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, Suppo
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.platforms import current_platform
 
+from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel, finish_logits
 from modeling_llamba.modeling_llamba import LlambaModel
-from modeling_llamba.window_attention import WindowInputs
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
-from .slots import SlotLayer, compiled_step, slot_shape, state_of, step_window
+from .slots import HybridSlots, MixerSlots, compiled_step, sizes_of, slot_shape, step_rows
 
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
-SUFFIX = ".mixer"
 
 
 def refuse(vllm_config: VllmConfig) -> None:
@@ -43,7 +42,7 @@ def refuse(vllm_config: VllmConfig) -> None:
         raise ValueError("Adapters are not served: merge them into the weights (merge_and_unload) and leave out LoRA.")
     if vllm_config.quant_config is not None:
         raise ValueError("Quantised hybrids are not served: leave out --quantization.")
-    if config.mixer == "mamba1" and {"linear_attention", "hybrid"} & set(config.layer_types):
+    if config.mixer == "mamba1" and "linear_attention" in config.layer_types:
         raise ValueError("The mixer mamba1 is not served: use transformers, or convert with another mixer.")
     if getattr(config, "num_experts", None) is not None:
         raise ValueError("Experts are not served: use transformers.")
@@ -82,22 +81,24 @@ class ServedModel(nn.Module):
         # transformers' name for the function, and what the function then finds
         config._attn_implementation = "vllm_paged"
         compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
-        step = compiled_step() if compiles else step_window
+        step = compiled_step() if compiles else step_rows
         for i, layer in enumerate(self.layers):
             name = f"{prefix}.layers.{i}"
-            if layer.layer_type in ("linear_attention", "hybrid"):
-                layer.mixer = SlotLayer(layer.mixer, config, i, vllm_config, name + SUFFIX, step)
-                continue
-            layer.self_attn.paged = Attention(
-                config.num_attention_heads,
-                config.head_dim,
-                config.score_scale,
-                num_kv_heads=config.num_key_value_heads,
-                cache_config=vllm_config.cache_config,
-                logits_soft_cap=config.attn_logit_softcapping,
-                per_layer_sliding_window=layer.self_attn.sliding_window,
-                prefix=f"{name}.self_attn",
-            )
+            if layer.layer_type == "hybrid":
+                layer.mixer = HybridSlots(layer.mixer, config, i, vllm_config, f"{name}.mixer", step)
+            elif layer.layer_type == "linear_attention":
+                layer.mixer = MixerSlots(layer.mixer, config, i, vllm_config, f"{name}.mixer")
+            else:
+                layer.self_attn.paged = Attention(
+                    config.num_attention_heads,
+                    config.head_dim,
+                    config.score_scale,
+                    num_kv_heads=config.num_key_value_heads,
+                    cache_config=vllm_config.cache_config,
+                    logits_soft_cap=config.attn_logit_softcapping,
+                    per_layer_sliding_window=layer.self_attn.sliding_window,
+                    prefix=f"{name}.self_attn",
+                )
 
     def forward(
         self,
@@ -112,7 +113,7 @@ class ServedModel(nn.Module):
         rotary = self.rotary(hidden_states, index)
         of_sinks = None if self.reach is None else self.rotary(hidden_states, index.clamp(max=self.reach))
         masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
-        masks["hybrid"] = WindowInputs(index, of_sinks)
+        masks["hybrid"] = HybridInputs(index, sink_rotary=of_sinks)
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states, masks=masks, position_embeddings=rotary, seq_idx=None, past_key_values=None
@@ -137,7 +138,7 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
         """The largest slot of a layer, which says how large vLLM's pages are."""
         config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
         layers = [i for i, kind in enumerate(config.layer_types) if kind in ("linear_attention", "hybrid")]
-        return max(slot_shape(state_of(config, i, dtype)) for i in layers)
+        return max(slot_shape(sizes_of(config, i, dtype)) for i in layers)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:

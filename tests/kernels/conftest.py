@@ -103,30 +103,27 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    """The choice of a backend, and of the kernels for one token, as it is made for tensors on CUDA."""
+    """The choice of a backend, and of the kernel for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
-    import modeling_llamba.hybrid_cache as hybrid_cache
-    import modeling_llamba.normalised_read as normalised_read
+    import modeling_llamba.hybrid_attention as hybrid_attention
     import modeling_llamba.ssd as ssd
 
-    choose, can_run = ssd.choose_backend, normalised_read.can_run
+    choose, can_run = ssd.choose_backend, hybrid_attention.can_run
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
-    for module in (normalised_read, hybrid_cache):
-        monkeypatch.setattr(module, "can_run", lambda on_cuda, *args: can_run(True, *args))
+    monkeypatch.setattr(hybrid_attention, "can_run", lambda on_cuda, dtype: can_run(True, dtype))
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """How often each kernel was asked for."""
-    import modeling_llamba.normalised_read as normalised_read
+    import modeling_llamba.hybrid_attention as hybrid_attention
     import modeling_llamba.ssd as ssd
 
     places = {
         "fla": (ssd, "chunk_simple_gla"),
         "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
-        "read": (normalised_read, "read_one"),
-        "layer": (normalised_read, "mix_one"),
+        "layer": (hybrid_attention, "mix_one"),
     }
     counts = dict.fromkeys(places, 0)
     for key, (module, name) in places.items():

@@ -23,28 +23,31 @@ NEW_TOKENS = 24
 # heads as vLLM's paged attention on a CPU wants them
 SIZES = dict(
     hidden_size=64, intermediate_size=96, head_dim=32, mixer_head_dim=32, mixer_d_state=32,
-    max_position_embeddings=1024, hybrid_window=24, sliding_window=40, eos_token_id=2,
+    max_position_embeddings=1024, hybrid_window=24, hybrid_block=8, sliding_window=40, eos_token_id=2,
 )  # fmt: skip
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {
-    "normalised": dict(pattern="normalised", hybrid_window=[24, 0, 17]),
-    "normalised, no kept heads, llama3 RoPE": dict(
-        pattern="normalised-only", hybrid_full_heads=None, rope_parameters=LLAMA3_ROPE
+    "hybrid": dict(pattern="beside", hybrid_window=[24, 0, 16, 0]),
+    "no kept heads, llama3 RoPE": dict(
+        pattern="beside-only", hybrid_window=[32, 16], hybrid_full_heads=None, rope_parameters=LLAMA3_ROPE
     ),
-    "normalised, phi": dict(family="phimamba", pattern="normalised", hybrid_full_heads=[[0, 1, 2], [], [3]]),
-    "normalised, a layer without RoPE": dict(pattern="normalised", layer_rope=["none", "main", "main"]),
-    "linear": dict(pattern="beside"),
-    "linear, mamba2": dict(pattern="beside", mixer="mamba2"),
-    "linear, shared state": dict(pattern="shared"),
+    "phi, heads kept apart": dict(
+        family="phimamba", pattern="beside", num_key_value_heads=4, hybrid_full_heads=[[0, 1, 3], [], [2], []]
+    ),
+    "a layer without RoPE, another without a map": dict(
+        pattern="beside", layer_rope=["none", "main", "main", "main"], hybrid_rank=[3, 0, 0, 0]
+    ),
+    "mamba2": dict(pattern="beside", mixer="mamba2"),
+    "shared state": dict(pattern="shared"),
     "window alone": dict(
-        pattern="beside-only", mixer="none", hybrid_salient=3, mixer_decay_bias=False, hybrid_full_heads=None
+        pattern="beside-only", mixer="none", hybrid_window=[24, 16], mixer_decay_bias=False, hybrid_full_heads=None
     ),
     "mixers alone": dict(pattern="pure"),
     "phi, partial RoPE, key norms": dict(family="phimamba", qk_norm="layer", rope_parameters=HALF_ROTARY),
     "sliding window, biases, key norms, YaRN": dict(
         pattern="window", mixer="mamba2", attention_bias=True, qk_norm="rms", rope_parameters=YARN_ROPE
     ),
-    "two kinds of RoPE, caps, far sinks": dict(pattern="gemma", hybrid_sink_reach=100),
+    "two kinds of RoPE, caps, far sinks": dict(pattern="gemma", hybrid_sink_reach=100, attn_logit_softcapping=2.0),
     "experts": dict(pattern="experts"),
     "mamba1": dict(mixer="mamba1"),
 }
@@ -84,7 +87,7 @@ def make_converted(folder: Path, prompts: list[list[int]]) -> None:
         alignment={"sequence_length": 512},
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder / CONVERTED, dtype=torch.float32)
-    assert model.config.hybrid_read == "normalised" and any(model.config.hybrid_full_heads)
+    assert any(model.config.hybrid_full_heads) and model.config.mixer != "none"
     refer(model, folder / CONVERTED, prompts)
 
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.vllm
 REFUSED = {"experts": "Experts are not served", "mamba1": "mamba1 is not served"}
 SERVED = [CONVERTED, *(name for name in CASES if name not in REFUSED)]
 # by vLLM's default flags, which compile what lies between the layers and a hybrid layer's step: a minute each
-COMPILED = [CONVERTED, "normalised, phi", "linear", "mixers alone", "two kinds of RoPE, caps, far sinks"]
-# chunks that cut the window of 24 and the short convolution; fewer slots than requests
+COMPILED = [CONVERTED, "phi, heads kept apart", "mixers alone", "two kinds of RoPE, caps, far sinks"]
+# chunks that cut blocks of 8, the window of 24 and the short convolution; fewer slots than requests
 IN_PIECES = dict(enforce_eager=True, max_num_batched_tokens=47, max_num_seqs=3, enable_prefix_caching=False)
 
 
@@ -69,20 +69,30 @@ def test_what_is_compiled_is_the_same(name, engine, models, prompts):
 
 @pytest.mark.parametrize(
     "name, lost",
-    [("normalised", "all"), ("linear", "all"), ("normalised", "state"), ("linear", "state"), ("mixers alone", "conv")],
+    [("hybrid", lost) for lost in ("keys", "salience", "state")]
+    + [("mixers alone", lost) for lost in ("conv", "recurrent")],
 )
 def test_what_is_lost_shows(name, lost, engine, models, prompts, monkeypatch):
-    """Every part of a prompt but the first begins without the state, or all: what is compared above must see it."""
+    """Every part of a prompt but the first finds one of a slot's tensors empty: what is compared above must see it."""
     from recipes.serving import slots
 
-    class Forgetful(slots.PromptCache):
-        def __init__(self, held, slot, seen, attention):
-            super().__init__(held, slot, 0 if lost == "all" else seen, attention)
-            states = {"state": self.recurrent_states, "conv": self.conv_states}.get(lost)
-            if states is not None and states[0] is not None:
-                states[0] = torch.zeros_like(states[0])
+    class Forgetful(dict):
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            empty = -torch.inf if lost == "salience" else 0
+            return torch.full_like(found, empty) if key == lost else found
 
-    monkeypatch.setattr(slots, "PromptCache", Forgetful)
+    held_in, init = slots.held_in, slots.MixerCache.__init__
+
+    def forget(held, which):
+        return Forgetful(held) if isinstance(which, slice) else held
+
+    def cache_of(self, held, which, begun):
+        init(self, forget(held, which), which, begun)
+        self.slots = held
+
+    monkeypatch.setattr(slots, "held_in", lambda held, which, seen: held_in(forget(held, which), which, seen))
+    monkeypatch.setattr(slots.MixerCache, "__init__", cache_of)
     llm = engine(name, **IN_PIECES)
     long = [i for i, prompt in enumerate(prompts) if len(prompt) > 60]
     references = expected(models, name)
@@ -105,7 +115,7 @@ def test_cuda_graphs_end_where_slots_are_read():
     assert torch.ops.vllm.hybrid_slots.default.name() in config.splitting_ops
 
 
-@pytest.mark.parametrize("name", ["normalised", "linear", "mixers alone"])
+@pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
 def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
     llm = engine(name, enforce_eager=True)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -115,7 +125,7 @@ def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
     assert_equal(outputs, [expected(models, name)[longest]] * 2)
 
 
-@pytest.mark.parametrize("name", ["normalised", "linear", "sliding window, biases, key norms, YaRN"])
+@pytest.mark.parametrize("name", ["hybrid", "sliding window, biases, key norms, YaRN"])
 def test_a_request_that_was_preempted_goes_on(name, engine, models, prompts):
     """Pages for fewer requests than begin: each needs one more after its 128th or 256th token."""
     few = dict(enable_prefix_caching=False, max_model_len=512, num_gpu_blocks_override=16)
@@ -130,12 +140,12 @@ def test_a_request_that_was_preempted_goes_on(name, engine, models, prompts):
 
 def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
     """Each sample's log-probabilities are those that transformers gives to its own tokens."""
-    outputs = greedy(engine("normalised", enforce_eager=True), prompts[:4], n=3, temperature=1.0)
+    outputs = greedy(engine("hybrid", enforce_eager=True), prompts[:4], n=3, temperature=1.0)
     samples = [(o.prompt_token_ids, sample) for o in outputs for sample in o.outputs]
     assert len({tuple(sample.token_ids) for _, sample in samples}) > 4
     file = tmp_path / "samples.json"
     file.write_text(json.dumps([{"prompt": p, "tokens": list(s.token_ids)} for p, s in samples]))
-    reference("score", str(models / "normalised"), str(file))
+    reference("score", str(models / "hybrid"), str(file))
     wrong, worst = differences([sample for _, sample in samples], json.loads(file.read_text()))
     assert wrong == 0 and worst < 1e-4
 
@@ -200,7 +210,7 @@ def server(models, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "normalised")]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "hybrid")]
     command += ["--kv-cache-memory-bytes", str(2**27)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", "hybrid"]
     with (tmp_path / "log").open("w") as log:
@@ -227,7 +237,7 @@ def test_chat_streams_and_stops(server, models, prompts):
     whole = server.chat.completions.create(**chat).choices[0].message.content
     parts = [part.choices[0].delta.content or "" for part in server.chat.completions.create(**chat, stream=True)]
     assert len(parts) > 8 and "".join(parts) == whole
-    first = expected(models, "normalised")[1]
+    first = expected(models, "hybrid")[1]
     text = dict(model="hybrid", prompt=first["prompt"], temperature=0, max_tokens=NEW_TOKENS)
     text |= dict(extra_body={"ignore_eos": True, "return_token_ids": True})
     given = server.completions.create(**text).choices[0]

@@ -1,0 +1,247 @@
+"""One token of a hybrid layer by one kernel, against its equations in float64 and PyTorch's own operations."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import modeling_llamba.ssd as ssd
+from modeling_llamba import LlambaConfig
+from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid_cache import new_cache
+from modeling_llamba.naive import naive_hybrid_attention
+from modeling_llamba.rotary import rotary_embedding
+from tests.kernels.ahead_of_time import CAPABILITIES, SHAPES, tools
+from tests.kernels.conftest import DEVICE, INTERPRETED
+
+LENGTH, HIDDEN = 22, 32
+PADDING = [[], [0, 1, 2, 9]]
+"""Columns of each row that hold no token: rows of different lengths, and a row that waits for the others."""
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+PARTIAL = {"partial_rotary_factor": 0.4}
+BF16, PADDED = torch.bfloat16, True
+CASES = {  # options of the layer, its dtype, the farthest a sink may be, rows of different lengths
+    "grouped queries": ({}, torch.float32, None, False),
+    "grouped queries, padded": ({}, torch.float32, None, PADDED),
+    "kept heads": (dict(hybrid_full_heads=[[2, 3]]), torch.float32, None, False),
+    "kept heads, padded": (dict(hybrid_full_heads=[[2, 3]]), torch.float32, None, PADDED),
+    "slow planes": (dict(hybrid_state_planes=1), torch.float32, None, PADDED),
+    "partial rotary, D 80": (
+        dict(num_attention_heads=2, num_key_value_heads=2, head_dim=80,
+             rope_parameters=ROPE | PARTIAL, hybrid_state_planes=3),
+        torch.float32, None, False,
+    ),
+    "a cap, D 264, in tiles": (
+        dict(num_attention_heads=2, num_key_value_heads=1, head_dim=264, attn_logit_softcapping=2.0, hybrid_block=4,
+             hybrid_window=8, hybrid_salient=5, hybrid_state_planes=12),
+        torch.float32, None, PADDED,
+    ),
+    "no salient, the cap": (dict(hybrid_salient=0, attn_logit_softcapping=2.0), torch.float32, None, False),
+    "neither sinks nor salient": (dict(hybrid_salient=0, hybrid_sinks=0), torch.float32, None, PADDED),
+    "far sinks": ({}, torch.float32, 8, False),
+    "far sinks, padded": (dict(hybrid_block=3, hybrid_window=6), torch.float32, 8, PADDED),
+    "many salient": (dict(hybrid_salient=9), torch.float32, 8, PADDED),
+    "D 6, blocks of one token": (dict(head_dim=6, hybrid_block=1, hybrid_window=3), torch.float32, None, PADDED),
+    "bf16": (dict(head_dim=64, hybrid_state_planes=8), BF16, None, False),
+    "bf16, far sinks, padded": (dict(hybrid_full_heads=[[0, 1]]), BF16, 8, PADDED),
+}  # fmt: skip
+
+
+def make_layer(dtype=torch.float32, **options):
+    """A layer whose every part matters."""
+    sizes = dict(
+        vocab_size=7, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=3, head_dim=8, max_position_embeddings=512, layer_types=["hybrid"], hybrid_window=4,
+        hybrid_block=2, hybrid_sinks=2, hybrid_salient=3, hybrid_rank=4, rope_parameters=ROPE,
+    )  # fmt: skip
+    config = LlambaConfig(**sizes | options)
+    config._attn_implementation = "sdpa" if config.attn_logit_softcapping is None else "eager"
+    layer = randomised(HybridAttention(config, 0)).eval()
+    return layer.to(dtype).to(DEVICE)
+
+
+@torch.no_grad()
+def randomised(module: nn.Module) -> nn.Module:
+    """The module with weights large enough that a leak shows."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.weight.normal_(0, part.in_features**-0.5)
+        if isinstance(part, HybridAttention):
+            for projection in (part.q_proj, part.k_proj):
+                projection.weight.mul_(1.5)
+            if part.salience is not None:
+                part.salience.normal_()
+            if part.mass is not None:
+                part.mass.add_(0.2 * torch.randn_like(part.mass))
+    return module
+
+
+def token_numbers(padded: bool) -> torch.Tensor:
+    """(B, L), -1 at padding."""
+    index = torch.arange(LENGTH).expand(len(PADDING), -1)
+    if not padded:
+        return index
+    real = torch.ones_like(index)
+    for row, columns in enumerate(PADDING):
+        real[row, columns] = 0
+    return (real.cumsum(1) - 1).masked_fill(real == 0, -1)
+
+
+def rotary_of(layer, index, reach):
+    """cos and sin for every token, and those for its look at sinks, or None."""
+    embedding, positions = rotary_embedding(layer.config).to(index.device), index.clamp(min=0)
+    like = layer.q_proj.weight
+    return embedding(like, positions), None if reach is None else embedding(like, positions.clamp(max=reach))
+
+
+def steps(layer, hidden_states, index, reach, cache, start=True):
+    """The layer's output (B, L, hidden), one token at a time."""
+    rotary, sink_rotary = rotary_of(layer, index, reach)
+    for t in range(index.shape[1]):
+        now, known = slice(t, t + 1), t if start else None
+        hidden = None
+        if layer.kept:
+            least = torch.finfo(hidden_states.dtype).min
+            hidden = (index[:, None, None, : t + 1] < 0).to(hidden_states.dtype) * least
+        far = None if sink_rotary is None else tuple(part[:, now] for part in sink_rotary)
+        inputs = HybridInputs(index[:, now], known, sink_rotary=far, causal_mask=hidden)
+        yield layer(hidden_states[:, now], tuple(part[:, now] for part in rotary), inputs, cache)
+
+
+def naive(layer, hidden_states, index, reach):
+    """The same by the equations in float64, on the CPU; 0 at padding."""
+    layer, hidden_states, index = copy.deepcopy(layer).cpu().double(), hidden_states.cpu().double(), index.cpu()
+    rotary, sink_rotary = rotary_of(layer, index, reach)
+    expected = torch.zeros_like(hidden_states)
+    for row, real in enumerate(index >= 0):
+        of_row = [None if pair is None else tuple(t[row, real] for t in pair) for pair in (rotary, sink_rotary)]
+        expected[row, real] = naive_hybrid_attention(layer, hidden_states[row, real], *of_row)
+    return expected
+
+
+def relative_error(got, expected):
+    """The worst of any token."""
+    got, expected = (t.double().cpu() for t in (got, expected))
+    return ((got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)).max().item()
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
+    """From the first token on, so that window, places and state are empty, then fill up, and all three turn over."""
+    options, dtype, reach, padded = CASES[case]
+    layer = make_layer(dtype, **options)
+    index, hidden_states = token_numbers(padded).to(DEVICE), torch.randn(len(PADDING), LENGTH, HIDDEN).to(dtype)
+    hidden_states = hidden_states.to(DEVICE)
+    found, of_steps, step = {}, {"torch": [], "auto": []}, layer.step
+
+    def noted(*inputs):
+        of_steps[backend].append(step(*inputs))
+        return of_steps[backend][-1]
+
+    monkeypatch.setattr(layer, "step", noted)
+    for backend in of_steps:
+        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        found[backend] = [*steps(layer, hidden_states, index, reach, new_cache(layer.config), not padded)]
+        assert launches["layer"] == (LENGTH if backend == "auto" else 0)
+    real = index >= 0
+    found = {backend: torch.cat(outputs, dim=1)[real] for backend, outputs in found.items()}
+    expected = naive(layer, hidden_states, index, reach)[real.cpu()]
+    errors = {backend: relative_error(outputs, expected) for backend, outputs in found.items()}
+    limit = 3e-2 if dtype == BF16 else 3e-6 if INTERPRETED else 2e-5
+    record_property("layer", f"{errors['auto']:.1e}")
+    record_property("PyTorch's", f"{errors['torch']:.1e}")
+    assert found["auto"].dtype == dtype and max(errors.values()) < limit, errors
+
+    between = {"outputs": [], "features": []}
+    for t, pairs in enumerate(zip(*of_steps.values(), strict=True)):
+        for name, theirs, own in zip(between, *pairs, strict=True):
+            assert (theirs is None) == (own is None)
+            if theirs is not None and theirs[real[:, t]].any():  # there are no features while the state is empty
+                assert theirs.shape == own.shape and theirs.dtype == own.dtype == dtype
+                between[name].append(relative_error(*(x[real[:, t]].flatten(1) for x in (own, theirs))))
+    for name, found_errors in between.items():
+        record_property(f"{name} beside PyTorch's", f"{max(found_errors):.1e}")
+        assert len(found_errors) > 4 and max(found_errors) < limit, between
+
+
+class Launches(TorchDispatchMode):
+    """Names of PyTorch's operations that are kernels on a GPU: neither views nor memory."""
+
+    FREE = ("empty", "new_empty", "empty_strided", "lift_fresh", "detach", "promote_types", "_unsafe_view")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function._schema.name.split("::")[1]
+        if not function.is_view and name not in self.FREE:
+            self.names.append(name)
+        return function(*arguments, **(options or {}))
+
+
+ROTARY, SALIENCE, WRITTEN = ("mul", "add", "neg", "cat"), ("mul", "sum"), ("copy_", "add_")
+
+
+@torch.no_grad()
+def test_one_launch_instead_of_many(record_property, monkeypatch):
+    """A step of a layer with salient tokens, its window full and no block to open: what else it asks PyTorch for."""
+    layer, index = make_layer(), token_numbers(False)[:1].to(DEVICE)
+    hidden_states, counts = torch.randn(1, LENGTH, HIDDEN, device=DEVICE), {}
+    for backend in ("torch", "auto"):
+        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        taken = steps(layer, hidden_states, index, None, new_cache(layer.config))
+        for _ in range(LENGTH - 1):
+            next(taken)
+        with Launches() as watch:
+            next(taken)
+        counts[backend] = watch.names
+    beside = [name for name in counts["auto"] if name != "mix_one"]
+    assert len(beside) == len(counts["auto"]) - 1
+    assert {*beside} <= {"mm", "addmm", *ROTARY, *SALIENCE, *WRITTEN}
+    record_property("operations of the layer in PyTorch", len(counts["torch"]))
+    record_property("beside the kernel", len(beside))
+
+
+@torch.no_grad()
+def test_what_the_kernel_does_not_take(monkeypatch, launches):
+    """A prompt, what is recorded, dropout, float64, a layer without a state, and all where PyTorch's are asked for."""
+
+    def run(tokens=1, dtype=torch.float32, training=False, **options):
+        layer = make_layer(dtype, **options).train(training)
+        hidden_states, index = torch.randn(2, tokens, HIDDEN).to(DEVICE, dtype), torch.arange(tokens).expand(2, -1)
+        index = index.to(DEVICE)
+        layer(hidden_states, rotary_of(layer, index, None)[0], HybridInputs(index, 0), new_cache(layer.config))
+        return launches["layer"]
+
+    assert run(tokens=2) == run(dtype=torch.float64) == run(mixer="none", hybrid_rank=0) == 0
+    assert run(training=True, attention_dropout=0.1) == run(mixer_backend="torch") == 0
+    with torch.enable_grad():
+        assert run() == 0
+    assert run() == 1
+    assert run(training=True) == 2
+    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
+    assert run() == 2
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a device compiles for itself")
+def test_it_compiles_ahead_of_time(record_property):
+    """For A100 and H100: no register is spilled, and little shared memory is taken."""
+    missing = [name for name in ("ptxas", "cuobjdump") if not (tools() / name).is_file()]
+    if missing:
+        pytest.skip(f"the wheel of triton brings no {' and no '.join(missing)} here, which compile for NVIDIA's GPUs")
+    command, own = [sys.executable, "-m", "tests.kernels.ahead_of_time"], {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == len(SHAPES) * len(CAPABILITIES)
+    for name, takes in found.items():
+        record_property(f"{name}:", "{registers} registers and {shared} bytes shared".format(**takes))
+        assert takes["spilled"] == 0 and takes["registers"] <= 255 and takes["shared"] <= 48 * 1024, (name, takes)
