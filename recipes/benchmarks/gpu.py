@@ -43,11 +43,11 @@ LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 
 def default_hybrid(shape: dict[str, int]) -> LlambaConfig:
-    """What the default makes of a teacher: window, salient tokens, normalised read, a head in every fifth layer."""
+    """The default hybrid of a teacher: windows, salient tokens, a state, a kept head group in every fifth layer."""
     layers, shared = shape["num_hidden_layers"], shape["num_attention_heads"] // shape["num_key_value_heads"]
     return LlambaConfig(
         **shape, layer_types=["hybrid"] * layers, mixer_num_kv_heads=shape["num_key_value_heads"],
-        hybrid_read="normalised", hybrid_window=213, hybrid_sinks=4, hybrid_salient=16,
+        hybrid_window=224, hybrid_sinks=4, hybrid_salient=16, hybrid_rank=64,
         hybrid_state_planes=shape["hidden_size"] // shape["num_attention_heads"] // 4,
         hybrid_full_heads=[[*range(shared)] if i % 5 == 0 else [] for i in range(layers)],
         max_position_embeddings=max(CONTEXTS) + 1024,

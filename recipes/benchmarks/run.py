@@ -1,6 +1,6 @@
 """Speed and memory as ratios measured side by side, with targets.
 
-    make bench        or        python -m recipes.benchmarks.run [--only scan] [--output runs/bench]
+    make bench        or        python -m recipes.benchmarks.run [--only hybrid] [--output runs/bench]
     make bench-gpu    or        python -m recipes.benchmarks.run --only gpu
 
 Each topic runs in a process of its own. Writes TOPIC.json of each, and results.md of all; a run of a
@@ -26,7 +26,7 @@ from ..evaluation.commit import project_commit
 from .measure import Report
 
 # each is a module of this package with `measure(output) -> Report`
-TOPICS = ("scan", "layer", "decode", "conversion")
+TOPICS = ("hybrid", "decode", "conversion")
 GPU = "gpu"  # on request only
 
 

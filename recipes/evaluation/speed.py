@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from modeling_llamba.hybrid_cache import cache_nbytes
+from modeling_llamba.hybrid_cache import HybridLayer, cache_nbytes
 
 
 def now(device: torch.device) -> float:
@@ -28,12 +28,15 @@ def fill_cache(cache: Cache, length: int) -> None:
     What is in it does not change how long a step takes.
     """
     for layer in cache.layers:
-        growing = getattr(layer, "full", layer)  # of a hybrid layer, the heads that see everything
+        growing = getattr(layer, "kept", layer)  # of a hybrid layer, the kept heads
         if isinstance(growing, DynamicLayer) and growing.is_initialized:
             batch, heads, held, dim = growing.keys.shape
             growing.update(*(torch.randn(batch, heads, length - held, dim) for _ in range(2)))
-        if hasattr(layer, "seen_tokens"):
-            layer.seen_tokens = length
+        if isinstance(layer, HybridLayer):
+            more = length - layer.length
+            assert more % layer.shape.block == 0, "the open block is as full as it was"
+            layer.held.seen.add_(more)
+            layer.length = length
     if hasattr(cache, "seen_tokens"):
         cache.seen_tokens = length
 

@@ -6,24 +6,13 @@ import pytest
 import torch
 
 import recipes.benchmarks.gpu as gpu
-import recipes.benchmarks.layer as bench_layer
-import recipes.benchmarks.peers as bench_peers
+import recipes.benchmarks.hybrid as bench_hybrid
 import recipes.benchmarks.run as bench
-import recipes.benchmarks.scan as bench_scan
 from modeling_llamba.hybrid_cache import cache_nbytes
-from modeling_llamba.ssd import ssd_recurrence
-from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache
-from recipes.benchmarks.measure import (
-    Report,
-    Table,
-    Timing,
-    in_own_process,
-    interleaved,
-    peak_bytes,
-)
-from recipes.benchmarks.peers import find_peers
-from recipes.benchmarks.scan import inputs
+from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache, step_timings
+from recipes.benchmarks.measure import Report, Table, in_own_process, interleaved, peak_bytes
 from tests.students import make_student
+from tests.teachers import make_teacher
 
 
 def test_interleaved_calls_everything_as_often():
@@ -33,40 +22,6 @@ def test_interleaved_calls_everything_as_often():
     assert all(sorted(round) == ["a", "b", "c"] for round in rounds) and len(rounds) == 21
     assert {round[0] for round in rounds} == {"a", "b", "c"}  # none of them always comes after the same other
     assert all(t.least <= t.median <= t.most for t in timings.values())
-
-
-def test_every_peer_does_the_same_work():
-    """Those installed here, at mild decay; attention is a peer of speed only."""
-    tensors = inputs(heads=2, length=128)
-    expected = ssd_recurrence(*tensors)[0]
-    found, absent = find_peers()
-    assert found.keys() | absent.keys() == bench_peers.PEERS.keys() and "transformers" in found
-    for name, prepare in found.items():
-        function, arguments = prepare(*tensors)
-        y = function(*arguments)
-        if name == "causal SDPA":
-            assert y.shape == (1, 2, 128, 64)
-        else:
-            assert (y.double() - expected).norm() < 1e-4 * expected.norm(), name
-
-
-def test_forward_and_backward_are_those_of_every_peer():
-    y, gradients = bench_scan.scan_call("ours", (2, 128), bench_scan.TRAINING)()
-    assert len(gradients) == 4
-    for name in find_peers()[0]:
-        other, others = bench_scan.scan_call(name, (2, 128), bench_scan.TRAINING)()
-        if name == "causal SDPA":
-            assert [g.shape for g in others] == [(1, 2, 128, 64)] * 3
-            continue
-        assert (y - other).norm() < 1e-4 * y.norm(), name
-        for mine, theirs in zip(gradients[2:], others[2:], strict=True):  # of B and C
-            assert (mine - theirs).norm() < 1e-4 * mine.norm(), name
-
-
-def test_the_scans_error_is_that_of_float32():
-    errors = bench_scan.accuracy(((2, 64),))
-    assert errors.keys() == {"2 heads, mild decays", "2 heads, extreme decays"}
-    assert all(0 < error < bench_scan.ERROR_LIMIT for error in errors.values())
 
 
 @pytest.mark.parametrize("pattern", ["attention", "pure", "beside", "hybrid"])
@@ -87,25 +42,66 @@ def test_a_made_up_cache_is_as_long_as_it_says(pattern):
     assert sizes >= 300 * per_token * (full + heads / config.num_key_value_heads)
 
 
-def test_a_layer_is_read_and_stepped_in_every_way(monkeypatch, tmp_path):
-    for name, small in {"LENGTHS": (64, 300), "LONGEST_CHUNK": 250, "CONTEXT": 300, "STEPS": 2, "LAYERS": 1}.items():
-        monkeypatch.setattr(bench_layer, name, small)
-    report = bench_layer.measure(tmp_path)
-    (target,), (table,) = report.targets, report.tables
-    assert 0 < target.value and target.limit == bench_layer.STEP_LIMIT
-    assert [row[0] for row in table.rows] == ["64", "300", "a token after 300"]
-    cache = bench_layer.read(bench_layer.models(1)["normalised read"], 300)
-    assert cache.get_seq_length() == 300 and cache.layers[0].recurrent_states[0].any()
+SMALL = {
+    "PROMPTS": {48: 1.0}, "TOKENS": {48: 1.0, 200: 0.5}, "TOGETHER": (48,), "BATCH": 2, "FILLED": 64, "STEPS": 3,
+    "TRAINED": 60, "PACKED": (10, 30, 20),
+    "DEFAULT": {
+        "attention_layers": "none", "attention_heads": {1: [0, 1]}, "window": 8,
+        "placement": {"salient": 3, "rank": 4},
+    },
+}  # fmt: skip
 
 
-def test_absent_peers_are_named_with_the_reason(monkeypatch):
-    finder = bench_peers.importlib.machinery.PathFinder
-    found_by = finder.find_spec
-    without_fla = lambda name, *where: None if name == "fla" else found_by(name, *where)  # noqa: E731
-    monkeypatch.setattr(finder, "find_spec", without_fla)
-    found, absent = find_peers()
-    assert absent == {"fla naive": "no package fla"}
-    assert {"transformers", "causal SDPA"} == found.keys()
+def test_the_default_hybrid_is_measured_in_every_way(monkeypatch, tmp_path):
+    """Beside its teacher, both at their smallest; what trains in a process of its own does so here."""
+    make_teacher("llama-gqa", layers=2, vocab_size=40_000).save_pretrained(tmp_path / "teacher")
+    for name, small in SMALL.items():
+        monkeypatch.setattr(bench_hybrid, name, small)
+    monkeypatch.setattr(bench_hybrid, "embedded_teacher", lambda: tmp_path / "teacher")
+    trained = []
+
+    def in_this_process(measured, prepare, arguments):
+        call, small = prepare(*arguments)
+        small()
+        call()
+        trained.append(arguments[1])
+        return 10**7
+
+    monkeypatch.setattr(bench_hybrid, "in_own_process", in_this_process)
+    report = bench_hybrid.measure(tmp_path)
+    assert {target.name: target.limit for target in report.targets} == {
+        "parameters over the teacher's": 1.035,
+        "a prompt, 48 tokens: time over the teacher's": 1.0,
+        "a token after 48 tokens: time over the teacher's": 1.0,
+        "a token after 200 tokens: time over the teacher's": 0.5,
+        "a training step, packed: time over the teacher's": 1.2,
+        "a training step, packed: peak memory over the teacher's": 1.2,
+    }
+    assert all(target.value > 0 for target in report.targets)
+    generation, training = report.tables
+    assert [row[0] for row in generation.rows] == [
+        "a prompt, 48 tokens", "a token after 48 tokens", "a token after 200 tokens", "a prompt, 2 texts of 48 tokens",
+        "a token after 2 texts of 48 tokens",
+    ]  # fmt: skip
+    assert [row[0] for row in training.rows] == ["a training step, packed", "its peak memory, MB"]
+    assert all(len(row) == len(table.columns) for table in report.tables for row in table.rows)
+    assert trained == ["teacher", "hybrid"]
+    assert not (tmp_path / "scratch-hybrid").exists()
+
+
+@torch.no_grad()
+def test_a_long_context_of_the_default_is_made_up(monkeypatch, tmp_path):
+    """What was read and what was not together are as long as they say, and the window is full."""
+    make_teacher("llama-gqa", layers=2).save_pretrained(tmp_path / "teacher")
+    for name, small in SMALL.items():
+        monkeypatch.setattr(bench_hybrid, name, small)
+    monkeypatch.setattr(bench_hybrid, "embedded_teacher", lambda: tmp_path / "teacher")
+    for model in bench_hybrid.load_models(tmp_path / "hybrid").values():
+        for length in (7, 48, 77, 203):
+            cache = bench_hybrid.cache_after(model, length, 2)
+            assert cache.get_seq_length() == length
+            bench_hybrid.decoding(model, cache, 2)()
+            assert cache.get_seq_length() == length + SMALL["STEPS"]
 
 
 def _forty_megabytes(size):
@@ -119,7 +115,7 @@ def test_peak_memory_above_the_inputs():
 
 def _run_topic(topic, output):
     """Stands in for the process of a topic."""
-    if topic == "scan":
+    if topic == "hybrid":
         return 3
     report = Report(skipped={"a peer": "no package"})
     report.add(f"{topic}: time over a peer", 0.5 if topic == "decode" else 2.0, 1.0)
@@ -130,7 +126,7 @@ def _run_topic(topic, output):
 
 def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "run_topic", _run_topic)
-    assert bench.main(tmp_path, ("decode", "conversion", "scan")) == 1, "one of them failed"
+    assert bench.main(tmp_path, ("decode", "conversion", "hybrid")) == 1, "one of them failed"
     assert {path.stem for path in tmp_path.glob("*.json")} == {"decode", "conversion"}
     report = json.loads((tmp_path / "decode.json").read_text())
     assert report["machine"]["torch"] == torch.__version__
@@ -140,43 +136,10 @@ def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
     assert "| context | tokens/s |\n| --- | --- |\n| 512 | 90 |" in text and "a peer: skipped, no package." in text
     assert "decode: commit" in text
     printed = capsys.readouterr()
-    assert "1 of 2 targets met" in printed.out and "scan failed with exit code 3" in printed.err
+    assert "1 of 2 targets met" in printed.out and "hybrid failed with exit code 3" in printed.err
     # another run of one topic keeps what the others measured
     assert bench.main(tmp_path, ("conversion",)) == 0
     assert "decode: time over a peer" in (tmp_path / "results.md").read_text()
-
-
-def test_memory_of_the_scan_has_targets(monkeypatch):
-    monkeypatch.setattr(bench_scan, "in_own_process", lambda *call: 10**7)
-    report = Report()
-    bench_scan.memory(["fla naive"], report)
-    assert len(report.targets) == 4
-    assert report.targets[0].name == "forward, 9 heads: bytes beyond the output"
-    assert report.targets[0].value == 10**7 - 9 * 8192 * 64 * 4
-    (table,) = report.tables
-    assert table.columns[-1] == "fla naive" and [len(row) for row in table.rows] == [3] * 4
-    assert table.rows[0][-1] == "10" and table.rows[1][-1] == ""
-
-
-def test_the_scan_has_targets_for_every_peer(monkeypatch):
-    times = dict.fromkeys(["ours", "fla naive", "transformers", "causal SDPA", "matmul"], Timing(2.0, 1.0, 3.0))
-    monkeypatch.setattr(bench_scan, "share_of_peak", lambda shape, timings: 0.5)
-    report = Report()
-    bench_scan.add_targets("forward", (9, 512), times, report)
-    bench_scan.add_targets("forward", (9, 8192), times, report)
-    bench_scan.add_targets("forward and backward", (9, 2048), times, report)
-    found = {target.name: (target.value, target.limit) for target in report.targets}
-    assert found == {
-        "forward, 9 heads, 512 tokens: time over fla naive": (1.0, 1.0),
-        "forward, 9 heads, 512 tokens: time over causal SDPA": (1.0, 1.0),
-        "forward, 9 heads, 8192 tokens: time over fla naive": (1.0, 1.0),
-        "forward, 9 heads, 8192 tokens: time over transformers": (1.0, 0.65),
-        "forward, 9 heads, 8192 tokens: time over causal SDPA": (1.0, 1 / 16),
-        "forward, 9 heads, 8192 tokens: matrix product's speed over ours": (2.0, 1 / 0.35),
-        "forward and backward, 9 heads, 2048 tokens: time over fla naive": (1.0, 0.75),
-        "forward and backward, 9 heads, 2048 tokens: time over transformers": (1.0, 0.75),
-        "forward and backward, 9 heads, 2048 tokens: time over causal SDPA": (1.0, 0.75),
-    }
 
 
 def test_decoding_has_targets_for_every_hybrid():
@@ -189,8 +152,10 @@ def test_decoding_has_targets_for_every_hybrid():
     assert sum("over the teacher" in name for name in found) == 2 * len(HYBRIDS)
 
 
-def test_inputs_are_reproducible():
-    assert all(map(torch.equal, inputs(2, 8), inputs(2, 8)))
+def test_a_step_is_timed_beside_transformers():
+    timings = step_timings(2, calls_per_sample=1)
+    assert timings.keys() == {"ours", "transformers"}
+    assert all(timing.median > 0 for timing in timings.values())
 
 
 TINY_SHAPE = {
