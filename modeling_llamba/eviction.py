@@ -123,17 +123,6 @@ class NewTokens(NamedTuple):
     salience: torch.Tensor
     index: torch.Tensor
 
-    def columns(self, which: slice) -> "NewTokens":
-        """Some columns."""
-        return NewTokens(
-            self.keys[:, :, which], self.values[:, :, which], self.salience[:, which], self.index[:, which]
-        )
-
-    def followed_by(self, later: "NewTokens") -> "NewTokens":
-        """These tokens and later ones."""
-        axes = (2, 2, 1, 1)
-        return NewTokens(*(torch.cat(pair, dim=axis) for *pair, axis in zip(self, later, axes, strict=True)))
-
 
 class State(NamedTuple):
     """A state as queries read it; every tensor is (..., K, .) over key/value heads.
