@@ -51,15 +51,9 @@ class SoftmaxAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, hidden) -> (B, L, hidden) and the probabilities (B, H, L, L) when the backend returns them."""
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape)
-        key = self.k_proj(hidden_states).view(shape)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = position_embeddings
-        query = apply_rotary(query.transpose(1, 2), cos, sin, head_dim_axis=1)
-        key = apply_rotary(key.transpose(1, 2), cos, sin, head_dim_axis=1)
+        query, key, value = project_heads(self, hidden_states)
+        query = apply_rotary(query, *position_embeddings, head_dim_axis=1)
+        key = apply_rotary(key, *position_embeddings, head_dim_axis=1)
         if past_key_values is not None:
             key, value = update_keys(past_key_values, self.layer_idx, key, value)
         output, probabilities = attention_function(self.config)(
@@ -75,6 +69,22 @@ class SoftmaxAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
+
+
+def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Query (B, H, L, D), key and value (B, K, L, D) of hidden states (B, L, hidden), normed but not yet rotated.
+
+    Args:
+        attention: a module with q_proj, k_proj, v_proj, q_norm, k_norm and head_dim.
+    """
+    shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+    query = attention.q_proj(hidden_states).view(shape)
+    key = attention.k_proj(hidden_states).view(shape)
+    value = attention.v_proj(hidden_states).view(shape)
+    if attention.q_norm is not None:
+        query = attention.q_norm(query)
+        key = attention.k_norm(key)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def attention_function(config) -> Callable:

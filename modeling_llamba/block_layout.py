@@ -155,7 +155,7 @@ class Layout(NamedTuple):
         return self.in_groups(query.transpose(1, 2), groups)
 
     def to_tokens(self, t: torch.Tensor) -> torch.Tensor:
-        """Of (B, slots, ...) those of the new tokens, (B, L', ...)."""
+        """Select from slots (B, slots, ...) those of the new tokens, (B, L', ...)."""
         if self.slot is None:
             return t[:, self.offset : self.offset + self.new_tokens]
         slot = self.slot.view(*self.slot.shape, *[1] * (t.ndim - 2))
@@ -176,22 +176,20 @@ class Layout(NamedTuple):
         return t.permute(0, 1, 3, 5, 2, 4, *range(6, t.ndim)).flatten(4, 5).flatten(1, 3)
 
     def by_group(self, t: torch.Tensor) -> torch.Tensor:
-        """Of each mixed block (B, M, K, ...) to (B, G, K, m, ...)."""
+        """Regroup values of mixed blocks (B, M, K, ...) to (B, G, K, m, ...)."""
         return t.unflatten(1, (-1, self.group)).transpose(2, 3)
 
     # Which columns a block attends to
 
     def select(self, salience: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which columns hold a place while each mixed block is open (B, M, P), -1 where none does; and `until` (B, T),
-        the first block to which a column is no longer visible, 0 for one that is never."""
+        """Columns that hold a place while each mixed block is open (B, M, P), -1 in empty places; and `until` (B, T),
+        the first block to which a column is no longer visible, 0 for a column that is visible to none."""
         P, E = self.shape.places, self.shape.block
         competing = salience[:, : P + self.leaving * E]
         sequence = None if self.sequence is None else self.sequence[:, -self.leaving - 1 :]
         holders = salient_before(competing, P, E, self.leaving, sequence)
-        number = torch.arange(salience.shape[1], device=salience.device)
-        leaves = (number - P - self.context).div(E, rounding_mode="floor") + self.shape.whole_blocks + 1
-        until = torch.where(self.present & (number >= P), leaves, 0)
-        lost = torch.arange(self.leaving + 1, device=number.device) + self.blocks - self.leaving
+        until = self._until_it_leaves()
+        lost = torch.arange(self.leaving + 1, device=until.device) + self.blocks - self.leaving
         lost = lost[:, None].expand_as(holders).flatten(1)
         until = F.pad(until, (1, 0)).scatter_reduce(1, holders.flatten(1) + 1, lost, "amax")[:, 1:]
         return holders[:, -self.mixed :], until
@@ -207,8 +205,8 @@ class Layout(NamedTuple):
         return slots + self.shape.places + self.context + self.first * self.shape.block
 
     def columns_of_groups(self, t: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
-        """Keys or values (B, K, T, D) that a group attends to, (B, G, K, P + n E + m E, D): who holds a place when its
-        first block opens, then its window."""
+        """Keys or values (B, K, T, D) that a group attends to, (B, G, K, P + n E + m E, D): the holders of
+        places when its first block opens, then its window."""
         holders = holders[:, :: self.group].clamp(min=0)
         placed = gather_columns(t, holders).transpose(1, 2)
         window = self._windows(t, 2).permute(0, 2, 1, 4, 3)
@@ -263,11 +261,15 @@ class Layout(NamedTuple):
 
     def without_sinks(self, until: torch.Tensor, salience: torch.Tensor) -> torch.Tensor:
         """`until` for queries that attend to sinks apart: as if sinks held no places."""
-        P, E = self.shape.places, self.shape.block
-        number = torch.arange(until.shape[1], device=until.device)
-        leaves = (number - P - self.context).div(E, rounding_mode="floor") + self.shape.whole_blocks + 1
-        in_window = torch.where(self.present & (number >= P), leaves, 0)
-        return torch.where(salience == torch.inf, in_window, until)
+        return torch.where(salience == torch.inf, self._until_it_leaves(), until)
+
+    def _until_it_leaves(self) -> torch.Tensor:
+        """The first block in whose window a column (B, T) is no longer, 0 for places and columns without a token."""
+        first_slot = self.shape.places + self.context
+        number = torch.arange(self.present.shape[1], device=self.present.device)
+        block = (number - first_slot).div(self.shape.block, rounding_mode="floor")
+        in_window = self.present & (number >= self.shape.places)
+        return torch.where(in_window, block + self.shape.whole_blocks + 1, 0)
 
 
 def _in_groups(tokens: int, block: int) -> int:

@@ -26,8 +26,8 @@ A prompt is computed as follows, for all blocks at once:
 
     1. project; kept heads attend to everything.
     2. blocks 0 .. n: causal attention.
-    3. for each later block: who holds a place in the salient cache (`salient_before`), hence from which block on a
-       token is no longer attended to (`until`).
+    3. for each later block: which tokens hold a place in the salient cache (`salient_before`), hence from which block
+       on a token is no longer attended to (`until`).
     4. GROUP tokens at a time: one fused attention over salient cache and window, masked by `until`, with Z.
     5. for each block: its state, a running sum over the blocks that left, less the tokens that hold a place.
     6. read the state, mix, project out.
@@ -46,7 +46,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention import append_keys, attention_function, capped, qk_norms
+from .attention import append_keys, attention_function, capped, project_heads, qk_norms
 from .block_layout import Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
@@ -203,13 +203,7 @@ class HybridAttention(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], inputs: HybridInputs
     ) -> Projected:
         """Queries, keys and values of hidden states (B, L, hidden)."""
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape)
-        key = self.k_proj(hidden_states).view(shape)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        query, key, value = project_heads(self, hidden_states)
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = apply_rotary(query, *inputs.sink_rotary, head_dim_axis=1)
@@ -545,7 +539,7 @@ class HybridAttention(nn.Module):
         return output.view(batch, 1, K * r, D), features.view(batch, 1, -1)
 
     def _one_launch(self, query: torch.Tensor) -> bool:
-        """Whether a kernel takes the step, of which nothing is recorded: on CUDA, unless backend "torch" is wanted."""
+        """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
         dropout = self.training and self.config.attention_dropout
         if self.mass is None or dropout or requested_backend(self.config.mixer_backend) == "torch":
             return False
@@ -581,7 +575,7 @@ def merged(
 
 
 def fuses_on_cpu(*tensors: torch.Tensor) -> bool:
-    """Whether PyTorch's fused attention for CPUs will do, whose log-sum-exp has no gradient."""
+    """True where PyTorch's fused attention for CPUs can be used; its log-sum-exp has no gradient."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return tensors[0].device.type == "cpu" and not recorded and not is_torchdynamo_compiling()
 

@@ -105,12 +105,12 @@ class HybridLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` compiles steps on CUDA; without room made for all tokens, shapes change every step."""
+        """True where `generate` may compile steps on CUDA: with room for all tokens, shapes stay the same."""
         return self.most is not None
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` works, which needs a recording."""
+        """True while a recording is kept, which `crop` needs."""
         return self.recording is not None
 
     def keep(self, held: Held, tokens: NewTokens) -> None:
@@ -295,7 +295,7 @@ class MixerLayer(LinearAttentionLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` works, which needs a recording."""
+        """True while a recording is kept, which `crop` needs."""
         return self.record_past
 
     def activate_past_recording(self) -> None:

@@ -31,9 +31,8 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
 
 def hybrid_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of a hybrid layer after `length` tokens: the same at any length but for its kept heads."""
-    shared = config.num_attention_heads // config.num_key_value_heads
-    kept = len(config.full_heads_of(layer)) // shared
-    windowed = config.num_key_value_heads - kept
+    windowed = windowed_heads(config, layer)
+    kept = config.num_key_value_heads - windowed
     key_and_value = 2 * config.head_dim * dtype.itemsize
     columns = config.hybrid_sinks + config.hybrid_salient + config.window_of(layer)
     size = kept * key_and_value * length + state_bytes(config, layer)
@@ -42,14 +41,17 @@ def hybrid_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch
     return size
 
 
+def windowed_heads(config: PreTrainedConfig, layer: int) -> int:
+    """Number of key/value heads of a hybrid layer that are not kept."""
+    shared = config.num_attention_heads // config.num_key_value_heads
+    return config.num_key_value_heads - len(config.full_heads_of(layer)) // shared
+
+
 def state_bytes(config: PreTrainedConfig, layer: int) -> int:
     """Bytes of the state of a hybrid layer."""
     if config.mixer == "none":
         return 0
-    windowed = config.num_key_value_heads - len(config.full_heads_of(layer)) // (
-        config.num_attention_heads // config.num_key_value_heads
-    )
-    return windowed * (config.head_dim + 1) * (config.state_keys(layer) + 1) * 4
+    return windowed_heads(config, layer) * (config.head_dim + 1) * (config.state_keys(layer) + 1) * 4
 
 
 def attention_bytes(config: PreTrainedConfig, layer_type: str, length: int, dtype: torch.dtype) -> int:
