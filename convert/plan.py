@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
 from .placement.placement import Decision, Placement, window_in_words
-from .teachers.teacher import Teacher, config_errors, hybrid_fields
+from .teachers.teacher import Teacher, config_errors, declared_layer_types, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
 from .weights.rules import Rule, Source, Stack, canonical_sources, moved
@@ -55,6 +55,11 @@ class TeacherWeights:
             teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
         )
         return cls(teacher, checkpoint, config, sources, dropped)
+
+    def windows(self, context: int) -> tuple[int, ...]:
+        """Layers that have a window in the teacher which hides tokens within a context; they keep it."""
+        width, kinds = self.config.sliding_window, self.config.layer_types
+        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention" and width < context)
 
     @property
     def has_out_bias(self) -> bool:
@@ -179,8 +184,14 @@ def attention_config(teacher: Teacher) -> PreTrainedConfig:
 def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
     """The hybrid's configuration."""
     hybrid, teacher_types = placement.hybrid, weights.config.layer_types
-    windows = {layer for layer in placement.windows if teacher_types[layer] == "sliding_attention"}
+    windows = placement.windows.keys() & set(weights.windows(options.placement.context))
     assert not windows, f"layers that have a window in the teacher keep it: {windows}"
+    for layer, width in placement.windows.items():
+        if teacher_types[layer] == "sliding_attention" and width > weights.config.sliding_window:
+            raise ValueError(
+                f"A window of {width} tokens is wider than the teacher's sliding_window of "
+                f"{weights.config.sliding_window}; make it narrower."
+            )
     stateless = hybrid is not None and not hybrid.state
     mixer = MixerOptions(kind="none") if stateless else options.mixer
     fields, _ = hybrid_fields(weights.teacher.config, weights.teacher.family)
@@ -251,7 +262,13 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         placement=placement,
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
-        notes=(*decision.undecided, *decision.notes, *_lost(config), *_far(placement, options)),
+        notes=(
+            *decision.undecided,
+            *decision.notes,
+            *_wide_windows(weights, placement, options),
+            *_lost(config),
+            *_far(placement, options),
+        ),
     )
 
 
@@ -279,6 +296,25 @@ def plan_printer(say: Callable[[str], None]) -> Callable[[Plan], None]:
             say("\n".join(lines))
 
     return news
+
+
+def _wide_windows(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> list[str]:
+    """Notes on windows of the teacher that hide nothing, so that their layers are converted like all others."""
+    config = weights.teacher.config
+    declared = {i for i, kind in enumerate(declared_layer_types(config)) if kind == "sliding_attention"}
+    width, replaced = getattr(config, "sliding_window", None), declared & set(placement.replaced_layers)
+    if not replaced:
+        return []
+    if width >= config.max_position_embeddings:
+        return [
+            f"sliding_window {width} hides nothing within max_position_embeddings "
+            f"{config.max_position_embeddings}, so it counts as none"
+        ]
+    context = options.placement.context
+    return [
+        f"sliding_window {width} hides nothing within {context} tokens, so its layers are converted like all others; "
+        f"beyond {width} tokens they remember more than the teacher's (--context {2 * width} keeps its windows)"
+    ]
 
 
 def _lost(config: PreTrainedConfig) -> list[str]:

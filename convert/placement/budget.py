@@ -75,8 +75,7 @@ class Budget:
     @cached_property
     def windows(self) -> tuple[int, ...]:
         """Layers that have a window in the teacher, which they keep."""
-        kinds = self.weights.config.layer_types
-        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        return self.weights.windows(self.options.placement.context)
 
     @cached_property
     def longest_window(self) -> int:
@@ -218,9 +217,9 @@ def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool
     dtype = output_dtype(options.output.dtype, weights.checkpoint.tensors)
     config = hybrid_config(weights, everywhere(Attention(), weights.config.num_hidden_layers), options)
     context, own = options.placement.context, 0
-    if options.placement.cache is None and "full_attention" in config.layer_types:
-        own = config.layer_types.count("sliding_attention")
-        own = own and own * attention_bytes(config, "sliding_attention", context, dtype)
+    windows = weights.windows(context)
+    if options.placement.cache is None and 0 < len(windows) < config.num_hidden_layers:
+        own = len(windows) * attention_bytes(config, "sliding_attention", context, dtype)
     return int(own + asked * (cache_bytes(config, context, dtype)[0] - own))
 
 

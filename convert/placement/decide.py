@@ -33,7 +33,7 @@ def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> 
         ValueError: every layer of the teacher has a window, and something narrower is asked for.
     """
     asked = options.placement.window, options.placement.attention_heads, options.placement.cache
-    if _has_windows_alone(weights) and options.has_windows and asked != (None,) * 3:
+    if _has_windows_alone(weights, options) and options.has_windows and asked != (None,) * 3:
         raise ValueError(
             f"Every layer of this teacher has a window of {weights.config.sliding_window} tokens, so its cache is of "
             "constant size already; leave out window, attention_heads and cache, or replace layers by mixers "
@@ -42,9 +42,9 @@ def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> 
     return options
 
 
-def _has_windows_alone(weights: TeacherWeights) -> bool:
-    """Whether every layer of the teacher has a window."""
-    return set(weights.config.layer_types) == {"sliding_attention"}
+def _has_windows_alone(weights: TeacherWeights, options: ConversionOptions) -> bool:
+    """Return True if every layer of the teacher has a window narrower than the context."""
+    return len(weights.windows(options.placement.context)) == weights.config.num_hidden_layers
 
 
 def decide_placement(
@@ -61,7 +61,7 @@ def decide_placement(
     """
     num_layers, asked_heads = weights.config.num_hidden_layers, options.placement.attention_heads
     aligned = options.alignment.method != "none"
-    if options.has_windows and _has_windows_alone(weights):
+    if options.has_windows and _has_windows_alone(weights, options):
         note = f"every layer has a window of {weights.config.sliding_window} tokens in the teacher and keeps it"
         return Decision(everywhere(Attention(), num_layers), notes=(note,))
     if options.searches_budget:

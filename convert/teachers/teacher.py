@@ -36,7 +36,20 @@ from .base import COMMON_FIELDS, TeacherFamily
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SIDE_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md", "LICENSE*", "LICENCE*", "NOTICE*"]
+SIDE_FILES = [
+    "*.json",
+    "tokenizer*",
+    "vocab*",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "*.tiktoken",
+    "README.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+]
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -76,6 +89,25 @@ def gguf_tokenizer(folder: Path, gguf_file: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
+
+
+def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that transformers finds for a teacher.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        if teacher.gguf_file is not None:
+            return gguf_tokenizer(teacher.folder, teacher.gguf_file)
+        return AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises no other kind
+        raise ValueError(
+            f"{teacher.name} has no tokenizer that can be read ({first_line(error)[:200]}); mend the files of its "
+            "tokenizer, or move them away."
+        ) from error
 
 
 def embedded_teacher() -> Path:
@@ -215,6 +247,9 @@ def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
             raise ValueError(f"tie_word_embeddings must be true or false, not {config.tie_word_embeddings!r}.")
         text = config.get_text_config()
         text.tie_word_embeddings = config.tie_word_embeddings  # the whole model has the head
+        for name in SPECIAL_TOKENS:  # generation reads those of the whole model first
+            if getattr(config, name, None) is not None:
+                setattr(text, name, getattr(config, name))
         return text
 
 
@@ -246,7 +281,14 @@ def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
-    """Full or sliding attention for each layer of a teacher."""
+    """List full or sliding attention for each layer of a teacher; a window that never hides a token is none."""
+    types = declared_layer_types(config)
+    nominal = "sliding_attention" in types and config.sliding_window >= config.max_position_embeddings
+    return ["full_attention"] * len(types) if nominal else types
+
+
+def declared_layer_types(config: PreTrainedConfig) -> list[str]:
+    """List full or sliding attention for each layer as a teacher's configuration says it, its windows' width aside."""
     types = getattr(config, "layer_types", None)
     if types is None:
         sliding = getattr(config, "sliding_window", None) is not None

@@ -20,10 +20,10 @@ from convert.placement.decide import decide_placement, options_for_teacher
 from convert.placement.layer_costs import POWER, spread_windows
 from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
 from convert.plan import TeacherWeights, describe, hybrid_config, make_plan
-from convert.teachers.teacher import find_teacher
+from convert.teachers.teacher import find_teacher, teacher_layer_types
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
-from tests.teachers import random_ids
+from tests.teachers import TEACHERS, random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)
 RANKED = [(1, 0), (3, 0), (3, 1), (0, 1), (2, 0), (0, 0), (1, 1), (2, 1)]
@@ -370,3 +370,36 @@ def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):
     assert plan_conversion(make_options(folder, "o", align="none")).alignment_cost is None
     with pytest.raises(ValueError, match="device nowhere cannot be used here"):
         plan_conversion(make_options(folder, "o", device="nowhere"))
+
+
+WINDOWED = [name for name, (_, config) in TEACHERS.items() if "sliding_attention" in teacher_layer_types(config)]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_that_hides_nothing_is_none(name, saved_teacher, tmp_path):
+    """By its effect: wider than the model's positions it is as if absent, and so it is within a shorter context."""
+    config = json.loads((saved_teacher(name) / "config.json").read_text())
+    positions, context = config["max_position_embeddings"], 200
+    folders = {"nominal": 2 * positions, "within": context, "narrow": 8}
+    for which, width in folders.items():
+        shutil.copytree(saved_teacher(name), tmp_path / which)
+        (tmp_path / which / "config.json").write_text(json.dumps(config | {"sliding_window": width}))
+    # with no budget of its own, which a teacher of windows alone refuses
+    asked = {which: make_options(str(tmp_path / which), "o") for which in folders}
+    asked["within"] = make_options(str(tmp_path / "within"), "o", context=context, cache=0.5)
+    asked["nominal"] = make_options(str(tmp_path / "nominal"), "o", context=context, cache=0.5)
+    plans = {}
+    for which, options in asked.items():  # what it costs, which takes a second to measure, left out
+        weights = TeacherWeights.of(find_teacher(options.model))
+        plans[which] = make_plan(weights, decide_placement(weights, options), options)
+    said = {which: describe(plan) for which, plan in plans.items()}
+    assert {"hybrid"} == set(plans["nominal"].config.layer_types) == set(plans["within"].config.layer_types)
+    assert plans["nominal"].placement == plans["within"].placement != plans["narrow"].placement
+    assert f"sliding_window {2 * positions} hides nothing within max_position_embeddings" in said["nominal"]
+    assert f"sliding_window {context} hides nothing within {context} tokens" in said["within"]
+    assert "hides nothing" not in said["narrow"] and "sliding_attention" in plans["narrow"].config.layer_types
+    longer = {"max_position_embeddings": 16384, "sliding_window": 4096}
+    (tmp_path / "narrow" / "config.json").write_text(json.dumps(config | longer))
+    wide = make_options(str(tmp_path / "narrow"), "o", window=8192, attention_layers=0.0, align="none")
+    with pytest.raises(ValueError, match="window of 8192 tokens is wider than .*sliding_window of 4096"):
+        plan_conversion(wide)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import convert.weights.mapping as mixer_mapping
@@ -18,7 +18,7 @@ from convert import convert
 from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.plan import describe
-from convert.teachers.teacher import embedded_teacher, find_teacher, teacher_layer_types
+from convert.teachers.teacher import embedded_teacher, find_teacher, read_config, teacher_layer_types
 from convert.tools.families import families, readme_table
 from tests.modeling.test_models import left_padded
 from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
@@ -219,6 +219,15 @@ def test_the_text_part_of_a_multimodal_gemma(published, saved_teacher, tmp_path)
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert all("vision" in name or "projector" in name for name in plan.weights.dropped)
     assert len(describe(plan).split("dropped  ")) == 2 and plan.teacher.family.model_type == "gemma3_text"
+
+
+def test_a_multimodal_model_stops_where_its_whole_configuration_says(tmp_path):
+    """Gemma 3 has the end of a turn at the top of its config.json, and the end of a text in the text part's."""
+    text = TEACHERS["gemma3"][1].to_dict() | {"eos_token_id": 1}
+    raw = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [1, 6], "bos_token_id": 2}
+    config = read_config(raw, "config.json")
+    assert (config.eos_token_id, config.bos_token_id) == ([1, 6], 2)
+    assert GenerationConfig.from_model_config(config).eos_token_id == [1, 6]
 
 
 @pytest.mark.parametrize(
