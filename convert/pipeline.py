@@ -66,7 +66,7 @@ def run(
             weights = open_teacher(options)
         options = options_for_teacher(options, weights)
         check_apart(output, weights.teacher.folder)
-        side_files = read_side_files(weights.teacher, options.trust_remote_code)
+        side_files = read_side_files(weights.teacher, options.trust_remote_code, weights.config.model_type)
         licence = read_licence(weights.teacher, weights.checkpoint)
         push_to = options.output.push_to_hub
         repository = None if push_to is None else prepare_repository(push_to, options.output.private)

@@ -25,6 +25,7 @@ from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging
 
 from convert.checkpoint.load import load_config, load_model, load_tokenizer, locate
+from convert.checkpoint.tokenizer import differing_text
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.memory import keep_free_memory
 from convert.tools.generate import recorded_teacher
@@ -182,11 +183,16 @@ class Evaluation:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, which has to be the teacher's as well."""
+        """The model's tokenizer, which has to read text as the teacher's does."""
         trust, names = self.options.trust_remote_code, list(self.names.values())
         found, *others = (load_tokenizer(name, trust_remote_code=trust) for name in names)
         if others and others[0].get_vocab() != found.get_vocab():
             raise ValueError(f"{names[1]} has another vocabulary than {names[0]}; give its own --teacher.")
+        if others and (text := differing_text(found, others[0])) is not None:
+            raise ValueError(
+                f"The tokenizers of {names[0]} and {names[1]} give other ids for {text[:40]!r}; convert the teacher "
+                "again."
+            )
         return found
 
     @cached_property

@@ -73,6 +73,7 @@ class Aligner:
         keep_free_memory(LARGEST_KEPT)
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
+        self.begin = 0  # of the rows of `ids`: number of tokens that the tokenizer begins a text with
         self._caches: list[FitCache] = []
 
     def follow(self, placement: Placement, options: ConversionOptions | None = None) -> None:
@@ -94,11 +95,13 @@ class Aligner:
                 f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge "
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
-        rows = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
-        if self.options.has_windows:
-            rows = with_recall(rows, plain_tokens(self.model.config.vocab_size), self.options.seed)
+        rows, self.begin = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
         self.report |= {"text": public_text_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
-        return rows
+        return self.with_recall(rows) if self.options.has_windows else rows
+
+    def with_recall(self, rows: torch.Tensor) -> torch.Tensor:
+        """Make some rows (S, L) of the text ask for recall."""
+        return with_recall(rows, plain_tokens(self.model.config.vocab_size), self.options.seed, self.begin)
 
     def read_text(self) -> None:
         """Read the calibration text, or draw it, which otherwise happens when it is first needed."""

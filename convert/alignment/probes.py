@@ -59,23 +59,28 @@ def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int =
     return Probe(ids, answers)
 
 
-def with_recall(ids: torch.Tensor, vocabulary: range, seed: int) -> torch.Tensor:
-    """The text (S, L) with every sixth row, counted from the last, changed to ask for recall: into random tokens that
-    are said twice and, alternately, by needles that are hidden in it.
+def with_recall(ids: torch.Tensor, vocabulary: range, seed: int, begin: int = 0) -> torch.Tensor:
+    """Change every sixth row of text (S, L), counted from the last, so that it asks for recall.
+
+    Such rows become random tokens that are said twice and, alternately, get needles that are hidden in them.
 
     A fit on prose alone unlearns what few heads are for, since prose hardly asks for it.
+
+    Args:
+        begin: number of first tokens that stay, such as BOS.
     """
-    changed, length = ids.clone(), ids.shape[1]
+    changed, text = ids.clone(), ids[:, begin:]
+    half = text.shape[1] // 2
     for turn, i in enumerate(range(len(ids) - 1, -1, -RECALL_EVERY)):
         if turn % 2:
-            changed[i : i + 1] = with_needles(ids[i : i + 1], 1.0, vocabulary, seed + i)
+            changed[i : i + 1, begin:] = with_needles(text[i : i + 1], 1.0, vocabulary, seed + i)
         else:
-            changed[i, : length // 2 * 2] = copy_probe(vocabulary, 1, length // 2, seed + i).ids[0]
+            changed[i, begin : begin + 2 * half] = copy_probe(vocabulary, 1, half, seed + i).ids[0]
     return changed
 
 
 def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) -> torch.Tensor:
-    """The text (S, L) with needles of random tokens hidden in a share of its rows and asked for in their last quarter.
+    """Hide needles of random tokens in a share of the rows of text (S, L) and ask for them in their last quarter.
 
     Such a row holds one needle of L / 4 tokens, or two half as long, and so on to needles of 8 tokens: each anywhere
     in its own stretch of the text, and all asked for in another order. Short ones teach to look up, long ones to copy.

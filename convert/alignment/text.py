@@ -1,26 +1,32 @@
 """Calibration and training text as sequences of token ids: the text that ships, a file, a Hub data set, or samples.
 
-Documents are joined by the end-of-sequence token and cut into rows of equal length; nothing is padded, so every
-token counts.
+Documents are joined by the end-of-sequence token and cut into rows of equal length. Each row begins as the tokenizer
+begins a text, with BOS where it adds one: Gemma without it is another model. Nothing is padded, so every token counts.
 """
 
 import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..options import ConversionOptions
-from ..teachers.teacher import Teacher, first_line, gguf_tokenizer
+from ..teachers.teacher import Teacher, first_line, load_tokenizer
 from .teacher_model import TeacherModel
 
 DEFAULT_TEXT = Path(__file__).with_name("calibration_text.jsonl")
 SAMPLED = "sampled"
 LOADERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 SAMPLE_BATCH = 64
+
+
+class CalibrationRows(NamedTuple):
+    """Token ids (S, L), of which the first `begin` of every row are what the tokenizer begins a text with."""
+
+    ids: torch.Tensor
+    begin: int
 
 
 def documents(source: str, column: str = "text") -> Iterator[str]:
@@ -71,32 +77,42 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
+def beginning_of_text(tokenizer: Any) -> list[int]:
+    """Return the token ids that a tokenizer puts before every text, such as BOS."""
+    bare, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+    return whole[: whole.index(bare[0])] if bare else []
+
+
 def token_rows(
     texts: Iterator[str], tokenizer: Any, length: int, count: int, source: str, at_least: int | None = None
 ) -> torch.Tensor:
-    """(count, length) token ids of documents in order, joined by the end-of-sequence token.
+    """Cut documents, in order and joined by the end-of-sequence token, into (count, length) token ids.
 
     Args:
         source: what to call the text in a message. at_least: rows that are enough where the text has no more.
     """
     ids: list[int] = []
+    begin = beginning_of_text(tokenizer)
+    own = length - len(begin)
     separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for text in texts:
         ids += tokenizer(text, add_special_tokens=False).input_ids + separator
-        if len(ids) >= count * length:
-            return torch.tensor(ids[: count * length]).view(count, length)
+        if len(ids) >= count * own:
+            break
     needed = count if at_least is None else at_least
-    if len(ids) >= needed * length:
-        return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    if len(ids) >= needed * own:
+        found = min(len(ids) // own, count)
+        rows = torch.tensor(ids[: found * own]).view(found, own)
+        return torch.cat([torch.tensor(begin, dtype=rows.dtype).expand(found, -1), rows], dim=1)
     raise ValueError(
-        f"{source} gives {len(ids)} tokens, and {needed} sequences of {length} need {needed * length}; use a longer "
+        f"{source} gives {len(ids)} tokens, and {needed} sequences of {length} need {needed * own}; use a longer "
         "text, fewer tokens or shorter sequences."
     )
 
 
 @torch.no_grad()
 def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> torch.Tensor:
-    """(count, length) token ids drawn from the model itself at temperature 1, from its start token: no data needed."""
+    """Draw (count, length) token ids from the model itself at temperature 1, the start token first: no data needed."""
     config = model.config
     start = next((t for t in (config.bos_token_id, config.eos_token_id) if isinstance(t, int)), 0)
     state = torch.random.get_rng_state()
@@ -112,10 +128,10 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
                 temperature=1.0,
                 top_k=0,
                 top_p=1.0,
-                min_new_tokens=length,
-                max_new_tokens=length,
+                min_new_tokens=length - 1,
+                max_new_tokens=length - 1,
             )
-            rows.append(drawn[:, 1:].cpu())
+            rows.append(drawn.cpu())
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
@@ -127,12 +143,17 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
 
 def calibration_rows(
     teacher: Teacher, model: TeacherModel, options: ConversionOptions, count: int, at_least: int | None = None
-) -> torch.Tensor:
-    """(count, L) token ids of the calibration text, or as many rows as it has where `at_least` is enough."""
+) -> CalibrationRows:
+    """Read `count` rows of the calibration text, or as many as it has where `at_least` is enough."""
     alignment, length = options.alignment, options.sequence_length
     if alignment.text == SAMPLED:
-        return sample_rows(model.whole(), length, count, options.seed)
-    tokenizer = load_tokenizer(teacher, options.trust_remote_code)
+        return CalibrationRows(sample_rows(model.whole(), length, count, options.seed), 1)
+    try:
+        tokenizer = load_tokenizer(teacher, options.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Or calibrate without text (--text sampled), or map the weights only (--align none)."
+        ) from error
     with contextlib.closing(documents(alignment.text, alignment.column)) as texts:
         rows = token_rows(texts, tokenizer, length, count, alignment.text, at_least)
     if int(rows.max()) >= teacher.config.vocab_size:
@@ -140,16 +161,4 @@ def calibration_rows(
             f"The tokenizer has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
             "they do not belong together."
         )
-    return rows
-
-
-def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    try:
-        if teacher.gguf_file is not None:
-            return gguf_tokenizer(teacher.folder, teacher.gguf_file)
-        return AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{teacher.name} has no tokenizer to read calibration text with ({first_line(error)}); calibrate "
-            "without text (--text sampled) or map only (--align none)."
-        ) from error
+    return CalibrationRows(rows, len(beginning_of_text(tokenizer)))

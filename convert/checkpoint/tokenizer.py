@@ -1,5 +1,6 @@
 """The files beside a model's weights that a new checkpoint takes along: read before any work, written after it."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,24 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from modeling_llamba.ship_code import code_files
 
 from ..errors import during
-from ..teachers.teacher import Teacher, first_line, gguf_tokenizer
+from ..teachers.teacher import Teacher, first_line, load_tokenizer
 from ..weights.reader import Checkpoint, GgufCheckpoint, read_json
 from ..weights.students import STUDENTS
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
+    "tekken.json", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+"""Patterns of the files that belong to a tokenizer. Which of them count is for transformers to say."""
+PROBES = (
+    "The 3 quick brown foxes, 1234567 of them, jumped over 0.5 dogs in 2026!",
+    "def f(x):\n    return x * 1.5\n\n\n# hello\n\tif x != y: pass\r\n",
+    "  leading and trailing  spaces  ",
+    "naïve café – “quotes” … 你好，世界 Привет مرحبا 🙂👍🏽",
+    "it's I'LL we've DON'T",
+    "",
 )
+"""Texts on which tokenizers part: numbers, code, line breaks, spaces, other scripts, emoji, contractions."""
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 Licence = dict[str, str | list[str]]
@@ -38,48 +40,83 @@ SideFiles = dict[str, bytes]
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether any tokenizer file lies in a folder."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+    """Return True if a file of a tokenizer lies in a folder."""
+    return any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
 
 
-def read_side_files(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
-    """The tokenizer's files unchanged, the generation settings, and the licence.
+def read_side_files(teacher: Teacher, trust_remote_code: bool, model_type: str) -> SideFiles:
+    """Read the tokenizer's files, the generation settings, and the licence.
+
+    Args:
+        model_type: of the checkpoint that takes them along.
 
     Raises:
         ValueError: one of them cannot be read, or the tokenizer is code that is not trusted.
     """
     with during(f"reading the files beside the weights in {teacher.folder}"):
         return (
-            read_tokenizer(teacher, trust_remote_code)
+            read_tokenizer(teacher, trust_remote_code, model_type)
             | read_generation_config(teacher)
             | {p.name: p.read_bytes() for kind in LICENCE_FILES for p in teacher.folder.glob(kind) if p.is_file()}
         )
 
 
-def read_tokenizer(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
-    """The tokenizer of a model, made sure to load; that of a GGUF file is read out of it."""
-    if teacher.gguf_file is not None:
-        tokenizer = gguf_tokenizer(teacher.folder, teacher.gguf_file)
-        check_chat_template(tokenizer, teacher.folder / teacher.gguf_file)
-        return _saved(tokenizer)
-    folder = teacher.folder
-    paths = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    paths += [path for path in folder.glob("additional_chat_templates/*") if path.is_file()]
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-    settings = read_json(folder / "tokenizer_config.json") or {}
-    if "auto_map" in settings:
-        files |= _tokenizer_code(teacher, trust_remote_code)
-    if not paths:
+def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -> SideFiles:
+    """Read the files from which a checkpoint of another model type loads the tokenizer that its teacher has.
+
+    transformers chooses a tokenizer's class by the model type and may then leave out what tokenizer_config.json
+    declares, so that the teacher's own files can make another tokenizer beside another config.json. They are tried
+    there, and where they do, the tokenizer is saved anew under the class that it has.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, cannot be carried over, or is code that is not trusted.
+    """
+    folder, files = teacher.folder, {}
+    if teacher.gguf_file is None:
+        paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
+        if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
+            files |= _tokenizer_code(teacher, trust_remote_code)
+        if not files:
+            return files
+    tokenizer = load_tokenizer(teacher, trust_remote_code)
+    check_chat_template(tokenizer, folder / (teacher.gguf_file or ""))
+    if _gives(files, tokenizer, model_type, trust_remote_code):
         return files
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises no other kind
-        raise ValueError(
-            f"The tokenizer in {folder} cannot be read ({first_line(error)[:200]}); mend its files, or move them away."
-        ) from error
-    check_chat_template(tokenizer, folder)
-    # without a class, transformers looks it up by model type, and ours has none
-    return files if "tokenizer_class" in settings else files | _saved(tokenizer)
+    files |= _saved(tokenizer)
+    if _gives(files, tokenizer, model_type, trust_remote_code):
+        return files
+    raise ValueError(
+        f"The tokenizer of {teacher.name} ({type(tokenizer).__name__}) loads as another one beside a model of type "
+        f"{model_type}; save it as a tokenizer.json of its own (AutoTokenizer.from_pretrained(...).save_pretrained)."
+    )
+
+
+def _gives(files: SideFiles, wanted: PreTrainedTokenizerBase, model_type: str, trust_remote_code: bool) -> bool:
+    """Return True if a checkpoint with these files and this model type has the tokenizer that is wanted."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_side_files(files, folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        try:
+            found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except Exception:  # the tokenizers library raises no other kind
+            return False
+    if found.get_vocab() != wanted.get_vocab() or found.chat_template != wanted.chat_template:
+        return False
+    rules = [getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (found, wanted)]
+    alike = None in rules or rules[0].to_str() == rules[1].to_str()
+    return alike and found.special_tokens_map == wanted.special_tokens_map and differing_text(found, wanted) is None
+
+
+def differing_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
+    """Return the first of PROBES, and of texts with added tokens, for which two tokenizers give other ids.
+
+    Returns:
+        None where all ids agree.
+    """
+    added = [f"a {token} b{token}" for token in list(one.get_added_vocab())[:64]]
+    return next((text for text in (*PROBES, *added) if one(text).input_ids != other(text).input_ids), None)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, place: Path) -> None:

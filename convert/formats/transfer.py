@@ -122,7 +122,8 @@ def write_checkpoint(
         for model in models:
             check_apart(output, model.folder)
         with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
-        side_files = read_side_files((with_tokenizer or models)[0], options.trust_remote_code)
+        giver, trusted = (with_tokenizer or models)[0], options.trust_remote_code
+        side_files = read_side_files(giver, trusted, plan.config.model_type)
         with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
         side_files |= read_generation_config((with_settings or models)[0])
         licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})

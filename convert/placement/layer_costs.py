@@ -20,7 +20,7 @@ from ..alignment.aligner import Aligner
 from ..alignment.closed_form import held_out_error
 from ..alignment.divergence import kl_of_hidden
 from ..alignment.hybrid_fit import fit_salience
-from ..alignment.probes import Probe, copy_probe, plain_tokens, with_recall
+from ..alignment.probes import Probe, copy_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel, replaced
 from ..options import SALIENT, ConversionOptions, FitOptions, MixerOptions, PlacementOptions, parse_size
 from ..weights.writer import Progress
@@ -54,10 +54,10 @@ def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOpti
         options: of the mixers; by default those of the conversion.
     """
     aligner.follow(placement, options)
-    memory, vocabulary = parse_size(aligner.options.alignment.activation_memory), aligner.model.config.vocab_size
+    memory = parse_size(aligner.options.alignment.activation_memory)
     rows = aligner.ids[-ROWS:]
     if not aligner.options.has_windows:  # whose rows ask for recall already
-        rows = with_recall(rows, plain_tokens(vocabulary), aligner.options.seed)
+        rows = aligner.with_recall(rows)
     errors, layers = {}, range(max(placement.windows) + 1)
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
         for layer in layers:

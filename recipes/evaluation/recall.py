@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from convert.alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
+from convert.alignment.text import beginning_of_text
 
 from .metrics import Reader
 
@@ -24,6 +25,7 @@ class Question(NamedTuple):
     """A probe and how far back its answers lie.
 
     distance: tokens between what was said and what is asked; None where it differs from answer to answer.
+    begin: number of tokens before the probe that the tokenizer begins a text with.
     """
 
     name: str
@@ -31,13 +33,14 @@ class Question(NamedTuple):
     distance: int | None
     probe: Probe
     whole: bool = False
-    """Whether an answer counts only if all of its tokens are right."""
+    """True if an answer counts only where all of its tokens are right."""
+    begin: int = 0
 
 
 def questions(
     prose: torch.Tensor, tokenizer: Any, vocabulary_size: int, depths: list[float], seed: int
 ) -> list[Question]:
-    """All probes of one length.
+    """Make all probes of one length. They begin as the tokenizer begins a text.
 
     Args:
         prose: (R, L) token ids of text: as many questions of each kind, in which needle and passkey are hidden.
@@ -45,12 +48,16 @@ def questions(
     """
     rows, length = prose.shape
     vocabulary = plain_tokens(vocabulary_size)
+    first = beginning_of_text(tokenizer)
+    begin = len(first)
+    half, pairs = (length - begin) // 2, (length - begin) // 4
+    copied, associative = copy_probe(vocabulary, rows, half, seed), associative_probe(vocabulary, rows, pairs, seed)
     found = [
-        Question("copy", length, length // 2, copy_probe(vocabulary, rows, length // 2, seed)),
-        Question("associative", length, None, associative_probe(vocabulary, rows, length // 4, seed)),
+        Question("copy", length, half, _after(first, copied), begin=begin),
+        Question("associative", length, None, _after(first, associative), begin=begin),
     ]
     for depth in depths:
-        place = round(depth * (length - 2 * NEEDLE))
+        place = begin + round(depth * (length - begin - 2 * NEEDLE))
         probe = needle_probe(prose, vocabulary, seed, NEEDLE, place)
         found.append(Question("needle", length, length - NEEDLE - place, probe))
     for depth in depths:
@@ -59,18 +66,26 @@ def questions(
     return found
 
 
+def _after(first: list[int], probe: Probe) -> Probe:
+    """A probe after the tokens that begin a text."""
+    rows, begin = len(probe.ids), len(first)
+    ids = torch.tensor(first, dtype=torch.long).expand(rows, begin)
+    return Probe(torch.cat([ids, probe.ids], 1), torch.nn.functional.pad(probe.answers, (begin, 0)))
+
+
 def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) -> tuple[Probe, int]:
-    """A five-digit number told somewhere in text and asked for at the end, and the tokens between."""
+    """Tell a five-digit number somewhere in text and ask for it at the end; the probe, and the tokens between."""
     rows, marks, distances, length = [], [], [], prose.shape[1]
+    begin = len(beginning_of_text(tokenizer))
     for i, text in enumerate(prose.tolist()):
         key = "".join(random.Random(f"{seed} {i}").choices("123456789", k=DIGITS))
         told, asked, answer = (
             tokenizer(words, add_special_tokens=False).input_ids for words in (TOLD.format(key=key), ASKED, f" {key}")
         )
         around = length - len(told) - len(asked) - len(answer)
-        if around < 0 or not answer:
+        if around < begin or not answer:
             raise ValueError(f"The passkey's words take {length - around} tokens; recall lengths must be longer.")
-        place = round(depth * around)
+        place = begin + round(depth * (around - begin))
         rows.append(text[:place] + told + text[place:around] + asked + answer)
         marks.append([False] * (length - len(answer)) + [True] * len(answer))
         distances.append(length - len(answer) - len(asked) - place)
@@ -99,7 +114,7 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
     """
     answers, groups = question.probe.answers, {question.distance: question.probe.answers}
     if question.distance is None:
-        upper = 2 ** torch.ceil(torch.log2(_distances(question.probe).clamp(min=1).double())).long()
+        upper = 2 ** torch.ceil(torch.log2(_distances(question).clamp(min=1).double())).long()
         groups |= {distance: answers & (upper == distance) for distance in sorted(set(upper[answers].tolist()))}
     rows = []
     for distance, asked in groups.items():
@@ -128,12 +143,13 @@ def _score(found: torch.Tensor, answers: torch.Tensor, whole: bool) -> tuple[flo
     return of_row.mean().item(), error, len(of_row)
 
 
-def _distances(probe: Probe) -> torch.Tensor:
+def _distances(question: Question) -> torch.Tensor:
     """(R, L): distance from each answer of an associative probe back to where its value was given first."""
+    probe, begin = question.probe, question.begin
     distances = torch.zeros_like(probe.ids)
     for row, (ids, answers) in enumerate(zip(probe.ids.tolist(), probe.answers.tolist(), strict=True)):
         value_of: dict[int, int] = {}
-        for place in range(0, len(ids) // 2, 2):
+        for place in range(begin, begin + (len(ids) - begin) // 2, 2):
             value_of.setdefault(ids[place], place + 1)
         for place, asked in enumerate(answers):
             if asked:

@@ -8,7 +8,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert import convert
 from convert.alignment.aligner import Aligner
-from convert.alignment.text import DEFAULT_TEXT, calibration_rows, documents, sample_rows, token_rows
+from convert.alignment.text import (
+    DEFAULT_TEXT,
+    beginning_of_text,
+    calibration_rows,
+    documents,
+    sample_rows,
+    token_rows,
+)
 from convert.options import PlacementOptions, make_options
 from convert.plan import TeacherWeights
 from convert.teachers.teacher import find_teacher
@@ -61,6 +68,24 @@ def test_rows_join_documents_by_the_end_token():
     assert token_rows(iter(TEXTS), tokenizer(), 4, 9, "text", at_least=2).shape == (3, 4)
     with pytest.raises(ValueError, match="text gives 12 tokens, and 4 sequences of 4 need 16"):
         token_rows(iter(TEXTS), tokenizer(), 4, 4, "text")
+
+
+def test_rows_begin_as_the_tokenizer_begins_a_text(tmp_path):
+    """With BOS where it adds one, in what layers are fitted to and in what asks for recall."""
+    assert beginning_of_text(tokenizer()) == [] and beginning_of_text(tokenizer(begins=True)) == [1]
+    found = token_rows(iter(TEXTS), tokenizer(begins=True), 4, 3, "text")
+    assert found.tolist() == [[1, 5, 6, 7], [1, 2, 8, 9], [1, 2, 40, 41]]
+    assert token_rows(iter(TEXTS), tokenizer(begins=True), 4, 9, "text", at_least=2).shape == (4, 4)
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "teacher")
+    tokenizer(begins=True).save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text("w43 w44 w45 " * 2000)
+    options = make_options(
+        str(tmp_path / "teacher"), "o", text=str(tmp_path / "text.txt"), sequence_length=32, tokens=1024,
+        held_out_sequences=2,
+    )  # fmt: skip
+    rows = Aligner(TeacherWeights.of(find_teacher(options.model)), options).ids
+    asks = ((rows < 43) | (rows > 45))[:, 1:].any(1)
+    assert (rows[:, 0] == 1).all() and 4 <= asks.sum() < len(rows)
 
 
 def test_default_text_ships_and_is_enough_for_the_default(smollm2_gguf):

@@ -14,6 +14,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from lm_eval.tasks import TaskManager
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 from convert.checkpoint.card import KL_ROW, NOT_MEASURED, RECALL_ROW
@@ -317,6 +318,22 @@ class Copier(torch.nn.Module):
                 said = row[before[-1] + 1] if before else 0
                 logits[b, t, said if self.right else (row[t + 1 : t + 2] or [0])[0] - 1] = 9
         return SimpleNamespace(logits=logits)
+
+
+def test_probes_begin_as_the_tokenizer_begins_a_text():
+    first = chat_tokenizer().convert_tokens_to_ids("w9")
+    tokenizer = chat_tokenizer()
+    template = processors.TemplateProcessing(single="w9 $A", special_tokens=[("w9", first)])
+    tokenizer.backend_tokenizer.post_processor = template
+    prose = torch.full((2, 66), 320)
+    prose[:, 0] = first
+    model = Copier(400, right=True)
+    for question in questions(prose, tokenizer, 400, [0.0, 1.0], seed=0):
+        ids, answers = question.probe
+        assert (ids[:, 0] == first).all() and not answers[:, 0].any()
+        if question.name != "passkey":
+            said = hits(reader(model), question.probe, 2, torch.device("cpu"))
+            assert all(row["model"] == 1 for row in scores(question, said)), question.name
 
 
 @pytest.mark.parametrize("right", [True, False])

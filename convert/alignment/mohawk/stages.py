@@ -36,6 +36,7 @@ class Stages:
         teacher: to learn from. student: the hybrid, trained in place.
         train: token ids (S, L) to train on. held_out: token ids to report on.
         folder: for checkpoints and logs.
+        begin: number of first tokens of every row that the tokenizer begins a text with.
     """
 
     teacher: TeacherModel
@@ -46,6 +47,7 @@ class Stages:
     folder: Path
     seed: int = 0
     progress: Progress = lambda what, done, total: None
+    begin: int = 0
 
     def run(self) -> dict[str, Any]:
         """Run the stages that have tokens; what each reached."""
@@ -112,11 +114,12 @@ class Stages:
         """Stage 3, data-parallel over the processes."""
         settings = self.settings.distillation
         teacher = self.teacher.whole()
-        needles = with_needles(self.train, settings.recall_share, plain_tokens(teacher.config.vocab_size), self.seed)
+        vocabulary, rows = plain_tokens(teacher.config.vocab_size), self.train.clone()
+        rows[:, self.begin :] = with_needles(rows[:, self.begin :], settings.recall_share, vocabulary, self.seed)
         self.student, outcome = distil(
             self.student,
             teacher,
-            needles,
+            rows,
             settings,
             self.folder / "distillation",
             self.held_out,

@@ -27,7 +27,7 @@ from ...weights.rules import Rule
 from ...weights.students import STUDENTS, model_class
 from ...weights.writer import Progress, plan_shards, write_shards
 from ..teacher_model import TeacherModel
-from ..text import calibration_rows
+from ..text import CalibrationRows, calibration_rows
 from .stages import STAGES, Stages, only_stages
 
 
@@ -76,13 +76,13 @@ def training_rows_needed(settings: AlignmentOptions, sequence_length: int) -> in
 def train_hybrid(
     student: nn.Module,
     teacher: TeacherModel,
-    rows: torch.Tensor,
+    text: CalibrationRows,
     settings: AlignmentOptions,
     work: Path,
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Train a hybrid on token ids (S, L), whose last rows are held out.
+    """Train a hybrid on text, whose last rows are held out.
 
     Args:
         work: folder for checkpoints and logs.
@@ -90,8 +90,10 @@ def train_hybrid(
     Returns:
         The trained hybrid and what each stage reached.
     """
-    held = settings.held_out_sequences
-    stages = Stages(teacher, student.to(teacher.device), rows[:-held], rows[-held:], settings, work, seed, progress)
+    rows, held = text.ids, settings.held_out_sequences
+    stages = Stages(
+        teacher, student.to(teacher.device), rows[:-held], rows[-held:], settings, work, seed, progress, text.begin
+    )
     report = stages.run()
     for name, figures in report.items():
         figures["settings"] = dataclasses.asdict(getattr(settings, name))

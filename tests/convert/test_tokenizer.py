@@ -1,0 +1,102 @@
+"""The tokenizer of a teacher is the hybrid's: the same ids for any text, whatever its files say and are called."""
+
+import base64
+import json
+import shutil
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from convert import convert
+from convert.checkpoint.tokenizer import PROBES, differing_text
+from tests.teachers import TEACHERS
+
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+CODE_SPLIT = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""As in OLMo 2's and Llama 3's tokenizer.json, which the classes for GPT-2 and Llama 2 would replace by their own."""
+ONE_OF_EACH_FAMILY = list({config.model_type: name for name, (_, config) in TEACHERS.items()}.values())
+CHAT = [{"role": "user", "content": "2 + 2 = 4?\n\n  Yes"}, {"role": "assistant", "content": " Yes, 100 %"}]
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+"""As Phi-3.5's."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json() -> str:
+    """A byte-level tokenizer.json that splits text as today's models do, of 96 tokens at most as the teachers have."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.decoder = decoders.ByteLevel()
+    split = pre_tokenizers.Split(Regex(CODE_SPLIT), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["\n".join(PROBES)] * 50, trainer)
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def folder_of(saved_teacher, tmp_path):
+    """name, files -> a copy of a tiny teacher's folder with these files beside the weights."""
+
+    def get(name: str, files: dict[str, str]):
+        folder = tmp_path / name
+        shutil.copytree(saved_teacher(name, 2), folder)
+        for file, content in files.items():
+            (folder / file).write_text(content)
+        return folder
+
+    return get
+
+
+def declared(tokenizer_class: str, **more) -> str:
+    """A tokenizer_config.json."""
+    return json.dumps(
+        {"tokenizer_class": tokenizer_class, "eos_token": "<|endoftext|>", "chat_template": TEMPLATE} | more
+    )
+
+
+@pytest.mark.parametrize("declared_class", ["GPT2Tokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+def test_every_family_keeps_its_tokenizer(name, declared_class, folder_of, tokenizer_json, tmp_path):
+    """transformers takes the declared class for some model types, and tokenizer.json as it is for others."""
+    folder = folder_of(name, {"tokenizer.json": tokenizer_json, "tokenizer_config.json": declared(declared_class)})
+    convert(str(folder), tmp_path / "out", align="none")
+    teacher, hybrid = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
+    assert differing_text(hybrid, teacher) is None and differing_text(teacher, hybrid) is None
+    assert type(hybrid) is type(teacher) and hybrid.eos_token_id == teacher.eos_token_id
+    ids = [tokenizer.apply_chat_template(CHAT)["input_ids"] for tokenizer in (teacher, hybrid)]
+    assert ids[0] == ids[1]
+
+
+def test_tokenizers_that_part_are_told_apart(folder_of, tokenizer_json):
+    """By what the declared class makes of the same files."""
+    files = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": declared("GPT2Tokenizer")}
+    olmo, llama = (AutoTokenizer.from_pretrained(folder_of(name, files)) for name in ("olmo2", "llama-gqa"))
+    assert olmo.get_vocab() == llama.get_vocab()
+    assert differing_text(olmo, llama) == PROBES[1]
+
+
+def test_a_tokenizer_under_another_name_comes_along(folder_of, tmp_path):
+    """As Mistral's newer models have it: tekken.json alone."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b" the", b"th", b"he", b"the"]
+    tekken = {
+        "config": {
+            "pattern": CODE_SPLIT, "num_vocab_tokens": len(tokens), "default_vocab_size": len(tokens) + 4,
+            "default_num_special_tokens": 4, "version": "v3",
+        },
+        "vocab": [
+            {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for i, token in enumerate(tokens)
+        ],
+        "special_tokens": [
+            {"rank": i, "token_str": token, "is_control": True}
+            for i, token in enumerate(("<unk>", "<s>", "</s>"))
+        ],
+    }  # fmt: skip
+    folder = folder_of("mistral-no-window", {"tekken.json": json.dumps(tekken)})
+    convert(str(folder), tmp_path / "out", align="none")
+    teacher, hybrid = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
+    assert differing_text(teacher, hybrid) is None and len(hybrid("the theme").input_ids) > 1
