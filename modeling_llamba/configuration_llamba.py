@@ -23,6 +23,8 @@ class LlambaConfig(HybridConfig):
         num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
         mlp_only_layers: layers that have a single MLP nevertheless.
+        output_router_logits: return the routers' logits, and add the loss that spreads tokens over the experts, times
+            router_aux_loss_coef, to the loss of `labels`.
     """
 
     model_type = "llamba"
@@ -37,6 +39,8 @@ class LlambaConfig(HybridConfig):
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = False
     mlp_only_layers: list[int] | None = None
+    output_router_logits: bool = False
+    router_aux_loss_coef: float | int = 0.001
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is a choice of experts."""

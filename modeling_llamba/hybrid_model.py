@@ -17,7 +17,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -234,7 +234,7 @@ class HybridModel(HybridPreTrainedModel):
         seq_idx: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         """Hidden states after the final norm.
 
         Args:
@@ -279,7 +279,7 @@ class HybridModel(HybridPreTrainedModel):
                 **kwargs,
             )
         note_length(past_key_values, past_length + shape[1])
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """cos and sin (B, L, rotary dims) for each kind of layer in `layer_rope`."""
@@ -400,7 +400,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         """Logits (B, L or logits_to_keep, vocab), and the shifted cross entropy when `labels` (B, L) are given.
 
         The other arguments are those of the base model; labels of -100 are ignored.
@@ -419,12 +419,17 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        aux_loss = self.router_loss(outputs.router_logits, attention_mask) if outputs.router_logits else None
+        if aux_loss is not None and loss is not None:
+            loss = loss + self.config.router_aux_loss_coef * aux_loss
+        return MoeCausalLMOutputWithPast(
             loss=loss,
+            aux_loss=aux_loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):

@@ -14,7 +14,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeExperts,
     Qwen3MoeSparseMoeBlock,
     Qwen3MoeTopKRouter,
+    load_balancing_loss_func,
 )
+from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_llamba import LlambaConfig
 from .hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
@@ -70,6 +72,10 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
     config_class = LlambaConfig
     config: LlambaConfig
     _no_split_modules = ["LlambaDecoderLayer"]
+    _can_record_outputs = {
+        **HybridPreTrainedModel._can_record_outputs,
+        "router_logits": OutputRecorder(Qwen3MoeTopKRouter, index=0),
+    }
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -90,6 +96,17 @@ class LlambaModel(LlambaPreTrainedModel, HybridModel):
 
 class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM):
     model_class = LlambaModel
+
+    def router_loss(
+        self, router_logits: tuple[torch.Tensor, ...], attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the loss that spreads tokens over the experts, as Mixtral and Qwen3-MoE are trained with.
+
+        Args:
+            router_logits: (B L, experts) for each layer with experts.
+        """
+        config = self.config
+        return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, attention_mask)
 
 
 __all__ = ["LlambaForCausalLM", "LlambaModel", "LlambaPreTrainedModel"]

@@ -22,6 +22,7 @@ MIXTRAL = TeacherFamily(
         "num_experts": "num_local_experts",
         "num_experts_per_tok": "num_experts_per_tok",
         "moe_intermediate_size": "intermediate_size",
+        "router_aux_loss_coef": "router_aux_loss_coef",
     },
     constants={"norm_topk_prob": True},
     refused=("router_jitter_noise",),

@@ -26,6 +26,7 @@ QWEN3_MOE = TeacherFamily(
         "num_experts_per_tok": "num_experts_per_tok",
         "moe_intermediate_size": "moe_intermediate_size",
         "norm_topk_prob": "norm_topk_prob",
+        "router_aux_loss_coef": "router_aux_loss_coef",
     },
     constants=QWEN3.constants,
     special=experts,

@@ -621,7 +621,7 @@ def test_a_card_has_the_licence_of_the_teacher(licence, teacher, tmp_path):
 @pytest.mark.parametrize(
     "file, content, expected",
     [
-        ("tokenizer.json", "garbage", "cannot be read"),
+        ("tokenizer.json", "garbage", "no tokenizer that can be read"),
         ("chat_template.jinja", "{% for m in messages %}", "chat template"),
         ("additional_chat_templates/tool.jinja", "{{ messages[ }}", "chat template"),
         ("tokenizer_config.json", json.dumps({"chat_template": "{% generation %}{{ 1 }}"}), "chat template"),

@@ -242,6 +242,22 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts_are_balanced_in_training_as_the_teachers_are(name, saved_teacher, tmp_path):
+    """The auxiliary loss, its weight in the configuration, and padding left out of it."""
+    hybrid, _ = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers="all")
+    teacher, ids = make_teacher(name, layers=LAYERS), random_ids(2, 24)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    asked = dict(labels=ids, attention_mask=mask, output_router_logits=True)
+    ours, theirs = hybrid(ids, **asked), teacher(ids, **asked)
+    torch.testing.assert_close(ours.aux_loss, theirs.aux_loss)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    assert hybrid(ids, labels=ids).aux_loss is None
+    hybrid.config.router_aux_loss_coef = 3.0
+    torch.testing.assert_close(hybrid(ids, **asked).loss - ours.loss, (3.0 - 0.001) * ours.aux_loss)
+
+
 def test_a_cap_on_scores_stays_with_attention_and_is_said_to_be_lost_in_a_state(saved_teacher, tmp_path):
     hybrid, plan = converted(saved_teacher("gemma2", LAYERS), tmp_path / "out", attention_layers="1")
     lost = "attn_logit_softcapping 2.0 holds where attention stays, windows included; a state has no scores to cap"
