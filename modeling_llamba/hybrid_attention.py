@@ -43,6 +43,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
@@ -282,7 +283,12 @@ class HybridAttention(nn.Module):
         # a compiled graph is for a number of segments; range(0, length, size) would make it one for this length
         for first in [n * size for n in range(-(-length // size))]:
             part, of_part = _segment(projected, inputs, slice(first, first + size), whole=size >= length)
-            output, of_features = self.mix(part, of_part, None if held is None else self._opened(held, of_part))
+            opened = None if held is None else self._opened(held, of_part)
+            if torch.is_grad_enabled() and not (is_torchdynamo_compiling() or self._by_flex(part.query)):
+                # else scores and probabilities are kept for the backward pass, as much as the rest of the model's
+                output, of_features = checkpoint(self.mix, part, of_part, opened, use_reentrant=False)
+            else:
+                output, of_features = self.mix(part, of_part, opened)
             outputs.append(output)
             features += [] if of_features is None else [of_features]
             if layer is not None or first + size < length:

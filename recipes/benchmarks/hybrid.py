@@ -27,7 +27,7 @@ KEPT = ((7, 2), (17, 1), (18, 2), (20, 1), (20, 2), (22, 2), (23, 0), (23, 2))
 """What the default chooses for SmolLM2: layers and key/value heads."""
 DEFAULT = {
     "attention_layers": "none", "attention_heads": query_heads(list(KEPT), 3), "window": 224,
-    "placement": {"salient": 16, "rank": 60},
+    "placement": {"salient": 16, "rank": 31},
 }  # fmt: skip
 PROMPTS = {128: 1.15, 512: 1.15, 2048: 1.0, 4096: 0.75, 8192: 0.5}
 """Tokens, and the ratio that is good enough."""
