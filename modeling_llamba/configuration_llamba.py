@@ -23,8 +23,8 @@ class LlambaConfig(HybridConfig):
         num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
         mlp_only_layers: layers that have a single MLP nevertheless.
-        output_router_logits: return the routers' logits, and add the loss that spreads tokens over the experts, times
-            router_aux_loss_coef, to the loss of `labels`.
+        output_router_logits, router_aux_loss_coef: with experts, return the routers' logits and add the loss that
+            spreads tokens over the experts, times this factor, to the loss of `labels`; False and 0.001 by default.
     """
 
     model_type = "llamba"
@@ -39,8 +39,11 @@ class LlambaConfig(HybridConfig):
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = False
     mlp_only_layers: list[int] | None = None
-    output_router_logits: bool = False
-    router_aux_loss_coef: float | int = 0.001
+
+    def __post_init__(self, **kwargs):
+        if self.num_experts is not None:  # TRL takes any model that has these fields for one with experts
+            kwargs = {"output_router_logits": False, "router_aux_loss_coef": 0.001} | kwargs
+        super().__post_init__(**kwargs)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's MLP is a choice of experts."""

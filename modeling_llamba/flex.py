@@ -19,9 +19,8 @@ RECOMPILES = 256
 
 
 def can_flex(query: torch.Tensor, backend: str) -> bool:
-    """Whether flex_attention is a kernel here, for queries (B, G, K, m, r, E, D); backend: `mixer_backend`."""
-    queries = query.shape[1] * query.shape[3] * query.shape[5]
-    if not query.is_cuda or queries < MIN_QUERIES or requested_backend(backend) == "torch":
+    """Return True if flex_attention is a kernel here, for queries (B, H', L, D); backend: `mixer_backend`."""
+    if not query.is_cuda or query.shape[2] < MIN_QUERIES or requested_backend(backend) == "torch":
         return False
     return query.dtype != torch.float64 and query.shape[-1] >= 16 and find_spec("triton") is not None
 

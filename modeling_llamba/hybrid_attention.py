@@ -284,7 +284,8 @@ class HybridAttention(nn.Module):
         for first in [n * size for n in range(-(-length // size))]:
             part, of_part = _segment(projected, inputs, slice(first, first + size), whole=size >= length)
             opened = None if held is None else self._opened(held, of_part)
-            if torch.is_grad_enabled() and not (is_torchdynamo_compiling() or self._by_flex(part.query)):
+            fused = is_torchdynamo_compiling() or self._by_flex(part.query)
+            if torch.is_grad_enabled() and not fused:
                 # else scores and probabilities are kept for the backward pass, as much as the rest of the model's
                 output, of_features = checkpoint(self.mix, part, of_part, opened, use_reentrant=False)
             else:
@@ -360,7 +361,7 @@ class HybridAttention(nn.Module):
             visible = layout.without_sinks(until, salience)
             sink_query = layout.queries(projected.sink_query, self.kv_groups)
             sinks = self._attend_sinks(sink_query, keys, values, salience, holders, layout)
-        if self._by_flex(query):
+        if self._by_flex(projected.query):
             output, log_mass = self._attend_by_flex(query, keys, values, visible, layout)
         else:
             output, log_mass = self._attend_groups(query, keys, values, holders, visible, layout)
