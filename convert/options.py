@@ -240,7 +240,7 @@ class AlignmentOptions:
     tokens: PositiveInt = 30720
     """Number of tokens that the closed-form fits use."""
     sequence_length: Context | None = None
-    """Tokens per sequence; by default 512 for mixers and 1,024 for layers with a window."""
+    """Tokens per sequence; by default 512 for mixers and 1,024 or more for layers with a window."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
     device: str = "cpu"

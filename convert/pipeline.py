@@ -94,6 +94,7 @@ def run(
             if alignment is not None and options.alignment.method == "mohawk":
                 aligner.train(folder, owner.work / "stages", plan.dtype)
                 watch.over("training")
+                record_seconds(watch.seconds, folder)
         if aligner is not None:
             aligner.finished()
     if repository is not None:
@@ -136,6 +137,14 @@ def write(
         (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
     write_card(plan, options.output.push_to_hub or Path(options.output.folder).name, folder, licence)
     add_code(plan.config, folder, plan.dtype)
+
+
+def record_seconds(seconds: dict[str, float], folder: Path) -> None:
+    """Write the seconds of each stage into the configuration of a hybrid that was trained after it was written."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["conversion"]["seconds"] = seconds
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptions) -> dict[str, Any]:

@@ -148,8 +148,8 @@ def test_packages_are_listed_by_name():
     assert pins["torch"] == "2.13.0"
 
 
-def test_readme_commands_exist():
-    """Every command, option and `make` target in the README, the guides and CONTRIBUTING is real."""
+def test_readme_commands_exist(tmp_path):
+    """Every command, option, YAML file and `make` target in the README, the guides and CONTRIBUTING is real."""
     import dataclasses
 
     from convert.cli import COMMANDS, parser_of
@@ -163,12 +163,18 @@ def test_readme_commands_exist():
     mentioned = set(re.findall(r"\bmake ([a-z-]+)", code))
     assert mentioned and mentioned <= targets, mentioned - targets
     read = set()
+    examples = dict(re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", text, re.S))
+    for name, content in examples.items():
+        (tmp_path / name).write_text(content)
     for line in re.findall(r"(?:^|`)(convert-to-hybrid [^`\n]+|torchrun .+ -m convert\.cli [^`\n]+)", text, re.M):
         words = shlex.split(re.sub(r".*convert(-to-hybrid|\.cli) ", "", line), comments=True)
         name = words.pop(0) if words[0] in COMMANDS else "convert"
-        if "--config" in words:  # the file of the example does not exist
-            place = words.index("--config")
-            words[place : place + 2] = []
+        if "--config" in words:
+            place = words.index("--config") + 1
+            if words[place] in examples:
+                words[place] = str(tmp_path / words[place])
+            else:  # a placeholder
+                words[place - 1 : place + 1] = []
         if not {"--help", "--set"} & set(words) and len(words) >= len(COMMANDS[name].positionals):
             parser_of(name).from_command_line(words)
             read.add(name)
