@@ -66,7 +66,8 @@ def run(
             weights = open_teacher(options)
         options = options_for_teacher(options, weights)
         check_apart(output, weights.teacher.folder)
-        side_files = read_side_files(weights.teacher, options.trust_remote_code)
+        side_files, notes = read_side_files(weights.teacher, options.trust_remote_code)
+        weights = dataclasses.replace(weights, notes=notes)
         licence = read_licence(weights.teacher, weights.checkpoint)
         push_to = options.output.push_to_hub
         repository = None if push_to is None else prepare_repository(push_to, options.output.private)
@@ -159,5 +160,6 @@ def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptio
         "align": "none" if alignment is None else options.alignment.method,
         "calibration": {} if alignment is None else {k: alignment.report[k] for k in ("text", "tokens")},
         "options": {k: v for k, v in recorded.items() if k not in ("model", "output")},
+        "notes": list(plan.weights.notes) or None,
         "versions": versions(),
     }

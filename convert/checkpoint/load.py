@@ -100,6 +100,8 @@ def load_model(
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{model} cannot be loaded: {first_line(error)}") from error
     check_whole(model, found)
+    # what a fine-tune's training may have left behind
+    loaded.generation_config.update(use_cache=True, return_dict_in_generate=False)
     try:
         return loaded.eval().to(device)
     except RuntimeError as error:

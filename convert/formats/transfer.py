@@ -122,9 +122,11 @@ def write_checkpoint(
         for model in models:
             check_apart(output, model.folder)
         with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
-        side_files = read_side_files((with_tokenizer or models)[0], options.trust_remote_code)
+        side_files, _ = read_side_files((with_tokenizer or models)[0], options.trust_remote_code)
         with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
-        side_files |= read_generation_config((with_settings or models)[0])
+        settings, notes = read_generation_config((with_settings or models)[0])
+        side_files |= settings
+        plan.notes.extend(notes)
         licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})
         on_plan(plan)
         with during(f"writing {output}"), owner.staged() as folder:
