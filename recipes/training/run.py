@@ -30,7 +30,7 @@ from convert.cli import console, one_line_errors
 
 from .arguments import RunArguments
 from .load import check_completions, conversion_of, load_splits, load_student, side_files
-from .save import StageRecord, hyperparameters, write_checkpoint
+from .save import StageRecord, hyperparameters, try_to_write, write_checkpoint
 
 NO_PART_OF_THE_RESULT = (
     "hub_token", "hub_private_repo", "hub_model_id", "push_to_hub", "logging_dir", "output_dir",
@@ -132,18 +132,17 @@ class Run(contextlib.AbstractContextManager):
         self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: str, settings: dict[str, Any]
     ) -> dict[str, Any]:
         """Train, write the finished folder, push it; returns what was measured before and after."""
-        outcome = train_and_evaluate(trainer, self._checkpoint())
-        tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
         record = StageRecord(
             stage=self.stage,
             teacher=self.teacher,
             data=Path(data).stem if Path(data).exists() else data,
             settings=settings | {"trainable": self.arguments.trainable} | hyperparameters(self.config),
-            before=outcome.before,
-            after=outcome.after,
-            log=outcome.log,
-            tokens=tokens[-1] if tokens else None,
         )
+        self._try_to_finish(trainer, tokenizer, record)
+        outcome = train_and_evaluate(trainer, self._checkpoint())
+        record.before, record.after, record.log = outcome.before, outcome.after, outcome.log
+        tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+        record.tokens = tokens[-1] if tokens else None
         self._finish(trainer, tokenizer, record)
         return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.output)}
 
@@ -165,6 +164,14 @@ class Run(contextlib.AbstractContextManager):
         if teacher is not None:
             name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
             self.teacher = Path(name).name if Path(name).exists() else name
+
+    def _try_to_finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
+        """Find out before the training what would fail after it."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if self.state.is_main_process:
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            try_to_write(base, tokenizer, self.source, self.output.name, record)
+        self.state.wait_for_everyone()
 
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
