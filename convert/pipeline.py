@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .alignment.aligner import Aligner, Alignment, public_text_name
+from .alignment.aligner import Aligner, Alignment
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
@@ -24,6 +24,7 @@ from .placement.decide import decide_placement, options_for_teacher
 from .placement.placement import Decision
 from .placement.presets import kept_heads
 from .plan import Plan, make_plan
+from .teachers.teacher import public_name
 from .weights.writer import Progress, plan_shards, write_and_hash
 
 
@@ -152,7 +153,7 @@ def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptio
             heads, config.num_hidden_layers, config.num_attention_heads
         )
     if "text" in recorded.get("alignment", {}):
-        recorded["alignment"]["text"] = public_text_name(options.alignment.text)
+        recorded["alignment"]["text"] = public_name(options.alignment.text)
     return {
         "teacher": plan.teacher.public_name,
         "teacher_revision": plan.teacher.revision,

@@ -22,6 +22,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
 from convert.checkpoint.load import load_tokenizer
+from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
 from .training.chat_format import as_text, question_ids, question_of
@@ -248,9 +249,7 @@ def split_rows(
 
 def card(report: dict[str, Any], arguments: SeqKDArguments, teaching: TeacherArguments, source: str) -> str:
     """The README.md of the data."""
-    teacher = Path(teaching.teacher_model_name_or_path)
-    teacher_name = teacher.name if teacher.exists() else teaching.teacher_model_name_or_path
-    source_name = Path(source).name if Path(source).exists() else source
+    teacher_name, source_name = public_name(teaching.teacher_model_name_or_path), public_name(source)
     how = f"sampled at temperature {arguments.temperature}" if arguments.temperature else "greedy"
     files = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name, n in report["rows"].items() if n)
     left_out = ", ".join(f"{n} {why}" for why, n in report["left out"].items())

@@ -25,7 +25,7 @@ from ..checkpoint.tokenizer import (
 )
 from ..errors import during
 from ..options import ExportOptions, ImportOptions, parse_size
-from ..teachers.teacher import Teacher, download_model
+from ..teachers.teacher import Teacher, cached_repository, download_model
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule
 from ..weights.students import layer_letters
@@ -93,7 +93,7 @@ def find_checkpoint(options: TransferOptions) -> tuple[Path, str | None]:
     if path.is_dir():
         if options.revision is not None:
             raise ValueError(f"{options.model} is local; a revision exists on the Hub only.")
-        return path, None
+        return path, (cached_repository(path) or (None, None))[1]
     return download_model(options.model, options.revision, None, options.trust_remote_code, True)[:2]
 
 

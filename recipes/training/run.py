@@ -27,6 +27,7 @@ from convert.alignment.distillation.trainer import (  # fmt: skip
 from convert.checkpoint.folder import check_apart, check_output, check_work, make_work
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.cli import console, one_line_errors
+from convert.teachers.teacher import public_name
 
 from .arguments import RunArguments
 from .load import check_completions, conversion_of, load_splits, load_student, side_files
@@ -135,7 +136,7 @@ class Run(contextlib.AbstractContextManager):
         record = StageRecord(
             stage=self.stage,
             teacher=self.teacher,
-            data=Path(data).stem if Path(data).exists() else data,
+            data=Path(data).stem if Path(data).is_file() else public_name(data),
             settings=settings | {"trainable": self.arguments.trainable} | hyperparameters(self.config),
         )
         self._try_to_finish(trainer, tokenizer, record)
@@ -163,7 +164,7 @@ class Run(contextlib.AbstractContextManager):
         """Keep the teacher's name for the record; the model itself may be let go."""
         if teacher is not None:
             name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
-            self.teacher = Path(name).name if Path(name).exists() else name
+            self.teacher = public_name(name)
 
     def _try_to_finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         """Find out before the training what would fail after it."""
