@@ -1,10 +1,14 @@
 """Load a student, a teacher and data sets for the training recipes, or say in one line why that cannot be."""
 
+import contextlib
+import hashlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import httpx2
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
@@ -150,9 +154,10 @@ def load_splits(
     """
     try:
         if mixture.datasets:
-            splits = get_dataset(mixture)
+            with _cached_by_content(*(part.path for part in mixture.datasets)):
+                splits = get_dataset(mixture)
         elif script.dataset_name:
-            splits = _named(script.dataset_name, script.dataset_config)
+            splits = load_named(script.dataset_name, script.dataset_config)
         else:
             raise ValueError("Name the data: dataset_name, or datasets in the YAML file.")
     except (DatasetGenerationError, DatasetNotFoundError, OSError) as error:
@@ -173,7 +178,8 @@ def load_splits(
     return splits[script.dataset_train_split], splits[script.dataset_test_split] if evaluates else None
 
 
-def _named(name: str, config: str | None) -> DatasetDict:
+def load_named(name: str, config: str | None = None) -> DatasetDict:
+    """The splits of a file, a folder, or a data set on the Hub."""
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in DATA_KINDS:
@@ -182,7 +188,27 @@ def _named(name: str, config: str | None) -> DatasetDict:
     if path.suffix in DATA_KINDS or name.startswith((".", "/", "~")):
         if not path.is_dir():  # no name on the Hub looks like this
             raise ValueError(f"{name} cannot be read: there is no such file or folder.")
-    return load_dataset(name, config)
+    with _cached_by_content(name):
+        return load_dataset(name, config)
+
+
+@contextlib.contextmanager
+def _cached_by_content(*names: str) -> Iterator[None]:
+    """Have `datasets` keep what it makes of local folders apart by their files.
+
+    A folder whose card lists its files it knows by the last part of the name alone, and would give the rows of another
+    folder, or of the same one before it changed.
+    """
+    folders = [path for name in names if (path := Path(name).expanduser()).is_dir()]
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    usual = datasets.config.HF_DATASETS_CACHE
+    if states:
+        datasets.config.HF_DATASETS_CACHE = Path(usual, hashlib.sha256(repr(states).encode()).hexdigest()[:16])
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = usual
 
 
 def check_completions(rows: Any, fields: tuple[str, ...]) -> None:
