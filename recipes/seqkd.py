@@ -25,7 +25,7 @@ from convert.checkpoint.load import load_tokenizer
 from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
-from .training.chat_format import as_text, question_ids, question_of
+from .training.chat_format import as_text, question_ids, question_of, render
 from .training.load import load_splits, load_teacher
 from .training.run import local_files, script
 
@@ -110,7 +110,7 @@ def read_prompts(
     """The questions in the data, each once, and how many rows were left out for which reason."""
     prompts, seen = [], set()
     counts = {"duplicates": 0, "too long": 0, "empty": 0}
-    for row in rows:
+    for number, row in enumerate(rows):
         if len(prompts) == arguments.max_prompts:
             break
         turns = question_of(row)
@@ -119,6 +119,8 @@ def read_prompts(
             continue
         if tokenizer.chat_template is None:
             turns = as_text(turns)
+        else:
+            render(turns, tokenizer, number, add_generation_prompt=True)
         ids = question_ids(turns, tokenizer)
         if tuple(ids) in seen:
             counts["duplicates"] += 1

@@ -114,6 +114,8 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
                 top_p=1.0,
                 min_new_tokens=length,
                 max_new_tokens=length,
+                use_cache=True,
+                return_dict_in_generate=False,
             )
             rows.append(drawn[:, 1:].cpu())
     except RuntimeError as error:
