@@ -98,8 +98,8 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(config, attention_mask=None, **kwargs):
-        """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself, if any."""
-        if "hybrid" in config.layer_types:
+        """`generate` may ask for masks ahead, for static caches; mixers and hybrid layers want the padding itself."""
+        if "hybrid" in config.layer_types or set(config.layer_types) == {"linear_attention"}:
             return _drop_full_mask(attention_mask)
         return create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
 
