@@ -169,6 +169,7 @@ class Run(contextlib.AbstractContextManager):
     def _try_to_finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         """Find out before the training what would fail after it."""
         model = trainer.accelerator.unwrap_model(trainer.model)
+        check_adapters(model)
         if self.state.is_main_process:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             try_to_write(base, tokenizer, self.source, self.output.name, record)
@@ -190,6 +191,23 @@ class Run(contextlib.AbstractContextManager):
         """Print a line, once for all processes."""
         if self.state.is_main_process:
             console.print(text)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse DoRA on a weight in which a row is zero, whose direction is none.
+
+    Raises:
+        ValueError: naming the modules.
+    """
+    magnitudes = {name: p for name, p in model.named_parameters() if ".lora_magnitude_vector." in name}
+    zero = [name.partition(".lora_magnitude_vector.")[0] for name, p in magnitudes.items() if not p.all()]
+    if zero:
+        kinds = sorted({name.rpartition(".")[2] for name in zero})
+        raise ValueError(
+            f"use_dora divides by the norm of each row of a weight, and {len(zero)} weights have rows of zeros, those "
+            f"of gates and decays for instance; say use_dora: false, or leave {', '.join(kinds)} out of "
+            "lora_target_modules."
+        )
 
 
 def local_files(name: str | None) -> list[tuple[str, int, int]]:

@@ -82,6 +82,32 @@ def test_weights_that_are_not_finite_are_no_matter_of_the_learning_rate(world, t
         sft.main(common_arguments(hybrid, world["teacher"], world[sft], tmp_path / "out"))
 
 
+DORA = ("--use_peft", "true", "--use_dora", "true", "--lora_r", "2", "--lora_target_modules", "q_proj", "o_proj")
+
+
+def test_adapters_that_divide_by_rows_of_zeros_are_refused(world, tmp_path, monkeypatch):
+    """DoRA on a gate that was begun with zeros: 0 / 0 in the first batch."""
+    arguments = common_arguments(world["hybrid"], world["teacher"], world[sft], tmp_path / "out", *DORA)
+    sft.main(arguments)
+    monkeypatch.setattr(Trainer, "train", None)
+    with pytest.raises(ValueError, match="2 weights have rows of zeros, .* leave in_proj out of lora_target_modules"):
+        sft.main([*arguments, "in_proj", "--output_dir", str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("recipe", [sft, dpo])
+@pytest.mark.parametrize("evaluated", ["steps", "no"])
+def test_a_loss_that_is_not_finite_from_the_start_is_no_matter_of_the_learning_rate(
+    recipe, evaluated, world, tmp_path
+):
+    hybrid = shutil.copytree(world["hybrid"], tmp_path / "hybrid")
+    weights = load_file(hybrid / "model.safetensors")
+    weights["model.norm.weight"] *= 1e38
+    save_file(weights, hybrid / "model.safetensors", {"format": "pt"})
+    arguments = common_arguments(hybrid, world["teacher"], world[recipe], tmp_path / "out", "--logging_steps", "9")
+    with pytest.raises(ValueError, match="not finite before any weight was changed"):
+        recipe.main([*arguments, "--eval_strategy", evaluated])
+
+
 def test_a_trained_model_generates_with_its_cache(world, tmp_path):
     """A trainer switches it off in the configuration."""
     sft.main(common_arguments(world["hybrid"], world["teacher"], world[sft], tmp_path / "out"))
