@@ -133,6 +133,8 @@ def _in_two(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, 
         name: column of the answer.
     """
     turns = row[name]
+    if not isinstance(row["prompt"], list) or not isinstance(turns, list):
+        raise ValueError(f"Row {number} of the data has messages in one of prompt and {name}, and text in the other.")
     prompt = render(row["prompt"], tokenizer, number, row, add_generation_prompt=True)
     whole = render(row["prompt"] + turns, tokenizer, number, row)
     if whole.startswith(prompt) and _says(whole[len(prompt) :], turns):

@@ -27,6 +27,7 @@ from convert.alignment.distillation.trainer import (  # fmt: skip
 from convert.checkpoint.folder import check_apart, check_output, check_work, make_work
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.cli import console, one_line_errors
+from convert.options import parse_size
 from convert.teachers.teacher import public_name
 
 from .arguments import RunArguments
@@ -178,10 +179,8 @@ class Run(contextlib.AbstractContextManager):
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
         if self.state.is_main_process:
-            settings = self.arguments
-            write_checkpoint(
-                model, tokenizer, self.source, self.output, record, settings.max_shard_size, settings.overwrite
-            )
+            size, overwrite = parse_size(self.arguments.max_shard_size), self.arguments.overwrite
+            write_checkpoint(model, tokenizer, self.source, self.output, record, size, overwrite)
             if self.repository is not None:
                 upload(self.output, self.repository, f"Add {self.stage}")
             self.say(f"[green]{self.stage}[/] -> {self.output}")

@@ -77,7 +77,7 @@ def write_checkpoint(
     source: Path,
     output: Path,
     record: StageRecord,
-    max_shard_size: str = "5GB",
+    max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
     """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from."""

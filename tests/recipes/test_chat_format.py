@@ -112,3 +112,8 @@ def test_rows_that_do_not_fit_the_template_are_named(prepare, template, row, exp
 def test_a_text_beside_the_messages_does_not_count():
     rows = Dataset.from_list([{"prompt": "w9 w10", "messages": [USER, ANSWER]}])
     assert faithful_answers(rows, chat_tokenizer()).column_names == ["messages"]
+
+
+def test_messages_and_text_do_not_mix():
+    with pytest.raises(ValueError, match="Row 0 of the data has messages in one of prompt and completion"):
+        faithful_answers(Dataset.from_list([{"prompt": ASKED, "completion": "w9"}]), chat_tokenizer())
