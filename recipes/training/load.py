@@ -22,7 +22,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
 import modeling_phimamba  # noqa: F401
 from convert.alignment.distillation.trainer import check_vocabulary_sizes
-from convert.checkpoint.load import check_whole, load_tokenizer
+from convert.checkpoint.load import cause, check_whole, load_tokenizer
 from convert.teachers.teacher import first_line
 from convert.weights.students import STUDENTS
 
@@ -30,7 +30,7 @@ from .arguments import TeacherArguments
 
 DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RENAMED_TOKENS = 0.01
-LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError)
+LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, TypeError)
 
 
 def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -47,7 +47,7 @@ def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizer
         model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=arguments.model_revision)
     except LOADING_ERRORS as error:
-        raise ValueError(f"{name} does not load: {first_line(error)}") from error
+        raise ValueError(f"{name} does not load: {cause(error, name, arguments.model_revision)}") from error
     check_whole(name, found)
     if model.config.model_type not in STUDENTS:
         raise ValueError(
@@ -119,7 +119,8 @@ def load_teacher(
         teacher = AutoModelForCausalLM.from_pretrained(name, **options)
     except LOADING_ERRORS as error:
         hint = "" if arguments.teacher_model_name_or_path else "; name teacher_model_name_or_path if it has moved"
-        raise ValueError(f"The teacher {name} does not load: {first_line(error)}{hint}") from error
+        reason = cause(error, name, options.get("revision"))
+        raise ValueError(f"The teacher {name} does not load: {reason}{hint}") from error
     if student is not None:
         check_vocabulary_sizes(student, teacher)
         try:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 from convert.checkpoint.card import KL_ROW, NO_FIGURES, NOT_MEASURED, NOTES
+from convert.checkpoint.load import load_model
 from recipes import distillation, dpo, sft
 from recipes.training.save import TRAINED_NOTE, new_card, with_training
 from tests.recipes.tiny_chat import common_arguments, conversations, preferences, save_chat_teacher, save_hybrid
@@ -70,6 +71,18 @@ def test_what_cannot_be_written_in_the_end_is_said_before_the_training(
     ):
         recipe.main(arguments)
     assert not (tmp_path / "out").exists() and not list((tmp_path / "out.work").iterdir())
+
+
+@pytest.mark.parametrize("settings", ['{"max_new_tokens": -1}', '{"watermarking_config": {"a": 1}}'])
+@pytest.mark.parametrize("which", ["hybrid", "teacher"])
+def test_settings_that_keep_a_model_from_loading_come_with_their_file(which, settings, world, tmp_path):
+    folder = shutil.copytree(world[which], tmp_path / which)
+    (folder / "generation_config.json").write_text(settings)
+    names = world | {which: folder}
+    with pytest.raises(ValueError, match=f"{which} does not load: its generation_config.json is refused"):
+        sft.main(common_arguments(names["hybrid"], names["teacher"], world[sft], tmp_path / "out"))
+    with pytest.raises(ValueError, match=f"{which} cannot be loaded: its generation_config.json is refused"):
+        load_model(str(folder))
 
 
 def test_weights_that_are_not_finite_are_no_matter_of_the_learning_rate(world, tmp_path, monkeypatch):
