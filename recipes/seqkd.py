@@ -191,7 +191,7 @@ def read_answers(path: Path) -> dict[int, dict[str, Any]]:
 def finished_answer(ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: set[int]) -> dict[str, Any]:
     """The text of an answer, and whether the teacher ended it itself."""
     end = next((n for n, token in enumerate(ids) if token in stops), None)
-    text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+    text = tokenizer.decode(ids[:end])  # with special tokens, which may mark reasoning or a call
     # a continued text keeps its first space; a turn of a chat needs none
     return {"text": text if tokenizer.chat_template is None else text.strip(), "finished": end is not None}
 

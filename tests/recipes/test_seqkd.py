@@ -46,7 +46,7 @@ def test_greedy_answers_are_the_teachers_own(teacher, prompts, tmp_path):
     for row in [*data["train"], *data["test"]]:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")
         drawn = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        answer = tokenizer.decode(drawn, skip_special_tokens=True).strip()
+        answer = tokenizer.decode(drawn).partition("</s>")[0].strip()
         assert row["completion"] == [{"role": "assistant", "content": answer}]
     assert "Answers of teacher" in (tmp_path / "out" / "README.md").read_text()
     assert not (tmp_path / "out.work").exists()
@@ -84,6 +84,7 @@ def test_interrupted_it_goes_on_to_the_same_answers(sampling, teacher, prompts, 
 def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
     assert seqkd.finished_answer([9, 10, 2, 11], tokenizer, {2}) == {"text": "w9 w10", "finished": True}
+    assert seqkd.finished_answer([9, 1, 10, 2], tokenizer, {2})["text"] == "w9 <s> w10"
     assert seqkd.finished_answer([9, 10], tokenizer, {2}) == {"text": "w9 w10", "finished": False}
     generate = seqkd.Answerer.__call__
 
