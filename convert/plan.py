@@ -32,6 +32,8 @@ class TeacherWeights:
     """Where each tensor of that hybrid lies in the teacher."""
     dropped: dict[str, str]
     """Tensors of the teacher that the hybrid does without, and why."""
+    notes: tuple[str, ...] = ()
+    """What the hybrid does without of the files beside the weights."""
 
     @classmethod
     def of(cls, teacher: Teacher) -> "TeacherWeights":
@@ -263,6 +265,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
         notes=(
+            *weights.notes,
             *decision.undecided,
             *decision.notes,
             *_wide_windows(weights, placement, options),

@@ -403,7 +403,10 @@ def fit_cache(cache: Cache | None, config) -> None:
         if kind not in replaced or isinstance(layer, HybridLayer | MixerLayer):
             continue
         if getattr(layer, "is_initialized", False):
-            raise ValueError(f"Layer {i} of the cache holds the keys of another model.")
+            raise ValueError(
+                f"Layer {i} cannot begin with keys of another model or of prefix tuning, as it takes in tokens only; "
+                "prompt tuning and LoRA work."
+            )
         if kind == "hybrid":
             most = layer.max_cache_len if isinstance(layer, StaticLayer) else None
             cache.layers[i] = HybridLayer(BlockShape.of(config, i), most)

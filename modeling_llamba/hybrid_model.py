@@ -101,7 +101,9 @@ class HybridPreTrainedModel(PreTrainedModel):
         """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself, if any."""
         if "hybrid" in config.layer_types:
             return _drop_full_mask(attention_mask)
-        return create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
+        masks = create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
+        # a dictionary of one mask that is None is more than peft can add a learned prompt to
+        return masks["linear_attention"] if set(config.layer_types) == {"linear_attention"} else masks
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -28,6 +28,7 @@ from convert.checkpoint.load import load_config, load_model, load_tokenizer, loc
 from convert.checkpoint.tokenizer import differing_text
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.memory import keep_free_memory
+from convert.teachers.teacher import public_name
 from convert.tools.generate import recorded_teacher
 
 from .evaluation.commit import project_commit
@@ -313,7 +314,10 @@ def evaluate(options: Options) -> dict[str, Any]:
 
 def place_of(options: Options) -> Path:
     """Where the results go."""
-    return Path(options.output or Path("runs/evaluation") / Path(options.model).expanduser().resolve().name)
+    return Path(
+        options.output
+        or Path("runs/evaluation") / Path(public_name(str(Path(options.model).expanduser().resolve()))).name
+    )
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

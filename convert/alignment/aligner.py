@@ -15,6 +15,7 @@ from ..memory import keep_free_memory, return_free_memory
 from ..options import ConversionOptions, FitOptions, differences, parse_size
 from ..placement.placement import Placement
 from ..plan import Plan, TeacherWeights, hybrid_config
+from ..teachers.teacher import public_name
 from ..weights.rules import Rule
 from ..weights.writer import Progress
 from .fit import FitCache, Fits, fit_mixers
@@ -96,7 +97,7 @@ class Aligner:
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
         rows, self.begin = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
-        self.report |= {"text": public_text_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
+        self.report |= {"text": public_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
         return self.with_recall(rows) if self.options.has_windows else rows
 
     def with_recall(self, rows: torch.Tensor) -> torch.Tensor:
@@ -177,9 +178,3 @@ class Aligner:
             "version": importlib.metadata.version("convert-to-hybrid"),
         }
         return FitCache(self.work, key)
-
-
-def public_text_name(source: str) -> str:
-    """What may be published of the text's name: a Hub id, or the last part of a local path."""
-    path = Path(source).expanduser()
-    return path.name if path.exists() else source

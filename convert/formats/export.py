@@ -22,7 +22,7 @@ from ..options import ExportOptions
 from ..placement.cache import num_states
 from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
-from ..teachers.teacher import Teacher, config_errors
+from ..teachers.teacher import Teacher, config_errors, public_name
 from ..weights.reader import open_weights, read_json
 from ..weights.students import STUDENTS, meta_shapes
 from ..weights.writer import Progress, output_dtype
@@ -305,7 +305,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     config = native_config(source, options.to, options.expand)
     architecture = config.architectures[0]
     shapes = meta_shapes(getattr(transformers, architecture), config)
-    checkpoint = open_weights(folder)
+    checkpoint, name = open_weights(folder), Path(public_name(options.model)).name
     table = export_table(source, config, options.to)
     return TransferPlan(
         source=Teacher(options.model, folder, source, get_family("llama"), commit),
@@ -315,8 +315,8 @@ def plan_export(options: ExportOptions) -> TransferPlan:
         rules=make_rules(table, shapes, checkpoint.tensors, {}, "hybrid of this project"),
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
-        description=f"{Path(options.model).name} as transformers' own {architecture}, exported by {PROJECT}: it loads "
-        "without `trust_remote_code` and gives the same logits.",
+        description=f"{name} as transformers' own {architecture}, exported by {PROJECT}: it "
+        "loads without `trust_remote_code` and gives the same logits.",
         notes=engine_notes(source, config),
         dropped={},
     )

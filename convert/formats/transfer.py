@@ -25,7 +25,7 @@ from ..checkpoint.tokenizer import (
 )
 from ..errors import during
 from ..options import ExportOptions, ImportOptions, parse_size
-from ..teachers.teacher import Teacher, download_model
+from ..teachers.teacher import Teacher, cached_repository, download_model
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule
 from ..weights.students import layer_letters
@@ -93,7 +93,7 @@ def find_checkpoint(options: TransferOptions) -> tuple[Path, str | None]:
     if path.is_dir():
         if options.revision is not None:
             raise ValueError(f"{options.model} is local; a revision exists on the Hub only.")
-        return path, None
+        return path, (cached_repository(path) or (None, None))[1]
     return download_model(options.model, options.revision, None, options.trust_remote_code, True)[:2]
 
 
@@ -123,9 +123,11 @@ def write_checkpoint(
             check_apart(output, model.folder)
         with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
         giver, trusted = (with_tokenizer or models)[0], options.trust_remote_code
-        side_files = read_side_files(giver, trusted, plan.config.model_type)
+        side_files, _ = read_side_files(giver, trusted, plan.config.model_type)
         with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
-        side_files |= read_generation_config((with_settings or models)[0])
+        settings, notes = read_generation_config((with_settings or models)[0])
+        side_files |= settings
+        plan.notes.extend(notes)
         licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})
         on_plan(plan)
         with during(f"writing {output}"), owner.staged() as folder:

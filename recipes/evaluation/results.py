@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard
 from convert.checkpoint.card import KL_ROW, RECALL_ROW, with_figures
 from convert.checkpoint.folder import note_made, write_beside
 from convert.checkpoint.pictures import KL, kl_picture
+from convert.teachers.teacher import public_name
 from convert.weights.writer import human_bytes
 
 from ..training.save import EVALUATION, eval_results, new_card
@@ -175,7 +176,7 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
         note_made(folder, KL)
         picture = [f"![KL by position and recall by distance]({KL})", ""]
     teacher = evaluation["teacher"]
-    public = evaluation | {"teacher": Path(teacher).name if teacher and Path(teacher).exists() else teacher}
+    public = evaluation | {"teacher": teacher and public_name(teacher)}
     section = markdown(public).split("\n", 2)[2].replace("\n#", "\n##").strip()
     text = with_figures(card.text, rows).split(EVALUATION)[0].rstrip()
     content = "\n".join([f"---\n{card.data.to_yaml()}\n---\n{text}\n", EVALUATION, "", *picture, section, ""])

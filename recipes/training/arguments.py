@@ -10,7 +10,7 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from convert.alignment.distillation.loss import Divergence, LossWeights
-from convert.options import Trainable
+from convert.options import Trainable, parse_size
 
 
 @dataclass
@@ -64,6 +64,9 @@ class RunArguments:
     data_chunk: str | None = field(
         default=None, metadata={"help": "Part of the rows to train on: 2/32 is the second of 32 equal parts."}
     )
+
+    def __post_init__(self):
+        parse_size(self.max_shard_size)
 
     def chunk_of(self, rows: Any) -> Any:
         """The part of the rows that data_chunk names, all of them by default."""

@@ -90,6 +90,9 @@ class LayerwiseStage:
         self._key = run_key(self.settings, ids, self.seed, self.mixers)
         first, before = self._resume(optimizers)
         before = before or self.evaluate(held_out)
+        for layer, loss in before.items():
+            if not math.isfinite(loss):
+                raise ValueError(f"Layer {layer}: the loss is not finite before any training.")
         for step in range(first, steps):
             progress("training, tokens", step * per_step, steps * per_step)
             with torch.enable_grad():
