@@ -151,7 +151,7 @@ def record_seconds(seconds: dict[str, float], folder: Path) -> None:
 
 
 def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptions) -> dict[str, Any]:
-    """What the hybrid's configuration records about where it comes from; no paths of this machine."""
+    """Record of where a hybrid comes from, for its configuration; it holds no paths of this machine."""
     here = {
         "output": PublishedOutputOptions(folder="hybrid"),
         "alignment": dataclasses.replace(options.alignment, work_dir=None),

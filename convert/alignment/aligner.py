@@ -1,4 +1,4 @@
-"""What a conversion asks of alignment: fits of any layers under any placement, and MOHAWK's stages after them."""
+"""Alignment as a conversion uses it: fits of any layers under any placement, and MOHAWK's stages after them."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from .text import calibration_rows
 
 @dataclass
 class Alignment:
-    """What alignment found."""
+    """Result of an alignment: tensors, the placement with its ranks, and a report."""
 
     tensors: dict[str, torch.Tensor]
     """Tensors of the hybrid by name; what is not here is mapped as without alignment."""
@@ -164,7 +164,7 @@ class Aligner:
             cache.drop()
 
     def cache(self, settings: FitOptions) -> FitCache:
-        """Where fits are kept that depend on these settings and on the kind of mixer."""
+        """Open the cache of the fits that depend on these settings and on the kind of mixer."""
         config = self.model.mixer_config.to_dict()
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.checkpoint.files]
         key = {

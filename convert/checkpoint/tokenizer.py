@@ -40,7 +40,7 @@ OF_TRAINING = {
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 Licence = dict[str, str | list[str]]
-"""What the head of a model's card says of its licence, or its licences."""
+"""Licence fields in the head of a model's card."""
 SideFiles = dict[str, bytes]
 """Contents by name, relative to the folder of a checkpoint."""
 
@@ -208,7 +208,7 @@ def write_side_files(files: SideFiles, folder: Path) -> None:
 
 
 def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> Licence:
-    """What the head of a teacher's card, or its GGUF file, says of its licence."""
+    """Read the licence from the head of a teacher's card, or from its GGUF file."""
     if isinstance(checkpoint, GgufCheckpoint):
         return {} if checkpoint.licence is None else {"license": checkpoint.licence}
     path = teacher.folder / "README.md"

@@ -1,4 +1,4 @@
-"""What import and export share: options, a plan, and writing it as a checkpoint in a new format."""
+"""Common steps of import and export: options, a plan, and writing it as a checkpoint in a new format."""
 
 import math
 import os
@@ -50,7 +50,7 @@ TransferOptions = ImportOptions | ExportOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Everything that is decided before a weight is copied."""
+    """Decisions of an import or export, all made before a weight is copied."""
 
     source: Teacher
     """The hybrid that is read; its configuration is one of ours."""
@@ -62,14 +62,14 @@ class TransferPlan:
     dtype: torch.dtype
     checkpoint: Checkpoint
     description: str
-    """What the model card says."""
+    """Description in the model card."""
     notes: list[str]
     dropped: dict[str, str]
     """Tensors that are left out, and why."""
     base: Teacher | None = None
     """The model that supplies a tokenizer and generation settings where the source has none."""
     provenance: dict[str, Any] | None = None
-    """What the written configuration records about the source; None where it records nothing."""
+    """Record of the source in the written configuration; None for none."""
 
 
 def describe(plan: TransferPlan) -> str:

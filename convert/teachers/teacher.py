@@ -67,7 +67,7 @@ class Teacher:
     """The commit, if it came from the Hub."""
     gguf_file: str | None = None
     headers_only: bool = False
-    """Whether the weights were left on the Hub."""
+    """True if the weights were left on the Hub."""
 
     @property
     def public_name(self) -> str:
@@ -281,7 +281,7 @@ def config_errors(what: str) -> Iterator[None]:
 
 
 def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:
-    """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers."""
+    """Collect the fields that a hybrid takes over from its teacher's configuration, and the types of its layers."""
     for name in family.refused:
         if getattr(config, name, None):
             raise ValueError(

@@ -64,7 +64,7 @@ def _kernel(package: str, module: str) -> dict[str, str | None]:
 
 
 def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str, dict[str, str]]:
-    """Which implementation runs, and why, for each part that has more than one."""
+    """List the implementation that runs, and why, for each part that has more than one."""
 
     def choose(name: str, package: str) -> dict[str, str]:
         problem = kernels[package]["problem"]

@@ -157,7 +157,7 @@ class DistilledSFTTrainer(SFTTrainer):
 
 
 def is_mixer(name: str) -> bool:
-    """Whether a parameter of this name belongs to a mixer."""
+    """Return True if a parameter of this name belongs to a mixer."""
     return ".mixer." in name
 
 

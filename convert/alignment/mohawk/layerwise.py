@@ -31,7 +31,7 @@ MAX_GRAD_NORM = 1.0
 
 
 class Activations(NamedTuple):
-    """What the teacher does at one layer, each (B, L, D).
+    """Activations of the teacher at one layer, each (B, L, D).
 
     The block's input and output (the residual stream, before any final norm), the attention's input u and output y.
     """
