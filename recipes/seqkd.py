@@ -34,7 +34,7 @@ COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
 @dataclass
 class SeqKDArguments:
-    """How the teacher answers, and which answers are kept."""
+    """Options of the teacher's answers, and of those that are kept."""
 
     output_dir: str = field(metadata={"help": "Folder to write."})
     max_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to answer; all by default."})

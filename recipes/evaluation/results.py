@@ -87,7 +87,7 @@ class ResultsFolder:
         write_beside(path, lambda partial: partial.write_text(text))
 
     def cell(self, part: str, name: str, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """What `compute(*arguments)` returns, or what it returned before under the same settings."""
+        """Return `compute(*arguments)`, or its result from before under the same settings."""
         key = json.dumps([name, self.settings["common"], self.settings[part]], sort_keys=True)
         readable = re.sub(r"[^A-Za-z0-9.=-]+", "_", f"{part} {name}")[:80]
         path = self.path / CELLS / f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -202,7 +202,7 @@ def first_rows(evaluation: Evaluation) -> dict[str, str]:
 
 
 def card_results(evaluation: Evaluation) -> list[EvalResult]:
-    """What a card's metadata holds of it."""
+    """Convert it to a card's metadata."""
     figures = []
     for text in evaluation.get("text", []):
         where = (text["name"], f"{text['length']} tokens")

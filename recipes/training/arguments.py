@@ -15,7 +15,7 @@ from convert.options import Trainable, parse_size
 
 @dataclass
 class TeacherLoadingArguments:
-    """How the teacher is loaded."""
+    """Arguments for loading the teacher."""
 
     teacher_dtype: str = field(
         default="auto", metadata={"help": "Type of the teacher's weights: auto, float32 or bfloat16."}
@@ -48,7 +48,7 @@ class TeacherArguments(TeacherLoadingArguments):
 
 @dataclass
 class RunArguments:
-    """Where a run's result goes and what of the student it changes."""
+    """Arguments for the folder of a result and for the parameters that are trained."""
 
     overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if it holds a checkpoint."})
     trainable: Trainable = field(

@@ -117,7 +117,7 @@ def render(
 
 
 def _says(text: str, turns: Turns) -> bool:
-    """Whether all that the turns say is in a text, whitespace aside."""
+    """Return True if a text contains all that the turns say, whitespace aside."""
     said = "".join(text.split())
     parts = [turn[key] for turn in turns for key in SAID if isinstance(turn.get(key), str)]
     return all("".join(part.split()) in said for part in parts)

@@ -1,4 +1,4 @@
-"""What every training recipe does around its trainer: check arguments, resume, write the finished folder, push it."""
+"""Run of a training recipe around its trainer: check arguments, resume, write the finished folder, push it."""
 
 import contextlib
 import dataclasses
