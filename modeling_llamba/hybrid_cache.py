@@ -333,13 +333,25 @@ class MixerLayer(LinearAttentionLayer):
         super().reorder_cache(beam_idx)
         self.recording = None
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        self.recording = None
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({i: state if state is None else state[indices] for i, state in states.items()})
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.conv_states[0] is not None:
+            rows = torch.arange(len(self.conv_states[0]), device=self.conv_states[0].device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
     def reset(self) -> None:
         super().reset()
         self.recording = None
 
 
 class RecurrentCache(DynamicCache):
-    """The cache of a model without attention layers, which counts tokens itself."""
+    """A cache that counts tokens itself where no layer of it does."""
 
     def __init__(self, config):
         super().__init__(config=config)
@@ -347,7 +359,7 @@ class RecurrentCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens, padding included."""
-        return self.seen_tokens
+        return super().get_seq_length(layer_idx) if has_attention_layer(self) else self.seen_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, as many as `-tokens_to_remove`."""
@@ -386,14 +398,15 @@ def fit_cache(cache: Cache | None, config) -> None:
         ValueError: the cache was begun by another model, or has no layers made for this one.
     """
     replaced = {"hybrid", "linear_attention"} & set(config.layer_types)
-    if (
-        cache is None
-        or not replaced
-        or all(isinstance(x, HybridLayer | MixerLayer) for x in cache.layers[:1])
-        and cache.layers
-    ):
+    if cache is None or not replaced:
         return
-    if len(cache.layers) != config.num_hidden_layers:
+    fits = len(cache.layers) == config.num_hidden_layers
+    if fits and isinstance(cache.layers[0], HybridLayer | MixerLayer):
+        return
+    if type(cache) is DynamicCache and not cache.layers:  # made by hand, without a configuration
+        cache.__class__, cache.seen_tokens = RecurrentCache, 0
+        cache.layers = DynamicCache(config=config).layers
+    elif not fits:
         raise ValueError(
             "This model's layers need a cache made for them: pass the past_key_values that the model itself returned, "
             "DynamicCache(config=model.config), or none."

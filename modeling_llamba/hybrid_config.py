@@ -298,6 +298,7 @@ class HybridConfig(PreTrainedConfig):
             "AutoConfig": f"configuration_{name}.{family}Config",
             "AutoModel": f"modeling_{name}.{family}Model",
             "AutoModelForCausalLM": f"modeling_{name}.{family}ForCausalLM",
+            "AutoModelForSequenceClassification": f"modeling_{name}.{family}ForSequenceClassification",
         }
         os.makedirs(save_directory, exist_ok=True)
         ship_code(type(self), save_directory)

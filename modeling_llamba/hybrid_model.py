@@ -16,9 +16,9 @@ from transformers.masking_utils import (
     create_masks_for_generate,
     create_sliding_window_causal_mask,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils import is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -41,6 +41,7 @@ from .rotary import local_rotary_embedding, rotary_embedding
 from .short_conv import ShortConv
 from .ssd import sequence_starts
 
+logger = logging.get_logger(__name__)
 # rotary embeddings whose angles depend on the longest position in the call; a sink cannot be moved nearer under them
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
@@ -247,9 +248,14 @@ class HybridModel(HybridPreTrainedModel):
             seq_idx: (B, L) ids of packed sequences. cu_seqlens: (number of sequences + 1,) their offsets; the
                 `cu_seq_lens_q` of transformers' flattening collator is read the same way.
 
+            output_attentions: return the probabilities of the layers that keep their attention, in order.
+
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds were given.
+            ValueError: both or neither of input_ids and inputs_embeds were given, or attention probabilities are asked
+                of a model that has none.
         """
+        if kwargs.get("output_attentions") or self.config.output_attentions:
+            self._check_attentions()
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
@@ -282,6 +288,18 @@ class HybridModel(HybridPreTrainedModel):
             )
         note_length(past_key_values, past_length + shape[1])
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _check_attentions(self) -> None:
+        """Say which layers have no attention probabilities to return."""
+        layers = len(self.config.layer_types)
+        replaced = sum(kind in ("linear_attention", "hybrid") for kind in self.config.layer_types)
+        if replaced == layers:
+            raise ValueError("output_attentions: no layer of this model has a matrix of attention probabilities.")
+        if replaced:
+            logger.warning_once(
+                f"output_attentions: {replaced} of {layers} layers are mixers or hybrid layers and have no matrix of "
+                "attention probabilities; those of the other layers are returned, in order."
+            )
 
     def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """cos and sin (B, L, rotary dims) for each kind of layer in `layer_rope`."""
@@ -434,6 +452,18 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
         )
 
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+        """Read everything again in the step in which LongRoPE's factors change, as transformers' Phi-3 does."""
+        rope = self.config.rope_parameters or {}
+        if rope.get("rope_type") == "longrope" and past_key_values is not None:
+            switch, past = rope["original_max_position_embeddings"], past_key_values.get_seq_length()
+            if 0 < past <= switch < input_ids.shape[1]:
+                recorded = any(getattr(layer, "record_past", False) for layer in past_key_values.layers)
+                past_key_values, kwargs["next_sequence_length"] = self.new_cache(), None
+                if recorded:
+                    past_key_values.activate_past_recording()
+        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get("past_key_values")
         if isinstance(given, Cache) and given.layers and not has_attention_layer(given):
@@ -455,3 +485,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         fit_cache(cache, self.config)  # before `generate` asks whether it can be compiled
         if generation_config.is_assistant:
             cache.activate_past_recording()
+
+
+class HybridForSequenceClassification(GenericForSequenceClassification, HybridPreTrainedModel):
+    """Scores of a text from its last token that is not padding, as for reward models. A family names its hybrid."""
+
+    model_class: type[HybridModel]
+
+    def __init__(self, config):
+        super(GenericForSequenceClassification, self).__init__(config)  # whose own takes models of transformers alone
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
