@@ -1,4 +1,4 @@
-"""What a hybrid carries from one call to the next, in the layers of transformers' own cache.
+"""Cache of a hybrid, in the layers of transformers' own cache.
 
 `DynamicCache(config=...)` builds a key/value layer for every attention layer and states for every mixer, from
 `config.layer_types`. `fit_cache` puts two kinds of layer in their place: `HybridLayer` for hybrid layers, of constant
@@ -372,7 +372,7 @@ class RecurrentCache(DynamicCache):
 
 
 def has_attention_layer(cache: Cache) -> bool:
-    """Whether some layer of the cache stores keys and therefore knows how many tokens it has seen."""
+    """Return True if some layer of the cache stores keys and therefore counts its tokens."""
     return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 

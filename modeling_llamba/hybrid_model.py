@@ -380,7 +380,7 @@ def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tenso
 
 
 def _may_ask(t: torch.Tensor) -> bool:
-    """Whether code may branch on a tensor's values: not while compiling, nor on the meta device."""
+    """Return True if code may branch on a tensor's values: not while compiling, nor on the meta device."""
     return not is_torchdynamo_compiling() and t.device.type != "meta"
 
 

@@ -192,3 +192,30 @@ def test_readme_commands_exist(tmp_path):
 def test_workflow_and_hooks_are_valid_yaml():
     for path in (ROOT / ".github/workflows/ci.yml", ROOT / ".pre-commit-config.yaml"):
         assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+FRAGMENT = re.compile(
+    r"(What|Whether|Which|Where|Of|As|The same|Who|Whoever|How|That|These|Those|It|They|Everything)\b"
+)
+PERSONS = re.compile(r"\b(nobody|whoever|wants to know|want to know)\b")
+
+
+def docstrings(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str):
+                yield statement.lineno, " ".join(statement.value.value.split())
+
+
+def test_docstrings_are_complete_alone():
+    """They begin with a verb or a noun of the field, and no tensor is a person."""
+    packages = [package for package in RANKS if package != "tests"]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
+        for package in packages
+        for path in (ROOT / package).rglob("*.py")
+        for line, text in docstrings(path)
+        if FRAGMENT.match(text) or PERSONS.search(text)
+    ]
+    assert not found, found
+    assert FRAGMENT.match("What came of some steps.") and not FRAGMENT.match("Ofter than that.")
