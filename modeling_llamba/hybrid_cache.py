@@ -102,6 +102,8 @@ class HybridLayer(CacheLayerMixin):
         self.length: int | torch.Tensor = 0 if self.most is None else torch.tensor(0)
         self.recording: Recording | None = None
         self.readout = None  # what the layer makes of the state, until that changes
+        if self.record_past:
+            self.activate_past_recording()
 
     @property
     def is_compileable(self) -> bool:

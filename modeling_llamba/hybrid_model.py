@@ -432,6 +432,31 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
         )
 
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, past_key_values=None, *args, **kwargs
+    ):
+        """Prepare a step of `generate`; the one that leaves LongRoPE's short factors reads all tokens again.
+
+        As transformers' Phi-3 does, padding counted. The cache is emptied in place, and records on if it did.
+
+        Raises:
+            ValueError: these tokens are needed, and `input_ids` has the new ones alone.
+        """
+        past, given = cache_length(past_key_values), input_ids.shape[1]
+        length = past + (given if next_sequence_length is None else next_sequence_length)
+        for rope in (self.config.rope_parameters, self.config.local_rope_parameters):
+            if rope is None or rope["rope_type"] != "longrope":
+                continue
+            if 0 < past <= rope["original_max_position_embeddings"] < length:
+                if given < length:
+                    raise ValueError(
+                        f"LongRoPE has other factors from {length} tokens on, which reads all of them again; pass all "
+                        "as input_ids, with a cache or without, and no prefill_chunk_size."
+                    )
+                past_key_values.reset()
+                past, next_sequence_length = 0, None
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, past_key_values, *args, **kwargs)
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get("past_key_values")
         if isinstance(given, Cache) and given.layers and not has_attention_layer(given):
