@@ -263,13 +263,13 @@ def _print_report(report: Any, describe: Callable[[Any], Any], as_json: bool) ->
 
 
 def pace(done: int, seconds: float) -> str:
-    """How fast `done` things were done: seconds for each, or how many a second where they are quick."""
+    """Describe a speed: seconds for each thing done, or things per second where they are quick."""
     each = seconds / done
     return f"{each:,.1f} s each" if each >= 0.1 else f"{done / max(seconds, 1e-9):,.0f} a second"
 
 
 class Pace(ProgressColumn):
-    """How fast a bar goes."""
+    """Column with the speed of a bar."""
 
     def render(self, task: Task) -> Text:
         return Text(pace(1, 1 / task.speed) if task.speed else "")
@@ -294,7 +294,7 @@ LINE_EVERY = 20
 
 @contextlib.contextmanager
 def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
-    """The same as lines of a log, printed by a thread: what is being done may not say anything for minutes."""
+    """Print progress as log lines from a thread, so that a long step still shows output."""
     stop = threading.Event()
     now: tuple[str, int, int, float] = ("reading", 0, 0, time.monotonic())
 

@@ -1,4 +1,4 @@
-"""What a conversion would do, from the teacher's configuration and the headers of its weights.
+"""Plan of a conversion, from the teacher's configuration and the headers of its weights.
 
 It imports none of transformers' models, which take seconds; what takes scores or writes imports them (pipeline.py).
 """
@@ -14,7 +14,7 @@ from .teachers.teacher import find_teacher
 
 
 def plan_conversion(options: ConversionOptions) -> Plan:
-    """What `run` would do; reads the configuration and the headers of the weights only.
+    """Plan what `run` would do; reads the configuration and the headers of the weights only.
 
     Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
     """

@@ -21,7 +21,7 @@ def during(what: str) -> Iterator[None]:
 
 
 def message_of(error: Exception) -> str:
-    """What to tell the user, in one line; what nobody foresaw comes with its kind and what was being done."""
+    """Describe an error in one line; an unexpected one comes with its type and the step that failed."""
     text, kind = " ".join(str(error).split()), type(error).__name__
     notes = getattr(error, "__notes__", ())
     doing = next((f", {note}" for note in notes if note.startswith("while ")), "")

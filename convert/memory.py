@@ -1,4 +1,4 @@
-"""What the C library does with freed memory. A fit or an evaluation makes and frees large matrices all the time."""
+"""Freed memory, and how the C library keeps it. A fit or an evaluation makes and frees large matrices all the time."""
 
 import ctypes
 import os

@@ -50,7 +50,7 @@ Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], do
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
-    """Which layers keep attention, and what the others hold."""
+    """Layers that keep attention, and windows, heads and cache of the others."""
 
     attention_layers: int | float | list[int] | str | None = None
     """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
@@ -152,7 +152,7 @@ class FitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """What the three stages of MOHAWK have in common."""
+    """Options that the three stages of MOHAWK have in common."""
 
     tokens: NonNegativeInt = 0
     """Number of training tokens; 0 leaves the stage out."""
@@ -205,8 +205,8 @@ class DistillationOptions(StageOptions):
     other_learning_rate: PositiveFloat = 1.5e-5
     """Peak learning rate of everything but the mixers."""
     trainable: Trainable = "all"
-    """What is trained: everything, everything but the MLPs, the mixers, or of these only what tokens beyond the window
-    pass through (beyond-window): the first tokens, up to the narrowest window, then stay exactly what they were."""
+    """Parameters to train: all, all but the MLPs, those of the mixers, or (beyond-window) only those that act on
+    tokens outside the window, so that the output up to the narrowest window stays exactly as it was."""
     temperature: PositiveFloat = 1.0
     """Temperature of the teacher's and the hybrid's distributions."""
     gradient_checkpointing: bool = False
@@ -228,10 +228,10 @@ class DistillationOptions(StageOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AlignmentOptions:
-    """How the mixers learn to behave like the attention that they replace."""
+    """Alignment of the mixers with the attention that they replace."""
 
     method: Literal["none", "closed-form", "mohawk"] = "closed-form"
-    """How mixers are aligned: not at all, by closed-form fits, or by these and MOHAWK's stages after them."""
+    """Method of alignment: none, closed-form fits, or these and MOHAWK's stages after them."""
     text: str = "default"
     """Text to align on: `default` (in the package), `sampled` (drawn from the teacher), a .jsonl, .txt or .parquet
     file, a folder of them, or a Hub data set as NAME:CONFIG:SPLIT."""
@@ -240,7 +240,7 @@ class AlignmentOptions:
     tokens: PositiveInt = 30720
     """Number of tokens that the closed-form fits use."""
     sequence_length: Context | None = None
-    """Tokens per sequence; by default 512 for mixers and 1,024 for layers with a window."""
+    """Tokens per sequence; by default 512 for mixers and 1,024 or more for layers with a window."""
     held_out_sequences: PositiveInt = 4
     """Number of sequences that judge the fits instead of taking part in them."""
     device: str = "cpu"
@@ -260,7 +260,7 @@ class AlignmentOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where the hybrid goes."""
+    """Folder of the hybrid."""
 
     folder: str | None = None
     """Folder to write the hybrid to."""
@@ -277,7 +277,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedOutputOptions(OutputOptions):
-    """Where the hybrid goes, and the repository to which it is uploaded."""
+    """Folder of the hybrid, and the repository to which it is uploaded."""
 
     push_to_hub: str | None = None
     """Hub repository to which the result is uploaded."""
@@ -392,7 +392,7 @@ class ConversionOptions:
 
     @property
     def has_windows(self) -> bool:
-        """Whether replaced layers have a window, with or without a state; otherwise they are mixers."""
+        """True if replaced layers have a window, with or without a state; otherwise they are mixers."""
         return self.placement.window is not None or self.searches_budget
 
     @property
@@ -403,12 +403,12 @@ class ConversionOptions:
 
     @property
     def names_layers(self) -> bool:
-        """Whether the layers that keep attention are named; otherwise their share is given, or a budget decides."""
+        """True if the layers that keep attention are named; otherwise their share is given, or a budget decides."""
         return not isinstance(self.placement.attention_layers, float | None)
 
     @property
     def searches_budget(self) -> bool:
-        """Whether layers, heads and windows are chosen together, by their scores, within a cache budget."""
+        """True if layers, heads and windows are chosen together, by their scores, within a cache budget."""
         windows = not self._of_mixer or self.mixer.kind == "none"
         return self.alignment.method != "none" and windows and self.cache is not None
 
@@ -451,7 +451,7 @@ CONVERSION_FLAGS = {
     "--push-to-hub": "output.push_to_hub",
     "--private": "output.private",
 }
-"""What `--help` lists; every other option is set in YAML, or by its dotted name."""
+"""Flags that `--help` lists; every other option is set in YAML, or by its dotted name."""
 
 
 def parse_size(text: str | int) -> int:
@@ -653,7 +653,7 @@ class OptionParser:
         self.parser.add_class_arguments(options_class, as_group=False)
 
     def help(self) -> str:
-        """What `--help` prints: the flags alone, in the order of `flags`."""
+        """Format the text of `--help`: the flags alone, in the order of `flags`."""
         shown = argparse.ArgumentParser(prog=self.prog, description=inspect.cleandoc(self.options_class.__doc__))
         for metavar, name in self.positionals.items():
             shown.add_argument(metavar, help=self.options[name].help, nargs="?")

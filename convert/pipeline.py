@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .alignment.aligner import Aligner, Alignment, public_text_name
+from .alignment.aligner import Aligner, Alignment
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
@@ -24,6 +24,7 @@ from .placement.decide import decide_placement, options_for_teacher
 from .placement.placement import Decision
 from .placement.presets import kept_heads
 from .plan import Plan, make_plan
+from .teachers.teacher import public_name
 from .weights.writer import Progress, plan_shards, write_and_hash
 
 
@@ -66,7 +67,9 @@ def run(
             weights = open_teacher(options)
         options = options_for_teacher(options, weights)
         check_apart(output, weights.teacher.folder)
-        side_files = read_side_files(weights.teacher, options.trust_remote_code, weights.config.model_type)
+        trusted, model_type = options.trust_remote_code, weights.config.model_type
+        side_files, notes = read_side_files(weights.teacher, trusted, model_type)
+        weights = dataclasses.replace(weights, notes=notes)
         licence = read_licence(weights.teacher, weights.checkpoint)
         push_to = options.output.push_to_hub
         repository = None if push_to is None else prepare_repository(push_to, options.output.private)
@@ -94,6 +97,7 @@ def run(
             if alignment is not None and options.alignment.method == "mohawk":
                 aligner.train(folder, owner.work / "stages", plan.dtype)
                 watch.over("training")
+                record_seconds(watch.seconds, folder)
         if aligner is not None:
             aligner.finished()
     if repository is not None:
@@ -138,8 +142,16 @@ def write(
     add_code(plan.config, folder, plan.dtype)
 
 
+def record_seconds(seconds: dict[str, float], folder: Path) -> None:
+    """Write the seconds of each stage into the configuration of a hybrid that was trained after it was written."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["conversion"]["seconds"] = seconds
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptions) -> dict[str, Any]:
-    """What the hybrid's configuration records about where it comes from; no paths of this machine."""
+    """Record of where a hybrid comes from, for its configuration; it holds no paths of this machine."""
     here = {
         "output": PublishedOutputOptions(folder="hybrid"),
         "alignment": dataclasses.replace(options.alignment, work_dir=None),
@@ -151,7 +163,7 @@ def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptio
             heads, config.num_hidden_layers, config.num_attention_heads
         )
     if "text" in recorded.get("alignment", {}):
-        recorded["alignment"]["text"] = public_text_name(options.alignment.text)
+        recorded["alignment"]["text"] = public_name(options.alignment.text)
     return {
         "teacher": plan.teacher.public_name,
         "teacher_revision": plan.teacher.revision,
@@ -159,5 +171,6 @@ def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptio
         "align": "none" if alignment is None else options.alignment.method,
         "calibration": {} if alignment is None else {k: alignment.report[k] for k in ("text", "tokens")},
         "options": {k: v for k, v in recorded.items() if k not in ("model", "output")},
+        "notes": list(plan.weights.notes) or None,
         "versions": versions(),
     }

@@ -29,9 +29,11 @@ class TeacherWeights:
     config: PreTrainedConfig
     """Configuration of the hybrid with every layer kept as attention."""
     sources: dict[str, Source | Stack]
-    """Where each tensor of that hybrid lies in the teacher."""
+    """Source in the teacher of each tensor of that hybrid."""
     dropped: dict[str, str]
     """Tensors of the teacher that the hybrid does without, and why."""
+    notes: tuple[str, ...] = ()
+    """Notes on what the hybrid leaves out of the files beside the weights."""
 
     @classmethod
     def of(cls, teacher: Teacher) -> "TeacherWeights":
@@ -63,11 +65,11 @@ class TeacherWeights:
 
     @property
     def has_out_bias(self) -> bool:
-        """Whether the attention's output projection has a bias."""
+        """True if the attention's output projection has a bias."""
         return "model.layers.0.self_attn.o_proj.bias" in self.sources
 
     def mixer_rules(self, config: PreTrainedConfig, layer: int, options: ConversionOptions) -> list[Rule]:
-        """How the mixer that takes the place of a layer's attention comes about, tensor by tensor.
+        """Make the rules for the tensors of the mixer that takes the place of a layer's attention.
 
         Args:
             config: the hybrid's configuration, with `layer` replaced.
@@ -96,7 +98,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before a weight is read."""
+    """Decisions of a conversion, all made before a weight is read."""
 
     weights: TeacherWeights
     config: PreTrainedConfig
@@ -106,9 +108,9 @@ class Plan:
     """One per tensor of the hybrid, in the order in which they are written."""
     dtype: torch.dtype
     notes: tuple[str, ...] = ()
-    """What a dry run cannot know, and what of the teacher a state cannot have."""
+    """Notes on what a dry run cannot know, and on what of the teacher a state cannot have."""
     alignment_cost: Cost | None = None
-    """What aligning will cost on this machine, where that can be said."""
+    """Estimated cost of aligning on this machine, where there is an estimate."""
 
     @property
     def teacher(self) -> Teacher:
@@ -263,6 +265,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
         notes=(
+            *weights.notes,
             *decision.undecided,
             *decision.notes,
             *_wide_windows(weights, placement, options),
@@ -279,7 +282,7 @@ def minutes(seconds: float) -> str:
 
 
 def describe_seconds(plan: Plan) -> str:
-    """Where the time of a finished conversion went."""
+    """Describe the time that each stage of a finished conversion took."""
     stages = plan.config.conversion["seconds"]
     parts = ", ".join(f"{stage} {minutes(seconds)}" for stage, seconds in stages.items())
     return f"took {minutes(sum(stages.values()))}: {parts}"
@@ -318,7 +321,7 @@ def _wide_windows(weights: TeacherWeights, placement: Placement, options: Conver
 
 
 def _lost(config: PreTrainedConfig) -> list[str]:
-    """What of the teacher's attention has no counterpart in a state."""
+    """Notes on parts of the teacher's attention that have no counterpart in a state."""
     if config.attn_logit_softcapping is None or not {"hybrid", "linear_attention"} & set(config.layer_types):
         return []
     kept = f"attn_logit_softcapping {config.attn_logit_softcapping} holds where attention stays, windows included"

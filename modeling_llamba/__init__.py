@@ -5,9 +5,9 @@ import importlib
 from .configuration_llamba import LlambaConfig
 from .registration import register
 
-__all__ = ["LlambaConfig", "LlambaForCausalLM", "LlambaModel"]
+__all__ = ["LlambaConfig", "LlambaForCausalLM", "LlambaForSequenceClassification", "LlambaModel"]
 
-register(LlambaConfig, f"{__name__}.modeling_llamba", "LlambaModel", "LlambaForCausalLM")
+register(LlambaConfig, f"{__name__}.modeling_llamba")
 
 
 def __getattr__(name: str):

@@ -147,5 +147,5 @@ def append_keys(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor
 
 
 def _begins(room: torch.Tensor, held: torch.Tensor) -> bool:
-    """Whether `room` begins with `held` itself; whoever reorders, moves or copies a cache makes other tensors."""
+    """Return True if `room` begins with `held` itself; reordering, moving or copying a cache makes other tensors."""
     return held.data_ptr() == room.data_ptr() and held.stride() == room.stride() and len(held) == len(room)

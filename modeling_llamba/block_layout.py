@@ -1,4 +1,4 @@
-"""How the tokens of one pass are laid out in blocks of their sequences, and which columns each block attends to.
+"""Layout of the tokens of one pass in blocks of their sequences, and the columns that each block attends to.
 
 The columns of a row are P places, `context` tokens before the first block, and slots of whole blocks: token i of a
 sequence lies in slot i % E of its block. Where all rows are alike the tokens are a slice of the slots. Otherwise

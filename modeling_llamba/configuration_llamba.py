@@ -46,7 +46,7 @@ class LlambaConfig(HybridConfig):
         super().__post_init__(**kwargs)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's MLP is a choice of experts."""
+        """Return True if a layer's MLP is a choice of experts."""
         return self.num_experts is not None and layer not in (self.mlp_only_layers or ())
 
     def validate_hybrid(self) -> None:

@@ -1,4 +1,4 @@
-"""What a hybrid layer holds of the tokens so far, and what becomes of those that leave its window.
+"""State of a hybrid layer after the tokens so far, and the fate of those that leave its window.
 
 The tokens of a sequence are numbered t = 0, 1, ... and come in blocks of E. The window is the open block and the n
 blocks before it. When a block opens, block b - n - 1 leaves. Each token that leaves competes for a place in the
@@ -66,7 +66,7 @@ class BlockShape(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a layer holds of each row.
+    """State of a layer for each row.
 
     keys, values (B, K, P + C, D): the salient cache, then the window. Places are sorted by salience, the highest
     first, so that sinks come first and empty places last; the window is filled from the left and ends with the open
@@ -185,7 +185,7 @@ def open_blocks(held: Held, shape: BlockShape, next_index: torch.Tensor) -> Held
 
 
 def advance(held: Held, new: NewTokens, shape: BlockShape) -> Held:
-    """What is held after these tokens.
+    """Compute the state after these tokens.
 
     The block of the last token is open afterwards, even if it is full: what follows it opens the next.
     """

@@ -1,4 +1,4 @@
-"""What a hybrid carries from one call to the next, in the layers of transformers' own cache.
+"""Cache of a hybrid, in the layers of transformers' own cache.
 
 `DynamicCache(config=...)` builds a key/value layer for every attention layer and states for every mixer, from
 `config.layer_types`. `fit_cache` puts two kinds of layer in their place: `HybridLayer` for hybrid layers, of constant
@@ -335,13 +335,25 @@ class MixerLayer(LinearAttentionLayer):
         super().reorder_cache(beam_idx)
         self.recording = None
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        self.recording = None
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({i: state if state is None else state[indices] for i, state in states.items()})
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.conv_states[0] is not None:
+            rows = torch.arange(len(self.conv_states[0]), device=self.conv_states[0].device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
     def reset(self) -> None:
         super().reset()
         self.recording = None
 
 
 class RecurrentCache(DynamicCache):
-    """The cache of a model without attention layers, which counts tokens itself."""
+    """A cache that counts tokens itself where no layer of it does."""
 
     def __init__(self, config):
         super().__init__(config=config)
@@ -349,7 +361,7 @@ class RecurrentCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens, padding included."""
-        return self.seen_tokens
+        return super().get_seq_length(layer_idx) if has_attention_layer(self) else self.seen_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, as many as `-tokens_to_remove`."""
@@ -362,7 +374,7 @@ class RecurrentCache(DynamicCache):
 
 
 def has_attention_layer(cache: Cache) -> bool:
-    """Whether some layer of the cache stores keys and therefore knows how many tokens it has seen."""
+    """Return True if some layer of the cache stores keys and therefore counts its tokens."""
     return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 
@@ -388,14 +400,15 @@ def fit_cache(cache: Cache | None, config) -> None:
         ValueError: the cache was begun by another model, or has no layers made for this one.
     """
     replaced = {"hybrid", "linear_attention"} & set(config.layer_types)
-    if (
-        cache is None
-        or not replaced
-        or all(isinstance(x, HybridLayer | MixerLayer) for x in cache.layers[:1])
-        and cache.layers
-    ):
+    if cache is None or not replaced:
         return
-    if len(cache.layers) != config.num_hidden_layers:
+    fits = len(cache.layers) == config.num_hidden_layers
+    if fits and isinstance(cache.layers[0], HybridLayer | MixerLayer):
+        return
+    if type(cache) is DynamicCache and not cache.layers:  # made by hand, without a configuration
+        cache.__class__, cache.seen_tokens = RecurrentCache, 0
+        cache.layers = DynamicCache(config=config).layers
+    elif not fits:
         raise ValueError(
             "This model's layers need a cache made for them: pass the past_key_values that the model itself returned, "
             "DynamicCache(config=model.config), or none."
@@ -405,7 +418,10 @@ def fit_cache(cache: Cache | None, config) -> None:
         if kind not in replaced or isinstance(layer, HybridLayer | MixerLayer):
             continue
         if getattr(layer, "is_initialized", False):
-            raise ValueError(f"Layer {i} of the cache holds the keys of another model.")
+            raise ValueError(
+                f"Layer {i} cannot begin with keys of another model or of prefix tuning, as it takes in tokens only; "
+                "prompt tuning and LoRA work."
+            )
         if kind == "hybrid":
             most = layer.max_cache_len if isinstance(layer, StaticLayer) else None
             cache.layers[i] = HybridLayer(BlockShape.of(config, i), most)

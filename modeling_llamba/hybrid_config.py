@@ -1,4 +1,4 @@
-"""What both hybrid families have in common in their configuration: attention, mixers, and which layer is which."""
+"""Common configuration of both hybrid families: attention, mixers, and the kind of each layer."""
 
 import math
 import os
@@ -36,8 +36,8 @@ SIZES = (
     "mixer_head_dim", "mixer_d_state", "mixer_d_conv", "mixer_chunk_size",
 )  # fmt: skip
 FORMAT_VERSION = 2
-"""Of the weights and the configuration of a hybrid. 1: hybrid layers with a projection for the first tokens, evicting
-token by token."""
+"""Version of the weights and the configuration of a hybrid. In version 1 hybrid layers had a projection for the first
+tokens and evicted token by token."""
 LARGEST_SIZE = 2**31 - 1
 # smallest and largest value of every number in a configuration, this one's or a teacher's; whole where they are whole
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -298,6 +298,7 @@ class HybridConfig(PreTrainedConfig):
             "AutoConfig": f"configuration_{name}.{family}Config",
             "AutoModel": f"modeling_{name}.{family}Model",
             "AutoModelForCausalLM": f"modeling_{name}.{family}ForCausalLM",
+            "AutoModelForSequenceClassification": f"modeling_{name}.{family}ForSequenceClassification",
         }
         os.makedirs(save_directory, exist_ok=True)
         ship_code(type(self), save_directory)

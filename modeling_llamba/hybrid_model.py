@@ -16,9 +16,9 @@ from transformers.masking_utils import (
     create_masks_for_generate,
     create_sliding_window_causal_mask,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils import is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -41,6 +41,7 @@ from .rotary import local_rotary_embedding, rotary_embedding
 from .short_conv import ShortConv
 from .ssd import sequence_starts
 
+logger = logging.get_logger(__name__)
 # rotary embeddings whose angles depend on the longest position in the call; a sink cannot be moved nearer under them
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
@@ -101,7 +102,9 @@ class HybridPreTrainedModel(PreTrainedModel):
         """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself, if any."""
         if "hybrid" in config.layer_types:
             return _drop_full_mask(attention_mask)
-        return create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
+        masks = create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
+        # a dictionary of one mask that is None is more than peft can add a learned prompt to
+        return masks["linear_attention"] if set(config.layer_types) == {"linear_attention"} else masks
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -245,9 +248,14 @@ class HybridModel(HybridPreTrainedModel):
             seq_idx: (B, L) ids of packed sequences. cu_seqlens: (number of sequences + 1,) their offsets; the
                 `cu_seq_lens_q` of transformers' flattening collator is read the same way.
 
+            output_attentions: return the probabilities of the layers that keep their attention, in order.
+
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds were given.
+            ValueError: both or neither of input_ids and inputs_embeds were given, or attention probabilities are asked
+                of a model that has none.
         """
+        if kwargs.get("output_attentions") or self.config.output_attentions:
+            self._check_attentions()
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
@@ -280,6 +288,18 @@ class HybridModel(HybridPreTrainedModel):
             )
         note_length(past_key_values, past_length + shape[1])
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _check_attentions(self) -> None:
+        """Say which layers have no attention probabilities to return."""
+        layers = len(self.config.layer_types)
+        replaced = sum(kind in ("linear_attention", "hybrid") for kind in self.config.layer_types)
+        if replaced == layers:
+            raise ValueError("output_attentions: no layer of this model has a matrix of attention probabilities.")
+        if replaced:
+            logger.warning_once(
+                f"output_attentions: {replaced} of {layers} layers are mixers or hybrid layers and have no matrix of "
+                "attention probabilities; those of the other layers are returned, in order."
+            )
 
     def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """cos and sin (B, L, rotary dims) for each kind of layer in `layer_rope`."""
@@ -360,7 +380,7 @@ def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tenso
 
 
 def _may_ask(t: torch.Tensor) -> bool:
-    """Whether code may branch on a tensor's values: not while compiling, nor on the meta device."""
+    """Return True if code may branch on a tensor's values: not while compiling, nor on the meta device."""
     return not is_torchdynamo_compiling() and t.device.type != "meta"
 
 
@@ -478,3 +498,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         fit_cache(cache, self.config)  # before `generate` asks whether it can be compiled
         if generation_config.is_assistant:
             cache.activate_past_recording()
+
+
+class HybridForSequenceClassification(GenericForSequenceClassification, HybridPreTrainedModel):
+    """Scores of a text from its last token that is not padding, as for reward models. A family names its hybrid."""
+
+    model_class: type[HybridModel]
+
+    def __init__(self, config):
+        super(GenericForSequenceClassification, self).__init__(config)  # whose own takes models of transformers alone
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()

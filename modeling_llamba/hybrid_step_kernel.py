@@ -1,6 +1,6 @@
 """One token of a hybrid layer as one Triton kernel: what a GPU would spend on dozens of launches is one.
 
-For a single token of each row that nobody wants a gradient of, `mix_one` does what lies between the layer's
+For a single token of each row without a gradient, `mix_one` does what lies between the layer's
 projections once the token is written into what is held: attention to window, sinks and salient tokens, the readout of
 the state, and the gate between the two. The equations are those of hybrid_attention.py, in float32; its PyTorch
 operations run wherever this does not.
@@ -24,7 +24,7 @@ WARPS = 8
 
 
 def can_run(on_cuda: bool, dtype: torch.dtype) -> bool:
-    """Whether the kernel runs here, for keys of this type: it computes in float32."""
+    """Return True if the kernel runs here, for keys of this type: it computes in float32."""
     return triton is not None and on_cuda and dtype != torch.float64
 
 

@@ -25,7 +25,7 @@ OPEN_GATE = 1.278464542761074
 
 
 class Streams(NamedTuple):
-    """What the projections feed to the recurrence.
+    """Inputs of the recurrence, from the projections.
 
     x (B, L, G, P), log_a (B, L, T), B (B, L, G, N), C (B, L, H, N), gate (B, L, H P), and the step size
     (B, L, T) that multiplies x, or None.

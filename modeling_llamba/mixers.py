@@ -1,4 +1,4 @@
-"""What takes the place of a layer's attention, by the configuration."""
+"""Choice of the module that replaces a layer's attention, by the configuration."""
 
 from torch import nn
 

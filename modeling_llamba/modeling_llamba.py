@@ -19,7 +19,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_llamba import LlambaConfig
-from .hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
+from .hybrid_model import (
+    HybridDecoderLayer,
+    HybridForCausalLM,
+    HybridForSequenceClassification,
+    HybridModel,
+    HybridPreTrainedModel,
+)
 from .norms import RMSNorm
 
 
@@ -109,4 +115,8 @@ class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM):
         return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, attention_mask)
 
 
-__all__ = ["LlambaForCausalLM", "LlambaModel", "LlambaPreTrainedModel"]
+class LlambaForSequenceClassification(LlambaPreTrainedModel, HybridForSequenceClassification):
+    model_class = LlambaModel
+
+
+__all__ = ["LlambaForCausalLM", "LlambaForSequenceClassification", "LlambaModel", "LlambaPreTrainedModel"]

@@ -2,7 +2,13 @@
 
 import importlib
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
 
 
 class _ImportedWhenUsed(type):
@@ -12,9 +18,18 @@ class _ImportedWhenUsed(type):
         return getattr(getattr(importlib.import_module(cls.__module__), cls.__name__), name)
 
 
-def register(config: type[PreTrainedConfig], module: str, model: str, causal_lm: str) -> None:
+KINDS = {
+    AutoModel: "Model",
+    AutoModelForCausalLM: "ForCausalLM",
+    AutoModelForSequenceClassification: "ForSequenceClassification",
+}
+"""Auto classes, and the end of a family's class name in each."""
+
+
+def register(config: type[PreTrainedConfig], module: str) -> None:
     """Register a configuration, and the names of its models in `module`."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    for auto, name in ((AutoModel, model), (AutoModelForCausalLM, causal_lm)):
+    for auto, kind in KINDS.items():
+        name = config.__name__.removesuffix("Config") + kind
         stand_in = _ImportedWhenUsed(name, (), {"__module__": module, "config_class": config})
         auto.register(config, stand_in, exist_ok=True)

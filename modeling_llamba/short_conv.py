@@ -79,7 +79,7 @@ class ShortConv(nn.Module):
         return self._activated(y + self.bias.to(dtype), inputs.dtype)[:, None]
 
     def steps_in_place(self, x: torch.Tensor) -> bool:
-        """Whether a kernel takes one token of x, updating the remembered inputs."""
+        """Return True if a kernel takes one token of x, updating the remembered inputs."""
         installed = causal_conv1d_update is not None and self._may_use_kernel(x)
         return installed and not is_recorded(x, self.weight, self.bias)
 

@@ -175,7 +175,7 @@ def ssd_scan(
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same map as `ssd_recurrence`, in chunks, in float32 (float64 for float64 input).
+    """Compute the map of `ssd_recurrence` in chunks, in float32 (float64 for float64 input).
 
     `backend` is one of `BACKENDS`; see `choose_backend`, which raises a ValueError.
     """
@@ -192,7 +192,7 @@ def ssd_scan(
 
 
 def requested_backend(configured: str) -> str:
-    """What the environment variable HYBRID_SSD_BACKEND asks for, else what the configuration does."""
+    """Return the backend that the environment variable HYBRID_SSD_BACKEND asks for, else the configuration's."""
     return os.environ.get(BACKEND_VARIABLE) or configured
 
 
@@ -232,7 +232,7 @@ def chunked_scan(
 
 
 def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
-    """Which of "torch", "mamba_ssm" and "fla" runs the scan.
+    """Choose which of "torch", "mamba_ssm" and "fla" runs the scan.
 
     "auto" takes a kernel that is installed, for tensors on CUDA: fla's, else mamba_ssm's where no gradient is wanted,
     else torch. mamba_ssm's has no gradient here: x is divided by -log_a for it, and near a = 1 the gradient of that is
@@ -260,7 +260,7 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
 
 
 def is_recorded(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd wants a gradient of one of them."""
+    """Return True if autograd records one of them."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

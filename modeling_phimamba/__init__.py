@@ -6,9 +6,9 @@ from modeling_llamba.registration import register
 
 from .configuration_phimamba import PhiMambaConfig
 
-__all__ = ["PhiMambaConfig", "PhiMambaForCausalLM", "PhiMambaModel"]
+__all__ = ["PhiMambaConfig", "PhiMambaForCausalLM", "PhiMambaForSequenceClassification", "PhiMambaModel"]
 
-register(PhiMambaConfig, f"{__name__}.modeling_phimamba", "PhiMambaModel", "PhiMambaForCausalLM")
+register(PhiMambaConfig, f"{__name__}.modeling_phimamba")
 
 
 def __getattr__(name: str):

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from modeling_llamba.hybrid_model import HybridDecoderLayer, HybridForCausalLM, HybridModel, HybridPreTrainedModel
+from modeling_llamba.hybrid_model import (
+    HybridDecoderLayer,
+    HybridForCausalLM,
+    HybridForSequenceClassification,
+    HybridModel,
+    HybridPreTrainedModel,
+)
 
 from .configuration_phimamba import PhiMambaConfig
 
@@ -62,4 +68,8 @@ class PhiMambaForCausalLM(PhiMambaPreTrainedModel, HybridForCausalLM):
     model_class = PhiMambaModel
 
 
-__all__ = ["PhiMambaForCausalLM", "PhiMambaModel", "PhiMambaPreTrainedModel"]
+class PhiMambaForSequenceClassification(PhiMambaPreTrainedModel, HybridForSequenceClassification):
+    model_class = PhiMambaModel
+
+
+__all__ = ["PhiMambaForCausalLM", "PhiMambaForSequenceClassification", "PhiMambaModel", "PhiMambaPreTrainedModel"]

@@ -42,7 +42,7 @@ def main(output: Path) -> dict:
     console, gguf, text = Console(), embedded_teacher(), HELD_OUT.read_text()
 
     console.rule("convert")
-    options = make_options(str(gguf), str(output), overwrite=True, work_dir=f"{output}.work")
+    options = make_options(str(gguf), str(output), overwrite=True)
 
     print_plan = plan_printer(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
     with progress_bars(quiet=False) as progress:

@@ -28,6 +28,7 @@ from convert.checkpoint.load import load_config, load_model, load_tokenizer, loc
 from convert.checkpoint.tokenizer import differing_text
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.memory import keep_free_memory
+from convert.teachers.teacher import public_name
 from convert.tools.generate import recorded_teacher
 
 from .evaluation.commit import project_commit
@@ -53,7 +54,7 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and how."""
+    """Options: what to measure, and how."""
 
     model: str = field(metadata={"help": "Folder or Hub id of a hybrid, or of any causal language model."})
     teacher: str | None = option(None, "Model to compare with, or none. Default: the one that MODEL records.")
@@ -124,7 +125,7 @@ class Options:
 
     @property
     def chances(self) -> dict[str, float]:
-        """What guessing scores, by task."""
+        """Score of guessing, by task."""
         return {task: float(number) for task, _, number in (text.rpartition("=") for text in self.chance)}
 
     def capped(self, count: int) -> int:
@@ -132,7 +133,7 @@ class Options:
         return count if self.limit is None else min(count, self.limit)
 
     def settings(self) -> dict[str, Any]:
-        """What the results of each part depend on, besides what their rows record."""
+        """Settings that the results of each part depend on, besides those that their rows record."""
         first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
         own = {
             "text": {"sequences": self.sequences, "column": self.text_column},
@@ -312,8 +313,11 @@ def evaluate(options: Options) -> dict[str, Any]:
 
 
 def place_of(options: Options) -> Path:
-    """Where the results go."""
-    return Path(options.output or Path("runs/evaluation") / Path(options.model).expanduser().resolve().name)
+    """Folder of the results."""
+    return Path(
+        options.output
+        or Path("runs/evaluation") / Path(public_name(str(Path(options.model).expanduser().resolve()))).name
+    )
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

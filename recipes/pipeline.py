@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import load_dataset
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -42,6 +41,7 @@ from .evaluation import validation_text
 from .evaluation.load_elsewhere import run_elsewhere
 from .evaluation.metrics import figures, per_token, reader
 from .evaluation.validation_text import write_lines
+from .training.load import load_named
 from .training.save import LABELS, read_record
 
 CHATS = "llamafactory==0.9.5"
@@ -178,7 +178,7 @@ def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     if push_to_hub is not None:
         pulled = push_and_pull(preferred, push_to_hub, folder)
         report |= {"pulled_and_answered": bool(pulled["answer"]), "pulled": pulled}
-    report["rows"] = {name: len(load_dataset(str(folder / name))["train"]) for name in ("chats", "pairs")}
+    report["rows"] = {name: len(load_named(str(folder / name))["train"]) for name in ("chats", "pairs")}
     report["seconds"] = time.perf_counter() - started
     (folder / "results.json").write_text(json.dumps(report, indent=2) + "\n")
     show(report)

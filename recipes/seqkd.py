@@ -22,9 +22,10 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
 from convert.checkpoint.load import load_tokenizer
+from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
-from .training.chat_format import as_text, question_ids, question_of
+from .training.chat_format import as_text, question_ids, question_of, render
 from .training.load import load_splits, load_teacher
 from .training.run import local_files, script
 
@@ -33,7 +34,7 @@ COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
 @dataclass
 class SeqKDArguments:
-    """How the teacher answers, and which answers are kept."""
+    """Options of the teacher's answers, and of those that are kept."""
 
     output_dir: str = field(metadata={"help": "Folder to write."})
     max_prompts: int | None = field(default=None, metadata={"help": "Number of prompts to answer; all by default."})
@@ -109,7 +110,7 @@ def read_prompts(
     """The questions in the data, each once, and how many rows were left out for which reason."""
     prompts, seen = [], set()
     counts = {"duplicates": 0, "too long": 0, "empty": 0}
-    for row in rows:
+    for number, row in enumerate(rows):
         if len(prompts) == arguments.max_prompts:
             break
         turns = question_of(row)
@@ -118,6 +119,8 @@ def read_prompts(
             continue
         if tokenizer.chat_template is None:
             turns = as_text(turns)
+        else:
+            render(turns, tokenizer, number, add_generation_prompt=True)
         ids = question_ids(turns, tokenizer)
         if tuple(ids) in seen:
             counts["duplicates"] += 1
@@ -188,7 +191,7 @@ def read_answers(path: Path) -> dict[int, dict[str, Any]]:
 def finished_answer(ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: set[int]) -> dict[str, Any]:
     """The text of an answer, and whether the teacher ended it itself."""
     end = next((n for n, token in enumerate(ids) if token in stops), None)
-    text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+    text = tokenizer.decode(ids[:end])  # with special tokens, which may mark reasoning or a call
     # a continued text keeps its first space; a turn of a chat needs none
     return {"text": text if tokenizer.chat_template is None else text.strip(), "finished": end is not None}
 
@@ -248,9 +251,7 @@ def split_rows(
 
 def card(report: dict[str, Any], arguments: SeqKDArguments, teaching: TeacherArguments, source: str) -> str:
     """The README.md of the data."""
-    teacher = Path(teaching.teacher_model_name_or_path)
-    teacher_name = teacher.name if teacher.exists() else teaching.teacher_model_name_or_path
-    source_name = Path(source).name if Path(source).exists() else source
+    teacher_name, source_name = public_name(teaching.teacher_model_name_or_path), public_name(source)
     how = f"sampled at temperature {arguments.temperature}" if arguments.temperature else "greedy"
     files = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name, n in report["rows"].items() if n)
     left_out = ", ".join(f"{n} {why}" for why, n in report["left out"].items())

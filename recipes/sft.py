@@ -10,6 +10,7 @@ command goes on after an interruption.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
@@ -17,6 +18,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config
 from convert.alignment.distillation.trainer import DistilledSFTTrainer
 
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
+from .training.chat_format import faithful_answers
 from .training.load import load_teacher
 from .training.run import Run, script
 
@@ -34,6 +36,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if not config.assistant_only_loss and {"messages", "conversations"} & set(train.column_names):
             run.say("[yellow]messages: every token counts, the questions' too;[/] say assistant_only_loss: true where "
                     "the chat template marks answers, or use prompt and completion.")  # fmt: skip
+        if config.chat_template_path is not None:
+            tokenizer.chat_template = Path(config.chat_template_path).read_text()
+        if "completion" in train.column_names:
+            config.completion_only_loss = config.completion_only_loss is not False
+        completion_only = config.completion_only_loss is not False
+        train, held_out = (
+            None if rows is None else faithful_answers(rows, tokenizer, completion_only) for rows in (train, held_out)
+        )
+        if "labels" in train.column_names:
+            config.assistant_only_loss = False  # a completion of one message is that of an assistant
         teacher = None
         if loss.kl_weight:
             teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
@@ -59,6 +71,8 @@ def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
         raise ValueError("loss_type and label_smoothing_factor are not for this loss: see ce_weight and kl_weight.")
     if config.packing and config.packing_strategy == "wrapped":
         raise ValueError("packing_strategy: wrapped lets one conversation see another; use bfd.")
+    if config.chat_template_path is not None and not Path(config.chat_template_path).is_file():
+        raise ValueError(f"chat_template_path must be a file, and {config.chat_template_path} is none.")
     if model_config.use_peft and "lm_head" in (model_config.lora_target_modules or ()):
         raise ValueError("lm_head takes no adapter: the loss uses its weight directly; use lora_modules_to_save.")
 

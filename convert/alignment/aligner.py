@@ -1,4 +1,4 @@
-"""What a conversion asks of alignment: fits of any layers under any placement, and MOHAWK's stages after them."""
+"""Alignment as a conversion uses it: fits of any layers under any placement, and MOHAWK's stages after them."""
 
 import dataclasses
 import functools
@@ -15,6 +15,7 @@ from ..memory import keep_free_memory, return_free_memory
 from ..options import ConversionOptions, FitOptions, differences, parse_size
 from ..placement.placement import Placement
 from ..plan import Plan, TeacherWeights, hybrid_config
+from ..teachers.teacher import public_name
 from ..weights.rules import Rule
 from ..weights.writer import Progress
 from .fit import FitCache, Fits, fit_mixers
@@ -28,7 +29,7 @@ from .text import calibration_rows
 
 @dataclass
 class Alignment:
-    """What alignment found."""
+    """Result of an alignment: tensors, the placement with its ranks, and a report."""
 
     tensors: dict[str, torch.Tensor]
     """Tensors of the hybrid by name; what is not here is mapped as without alignment."""
@@ -96,7 +97,7 @@ class Aligner:
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
         rows, self.begin = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
-        self.report |= {"text": public_text_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
+        self.report |= {"text": public_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
         return self.with_recall(rows) if self.options.has_windows else rows
 
     def with_recall(self, rows: torch.Tensor) -> torch.Tensor:
@@ -163,7 +164,7 @@ class Aligner:
             cache.drop()
 
     def cache(self, settings: FitOptions) -> FitCache:
-        """Where fits are kept that depend on these settings and on the kind of mixer."""
+        """Open the cache of the fits that depend on these settings and on the kind of mixer."""
         config = self.model.mixer_config.to_dict()
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.checkpoint.files]
         key = {
@@ -177,9 +178,3 @@ class Aligner:
             "version": importlib.metadata.version("convert-to-hybrid"),
         }
         return FitCache(self.work, key)
-
-
-def public_text_name(source: str) -> str:
-    """What may be published of the text's name: a Hub id, or the last part of a local path."""
-    path = Path(source).expanduser()
-    return path.name if path.exists() else source

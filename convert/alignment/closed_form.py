@@ -31,7 +31,7 @@ REFINE_LEARNING_RATE = 2e-3  # at its peak
 
 @dataclass(frozen=True)
 class LayerFit:
-    """What a fit reached; errors are ||mixer(u) - y||^2 / ||y||^2 on the held-out sequences."""
+    """Errors that a fit reached: they are ||mixer(u) - y||^2 / ||y||^2 on the held-out sequences."""
 
     decay: float | None
     """The decay chosen; None where the mixer has no parameter for it."""
@@ -44,7 +44,7 @@ class LayerFit:
     refined: float
     """At the end."""
     by_rank: dict[int, float] | None = None
-    """Of a hybrid layer: the error at the end by the rank of its output map."""
+    """Errors at the end of the fit of a hybrid layer, by the rank of its output map."""
 
     @classmethod
     def of_record(cls, record: dict) -> "LayerFit":
@@ -63,7 +63,7 @@ class LayerData:
     held_out: int
 
     def fewer(self, fitting: int) -> "LayerData":
-        """The same with at most so many fitting sequences."""
+        """Keep at most so many of the sequences to fit on."""
         rows = fitting + self.held_out
         return LayerData(self.u[-rows:], self.y[-rows:], self.rotary, self.held_out)
 
@@ -154,7 +154,7 @@ def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple
 
 
 def features(mixer: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """What the mixer feeds to out_proj (B, L, E)."""
+    """Compute the input (B, L, E) of the mixer's out_proj."""
     seen = []
     handle = mixer.out_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     try:

@@ -1,4 +1,4 @@
-"""What aligning will cost on this machine, said before any of it is done: seconds, and memory.
+"""Estimate of the seconds and the memory that aligning will take on this machine, made beforehand.
 
 For layers with a window and a state, the default. Operations are counted from shapes, and how fast
 this machine does them is measured in less than a second.
@@ -27,14 +27,14 @@ from .teacher_model import usable_device
 PASSES = 6
 """Passes over a matrix of scores: mask, maximum, exponential, sum, logarithm, weights."""
 OVERHEAD = 2.0
-"""What small operations, reading and writing add to products of matrices that a cache holds; measured on SmolLM2."""
+"""Factor by which small operations, reading and writing exceed matrix products in cache; measured on SmolLM2."""
 ROWS, MEASURED_FOR = 2048, 0.3
 """Rows of the matrices that are multiplied to see how fast this machine is, and seconds for which that is repeated.
 Beside another process products of 512 rows take ten times as long, but a fit, whose own are large, only twice."""
 
 
 class Rates(NamedTuple):
-    """What a machine does in a second: operations of matrix products in float32 and float64, and exponentials."""
+    """Rates of a machine per second: operations of matrix products in float32 and float64, and exponentials."""
 
     single: float
     double: float
@@ -42,7 +42,7 @@ class Rates(NamedTuple):
 
 
 def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
-    """What a closed-form fit of layers with a state costs on this machine; None for any other alignment."""
+    """Estimate a closed-form fit of layers with a state on this machine; None for any other alignment."""
     hybrid = plan.placement.hybrid
     if options.alignment.method != "closed-form" or hybrid is None or not hybrid.state:
         return None
@@ -51,7 +51,7 @@ def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
 
 
 def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int) -> Cost:
-    """The same on a machine of these rates, in a process that takes so much memory already."""
+    """Estimate seconds and peak bytes from measured rates and from the memory that the process takes already."""
     config, L = plan.config, options.sequence_length
     T, behind = options.alignment.tokens // L * L, SALIENCE_SEQUENCES * L
     layers, fitted, M = config.num_hidden_layers, config.layer_types.count("hybrid"), config.hidden_size
@@ -87,7 +87,7 @@ def met_by_a_token(config: PreTrainedConfig) -> int:
 
 
 def measured_rates(device: torch.device, width: int) -> Rates:
-    """What this machine does in a second, at its best."""
+    """Measure the best rates of this machine."""
     a, b = (torch.rand(ROWS, width, device=device) for _ in range(2))
     many, products = torch.rand(2**22, device=device), 2 * ROWS**2 * width
     single = products / _seconds(lambda: a @ b.mT, device)

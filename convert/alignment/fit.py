@@ -50,7 +50,7 @@ class FitCache:
             )
 
     def holds(self, layer: int) -> bool:
-        """Whether there is an earlier fit, which may be damaged."""
+        """Return True if there is an earlier fit, which may be damaged."""
         path = self._path(f"layer-{layer:03d}.safetensors")
         return path is not None and path.is_file()
 

@@ -57,7 +57,7 @@ class OutputMap:
 
 
 class Seen(NamedTuple):
-    """What a layer makes of the tokens behind the window of some sequences.
+    """Features and residuals of a layer at the tokens behind the window of some sequences.
 
     features (n, E). residual (n, D): the teacher's output less o_proj of the heads' outputs.
     """

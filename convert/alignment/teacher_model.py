@@ -149,7 +149,7 @@ def layer_type(mixer: nn.Module) -> str:
 
 
 def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:
-    """What a rule writes, in float32, as one tensor."""
+    """Compute the tensor that a rule writes, in float32."""
     value, done = torch.empty(math.prod(rule.shape)), 0
     for block in rule.blocks(checkpoint):
         value[done : done + block.numel()] = block.reshape(-1)

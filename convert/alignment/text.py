@@ -130,6 +130,8 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
                 top_p=1.0,
                 min_new_tokens=length - 1,
                 max_new_tokens=length - 1,
+                use_cache=True,
+                return_dict_in_generate=False,
             )
             rows.append(drawn.cpu())
     except RuntimeError as error:

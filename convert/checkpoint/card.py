@@ -18,7 +18,7 @@ from .tokenizer import Licence
 KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
 NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
 NO_FIGURES = {KL_ROW: NOT_MEASURED, RECALL_ROW: NOT_MEASURED}
-"""What training makes of the figures."""
+"""Replacements for the rows of figures that training makes out of date."""
 
 TEMPLATE = """---
 {{ card_data }}

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..weights.students import model_class
 
 NEEDED = "transformers>=5.16.1,<6"
-"""What loads a checkpoint; pyproject.toml says the same, and a test compares them."""
+"""Versions of libraries that load a checkpoint, as in pyproject.toml, which a test compares."""
 
 
 def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:

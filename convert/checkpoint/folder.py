@@ -27,11 +27,11 @@ MARKER = ".convert-to-hybrid"
 ALIGNMENT_WORK = re.compile(
     r"[0-9a-f]{20}|\.activations-.*|stages|matrix_orientation.*|hidden_state_alignment.*|distillation.*"
 )
-"""What an alignment keeps in its work folder: fits under a hash, stages."""
+"""Names in the work folder of an alignment: fits under a hash, stages."""
 TRAINING_WORK = re.compile(
     r"checkpoint-\d+|tmp-checkpoint-\d+|runs|run\.(json|txt)|answers\.jsonl|attention|\d+(\.start)?|README\.md"
 )
-"""What recipes keep in theirs: trainers' checkpoints and what transformers writes beside them, answers, steps."""
+"""Names in the work folder of a recipe: checkpoints and what transformers writes beside them, answers, steps."""
 LOCK = b"convert-to-hybrid\n"
 """In every lock that this project makes."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -89,7 +89,7 @@ class OutputFolder:
 
     @property
     def _is_worth_keeping(self) -> bool:
-        """Whether the work folder holds anything that a later run can use."""
+        """True if the work folder holds anything that a later run can use."""
         found = (path.name for path in self.work.rglob("*") if path.is_file())
         return any(name not in (MARKER, "key.json") for name in found)
 
@@ -249,7 +249,7 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _marked(folder: Path) -> dict[str, list[str] | None]:
-    """What a folder's marker says: its files, or None for them while it is written; empty where it has no marker."""
+    """Read a folder's marker: its files, or None for them while it is written; empty where it has no marker."""
     try:
         names = json.loads((folder / MARKER).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):

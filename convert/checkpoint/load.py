@@ -98,12 +98,27 @@ def load_model(
     except SafetensorError as error:
         raise ValueError(f"The weights of {model} are damaged: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{model} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"{model} cannot be loaded: {cause(error, name, revision)}") from error
     check_whole(model, found)
+    # what a fine-tune's training may have left behind
+    loaded.generation_config.update(use_cache=True, return_dict_in_generate=False)
     try:
         return loaded.eval().to(device)
     except RuntimeError as error:
         raise ValueError(f"The model cannot be put on --device {device}: {first_line(error)}") from error
+
+
+def cause(error: Exception, model: str, revision: str | None = None) -> str:
+    """The first line of why `from_pretrained` failed, with the file where that is the generation settings."""
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(model, revision=revision)
+    except OSError:  # there are none
+        return first_line(error)
+    except (ValueError, TypeError, AttributeError) as refusal:
+        return f"its generation_config.json is refused ({first_line(refusal)}); mend or remove that file"
+    return first_line(error)
 
 
 def check_whole(model: str | Path, found: Mapping[str, Collection]) -> None:

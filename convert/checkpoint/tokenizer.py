@@ -1,6 +1,7 @@
 """The files beside a model's weights that a new checkpoint takes along: read before any work, written after it."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,15 @@ PROBES = (
     "",
 )
 """Texts on which tokenizers part: numbers, code, line breaks, spaces, other scripts, emoji, contractions."""
+OF_TRAINING = {
+    "use_cache": (False, "generating is slow without a cache"),
+    "return_dict_in_generate": (True, "`generate` returns tokens unless asked for more"),
+}
+"""Generation settings that belong to a teacher's training: their values there, and why a hybrid has others."""
 LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 Licence = dict[str, str | list[str]]
-"""What the head of a model's card says of its licence, or its licences."""
+"""Licence fields in the head of a model's card."""
 SideFiles = dict[str, bytes]
 """Contents by name, relative to the folder of a checkpoint."""
 
@@ -44,21 +50,22 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
 
 
-def read_side_files(teacher: Teacher, trust_remote_code: bool, model_type: str) -> SideFiles:
+def read_side_files(teacher: Teacher, trust_remote_code: bool, model_type: str) -> tuple[SideFiles, tuple[str, ...]]:
     """Read the tokenizer's files, the generation settings, and the licence.
 
     Args:
         model_type: of the checkpoint that takes them along.
 
+    Returns:
+        The files, and notes on what was left out of the generation settings.
+
     Raises:
         ValueError: one of them cannot be read, or the tokenizer is code that is not trusted.
     """
     with during(f"reading the files beside the weights in {teacher.folder}"):
-        return (
-            read_tokenizer(teacher, trust_remote_code, model_type)
-            | read_generation_config(teacher)
-            | {p.name: p.read_bytes() for kind in LICENCE_FILES for p in teacher.folder.glob(kind) if p.is_file()}
-        )
+        settings, notes = read_generation_config(teacher)
+        licences = {p.name: p.read_bytes() for kind in LICENCE_FILES for p in teacher.folder.glob(kind) if p.is_file()}
+        return read_tokenizer(teacher, trust_remote_code, model_type) | settings | licences, notes
 
 
 def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -> SideFiles:
@@ -152,16 +159,45 @@ def _tokenizer_code(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
     return files
 
 
-def read_generation_config(teacher: Teacher) -> SideFiles:
-    """The generation settings, or the special tokens of the configuration where there are none."""
+def read_generation_config(teacher: Teacher) -> tuple[SideFiles, tuple[str, ...]]:
+    """The generation settings, or those of the configuration, the special tokens above all, where there are none.
+
+    Left out is what the teacher's training left behind, and what `generate` ignores: once another training changes a
+    token among the settings, transformers saves none that hold such a thing.
+
+    Returns:
+        The file, and a note on each setting that was left out.
+    """
     path = teacher.folder / "generation_config.json"
-    if teacher.gguf_file is not None or not path.is_file():
-        return _saved(GenerationConfig.from_model_config(teacher.config))
+    own = teacher.gguf_file is None and path.is_file()
+    if not own:
+        path = teacher.folder / (teacher.gguf_file or "config.json")
     try:
-        GenerationConfig.from_dict(read_json(path))
+        given = read_json(path) if own else GenerationConfig.from_model_config(teacher.config).to_diff_dict()
+        notes = {name: why for name, (value, why) in OF_TRAINING.items() if given.get(name) is value}
+        kept = {name: value for name, value in given.items() if name not in notes}
+        notes |= dict.fromkeys(_ignored_settings(kept), "`generate` ignores it beside the other settings")
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds no generation settings: {first_line(error)[:200]}") from error
-    return {path.name: path.read_bytes()}
+        raise ValueError(
+            f"{path} holds generation settings that transformers refuses ({first_line(error)[:200]}); mend that file."
+        ) from error
+    if own and not notes:
+        return {path.name: path.read_bytes()}, ()
+    kept = {name: value for name, value in given.items() if name not in notes}
+    said = (f"{name} {json.dumps(given[name])} of {path.name} is left out: {why}" for name, why in notes.items())
+    return {"generation_config.json": (json.dumps(kept, indent=2) + "\n").encode()}, tuple(said)
+
+
+def _ignored_settings(given: dict[str, Any]) -> list[str]:
+    """The names of the settings that transformers does not follow beside the others."""
+    try:
+        GenerationConfig.from_dict(given).validate(strict=True)
+    except ValueError as error:
+        names = [name for name in re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE) if name in given]
+        if not names:
+            raise
+        return names + _ignored_settings({name: value for name, value in given.items() if name not in names})
+    return []
 
 
 def write_side_files(files: SideFiles, folder: Path) -> None:
@@ -172,7 +208,7 @@ def write_side_files(files: SideFiles, folder: Path) -> None:
 
 
 def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> Licence:
-    """What the head of a teacher's card, or its GGUF file, says of its licence."""
+    """Read the licence from the head of a teacher's card, or from its GGUF file."""
     if isinstance(checkpoint, GgufCheckpoint):
         return {} if checkpoint.licence is None else {"license": checkpoint.licence}
     path = teacher.folder / "README.md"

@@ -1,4 +1,4 @@
-"""What describes a foreign format, and the checkpoint that is read in it."""
+"""Description of a foreign format, and the checkpoint that is read in it."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -36,7 +36,7 @@ class Section:
     values: dict[str, Any]
     file: str
     path: str = ""
-    """Where the object lies in the file, ending in a dot."""
+    """Path of the object in the file, ending in a dot."""
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
         """An entry, or the default where it is absent or null."""
@@ -154,7 +154,7 @@ class ForeignCheckpoint:
         return {name: getattr(self.base, name, None) if value is None else value for name, value in own.items()}
 
     def is_tied(self, embedding: str, says_so: bool) -> bool:
-        """Whether the head is the embedding: the configuration says so, and the weights do not contradict it."""
+        """Return True if the head is the embedding: by the configuration, where the weights do not contradict it."""
         if not says_so or "lm_head.weight" not in self.tensors:
             return says_so
         if self.checkpoint.same_values(embedding, "lm_head.weight"):
@@ -170,14 +170,14 @@ class Format:
 
     name: str
     sign: str
-    """What it is recognised by, in words."""
+    """Sign by which the format is recognised, in words."""
     student: Callable[[ForeignCheckpoint], Literal["llamba", "phimamba"]]
-    """Which class of hybrid holds it."""
+    """Class of hybrid that holds it."""
     recognises: Callable[[ForeignCheckpoint], bool]
     fields: Callable[[ForeignCheckpoint], dict[str, Any]]
     """Fields of the hybrid's configuration that give the same logits."""
     table: Callable[[ForeignCheckpoint, PreTrainedConfig], tuple[Table, dict[str, str]]]
-    """Where the hybrid's tensors come from, and which foreign ones are left out and why."""
+    """Sources of the hybrid's tensors, and the foreign ones that are left out, with the reason."""
 
 
 def head_and_embedding(source: ForeignCheckpoint, embedding: str, config: PreTrainedConfig) -> tuple[Table, dict]:

@@ -22,7 +22,7 @@ from ..options import ExportOptions
 from ..placement.cache import num_states
 from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
-from ..teachers.teacher import Teacher, config_errors
+from ..teachers.teacher import Teacher, config_errors, public_name
 from ..weights.reader import open_weights, read_json
 from ..weights.students import STUDENTS, meta_shapes
 from ..weights.writer import Progress, output_dtype
@@ -47,7 +47,7 @@ class NativeClass:
     mlp_bias: bool
     partial_rotary: bool
     multipliers: bool
-    """Whether it has Granite's multipliers on embeddings, scores, residual branches and logits."""
+    """True if it has Granite's multipliers on embeddings, scores, residual branches and logits."""
 
 
 NATIVE_CLASSES = {
@@ -80,7 +80,7 @@ NATIVE_CLASSES = {
 
 
 def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
-    """What an architecture cannot hold of a hybrid; empty when it can hold all of it."""
+    """List what an architecture cannot hold of a hybrid; empty where it can hold all of it."""
     if config.model_type != "llamba":
         return ["Phi's parallel block and LayerNorm"]
     kinds = set(config.layer_types)
@@ -189,7 +189,7 @@ def _bamba_fields(source: PreTrainedConfig) -> dict[str, Any]:
 
 
 def export_table(source: PreTrainedConfig, config: PreTrainedConfig, target: str) -> Table:
-    """Where the exported tensors come from."""
+    """Map the exported tensors to their sources."""
     native = NATIVE_CLASSES[target]
     table: Table = {"model.embed_tokens.weight": moved("model.embed_tokens.weight")}
     table[f"{native.final_norm}.weight"] = moved("model.norm.weight")
@@ -266,7 +266,7 @@ def _without_empty(*parts: Part | Fill) -> Parts:
 
 
 def engine_notes(source: PreTrainedConfig, config: PreTrainedConfig) -> list[str]:
-    """What limits the use of the export in other engines; docs/guide/formats.md says how each was checked."""
+    """List the limits of the export in other engines; docs/guide/formats.md says how each was checked."""
     notes = []
     if "linear_attention" not in source.layer_types:
         return notes
@@ -305,7 +305,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     config = native_config(source, options.to, options.expand)
     architecture = config.architectures[0]
     shapes = meta_shapes(getattr(transformers, architecture), config)
-    checkpoint = open_weights(folder)
+    checkpoint, name = open_weights(folder), Path(public_name(options.model)).name
     table = export_table(source, config, options.to)
     return TransferPlan(
         source=Teacher(options.model, folder, source, get_family("llama"), commit),
@@ -315,8 +315,8 @@ def plan_export(options: ExportOptions) -> TransferPlan:
         rules=make_rules(table, shapes, checkpoint.tensors, {}, "hybrid of this project"),
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
-        description=f"{Path(options.model).name} as transformers' own {architecture}, exported by {PROJECT}: it loads "
-        "without `trust_remote_code` and gives the same logits.",
+        description=f"{name} as transformers' own {architecture}, exported by {PROJECT}: it "
+        "loads without `trust_remote_code` and gives the same logits.",
         notes=engine_notes(source, config),
         dropped={},
     )

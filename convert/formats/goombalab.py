@@ -272,7 +272,7 @@ def _ignored_rotary(attention: list[Section], whole: Section, default: PreTraine
 
 
 def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
-    """Where the hybrid's tensors come from, and which of the checkpoint's are left out."""
+    """Map the hybrid's tensors to their sources, and list those of the checkpoint that are left out."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
     if config.model_type == "phimamba":
         with_bias, mlp, norms = ("weight", "bias"), ("fc1", "fc2"), ("input_layernorm",)

@@ -4,7 +4,6 @@ find it -> recognise the format by its tensors -> our configuration and a table 
 """
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ..checkpoint.code import add_code
 from ..checkpoint.tokenizer import has_tokenizer
 from ..options import ImportOptions
 from ..teachers import get_family
-from ..teachers.teacher import Teacher, config_errors, find_teacher
+from ..teachers.teacher import Teacher, config_errors, find_teacher, public_name
 from ..weights.reader import open_weights, read_json
 from ..weights.students import STUDENTS, tensor_shapes
 from ..weights.writer import Progress, output_dtype
@@ -92,7 +91,7 @@ def plan_import(options: ImportOptions) -> TransferPlan:
         )
     if base is None and not has_tokenizer(folder):
         source.notes.append(f"no tokenizer: the checkpoint has none and no base model was given ({source.base_flag})")
-    is_local, short_name = os.path.isdir(os.path.expanduser(options.model)), Path(options.model).name
+    name = Path(public_name(options.model)).name
     family = get_family("phi" if ours.model_type == "phimamba" else "llama")
     return TransferPlan(
         source=Teacher(options.model, folder, ours, family, commit),
@@ -102,13 +101,13 @@ def plan_import(options: ImportOptions) -> TransferPlan:
         rules=rules,
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
-        description=f"{short_name}, {known.name}, imported by {PROJECT}. The weights are the original's"
+        description=f"{name}, {known.name}, imported by {PROJECT}. The weights are the original's"
         + (f", rounded to {options.output.dtype}." if options.output.dtype != "auto" else "."),
         notes=source.notes,
         dropped=dropped,
         base=base,
         provenance={
-            "imported_from": short_name if is_local else options.model,
+            "imported_from": public_name(options.model),
             "revision": commit,
             "format": known.name,
             "notes": source.notes,

@@ -160,7 +160,7 @@ def _kv_width(source: ForeignCheckpoint, prefix: str) -> int:
 
 
 def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
-    """Where the hybrid's tensors come from, and which of the checkpoint's are left out."""
+    """Map the hybrid's tensors to their sources, and list those of the checkpoint that are left out."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
     rows["model.norm.weight"] = moved("model.norm.weight")
     for i, kind in enumerate(config.layer_types):
@@ -228,12 +228,12 @@ def _has(source: ForeignCheckpoint, ending: str) -> bool:
 
 
 def is_mamba2(source: ForeignCheckpoint) -> bool:
-    """Whether the mixers are Mamba-2, by their tensors: the configuration says nothing of it."""
+    """Return True if the mixers are Mamba-2, by their tensors: the configuration does not tell."""
     return _has(source, ".mamba.dt_bias")
 
 
 def is_m1(source: ForeignCheckpoint) -> bool:
-    """Whether the projections of attention, or of Mamba-1, are fused, as in M1."""
+    """Return True if the projections of attention, or of Mamba-1, are fused, as in M1."""
     return _has(source, ".mha.in_proj.weight") or (_has(source, ".mamba.in_proj.weight") and not is_mamba2(source))
 
 

@@ -53,7 +53,7 @@ class Part:
 
     @property
     def changes(self) -> bool:
-        """Whether the rows differ from the source's own."""
+        """True if the rows differ from the source's own."""
         return self.times > 1 or self.scale != 1 or bool(self.extra_columns)
 
 

@@ -1,4 +1,4 @@
-"""What import and export share: options, a plan, and writing it as a checkpoint in a new format."""
+"""Common steps of import and export: options, a plan, and writing it as a checkpoint in a new format."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from ..checkpoint.tokenizer import (
 )
 from ..errors import during
 from ..options import ExportOptions, ImportOptions, parse_size
-from ..teachers.teacher import Teacher, download_model
+from ..teachers.teacher import Teacher, cached_repository, download_model
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule
 from ..weights.students import layer_letters
@@ -50,7 +50,7 @@ TransferOptions = ImportOptions | ExportOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Everything that is decided before a weight is copied."""
+    """Decisions of an import or export, all made before a weight is copied."""
 
     source: Teacher
     """The hybrid that is read; its configuration is one of ours."""
@@ -62,14 +62,14 @@ class TransferPlan:
     dtype: torch.dtype
     checkpoint: Checkpoint
     description: str
-    """What the model card says."""
+    """Description in the model card."""
     notes: list[str]
     dropped: dict[str, str]
     """Tensors that are left out, and why."""
     base: Teacher | None = None
     """The model that supplies a tokenizer and generation settings where the source has none."""
     provenance: dict[str, Any] | None = None
-    """What the written configuration records about the source; None where it records nothing."""
+    """Record of the source in the written configuration; None for none."""
 
 
 def describe(plan: TransferPlan) -> str:
@@ -93,7 +93,7 @@ def find_checkpoint(options: TransferOptions) -> tuple[Path, str | None]:
     if path.is_dir():
         if options.revision is not None:
             raise ValueError(f"{options.model} is local; a revision exists on the Hub only.")
-        return path, None
+        return path, (cached_repository(path) or (None, None))[1]
     return download_model(options.model, options.revision, None, options.trust_remote_code, True)[:2]
 
 
@@ -123,9 +123,11 @@ def write_checkpoint(
             check_apart(output, model.folder)
         with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
         giver, trusted = (with_tokenizer or models)[0], options.trust_remote_code
-        side_files = read_side_files(giver, trusted, plan.config.model_type)
+        side_files, _ = read_side_files(giver, trusted, plan.config.model_type)
         with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
-        side_files |= read_generation_config((with_settings or models)[0])
+        settings, notes = read_generation_config((with_settings or models)[0])
+        side_files |= settings
+        plan.notes.extend(notes)
         licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})
         on_plan(plan)
         with during(f"writing {output}"), owner.staged() as folder:

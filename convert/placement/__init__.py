@@ -1,1 +1,1 @@
-"""What each layer of the hybrid holds: attention, a mixer, or both, and what that costs in cache."""
+"""Placement: attention, a mixer or both in each layer of the hybrid, and its cost in cache."""

@@ -64,7 +64,7 @@ class Budget:
 
     @cached_property
     def asked_heads(self) -> int | None:
-        """How many key/value heads the user wants beside those named; None where the budget decides."""
+        """Number of key/value heads that the user asks for beside those named; None where the budget decides."""
         asked = self.options.placement.attention_heads
         if asked is None:
             return None

@@ -1,4 +1,4 @@
-"""What a sequence keeps while generating, in bytes: keys and values, windows, recurrent states."""
+"""Bytes of cache that a sequence takes while generating: keys and values, windows, recurrent states."""
 
 import torch
 from transformers import PreTrainedConfig

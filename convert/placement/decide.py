@@ -50,7 +50,7 @@ def _has_windows_alone(weights: TeacherWeights, options: ConversionOptions) -> b
 def decide_placement(
     weights: TeacherWeights, options: ConversionOptions, aligner: "Aligner | None" = None
 ) -> Decision:
-    """What every layer holds.
+    """Decide what every layer holds.
 
     Args:
         aligner: fits the mixers that are scored, and has the text. Without one (a dry run, or no alignment) layers and
@@ -109,8 +109,8 @@ def decide_placement(
 
 
 def with_mean_rank(placement: Placement, weights: TeacherWeights, options: ConversionOptions) -> Placement:
-    """The same with output maps of one rank in layers with a state: as asked, or what RANK_SHARE of the teacher's
-    weights allows, MEAN_RANK at most; by default none where nothing is fitted."""
+    """Give layers with a state output maps of one rank: as asked, or what RANK_SHARE of the teacher's weights allows,
+    MEAN_RANK at most; by default none where nothing is fitted."""
     if placement.hybrid is None or not placement.hybrid.state:
         return placement
     rank, layers = options.placement.rank, placement.windows
@@ -128,13 +128,13 @@ def with_mean_rank(placement: Placement, weights: TeacherWeights, options: Conve
 
 
 def replaced_layer(options: ConversionOptions) -> Layer:
-    """What replaces a layer's attention."""
+    """Choose what replaces a layer's attention: a mixer, or a window."""
     window = options.placement.window
     return Mixer() if window is None else hybrid_layer(options, window)
 
 
 def _number_kept(weights: TeacherWeights, options: ConversionOptions, replacement: Layer, free: list[int]) -> int:
-    """How many of the layers that may be replaced keep attention: as asked, as the cache has room for, or half."""
+    """Count the replaceable layers that keep attention: as asked, as the cache has room for, or half."""
     if options.cache is not None:
         return num_layers_within(weights, options, replacement, free)
     asked = options.placement.attention_layers
@@ -142,7 +142,7 @@ def _number_kept(weights: TeacherWeights, options: ConversionOptions, replacemen
 
 
 def _spread(placement: Placement, budget: Budget, aligner: "Aligner | None", notes: list[str]) -> Placement:
-    """The same with windows that are wider where they do more; without an aligner, as it is."""
+    """Distribute window lengths by measured layer error; return the placement unchanged without an aligner."""
     if aligner is None:
         notes.append("how wide each layer's window is, is measured during the run; until then all have the mean width")
         return placement

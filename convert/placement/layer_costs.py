@@ -1,4 +1,4 @@
-"""What it costs each layer to hold something else than attention, and what follows from that.
+"""Cost of replacing the attention of each layer, and the placement that follows from it.
 
 What a layer with a window and a state gets wrong differs by up to eighty times between layers and falls with the width
 of the window to a power. Within a cache budget both together say how to spend so many columns for the least error; and

@@ -1,4 +1,4 @@
-"""What every layer of a hybrid holds: one typed object, made once and stored in config.json.
+"""Placement of a hybrid, what each layer holds: one typed object, made once and stored in config.json.
 
 It is made from what the user says, from a published preset, or by scores (decide.py), and can be read back from the
 hybrid's configuration. Nothing turns it into text that would have to be parsed again.
@@ -36,7 +36,7 @@ class Hybrid:
     full_heads: tuple[int, ...] = ()
     """Query heads that keep full attention: all that share a key/value head, or none of them."""
     state: bool = True
-    """Whether a state stands for the tokens that have left the window."""
+    """True if a state stands for the tokens that have left the window."""
     salient: int = 0
     """Number of tokens that are attended to after they have left the window."""
     rank: int = 0
@@ -81,11 +81,11 @@ class Placement:
         return {i: layer.full_heads for i, layer in layers if isinstance(layer, Hybrid) and layer.full_heads}
 
     def keeping(self, attention_layers: Collection[int]) -> "Placement":
-        """The same with attention in these layers, too."""
+        """Return a placement with attention in these layers, too."""
         return Placement(tuple(Attention() if i in attention_layers else x for i, x in enumerate(self.layers)))
 
     def with_full_heads(self, heads: Heads) -> "Placement":
-        """The same with other heads that see every token; heads of layers that are not hybrid are left out."""
+        """Return a placement with other kept heads; heads of layers that are not hybrid are left out."""
         return Placement(
             tuple(
                 dataclasses.replace(layer, full_heads=tuple(heads.get(i, ()))) if isinstance(layer, Hybrid) else layer
@@ -99,12 +99,12 @@ class Placement:
         return {i: layer.window for i, layer in enumerate(self.layers) if isinstance(layer, Hybrid)}
 
     def with_windows(self, windows: Mapping[int, int]) -> "Placement":
-        """The same with windows of these widths in these hybrid layers."""
+        """Return a placement with windows of these widths in these hybrid layers."""
         layers = enumerate(self.layers)
         return Placement(tuple(dataclasses.replace(x, window=windows[i]) if i in windows else x for i, x in layers))
 
     def with_ranks(self, ranks: Mapping[int, int]) -> "Placement":
-        """The same with output maps of these ranks in these hybrid layers."""
+        """Return a placement with output maps of these ranks in these hybrid layers."""
         layers = enumerate(self.layers)
         return Placement(tuple(dataclasses.replace(x, rank=ranks[i]) if i in ranks else x for i, x in layers))
 
@@ -160,18 +160,18 @@ class Decision:
 
     placement: Placement
     undecided: tuple[str, ...] = ()
-    """What only measurements can decide, where none were taken."""
+    """Notes on what only measurements can decide, where none were taken."""
     notes: tuple[str, ...] = ()
-    """What a user might not expect."""
+    """Notes on what a user might not expect."""
 
     @property
     def needs_scores(self) -> bool:
-        """Whether scores would choose other layers or heads."""
+        """True if scores would choose other layers or heads."""
         return bool(self.undecided)
 
 
 def everywhere(layer: Layer, num_layers: int) -> Placement:
-    """The same in every layer."""
+    """Put one kind of layer everywhere."""
     return Placement((layer,) * num_layers)
 
 

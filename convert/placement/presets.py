@@ -119,7 +119,7 @@ def whole_groups(heads: Heads, shared: int) -> Heads:
 
 
 def counted_heads(asked: int | float, total: int) -> int:
-    """How many of the teacher's key/value heads `attention_heads` asks for: a number, or a share of their `total`."""
+    """Count the key/value heads that `attention_heads` asks for: a number, or a share of their `total`."""
     if isinstance(asked, float) and not 0 <= asked <= 1:
         raise ValueError(f"attention_heads {asked} as a share of the key/value heads must lie between 0 and 1.")
     count = round(asked * total) if isinstance(asked, float) else asked

@@ -1,4 +1,4 @@
-"""Which heads look up distant tokens: a retrieval score per head, from one pass of the teacher over some text.
+"""Retrieval score of each head, for looking up distant tokens, from one pass of the teacher over some text.
 
 Few heads do ("retrieval heads", arXiv 2404.15574; arXiv 2602.11374 keeps 2 % of them). A needle of random tokens lies
 early in prose and comes again at its end. The score of a head is the largest share of attention that a token of the
@@ -21,7 +21,7 @@ ROWS = 4
 NEEDLE = 8
 """Tokens of the needle."""
 FOLLOWING = 0.04
-"""What a share of attention to the token that followed last time counts for beside the largest share of any."""
+"""Weight of the attention to the token that followed last time, beside the largest share to any token."""
 
 
 @torch.no_grad()

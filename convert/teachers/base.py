@@ -1,4 +1,4 @@
-"""What a teacher family is: a table of tensor names and a table of configuration fields."""
+"""Teacher families: a table of tensor names and a table of configuration fields."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,11 +32,11 @@ class TeacherFamily:
 
     model_type: str
     title: str
-    """What people call these models."""
+    """Common name of these models."""
     student: Literal["llamba", "phimamba"]
     """The class of hybrid it becomes."""
     gguf: bool = False
-    """Whether the tests convert a GGUF file of it."""
+    """True if the tests convert a GGUF file of it."""
     tensors: Mapping[str, str | tuple[str, ...] | None]
     """Template of a teacher's tensor name ("{i}" is the layer) -> its name in a hybrid that keeps all its attention, a
     tuple of names where the teacher fuses them along the rows, or None for what is dropped on purpose. Which of them

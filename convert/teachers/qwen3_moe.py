@@ -5,7 +5,7 @@ from .qwen3 import QWEN3
 
 
 def experts(config) -> dict[str, object]:
-    """None where no layer has any."""
+    """Number of experts, None where no layer has any, and the layers that have none."""
     layers = range(config.num_hidden_layers)
     dense = [i for i in layers if i in config.mlp_only_layers or (i + 1) % config.decoder_sparse_step]
     return {"num_experts": config.num_experts or None, "mlp_only_layers": dense}

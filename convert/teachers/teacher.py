@@ -6,6 +6,7 @@ import functools
 import glob
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +67,12 @@ class Teacher:
     """The commit, if it came from the Hub."""
     gguf_file: str | None = None
     headers_only: bool = False
-    """Whether the weights were left on the Hub."""
+    """True if the weights were left on the Hub."""
 
     @property
     def public_name(self) -> str:
         """The name that may be published: the Hub id, or the last part of a local path."""
-        return self.name if self.revision is not None else Path(self.name).name
+        return self.name if self.revision is not None else public_name(self.name)
 
     def open_weights(self) -> Checkpoint:
         """Read the headers of the weights."""
@@ -81,6 +82,21 @@ class Teacher:
             with _hub_errors(self.name, self.revision):
                 return RemoteHeaders(self.name, self.revision)
         return open_weights(self.folder)
+
+
+def cached_repository(folder: Path) -> tuple[str, str] | None:
+    """Hub id and commit of a folder models--ORG--NAME/snapshots/COMMIT of the Hub's cache; None for any other."""
+    layout = re.search(r"/(?:models|datasets)--([^/]+)/snapshots/([0-9a-f]{40})$", folder.resolve().as_posix())
+    return layout and (layout[1].replace("--", "/", 1), layout[2])
+
+
+def public_name(name: str) -> str:
+    """The name of a model or of data that may be published: a Hub id, or the last part of a local path."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        return name
+    cached = cached_repository(path)
+    return path.name if cached is None else cached[0]
 
 
 @functools.lru_cache(maxsize=1)
@@ -135,7 +151,7 @@ def find_teacher(
         ValueError: it does not exist, cannot be reached, or is of an unsupported kind.
     """
     path = Path(model).expanduser()
-    commit, headers_only = None, False
+    name, commit, headers_only = model, None, False
     if path.is_file():
         if gguf_file is not None:
             raise ValueError(f"{model} is a file already; gguf_file names one inside a folder or repository.")
@@ -144,6 +160,8 @@ def find_teacher(
         folder, gguf_file = path.parent, path.name
     elif path.is_dir():
         folder = path
+        if gguf_file is None and (cached := cached_repository(path)) is not None:
+            name, commit = cached
     else:
         folder, commit, headers_only = download_model(model, revision, gguf_file, trust_remote_code, with_weights)
     if revision is not None and path.exists():
@@ -152,7 +170,7 @@ def find_teacher(
         config = _gguf_config(folder, gguf_file)
     else:
         config = _folder_config(folder)
-    return Teacher(model, folder, config, get_family(config.model_type), commit, gguf_file, headers_only)
+    return Teacher(name, folder, config, get_family(config.model_type), commit, gguf_file, headers_only)
 
 
 def download_model(
@@ -263,7 +281,7 @@ def config_errors(what: str) -> Iterator[None]:
 
 
 def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:
-    """What a hybrid's configuration takes over from its teacher's, and the type of each of the teacher's layers."""
+    """Collect the fields that a hybrid takes over from its teacher's configuration, and the types of its layers."""
     for name in family.refused:
         if getattr(config, name, None):
             raise ValueError(

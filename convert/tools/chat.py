@@ -68,7 +68,7 @@ def chat(options: ChatOptions) -> None:
 
 
 def _next_line() -> str:
-    """What the user types; empty at the end."""
+    """Read a line from the user; empty at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

@@ -10,11 +10,12 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
+from modeling_llamba.ssd import BACKEND_VARIABLE
+
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
     "datasets", "peft", "trl", "lm-eval", "gguf",
 )  # fmt: skip
-BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"  # as modeling_llamba/ssd.py has it
 # name of the package -> the module that must import for it to be usable
 KERNELS = {
     "mamba-ssm": "mamba_ssm.ops.triton.ssd_combined",
@@ -63,7 +64,7 @@ def _kernel(package: str, module: str) -> dict[str, str | None]:
 
 
 def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str, dict[str, str]]:
-    """Which implementation runs, and why, for each part that has more than one."""
+    """List the implementation that runs, and why, for each part that has more than one."""
 
     def choose(name: str, package: str) -> dict[str, str]:
         problem = kernels[package]["problem"]

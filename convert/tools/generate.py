@@ -45,7 +45,7 @@ def recorded_teacher(config: PreTrainedConfig) -> str:
 
 
 def sampling(temperature: float) -> dict[str, Any]:
-    """What `generate` is told: to sample, or at temperature 0 to decode greedily."""
+    """Arguments for `generate` to sample, or at temperature 0 to decode greedily."""
     return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
 

@@ -72,10 +72,10 @@ class Checkpoint(ABC):
     tensors: dict[str, TensorInfo]
     files: list[Path]
     concurrent = True
-    """Whether several threads may read at once."""
+    """True if several threads may read at once."""
 
     def same_values(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers."""
+        """Return True if two tensors hold the same numbers."""
         shape, bytes_of = self.tensors[one].shape, max(self.tensors[one].nbytes, self.tensors[other].nbytes)
         if shape != self.tensors[other].shape:
             return False
@@ -127,7 +127,7 @@ def _own_pages(nbytes: int) -> torch.Tensor:
 
 
 def is_finite(values: torch.Tensor, limit: float = math.inf) -> bool:
-    """Whether no NaN is there, nor a number that reaches the limit."""
+    """Return True if there is no NaN and no number that reaches the limit."""
     if not values.is_floating_point() or values.numel() == 0:
         return True
     return all(abs(extreme.item()) < limit for extreme in torch.aminmax(values))

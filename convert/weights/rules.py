@@ -28,7 +28,7 @@ class Source:
 
     @property
     def parts(self) -> tuple["Source", ...]:
-        """What lies one below the other: this alone."""
+        """Sources stacked along rows; a single source is its own stack."""
         return (self,)
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one tensor of the hybrid is made; `blocks` yields its rows in order."""
+    """Rule by which one tensor of the hybrid is made; `blocks` yields its rows in order."""
 
     target: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ def canonical_sources(
     teacher: Mapping[str, TensorInfo],
     attention_shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, Source | Stack], dict[str, str]]:
-    """Where each tensor of a hybrid that keeps all its attention lies in the teacher, and what is dropped.
+    """Find each tensor of a hybrid that keeps all its attention in the teacher, and what is dropped.
 
     Args:
         attention_shapes: names and shapes of a hybrid that keeps all its attention; a name that is absent
@@ -142,7 +142,7 @@ def canonical_sources(
 
 
 def _quantised(name: str, info: TensorInfo) -> list[str]:
-    """What is wrong with a tensor's type."""
+    """Describe what is wrong with a tensor's type."""
     is_whole = info.dtype.is_floating_point and info.dtype.itemsize >= 2
     return [] if is_whole else [f"{name} has type {info.dtype}, so the weights are quantised"]
 

@@ -65,7 +65,7 @@ def build(shape: dict[str, int], device: str) -> dict[str, nn.Module]:
 
 
 def backends(device: str) -> list[str]:
-    """Those that can run there."""
+    """List the backends that can run there."""
     installed = {"fla": ssd.chunk_simple_gla, "mamba_ssm": ssd.mamba_chunk_scan_combined}
     return ["torch", *(name for name, kernel in installed.items() if device == "cuda" and kernel is not None)]
 
@@ -132,7 +132,7 @@ def teacher_config(shape: dict[str, int]) -> LlamaConfig:
 
 
 def step_cost(configure: Callable[[dict], LlambaConfig | LlamaConfig], shape: dict, tokens: int) -> dict[str, float]:
-    """What a training step on one sequence takes, counted on the meta device; six layers stand for all.
+    """Cost of a training step on one sequence, counted on the meta device; six layers stand for all.
 
     Returns:
         parameters; flops, forward and backward; activation_bytes, what is kept for the backward pass in bfloat16
@@ -187,7 +187,7 @@ def training(name: str, model: nn.Module, flops: float, length: int) -> list[str
 
 
 def measure(output: Path, device: str = "cuda", shapes: dict | None = None, contexts: tuple = CONTEXTS) -> Report:
-    """Everything above, in the order of worth, for as long as BUDGET lasts; tests take other arguments."""
+    """Measure everything above, in the order of worth, for as long as BUDGET lasts; tests take other arguments."""
     started, report = time.perf_counter(), Report()
     shapes = SHAPES if shapes is None else shapes
 

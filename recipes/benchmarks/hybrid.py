@@ -24,7 +24,7 @@ from ..evaluation.speed import fill_cache
 from .measure import Report, Table, Timing, in_own_process, interleaved, peak_bytes
 
 KEPT = ((7, 2), (17, 1), (18, 2), (20, 1), (20, 2), (22, 2), (23, 0), (23, 2))
-"""What the default chooses for SmolLM2: layers and key/value heads."""
+"""Layers and key/value heads that the default keeps for SmolLM2."""
 DEFAULT = {
     "attention_layers": "none", "attention_heads": query_heads(list(KEPT), 3), "window": 224,
     "placement": {"salient": 16, "rank": 31},
@@ -139,7 +139,7 @@ def training(models: dict[str, nn.Module], scratch: Path, report: Report) -> Non
 
 
 def measure(output: Path) -> Report:
-    """Everything above, and the weights."""
+    """Measure everything above, and the number of weights."""
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

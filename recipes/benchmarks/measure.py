@@ -1,4 +1,4 @@
-"""What the benchmarks share: CPU time of calls taken in turns, memory above what was there, targets, tables."""
+"""Tools of the benchmarks: CPU time of calls taken in turns, memory above what was there, targets, tables."""
 
 import gc
 import multiprocessing
@@ -44,7 +44,7 @@ class Table:
 
 @dataclass
 class Report:
-    """What a topic found; `skipped` says for what could not be measured the reason."""
+    """Result of a topic; `skipped` holds the reason for each thing that could not be measured."""
 
     targets: list[Target] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)

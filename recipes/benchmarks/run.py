@@ -52,7 +52,7 @@ def save(topic: str, report: Report, seconds: float, output: Path) -> None:
 
 
 def machine() -> dict[str, str | int | None]:
-    """Where the figures come from."""
+    """Describe the machine and the versions that the figures come from."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), None)

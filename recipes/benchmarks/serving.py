@@ -26,7 +26,7 @@ WARM_UP, STEPS, ROUNDS = 3, 6, 4
 
 
 def fit(engine, tokens: int) -> float:
-    """How many requests of so many tokens the engine has memory for at once."""
+    """Number of requests of so many tokens that the engine has memory for at once."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     engine.vllm_config.model_config.max_model_len = tokens

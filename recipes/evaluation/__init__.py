@@ -1,1 +1,1 @@
-"""How good a hybrid is beside its teacher: likelihood, recall, generation, tasks, speed."""
+"""Quality of a hybrid beside its teacher: likelihood, recall, generation, tasks, speed."""

@@ -53,7 +53,7 @@ def items(text: str, mark: str) -> int:
 
 
 def is_json(text: str, *keys: str) -> bool:
-    """Whether the text is a JSON object with these keys, with nothing around it but a code fence."""
+    """Return True if the text is a JSON object with these keys, with nothing around it but a code fence."""
     try:
         found = json.loads(re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip()))
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What a model recalls, by length and by distance: copying, associative recall, a needle and a passkey in text.
+"""Recall of a model, by length and by distance: copying, associative recall, a needle and a passkey in text.
 
 The first three are of random tokens (convert/alignment/probes.py), which no knowledge helps to guess; the passkey is
 said in words. An answer is right where the likeliest token is the true one, given the true tokens before it.
@@ -127,7 +127,7 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
 
 
 def relative_recall(rows: list[dict[str, Any]]) -> float | None:
-    """What the model recalls over what the teacher recalls, a mean over all probes; None if the latter is nothing."""
+    """Ratio of the model's recall to the teacher's, a mean over all probes; None if the teacher recalls nothing."""
     # the rows hold associative recall twice: over all distances, which counts, and by distance
     counted = [row for row in rows if row["probe"] != "associative" or row["distance"] is None]
     total = sum(row["teacher"] for row in counted)

@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard
 from convert.checkpoint.card import KL_ROW, RECALL_ROW, with_figures
 from convert.checkpoint.folder import note_made, write_beside
 from convert.checkpoint.pictures import KL, kl_picture
+from convert.teachers.teacher import public_name
 from convert.weights.writer import human_bytes
 
 from ..training.save import EVALUATION, eval_results, new_card
@@ -86,7 +87,7 @@ class ResultsFolder:
         write_beside(path, lambda partial: partial.write_text(text))
 
     def cell(self, part: str, name: str, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """What `compute(*arguments)` returns, or what it returned before under the same settings."""
+        """Return `compute(*arguments)`, or its result from before under the same settings."""
         key = json.dumps([name, self.settings["common"], self.settings[part]], sort_keys=True)
         readable = re.sub(r"[^A-Za-z0-9.=-]+", "_", f"{part} {name}")[:80]
         path = self.path / CELLS / f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -175,7 +176,7 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
         note_made(folder, KL)
         picture = [f"![KL by position and recall by distance]({KL})", ""]
     teacher = evaluation["teacher"]
-    public = evaluation | {"teacher": Path(teacher).name if teacher and Path(teacher).exists() else teacher}
+    public = evaluation | {"teacher": teacher and public_name(teacher)}
     section = markdown(public).split("\n", 2)[2].replace("\n#", "\n##").strip()
     text = with_figures(card.text, rows).split(EVALUATION)[0].rstrip()
     content = "\n".join([f"---\n{card.data.to_yaml()}\n---\n{text}\n", EVALUATION, "", *picture, section, ""])
@@ -201,7 +202,7 @@ def first_rows(evaluation: Evaluation) -> dict[str, str]:
 
 
 def card_results(evaluation: Evaluation) -> list[EvalResult]:
-    """What a card's metadata holds of it."""
+    """Convert it to a card's metadata."""
     figures = []
     for text in evaluation.get("text", []):
         where = (text["name"], f"{text['length']} tokens")

@@ -16,7 +16,7 @@ from convert.teachers.teacher import first_line
 
 
 def task_manager(names: Sequence[str], include_path: str | None) -> Any:
-    """What loads lm-eval's tasks, and those of a folder of YAML files."""
+    """Make the loader of lm-eval's tasks, and of those in a folder of YAML files."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:

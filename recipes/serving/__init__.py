@@ -5,7 +5,7 @@ The layers themselves are those of `modeling_llamba`.
 """
 
 SLOTS_OPERATOR = "vllm::hybrid_slots"
-"""What slots.py registers: a layer that reads and writes slots, which no CUDA graph may hold."""
+"""Operator that slots.py registers: a layer that reads and writes slots, which no CUDA graph may hold."""
 
 
 def register() -> None:

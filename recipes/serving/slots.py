@@ -1,4 +1,4 @@
-"""What a layer carries from step to step, in the slots that vLLM gives to requests.
+"""Memory that a layer carries from step to step, in the slots that vLLM gives to requests.
 
 What a mixer holds, and a hybrid layer but for its kept heads, has a constant size, so a request has one slot of each
 layer: to vLLM it is the state of a Mamba layer. vLLM runs the tokens of all requests as one row: first a token each of
@@ -64,7 +64,7 @@ def slot_shape(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
 
 
 class MixerCache:
-    """What a mixer holds of some requests: the cache, and at once its only layer, as the mixer's code sees them.
+    """State of a mixer for some requests: the cache and its only layer in one, as the mixer's code reads them.
 
     Args:
         slots: the tensors of all slots by name, (slots, ...) each. which: those of the requests, (B,) or a slice.
@@ -79,7 +79,7 @@ class MixerCache:
 
     @property
     def layers(self) -> "MixerCache":
-        """What holds the layers."""
+        """Cache object whose `layers` the model reads."""
         return self
 
     def __getitem__(self, layer_idx: int) -> "MixerCache":
@@ -103,7 +103,7 @@ class MixerCache:
 
 
 def held_in(slots: Slots, which: Which, seen: torch.Tensor) -> Held:
-    """What a hybrid layer holds of requests that have `seen` tokens (B,)."""
+    """State of a hybrid layer for requests that have `seen` tokens (B,)."""
     return Held(*(slots[name][which] if name in slots else None for name in Held._fields[:4]), seen)
 
 
@@ -125,7 +125,7 @@ class SlotRows(HybridLayer):
         self.slots, self.which = slots, which
 
     def put(self, tokens: NewTokens, start: None) -> torch.Tensor:
-        """As `HybridLayer.put`."""
+        """Write a token, like `HybridLayer.put`."""
         E, P, number = self.shape.block, self.shape.places, tokens.index[:, 0]
         blocks = (self.slots["salience"].shape[1] - P) // E
         column = P + number - (number // E - blocks + 1).clamp(min=0) * E
@@ -136,7 +136,7 @@ class SlotRows(HybridLayer):
         return column
 
     def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
-        """As `HybridLayer.write`."""
+        """Write a token, like `HybridLayer.write`."""
         column = self.put(tokens, start)
         return 0, self.held.salience.shape[1], self._bias(self.held, column)
 
@@ -185,7 +185,7 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs
     ) -> SlotMetadata:
-        """What `SlotLayer` reads at each step."""
+        """Metadata that `SlotLayer` reads at each step."""
         metadata = self._compute_common_metadata(common_attn_metadata)
         ends = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
@@ -230,7 +230,7 @@ class SlotLayer(nn.Module, MambaBase):
         return slot_shape(self.sizes)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Of that tensor."""
+        """Dtypes of the state tensor, as a one-element tuple."""
         return (torch.float32,)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ class SlotLayer(nn.Module, MambaBase):
         return output
 
     def run(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
-        """What `in_slots` does: each request goes on from its slot."""
+        """Run a layer from slots: each request goes on from its own."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures memory
             self.prompt(inputs, output, None, 0)
@@ -335,7 +335,7 @@ class HybridSlots(SlotLayer):
             mixer.kept_heads.paged = PagedHeads(mixer, vllm_config.cache_config, prefix)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Compile the step, too, for one request and for several, with slot 0, which vLLM gives to nobody."""
+        """Compile the step, too, for one request and for several, with slot 0, which vLLM gives to no request."""
         super().bind_kv_cache(kv_cache)
         if self.example is None or self.step is step_rows:
             return
@@ -394,7 +394,7 @@ class HybridSlots(SlotLayer):
 
 
 def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torch.Tensor) -> Projected:
-    """What `HybridSlots.forward` has put together."""
+    """Inputs that `HybridSlots.forward` has put together."""
     heads, (K, shared) = heads.transpose(1, 2), attention.kv_groups
     queries, key, value = heads.split([heads.shape[1] - 2 * K, K, K], dim=1)
     query, *sink_query = queries.split(K * shared, dim=1)

@@ -1,4 +1,4 @@
-"""What a recurrence with a state of N can be: semiseparable matrices, and the best ones near a given matrix.
+"""Recurrences with a state of N as semiseparable matrices, and the best ones near a given matrix.
 
     h_t = A_t h_{t-1} + B_t x_t        y_t = C_t h_t        M[l, s] = C_l A_l ... A_{s+1} B_s    for s <= l
 

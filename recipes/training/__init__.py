@@ -1,1 +1,1 @@
-"""What carries the training recipes: arguments, data, the run around a trainer, checkpoints."""
+"""Common parts of the training recipes: arguments, data, the run around a trainer, checkpoints."""

@@ -10,12 +10,12 @@ import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from convert.alignment.distillation.loss import Divergence, LossWeights
-from convert.options import Trainable
+from convert.options import Trainable, parse_size
 
 
 @dataclass
 class TeacherLoadingArguments:
-    """How the teacher is loaded."""
+    """Arguments for loading the teacher."""
 
     teacher_dtype: str = field(
         default="auto", metadata={"help": "Type of the teacher's weights: auto, float32 or bfloat16."}
@@ -48,7 +48,7 @@ class TeacherArguments(TeacherLoadingArguments):
 
 @dataclass
 class RunArguments:
-    """Where a run's result goes and what of the student it changes."""
+    """Arguments for the folder of a result and for the parameters that are trained."""
 
     overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if it holds a checkpoint."})
     trainable: Trainable = field(
@@ -64,6 +64,9 @@ class RunArguments:
     data_chunk: str | None = field(
         default=None, metadata={"help": "Part of the rows to train on: 2/32 is the second of 32 equal parts."}
     )
+
+    def __post_init__(self):
+        parse_size(self.max_shard_size)
 
     def chunk_of(self, rows: Any) -> Any:
         """The part of the rows that data_chunk names, all of them by default."""

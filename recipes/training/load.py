@@ -1,10 +1,14 @@
 """Load a student, a teacher and data sets for the training recipes, or say in one line why that cannot be."""
 
+import contextlib
+import hashlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import httpx2
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
@@ -18,7 +22,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
 import modeling_phimamba  # noqa: F401
 from convert.alignment.distillation.trainer import check_vocabulary_sizes
-from convert.checkpoint.load import check_whole, load_tokenizer
+from convert.checkpoint.load import cause, check_whole, load_tokenizer
 from convert.teachers.teacher import first_line
 from convert.weights.students import STUDENTS
 
@@ -26,7 +30,7 @@ from .arguments import TeacherArguments
 
 DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RENAMED_TOKENS = 0.01
-LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError)
+LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, TypeError)
 
 
 def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -43,7 +47,7 @@ def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizer
         model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=arguments.model_revision)
     except LOADING_ERRORS as error:
-        raise ValueError(f"{name} does not load: {first_line(error)}") from error
+        raise ValueError(f"{name} does not load: {cause(error, name, arguments.model_revision)}") from error
     check_whole(name, found)
     if model.config.model_type not in STUDENTS:
         raise ValueError(
@@ -115,7 +119,8 @@ def load_teacher(
         teacher = AutoModelForCausalLM.from_pretrained(name, **options)
     except LOADING_ERRORS as error:
         hint = "" if arguments.teacher_model_name_or_path else "; name teacher_model_name_or_path if it has moved"
-        raise ValueError(f"The teacher {name} does not load: {first_line(error)}{hint}") from error
+        reason = cause(error, name, options.get("revision"))
+        raise ValueError(f"The teacher {name} does not load: {reason}{hint}") from error
     if student is not None:
         check_vocabulary_sizes(student, teacher)
         try:
@@ -150,9 +155,10 @@ def load_splits(
     """
     try:
         if mixture.datasets:
-            splits = get_dataset(mixture)
+            with _cached_by_content(*(part.path for part in mixture.datasets)):
+                splits = get_dataset(mixture)
         elif script.dataset_name:
-            splits = _named(script.dataset_name, script.dataset_config)
+            splits = load_named(script.dataset_name, script.dataset_config)
         else:
             raise ValueError("Name the data: dataset_name, or datasets in the YAML file.")
     except (DatasetGenerationError, DatasetNotFoundError, OSError) as error:
@@ -173,7 +179,8 @@ def load_splits(
     return splits[script.dataset_train_split], splits[script.dataset_test_split] if evaluates else None
 
 
-def _named(name: str, config: str | None) -> DatasetDict:
+def load_named(name: str, config: str | None = None) -> DatasetDict:
+    """The splits of a file, a folder, or a data set on the Hub."""
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in DATA_KINDS:
@@ -182,7 +189,27 @@ def _named(name: str, config: str | None) -> DatasetDict:
     if path.suffix in DATA_KINDS or name.startswith((".", "/", "~")):
         if not path.is_dir():  # no name on the Hub looks like this
             raise ValueError(f"{name} cannot be read: there is no such file or folder.")
-    return load_dataset(name, config)
+    with _cached_by_content(name):
+        return load_dataset(name, config)
+
+
+@contextlib.contextmanager
+def _cached_by_content(*names: str) -> Iterator[None]:
+    """Have `datasets` keep what it makes of local folders apart by their files.
+
+    A folder whose card lists its files it knows by the last part of the name alone, and would give the rows of another
+    folder, or of the same one before it changed.
+    """
+    folders = [path for name in names if (path := Path(name).expanduser()).is_dir()]
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    usual = datasets.config.HF_DATASETS_CACHE
+    if states:
+        datasets.config.HF_DATASETS_CACHE = Path(usual, hashlib.sha256(repr(states).encode()).hexdigest()[:16])
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = usual
 
 
 def check_completions(rows: Any, fields: tuple[str, ...]) -> None:

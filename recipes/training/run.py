@@ -1,4 +1,4 @@
-"""What every training recipe does around its trainer: check arguments, resume, write the finished folder, push it."""
+"""Run of a training recipe around its trainer: check arguments, resume, write the finished folder, push it."""
 
 import contextlib
 import dataclasses
@@ -27,10 +27,12 @@ from convert.alignment.distillation.trainer import (  # fmt: skip
 from convert.checkpoint.folder import check_apart, check_output, check_work, make_work
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.cli import console, one_line_errors
+from convert.options import parse_size
+from convert.teachers.teacher import public_name
 
 from .arguments import RunArguments
 from .load import check_completions, conversion_of, load_splits, load_student, side_files
-from .save import StageRecord, hyperparameters, write_checkpoint
+from .save import StageRecord, hyperparameters, try_to_write, write_checkpoint
 
 NO_PART_OF_THE_RESULT = (
     "hub_token", "hub_private_repo", "hub_model_id", "push_to_hub", "logging_dir", "output_dir",
@@ -132,18 +134,17 @@ class Run(contextlib.AbstractContextManager):
         self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: str, settings: dict[str, Any]
     ) -> dict[str, Any]:
         """Train, write the finished folder, push it; returns what was measured before and after."""
-        outcome = train_and_evaluate(trainer, self._checkpoint())
-        tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
         record = StageRecord(
             stage=self.stage,
             teacher=self.teacher,
-            data=Path(data).stem if Path(data).exists() else data,
+            data=Path(data).stem if Path(data).is_file() else public_name(data),
             settings=settings | {"trainable": self.arguments.trainable} | hyperparameters(self.config),
-            before=outcome.before,
-            after=outcome.after,
-            log=outcome.log,
-            tokens=tokens[-1] if tokens else None,
         )
+        self._try_to_finish(trainer, tokenizer, record)
+        outcome = train_and_evaluate(trainer, self._checkpoint())
+        record.before, record.after, record.log = outcome.before, outcome.after, outcome.log
+        tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+        record.tokens = tokens[-1] if tokens else None
         self._finish(trainer, tokenizer, record)
         return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.output)}
 
@@ -164,15 +165,22 @@ class Run(contextlib.AbstractContextManager):
         """Keep the teacher's name for the record; the model itself may be let go."""
         if teacher is not None:
             name = teacher.config._name_or_path or conversion_of(self.source).get("teacher", "")
-            self.teacher = Path(name).name if Path(name).exists() else name
+            self.teacher = public_name(name)
+
+    def _try_to_finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
+        """Find out before the training what would fail after it."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        check_adapters(model)
+        if self.state.is_main_process:
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            try_to_write(base, tokenizer, self.source, self.output.name, record)
+        self.state.wait_for_everyone()
 
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
         if self.state.is_main_process:
-            settings = self.arguments
-            write_checkpoint(
-                model, tokenizer, self.source, self.output, record, settings.max_shard_size, settings.overwrite
-            )
+            size, overwrite = parse_size(self.arguments.max_shard_size), self.arguments.overwrite
+            write_checkpoint(model, tokenizer, self.source, self.output, record, size, overwrite)
             if self.repository is not None:
                 upload(self.output, self.repository, f"Add {self.stage}")
             self.say(f"[green]{self.stage}[/] -> {self.output}")
@@ -182,6 +190,23 @@ class Run(contextlib.AbstractContextManager):
         """Print a line, once for all processes."""
         if self.state.is_main_process:
             console.print(text)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse DoRA on a weight in which a row is zero, whose direction is none.
+
+    Raises:
+        ValueError: naming the modules.
+    """
+    magnitudes = {name: p for name, p in model.named_parameters() if ".lora_magnitude_vector." in name}
+    zero = [name.partition(".lora_magnitude_vector.")[0] for name, p in magnitudes.items() if not p.all()]
+    if zero:
+        kinds = sorted({name.rpartition(".")[2] for name in zero})
+        raise ValueError(
+            f"use_dora divides by the norm of each row of a weight, and {len(zero)} weights have rows of zeros, those "
+            f"of gates and decays for instance; say use_dora: false, or leave {', '.join(kinds)} out of "
+            "lora_target_modules."
+        )
 
 
 def local_files(name: str | None) -> list[tuple[str, int, int]]:

@@ -4,13 +4,16 @@ The folder is written beside its place and renamed, as a conversion's is. `train
 model went through; the card's section on training is made from it.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from torch import nn
@@ -61,11 +64,11 @@ def hyperparameters(arguments: Any) -> dict[str, Any]:
     return {k: getattr(v, "value", v) for k, v in found.items()}
 
 
-def check_finite(model: nn.Module) -> None:
-    """Raise ValueError where training left a weight that is not finite."""
+def check_finite(model: nn.Module, otherwise: str) -> None:
+    """Raise ValueError, with `otherwise` for what to do, where a weight is not finite."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise ValueError(f"{name} is not finite after training, nothing was written; lower the learning rate.")
+            raise ValueError(f"{name} is not finite {otherwise}")
 
 
 def write_checkpoint(
@@ -74,23 +77,64 @@ def write_checkpoint(
     source: Path,
     output: Path,
     record: StageRecord,
-    max_shard_size: str = "5GB",
+    max_shard_size: int | str = "5GB",
     overwrite: bool = False,
 ) -> None:
     """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from."""
-    check_finite(model)
+    check_finite(model, "after training, nothing was written; lower the learning rate.")
     with OutputFolder(output, overwrite, kept=TRAINING_WORK) as owner, owner.staged() as folder:
+        _write_files(model, tokenizer, source, folder, output.name, record, max_shard_size=max_shard_size)
+
+
+def try_to_write(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: Path, name: str, record: StageRecord
+) -> None:
+    """Write what `write_checkpoint` will, without the weights, to a folder that is deleted.
+
+    Raises:
+        ValueError: a weight is not finite, or a file in `source` would keep the trained model from being written.
+    """
+    check_finite(model, f"before any training; convert or download {source} again.")
+    with tempfile.TemporaryDirectory() as folder:
+        _write_files(model, tokenizer, source, Path(folder), name, record, state_dict={})
+
+
+def _write_files(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path,
+    folder: Path,
+    name: str,
+    record: StageRecord,
+    **how: Any,
+) -> None:
+    with _taken_from(source / "tokenizer_config.json"):
         tokenizer.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
+    with _taken_from(source / RECORD):
         stages = [*read_record(source), record.__dict__]
         (folder / RECORD).write_text(json.dumps(stages, indent=2, default=str) + "\n")
-        for name in ("alignment.json", LAYERS, CACHE):
-            if (source / name).is_file():
-                (folder / name).write_bytes((source / name).read_bytes())
         loss_curves(stages).savefig(folder / PLOT, dpi=120)
-        card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(output.name)
-        with_training(card, stages, output.name).save(folder / "README.md")
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    for kept in ("alignment.json", LAYERS, CACHE):
+        if (source / kept).is_file():
+            (folder / kept).write_bytes((source / kept).read_bytes())
+    with _taken_from(source / "README.md"):
+        card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(name)
+        with_training(card, stages, name).save(folder / "README.md")
+    with _taken_from(source / "generation_config.json"):
+        model.generation_config.validate(strict=True)  # as saving does, but only where training set a token in it
+    model.config.use_cache = True  # which a trainer switches off
+    with _taken_from(source / "config.json"):
+        model.save_pretrained(folder, **how)
+
+
+@contextlib.contextmanager
+def _taken_from(path: Path) -> Iterator[None]:
+    """Have an error name the file of the untrained model that it comes from."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"With {path} the trained model cannot be written ({reason}); mend that file.") from error
 
 
 def read_record(folder: Path) -> list[dict[str, Any]]:

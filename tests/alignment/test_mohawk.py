@@ -288,7 +288,7 @@ def test_loss_that_is_not_finite_stops_the_stage(hybrids):
     with torch.no_grad():
         mixer.out_proj.weight[0, 0] = float("nan")
     settings = HiddenStateOptions(tokens=LENGTH)
-    with pytest.raises(ValueError, match="Layer 0: the loss is not finite"):
+    with pytest.raises(ValueError, match="Layer 0: the loss is not finite before any training"):
         LayerwiseStage(teacher, {0: mixer}, hidden_state_loss(teacher, settings), settings).run(rows(4), rows(4))
 
 

@@ -1,6 +1,7 @@
 """The command and its YAML: what is printed, what wins, what travels along."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 import torch
 import yaml
 from rich.progress import Progress
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from convert import cli, plan_conversion
+from convert import cli, convert, plan_conversion
+from convert.checkpoint.load import load_model
 from convert.options import (
     ConversionOptions,
     conversion_parser,
@@ -261,6 +263,42 @@ def test_tokenizer_template_and_generation_settings_travel_along(tmp_path):
     assert settings["temperature"] == 0.3
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "teacher" / name).read_bytes()
+
+
+SAMPLING, LEFTOVERS = {"temperature": 0.9, "top_p": 0.6}, {"use_cache": False, "output_hidden_states": True}
+
+
+@pytest.mark.parametrize(
+    "place, settings",
+    [("generation_config.json", SAMPLING | LEFTOVERS | {"return_dict_in_generate": True}), ("config.json", LEFTOVERS)],
+)
+def test_settings_that_are_ignored_or_left_from_training_stay_behind(place, settings, tmp_path):
+    """Llama-2 ships sampling without do_sample; a fine-tune's use_cache is its training's."""
+    make_teacher("llama-gqa").save_pretrained(tmp_path / "teacher")
+    (tmp_path / "teacher" / "generation_config.json").unlink()
+    path = tmp_path / "teacher" / place
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {"pad_token_id": 0}) | settings))
+    plan = convert(str(tmp_path / "teacher"), tmp_path / "out", align="none")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["pad_token_id"] == 0 and not {*settings, "return_dict_in_generate"} & set(written)
+    for name in settings:
+        (note,) = (note for note in plan.notes if note.startswith(f"{name} {json.dumps(settings[name])} of {place}"))
+        assert note in (tmp_path / "out" / "README.md").read_text()
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert hybrid.config.use_cache
+    hybrid.generation_config.pad_token_id = 1  # as training may, and what is unchanged is saved whatever it holds
+    hybrid.generation_config.save_pretrained(tmp_path / "trained")
+    teacher = load_model(str(tmp_path / "teacher"))
+    calls = []
+    teacher.model.layers[0].register_forward_pre_hook(lambda _, given: calls.append(given[0].shape[1]))
+    assert teacher.generate(random_ids(1, 5), max_new_tokens=3).shape == (1, 8) and calls == [5, 1, 1]
+
+
+def test_generation_settings_that_transformers_refuses_are_named_by_their_file(saved_teacher, tmp_path):
+    folder = shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher")
+    (folder / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    with pytest.raises(ValueError, match="generation_config.json holds generation settings that transformers refuses"):
+        convert(str(folder), tmp_path / "out", align="none")
 
 
 def test_provenance_is_recorded(saved_teacher, tmp_path):

@@ -6,8 +6,11 @@ import pytest
 import torch
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from convert import cli
+from convert import cli, convert
 from convert.checkpoint.folder import MARKER
+from convert.checkpoint.load import load_config, load_model
+from convert.teachers.teacher import download_model, public_name
+from convert.tools.generate import recorded_teacher
 from modeling_llamba import LlambaForCausalLM
 from tests.convert.test_bad_input import run
 from tests.doubles.hub import COMMIT, HubServer
@@ -48,6 +51,23 @@ def test_pull_convert_push_and_pull_again(connected, tmp_path, monkeypatch):
     assert type(pulled).__module__.startswith("transformers_modules")
     local = LlambaForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(pulled(ids).logits, local(ids).logits)
+
+
+def test_a_folder_of_the_hubs_cache_is_known_by_its_repository(connected, tmp_path):
+    """A snapshot's folder is called by its commit alone."""
+    folder = download_model("org/teacher", None, None, False, True)[0]
+    assert folder.name == COMMIT and public_name(str(folder)) == public_name("org/teacher") == "org/teacher"
+    convert(str(folder), tmp_path / "out", align="none")
+    config = load_config(str(tmp_path / "out"))
+    assert config.conversion["teacher"] == "org/teacher" and config.conversion["teacher_revision"] == COMMIT
+    assert "base_model: org/teacher" in (tmp_path / "out" / "README.md").read_text()
+    assert load_model(recorded_teacher(config)).config.model_type == "llama"
+
+
+@pytest.mark.parametrize("path", ["models--org--teacher/snapshots/main", f"teacher/snapshots/{COMMIT}"])
+def test_any_other_folder_stays_private(path, tmp_path):
+    (tmp_path / path).mkdir(parents=True)
+    assert public_name(str(tmp_path / path)) == (tmp_path / path).name
 
 
 def test_pushing_again_leaves_no_stale_weights_and_never_publishes(connected, tmp_path):

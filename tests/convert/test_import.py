@@ -45,7 +45,9 @@ def base(tmp_path_factory):
     config = PhiConfig(hidden_size=p.D, num_attention_heads=p.H, vocab_size=p.VOCAB, bos_token_id=5, eos_token_id=6)
     config.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    (folder / "generation_config.json").write_text('{"eos_token_id": 6, "temperature": 0.7, "do_sample": true}')
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": 6, "temperature": 0.7, "do_sample": true, "use_cache": false}'
+    )
     return folder
 
 
@@ -56,7 +58,9 @@ def test_phi_mamba(tmp_path, base, attention, binary):
     folder = p.write(tmp_path / "in", config, tensors, binary=binary)
     plan, model = imported(folder, tmp_path / "out", base=str(base))
     assert plan.config.model_type == "phimamba" and plan.config.eos_token_id == 6
-    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.7
+    settings = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert settings["temperature"] == 0.7 and "use_cache" not in settings
+    assert "use_cache false" in " ".join(model.config.conversion["notes"])
     assert (tmp_path / "out/tokenizer.json").is_file()
     assert_logits(model, p.phi_logits(tensors, IDS, attention, heads=p.H))
 

@@ -1,5 +1,6 @@
 """Conversion to layers with a window, with a state or without: mapping, bytes, alignment, training, refusals."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert, plan_conversion
-from convert.alignment.mohawk.train import train_existing
+from convert.alignment.mohawk.train import train_existing, with_sequence_length
 from convert.cli import parser_of
-from convert.options import make_options
+from convert.options import MohawkOptions, OutputOptions, make_options
 from convert.placement.budget import block_of
 from convert.placement.cache import cache_bytes
 from convert.placement.decide import MEAN_RANK, RANK_SHARE
@@ -20,6 +21,7 @@ from convert.placement.placement import Placement
 from convert.plan import describe
 from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
+from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.teachers import TEACHERS, make_teacher, random_ids
@@ -278,3 +280,18 @@ def test_windows_that_make_no_sense_are_refused(options, message):
 def test_a_teacher_of_windows_alone_has_no_other(saved_teacher, tmp_path):
     with pytest.raises(ValueError, match="Every layer of this teacher has a window of 8"):
         converted(saved_teacher("mistral-window"), tmp_path / "out", window=4)
+
+
+@pytest.mark.parametrize(
+    "kinds, window, expected", [("linear", None, 512), ("hybrid", 64, 1024), ("hybrid", 800, 1640)]
+)
+def test_stages_train_beyond_the_windows_of_a_hybrid(kinds, window, expected):
+    """By default; shorter sequences, in which nothing leaves a window, are refused."""
+    types = [f"{kinds}_attention" if kinds == "linear" else kinds] * 2
+    config = LlambaConfig(num_hidden_layers=2, layer_types=types, hybrid_window=window, hybrid_salient=16)
+    settings = MohawkOptions(hybrid="h", teacher="t", output=OutputOptions(folder="o")).alignment
+    assert with_sequence_length(settings, config).sequence_length == expected
+    if window is not None:
+        short = dataclasses.replace(settings, sequence_length=window)
+        with pytest.raises(ValueError, match=f"leaves nothing beyond the windows .* hold {window + 20} tokens"):
+            with_sequence_length(short, config)

@@ -8,7 +8,7 @@ import torch
 import modeling_llamba.hybrid_cache as hybrid_cache
 from convert.placement.cache import cache_bytes
 from modeling_llamba.hybrid_cache import HybridLayer, cache_length, cache_nbytes, fit_cache, new_cache
-from tests.students import MIXERS, make_student
+from tests.students import MIXERS, make_student, student_config
 from tests.teachers import random_ids
 
 LENGTH = 40
@@ -390,7 +390,7 @@ def test_a_cache_made_before_recording_records_when_it_is_fitted():
 def test_caches_of_other_models_are_refused():
     model = make_student(pattern="beside-only")
     with pytest.raises(ValueError, match="cache made for them"):
-        model(random_ids(1, 4), past_key_values=hybrid_cache.DynamicCache())
+        model(random_ids(1, 4), past_key_values=new_cache(student_config(pattern="beside")))
     other = make_student(pattern="attention")
     begun = other(random_ids(1, 4), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="keys of another model"):

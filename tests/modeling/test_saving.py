@@ -122,6 +122,9 @@ def test_every_way_to_save_writes_the_same_code_and_classes(saved, tmp_path):
             "AutoConfig": f"configuration_{family}.{config_class.__name__}",
             "AutoModel": f"modeling_{family}.{model_class.__name__.removesuffix('ForCausalLM')}Model",
             "AutoModelForCausalLM": f"modeling_{family}.{model_class.__name__}",
+            "AutoModelForSequenceClassification": f"modeling_{family}.{model_class.__name__}".replace(
+                "CausalLM", "SequenceClassification"
+            ),
         }
         for other in (tmp_path / family, tmp_path / f"{family}-base", root / f"{folder.name}-config"):
             assert code_in(other) == code_in(folder)

@@ -106,6 +106,44 @@ def test_lora_on_a_hybrid_layer():
     torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, logits)
 
 
+PROMPTED = [("llamba", "beside-only"), ("llamba", "pure"), ("llamba", "every"), ("phimamba", "pure")]
+
+
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("family, pattern", PROMPTED)
+def test_prompt_tuning(family, pattern, method):
+    """Learned embeddings before the tokens: in training, in decoding, and before a prompt that is padded."""
+    import peft
+
+    model, ids = make_student(family, pattern=pattern, dtype=torch.float32), random_ids(2, 20)
+    tuned = peft.get_peft_model(model, getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    tuned(ids, labels=ids).loss.backward()
+    trained = {name for name, p in tuned.named_parameters() if p.grad is not None and p.grad.any()}
+    assert trained and all(name.startswith("prompt_encoder") for name in trained)
+    for first in (0, 5):  # tokens of padding in the first row
+        mask = torch.ones_like(ids)
+        mask[0, :first] = 0
+        options = dict(max_new_tokens=4, min_new_tokens=4, return_dict_in_generate=True, output_logits=True)
+        drawn = tuned.generate(input_ids=ids, attention_mask=mask, do_sample=False, **options)
+        for i, logits in enumerate(drawn.logits):
+            embedded = model.get_input_embeddings()(drawn.sequences[:, : 20 + i])
+            seen = torch.cat([torch.ones(2, 3), mask, torch.ones(2, i)], 1)
+            whole = model(inputs_embeds=torch.cat([tuned.get_prompt(2), embedded], 1), attention_mask=seen)
+            torch.testing.assert_close(logits, whole.logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["beside-only", "pure", "hybrid"])
+def test_prefix_tuning_is_refused_with_what_works(pattern):
+    """A state or a window has no place for keys without tokens."""
+    from peft import PrefixTuningConfig, get_peft_model
+
+    model, ids = make_student(pattern=pattern, dtype=torch.float32), random_ids(1, 9)
+    tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    for use in (tuned, lambda ids: tuned.generate(input_ids=ids, max_new_tokens=2)):
+        with pytest.raises(ValueError, match="of prefix tuning, .* prompt tuning and LoRA work"):
+            use(ids)
+
+
 def test_lora_on_the_convolution_fails_loudly():
     """The adapter would see neither the cached inputs nor the packing."""
     from peft import LoraConfig, get_peft_model

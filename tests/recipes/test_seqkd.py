@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.checkpoint.folder import mark
 from recipes import seqkd
-from tests.recipes.tiny_chat import chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
+from recipes.training.load import load_named, load_splits
+from tests.recipes.tiny_chat import REASONING, STRICT, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +41,12 @@ def test_greedy_answers_are_the_teachers_own(teacher, prompts, tmp_path):
         "duplicates": 1, "too long": 1, "empty": 1,
     }  # fmt: skip
     model, tokenizer = (c.from_pretrained(teacher) for c in (AutoModelForCausalLM, AutoTokenizer))
-    data = load_dataset(str(tmp_path / "out"))
+    data = load_named(str(tmp_path / "out"))
     assert set(data) == {"train", "test"}
     for row in [*data["train"], *data["test"]]:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")
         drawn = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        answer = tokenizer.decode(drawn, skip_special_tokens=True).strip()
+        answer = tokenizer.decode(drawn).partition("</s>")[0].strip()
         assert row["completion"] == [{"role": "assistant", "content": answer}]
     assert "Answers of teacher" in (tmp_path / "out" / "README.md").read_text()
     assert not (tmp_path / "out.work").exists()
@@ -83,6 +84,7 @@ def test_interrupted_it_goes_on_to_the_same_answers(sampling, teacher, prompts, 
 def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
     assert seqkd.finished_answer([9, 10, 2, 11], tokenizer, {2}) == {"text": "w9 w10", "finished": True}
+    assert seqkd.finished_answer([9, 1, 10, 2], tokenizer, {2})["text"] == "w9 <s> w10"
     assert seqkd.finished_answer([9, 10], tokenizer, {2}) == {"text": "w9 w10", "finished": False}
     generate = seqkd.Answerer.__call__
 
@@ -115,14 +117,14 @@ def test_messages_and_plain_prompts(teacher, tmp_path):
     question = {"messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w10"}]}
     (tmp_path / "chat.jsonl").write_text(json.dumps(question) + "\n")
     seqkd.main(arguments(teacher, tmp_path / "chat.jsonl", tmp_path / "in-turns"))
-    (row,) = load_dataset(str(tmp_path / "in-turns"))["train"]
+    (row,) = load_named(str(tmp_path / "in-turns"))["train"]
     assert row["prompt"] == [{"role": "user", "content": "w9"}] and row["completion"][0]["role"] == "assistant"
     plain = tmp_path / "plain"
     AutoModelForCausalLM.from_pretrained(teacher).save_pretrained(plain)
     chat_tokenizer(template=None).save_pretrained(plain)
     (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "w9 w10"}) + "\n")
     seqkd.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "b"))
-    (row,) = load_dataset(str(tmp_path / "b"))["train"]
+    (row,) = load_named(str(tmp_path / "b"))["train"]
     assert row["prompt"] == "w9 w10" and isinstance(row["completion"], str)
 
 
@@ -133,6 +135,30 @@ def test_the_answers_train_a_student(teacher, prompts, tmp_path):
     hybrid = save_hybrid(teacher, tmp_path / "hybrid")
     report = sft.main(common_arguments(hybrid, teacher, tmp_path / "data", tmp_path / "out", "--ce_weight", "1"))
     assert report["after"]["eval_loss"] < report["before"]["eval_loss"]
+
+
+def test_reasoning_that_the_template_would_cut_is_trained_on(prompts, tmp_path, monkeypatch):
+    from recipes import sft
+    from recipes.training.run import Run
+
+    teacher = save_chat_teacher(tmp_path / "teacher", template=REASONING)
+    monkeypatch.setattr(seqkd.Answerer, "__call__", lambda self, batch: [[20, 7, 21, 2] for _ in batch])
+    seqkd.main(arguments(teacher, prompts, tmp_path / "data", "--test_share", "0.3"))
+    seen = []
+    monkeypatch.setattr(Run, "train", lambda self, trainer, *others: seen.append(trainer))
+    hybrid = save_hybrid(teacher, tmp_path / "hybrid")
+    sft.main(common_arguments(hybrid, teacher, tmp_path / "data", tmp_path / "out"))
+    for rows in (seen[0].train_dataset, seen[0].eval_dataset):
+        for row in rows:
+            assert row["input_ids"][-6:] == [6, 5, 20, 7, 21, 2] and row["labels"][-5:] == [-100, 20, 7, 21, 2]
+
+
+def test_a_question_that_the_template_refuses_is_named(tmp_path):
+    teacher = save_chat_teacher(tmp_path / "teacher", template=STRICT)
+    row = {"messages": [{"role": "system", "content": "w9"}, {"role": "user", "content": "w9"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="Row 0 of the data does not fit the chat template .System role"):
+        seqkd.main(arguments(teacher, tmp_path / "chat.jsonl", tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +181,20 @@ def test_bad_input(more, expected, teacher, prompts, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=expected):
         seqkd.main([*arguments(teacher, prompts, tmp_path / "out"), *more])
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_those_of_the_folder_that_is_named(teacher, prompts, tmp_path, monkeypatch):
+    """`datasets` keeps a folder with a card, as this recipe writes it, under the last part of its name alone."""
+    for number, (folder, token) in enumerate((("a", 20), ("b", 21), ("b", 22))):
+        monkeypatch.setattr(seqkd.Answerer, "__call__", lambda self, batch, token=token: [[token, 2] for _ in batch])
+        seqkd.main(
+            arguments(teacher, prompts, tmp_path / folder / "data", "--overwrite", "true", "--seed", str(number))
+        )
+        rows = load_named(str(tmp_path / folder / "data"))["train"]
+        assert {row["completion"][0]["content"] for row in rows} == {f"w{token}"}
+        mixture = DatasetMixtureConfig(datasets=[{"path": str(tmp_path / folder / "data")}])
+        mixed, _ = load_splits(ScriptArguments(), mixture, False, [{"prompt"}])
+        assert {row["completion"][0]["content"] for row in mixed} == {f"w{token}"}
 
 
 def test_an_existing_folder_is_not_replaced_unasked(teacher, prompts, tmp_path):

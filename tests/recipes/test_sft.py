@@ -261,6 +261,7 @@ def test_order_of_the_layers():
         (("--packing", "true", "--packing_strategy", "wrapped"), "lets one conversation see another"),
         (("--use_peft", "true", "--lora_target_modules", "lm_head", "q_proj"), "takes no adapter"),
         (("--resume_from_checkpoint", "x"), "goes on by itself"),
+        (("--max_shard_size", "5XB"), "'5XB' is not a size"),
         (("--data_chunk", "13/12"), "data_chunk must be N/M"),
         (("--output_dir", "{llamba}"), "exists and is not empty"),
         (("--no_such_key", "1"), "no_such_key"),

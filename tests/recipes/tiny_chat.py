@@ -15,6 +15,16 @@ TEMPLATE = (
     "{% if m['role'] == 'assistant' %}{{ ' </s> ' }}{% else %}{{ ' w6 ' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
 )
+REASONING = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'w4 ' + m['content'] }}"
+    "{% else %}{{ ' w6' + m['content'].split('w7')[-1] + ' </s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' w6 w5 ' }}{% endif %}"
+)
+"""As DeepSeek-R1-Distill's: w5 begins the reasoning, in the generation prompt alone, and w7 ends it."""
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+)
+"""As Gemma's."""
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 

@@ -148,8 +148,8 @@ def test_packages_are_listed_by_name():
     assert pins["torch"] == "2.13.0"
 
 
-def test_readme_commands_exist():
-    """Every command, option and `make` target in the README, the guides and CONTRIBUTING is real."""
+def test_readme_commands_exist(tmp_path):
+    """Every command, option, YAML file and `make` target in the README, the guides and CONTRIBUTING is real."""
     import dataclasses
 
     from convert.cli import COMMANDS, parser_of
@@ -163,12 +163,18 @@ def test_readme_commands_exist():
     mentioned = set(re.findall(r"\bmake ([a-z-]+)", code))
     assert mentioned and mentioned <= targets, mentioned - targets
     read = set()
+    examples = dict(re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", text, re.S))
+    for name, content in examples.items():
+        (tmp_path / name).write_text(content)
     for line in re.findall(r"(?:^|`)(convert-to-hybrid [^`\n]+|torchrun .+ -m convert\.cli [^`\n]+)", text, re.M):
         words = shlex.split(re.sub(r".*convert(-to-hybrid|\.cli) ", "", line), comments=True)
         name = words.pop(0) if words[0] in COMMANDS else "convert"
-        if "--config" in words:  # the file of the example does not exist
-            place = words.index("--config")
-            words[place : place + 2] = []
+        if "--config" in words:
+            place = words.index("--config") + 1
+            if words[place] in examples:
+                words[place] = str(tmp_path / words[place])
+            else:  # a placeholder
+                words[place - 1 : place + 1] = []
         if not {"--help", "--set"} & set(words) and len(words) >= len(COMMANDS[name].positionals):
             parser_of(name).from_command_line(words)
             read.add(name)
@@ -186,3 +192,30 @@ def test_readme_commands_exist():
 def test_workflow_and_hooks_are_valid_yaml():
     for path in (ROOT / ".github/workflows/ci.yml", ROOT / ".pre-commit-config.yaml"):
         assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+FRAGMENT = re.compile(
+    r"(What|Whether|Which|Where|Of|As|The same|Who|Whoever|How|That|These|Those|It|They|Everything)\b"
+)
+PERSONS = re.compile(r"\b(nobody|whoever|wants to know|want to know)\b")
+
+
+def docstrings(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str):
+                yield statement.lineno, " ".join(statement.value.value.split())
+
+
+def test_docstrings_are_complete_alone():
+    """They begin with a verb or a noun of the field, and no tensor is a person."""
+    packages = [package for package in RANKS if package != "tests"]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
+        for package in packages
+        for path in (ROOT / package).rglob("*.py")
+        for line, text in docstrings(path)
+        if FRAGMENT.match(text) or PERSONS.search(text)
+    ]
+    assert not found, found
+    assert FRAGMENT.match("What came of some steps.") and not FRAGMENT.match("Ofter than that.")

@@ -57,7 +57,7 @@ class DistillationOutput(NamedTuple):
     statistics: torch.Tensor
     """Sums of CE (nats), forward KL (nats), and of tokens whose likeliest next token is the teacher's."""
     tokens: torch.Tensor
-    """How many tokens counted."""
+    """Number of tokens that counted."""
 
 
 def divergence(kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.models import prepare_fsdp
 
@@ -111,10 +111,8 @@ class DistilledSFTTrainer(SFTTrainer):
         totals = self.accelerator.gather(own[None]).sum(0).tolist()
         for name, value in zip((*STATISTICS, "tokens"), totals, strict=False):
             self._sums[mode][name] += value
+        check_finite_loss(math.fsum(totals), self.state.global_step)
         if mode == "train":
-            if not all(map(math.isfinite, totals)):
-                step = self.state.global_step + 1
-                raise ValueError(f"The loss is not finite at step {step}; lower the learning rate.")
             self._total_train_tokens += int(totals[-1])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -159,7 +157,7 @@ class DistilledSFTTrainer(SFTTrainer):
 
 
 def is_mixer(name: str) -> bool:
-    """Whether a parameter of this name belongs to a mixer."""
+    """Return True if a parameter of this name belongs to a mixer."""
     return ".mixer." in name
 
 
@@ -189,6 +187,26 @@ def check_vocabulary_sizes(student: nn.Module, teacher: nn.Module) -> None:
         raise ValueError(f"The teacher has {theirs} tokens and the student {ours}; distillation needs one vocabulary.")
 
 
+def check_finite_loss(loss: float, steps: int) -> None:
+    """Raise ValueError where a loss after so many steps is not finite, and say what may be the cause."""
+    if not math.isfinite(loss) and steps:
+        raise ValueError(f"The loss is not finite at step {steps + 1}; lower the learning rate.")
+    if not math.isfinite(loss):
+        raise ValueError(
+            "The loss is not finite before any weight was changed, so that the learning rate is not to blame; look at "
+            "what the untrained model gives for this data, and try bf16: false."
+        )
+
+
+class FiniteLoss(TrainerCallback):
+    """Ends a training whose loss is not finite, be it measured or trained on."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        """Look at the losses among the figures; that of a step was computed before it."""
+        for name, steps in (("loss", state.global_step - 1), ("eval_loss", state.global_step)):
+            check_finite_loss(logs.get(name, 0.0), steps)
+
+
 def last_whole_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that was written to its end: the trainer's state is written last."""
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
@@ -208,6 +226,8 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
     """Train from the beginning or from a checkpoint; measure before and after."""
     keep_free_memory()
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(FiniteLoss)
+    trainer.args.logging_nan_inf_filter, trainer.args.logging_first_step = False, True
     if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
         trainer._total_train_tokens = max((entry.get("num_tokens", 0) for entry in state["log_history"]), default=0)

@@ -31,7 +31,7 @@ MAX_GRAD_NORM = 1.0
 
 
 class Activations(NamedTuple):
-    """What the teacher does at one layer, each (B, L, D).
+    """Activations of the teacher at one layer, each (B, L, D).
 
     The block's input and output (the residual stream, before any final norm), the attention's input u and output y.
     """
@@ -90,6 +90,9 @@ class LayerwiseStage:
         self._key = run_key(self.settings, ids, self.seed, self.mixers)
         first, before = self._resume(optimizers)
         before = before or self.evaluate(held_out)
+        for layer, loss in before.items():
+            if not math.isfinite(loss):
+                raise ValueError(f"Layer {layer}: the loss is not finite before any training.")
         for step in range(first, steps):
             progress("training, tokens", step * per_step, steps * per_step)
             with torch.enable_grad():

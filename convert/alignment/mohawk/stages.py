@@ -30,7 +30,7 @@ STAGES = {1: "matrix_orientation", 2: "hidden_state_alignment", 3: "distillation
 
 @dataclass
 class Stages:
-    """What the stages work on.
+    """Models, text and settings that the stages share.
 
     Args:
         teacher: to learn from. student: the hybrid, trained in place.

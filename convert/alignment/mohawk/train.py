@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_figures
 from ...checkpoint.folder import MARKER, OutputFolder, check_apart
@@ -120,6 +121,19 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
     config_path.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def with_sequence_length(settings: AlignmentOptions, config: PreTrainedConfig) -> AlignmentOptions:
+    """Choose sequences of 512 tokens where none are asked for, or of twice the widest window of a hybrid layer."""
+    hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
+    widest = max((config.window_of(i) + config.hybrid_sinks + config.hybrid_salient for i in hybrids), default=0)
+    if settings.sequence_length is not None and settings.sequence_length <= widest:
+        raise ValueError(
+            f"alignment.sequence_length {settings.sequence_length} leaves nothing beyond the windows of this hybrid, "
+            f"which hold {widest} tokens; make it longer."
+        )
+    default = 512 if not hybrids else max(1024, 2 * widest)
+    return dataclasses.replace(settings, sequence_length=settings.sequence_length or default)
+
+
 def train_existing(options: MohawkOptions, progress: Progress = lambda what, done, total: None) -> dict[str, Any]:
     """Train a copy of a hybrid and put it in place; what each stage reached.
 
@@ -141,6 +155,7 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
             check_apart(output, found.folder)
             owner.make_work()
         student = load_hybrid(hybrid)
+        settings = with_sequence_length(settings, student.config)
         asked = options.output.dtype
         dtype = stored_dtype(hybrid) if asked == "auto" else getattr(torch, asked)
         conversion = dataclasses.replace(options.conversion, alignment=dataclasses.replace(settings, method="mohawk"))

@@ -1,0 +1,150 @@
+"""Ways in which other people's programs use a model: caches made by hand, scores, attentions, LongRoPE."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, DynamicCache
+from trl import RewardConfig, RewardTrainer
+
+from convert import convert
+from convert.tools.chat import Conversation
+from modeling_llamba.hybrid_cache import MixerLayer
+from tests.modeling.test_models import left_padded
+from tests.modeling.test_training import tokenizer
+from tests.recipes.tiny_chat import chat_tokenizer
+from tests.students import make_student
+from tests.teachers import make_teacher, random_ids
+
+PATTERNS = ["beside", "beside-only", "shared", "every", "pure"]
+GREEDY = dict(do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@torch.no_grad()
+def test_a_dynamic_cache_made_by_hand(pattern):
+    """Without a configuration, as many programs make it, for passes and for generation."""
+    model, ids = make_student(pattern=pattern), random_ids(2, 30)
+    cache = DynamicCache()
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([20, 1, 9], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
+    assert cache.get_seq_length() == 30
+    expected = model.generate(ids, max_new_tokens=6, **GREEDY)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, past_key_values=DynamicCache(), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@torch.no_grad()
+def test_rows_of_a_cache_are_selected_and_repeated(pattern):
+    model, ids = make_student(pattern=pattern), random_ids(3, 24)
+    one = model(ids[:, :20], use_cache=True).past_key_values
+    one.batch_select_indices(torch.tensor([2, 0]))
+    one.batch_repeat_interleave(2)
+    rows = ids[[2, 2, 0, 0]]
+    torch.testing.assert_close(model(rows[:, 20:], past_key_values=one).logits, model(rows).logits[:, 20:])
+
+
+def test_nothing_to_select_before_the_first_token():
+    MixerLayer().batch_repeat_interleave(2)
+
+
+def test_attentions_that_are_left_out_are_said(caplog):
+    ids = random_ids(1, 12)
+    mixed = make_student(pattern="every", attn_implementation="eager")
+    with caplog.at_level("WARNING"):
+        found = mixed(ids, output_attentions=True).attentions
+    assert len(found) == 1 and found[0].shape[-2:] == (12, 12)
+    with pytest.raises(ValueError, match="no layer of this model has a matrix of attention probabilities"):
+        make_student(pattern="beside-only")(ids, output_attentions=True)
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory):
+    """A Phi-3 whose factors change after 64 tokens, and its hybrids, all layers kept and none."""
+    folder = tmp_path_factory.mktemp("longrope")
+    teacher = make_teacher("phi3-longrope")
+    teacher.save_pretrained(folder / "teacher")
+    convert(str(folder / "teacher"), folder / "kept", align="none", attention_layers="all")
+    convert(str(folder / "teacher"), folder / "hybrid", align="none", attention_layers=[1], window=16, sinks=2)
+    from transformers import AutoModelForCausalLM
+
+    return teacher, *(AutoModelForCausalLM.from_pretrained(folder / name).eval() for name in ("kept", "hybrid"))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=["greedy", "beams", "lookup"]
+)
+@torch.no_grad()
+def test_generation_across_the_switch_of_longrope(how, longrope):
+    teacher, kept, hybrid = longrope
+    ids = random_ids(1, 56)
+    asked = dict(max_new_tokens=24, min_new_tokens=24, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    if how:
+        asked.pop("output_logits")
+    said = kept.generate(ids, **asked, **how)
+    assert torch.equal(said.sequences, teacher.generate(ids, **asked, **how).sequences)
+    if how:
+        hybrid.generate(ids, **asked, **how)
+        return
+    for model in (kept, hybrid):
+        said = model.generate(ids, **asked)
+        whole = model(said.sequences[:, :-1]).logits[0, 55:]
+        # from the switch on; before it both have the short factors, a whole pass of so many tokens the long ones
+        torch.testing.assert_close(torch.cat(said.logits)[9:], whole[9:], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_padded_rows_across_the_switch_of_longrope(longrope):
+    teacher, kept, hybrid = longrope
+    ids, mask = left_padded(random_ids(2, 50), 6)
+    asked = dict(attention_mask=mask, max_new_tokens=20, min_new_tokens=20, pad_token_id=0, **GREEDY)
+    assert torch.equal(kept.generate(ids, **asked), teacher.generate(ids, **asked))
+    assert hybrid.generate(ids, **asked).shape == (2, ids.shape[1] + 20)
+
+
+def test_a_conversation_across_the_switch_of_longrope(longrope):
+    """The conversation's cache of the short factors is not gone on with."""
+    hybrid = longrope[2]
+    talk, again = Conversation(hybrid, chat_tokenizer()), Conversation(hybrid, chat_tokenizer())
+    for turn in range(3):
+        again.cache, again.held = None, []
+        said = " ".join(f"w{i}" for i in range(10 + turn, 30 + turn))
+        assert talk.answer(said, 8, 0.0) == again.answer(said, 8, 0.0)
+    assert len(talk.held) > 64
+
+
+@pytest.mark.parametrize("family, pattern", [("llamba", "every"), ("phimamba", "beside")])
+def test_a_reward_model_is_trained_saved_and_loaded(family, pattern, tmp_path):
+    """By TRL, from a hybrid's folder: the body is the hybrid's, the head is new; in a clean process as well."""
+    hybrid = make_student(family, pattern=pattern, dtype=torch.float32, pad_token_id=0)
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hybrid", num_labels=1)
+    for name, parameter in model.model.named_parameters():
+        assert torch.equal(parameter, hybrid.model.get_parameter(name)), name
+    rows = [{"chosen": f"w5 w{i} w9", "rejected": f"w5 w{i} w8 w7"} for i in range(10, 18)]
+    arguments = RewardConfig(
+        output_dir=str(tmp_path / "work"), max_steps=2, per_device_train_batch_size=2, report_to="none", bf16=False,
+        use_cpu=True, save_strategy="no", learning_rate=1e-2, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = RewardTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    trainer.train()
+    model.eval().save_pretrained(tmp_path / "reward")
+    ids = random_ids(2, 9) % 100 + 10
+    with torch.no_grad():
+        expected = model(ids).logits
+        padded, mask = left_padded(ids, 3)
+        right = torch.nn.functional.pad(ids, (0, 3)), torch.nn.functional.pad(torch.ones_like(ids), (0, 3))
+        for batch, of_batch in ((padded, mask), right):
+            torch.testing.assert_close(model(batch, attention_mask=of_batch).logits, expected)
+    program = (
+        "import sys, torch; from transformers import AutoModelForSequenceClassification as A\n"
+        f"m = A.from_pretrained({str(tmp_path / 'reward')!r}, trust_remote_code=True).eval()\n"
+        "assert not any(n.startswith('modeling_llamba') for n in sys.modules)\n"
+        f"torch.save(m(torch.tensor({ids.tolist()})).logits, {str(tmp_path / 'scores')!r})"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, capture_output=True)
+    torch.testing.assert_close(torch.load(tmp_path / "scores"), expected)
