@@ -479,11 +479,12 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get("past_key_values")
-        if isinstance(given, Cache) and given.layers and not has_attention_layer(given):
-            if not isinstance(given, RecurrentCache):
+        if isinstance(given, Cache):
+            fit_cache(given, self.config)
+            if given.layers and not has_attention_layer(given) and not isinstance(given, RecurrentCache):
                 raise ValueError(
-                    "This model has no attention layer, and a plain DynamicCache cannot count tokens without one; "
-                    "pass the past_key_values that the model itself returned, or none."
+                    f"This model has no attention layer, and {type(given).__name__} cannot count tokens without one; "
+                    "pass the past_key_values that the model itself returned, a DynamicCache, or none."
                 )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         # transformers calls the cache of any class with "mamba" in its name `cache_params`; ours has one name.
@@ -494,7 +495,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if not isinstance(cache, Cache) or cache is given:
             return
         if cache.layers and not has_attention_layer(cache):
-            cache = model_kwargs["past_key_values"] = RecurrentCache(self.config)
+            cache = model_kwargs["past_key_values"] = self.new_cache()
         fit_cache(cache, self.config)  # before `generate` asks whether it can be compiled
         if generation_config.is_assistant:
             cache.activate_past_recording()
