@@ -194,7 +194,7 @@ class HybridAttention(nn.Module):
         projected = self.project(hidden_states, position_embeddings, inputs)
         of_kept = self.attend_kept(projected, inputs.causal_mask, layer, **kwargs) if self.kept else None
         projected = self.select_windowed(projected)
-        if layer is not None and hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
+        if layer is not None and not torch.is_grad_enabled() and self._is_step(hidden_states.shape[1], inputs):
             output, features = self.step(projected, inputs, layer)
         else:
             output, features = self.prompt(projected, inputs, layer)
@@ -513,8 +513,9 @@ class HybridAttention(nn.Module):
     # A step
 
     def step(self, projected: Projected, inputs: HybridInputs, layer) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`prompt` for one token of each row, written into the cache's layer in place."""
+        """`prompt` for L tokens of one block, written into the cache's layer in place."""
         shape, query, start = self.shape, projected.query, inputs.start
+        length = query.shape[2]
         tokens = NewTokens(projected.key, projected.value, projected.salience, inputs.index)
         is_early = start is not None and start < shape.window  # the state is empty then
         if self._one_launch(query):
@@ -526,29 +527,38 @@ class HybridAttention(nn.Module):
             return output, None if is_early else features
         first, last, bias = layer.write(tokens, start)
         held = layer.held
-        query = query.unflatten(1, self.kv_groups).flatten(2, 3)  # (B, K, r, D)
+        query = query.unflatten(1, self.kv_groups).flatten(2, 3)  # (B, K, r L, D)
         keys, values = held.keys[:, :, first:last], held.values[:, :, first:last]
         if bias is not None:
-            bias = bias.to(query.dtype)[:, None, None]
+            bias = bias.to(query.dtype).repeat(1, self.shared, 1)[:, None]
         if projected.sink_query is not None and not is_early:
             output, log_mass = self._attend_far_sinks(query, projected.sink_query, keys, values, held, bias)
         else:
             output, log_mass = self._attend(query, keys, values, bias)
-        batch, K, r, D = query.shape
+        batch, (K, r), D = len(query), self.kv_groups, query.shape[-1]
         if self.mass is None or is_early:
-            return output.reshape(batch, 1, K * r, D), None
+            return output.view(batch, K * r, length, D).transpose(1, 2), None
         if layer.readout is None or is_torchdynamo_compiling():
             layer.readout = self.readout(State.of(held.state[:, None, :, None]))
-        views = (batch, 1, K, 1, r, 1)
+        views = (batch, 1, K, 1, r, length)
         output, features = self.read(
             query.view(*views, D), output.view(*views, D), log_mass.view(views), layer.readout
         )
-        return output.view(batch, 1, K * r, D), features.view(batch, 1, -1)
+        output, features = (t.view(batch, K * r, length, -1).transpose(1, 2) for t in (output, features))
+        return output, features.flatten(2)
+
+    def _is_step(self, length: int, inputs: HybridInputs) -> bool:
+        """Return True if the tokens of a pass lie in one block, so that only they are written."""
+        if length == 1:
+            return True
+        return inputs.start is not None and inputs.start % self.shape.block + length <= self.shape.block
 
     def _one_launch(self, query: torch.Tensor) -> bool:
         """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
         dropout = self.training and self.config.attention_dropout
-        if self.mass is None or dropout or requested_backend(self.config.mixer_backend) == "torch":
+        if self.mass is None or dropout or query.shape[2] > 1:
+            return False
+        if requested_backend(self.config.mixer_backend) == "torch":
             return False
         return can_run(query.is_cuda, query.dtype)
 
@@ -557,7 +567,8 @@ class HybridAttention(nn.Module):
         sinks = self.shape.sinks
         is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
         least = torch.finfo(query.dtype).min
-        others = keys.new_zeros(len(keys), 1, 1, keys.shape[2]) if bias is None else bias.clone()
+        others = keys.new_zeros(1, 1, 1, keys.shape[2]) if bias is None else bias
+        others = others.expand(len(keys), -1, -1, -1).clone()
         others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, least)
         of_sinks = torch.zeros_like(is_sink, dtype=query.dtype).masked_fill(~is_sink, least)
         sink_query = sink_query.unflatten(1, self.kv_groups).flatten(2, 3)

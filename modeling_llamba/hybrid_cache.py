@@ -74,9 +74,13 @@ class Recording:
                 f"The cache cannot be cropped by {tokens} tokens: it recorded {len(self)}, and keeps {CROPPABLE} at "
                 "least; draft fewer tokens at a time."
             )
+        self.forget(tokens)
+        return self.replay(self.base, self.tokens) if len(self) else self.base
+
+    def forget(self, tokens: int) -> None:
+        """Forget the inputs of the last tokens alone."""
         if tokens:
             self.tokens = self._columns(0, len(self) - tokens)
-        return self.replay(self.base, self.tokens) if len(self) else self.base
 
     def _columns(self, start: int, length: int) -> Tensors:
         return tuple(t.narrow(axis, start, length) for t, axis in zip(self.tokens, self.axes, strict=True))
@@ -135,27 +139,27 @@ class HybridLayer(CacheLayerMixin):
                 old.copy_(new)
 
     def write(self, tokens: NewTokens, start: int | None) -> tuple[int, int, torch.Tensor | None]:
-        """Write one token of each row in place, in a block opened for it if need be.
+        """Write L tokens of one block for each row in place, in a block opened for them if need be.
 
         Args:
-            start: number of the token, where it is the same in all rows and known.
+            start: number of the first token, where it is the same in all rows and known; else L = 1.
 
         Returns:
-            The columns first .. last - 1 that the token attends to, and a bias (B, last - first) where it does not
-            attend to all of these.
+            The columns first .. last - 1 that the tokens attend to, and a bias (B or 1, L, last - first) where they do
+            not attend to all of these.
         """
-        column, held = self.put(tokens, start), self.held
+        column, held, length = self.put(tokens, start), self.held, tokens.index.shape[1]
         E, n, P, C = self.shape.block, self.shape.whole_blocks, self.shape.places, self.shape.window
         if start is None:
-            return 0, P + C, self._bias(held, column)
-        if start < C:
-            return P, column + 1, None
-        if (start // E - n) * E >= P:  # every place is held
-            return 0, column + 1, None
-        return 0, P + C, self._bias(held, torch.full_like(held.seen, column))
+            return 0, P + C, self._bias(held, column[:, None])
+        first = P if start < C else 0
+        own = torch.arange(column, column + length, device=held.seen.device)[None]
+        if start >= C and (start // E - n) * E < P:  # not every place is held
+            return 0, P + C, self._bias(held, own.expand(len(held.seen), -1))
+        return first, column + length, self._later(held, own, first, column + length) if length > 1 else None
 
     def put(self, tokens: NewTokens, start: int | None) -> int | torch.Tensor:
-        """`write` without a look at what the token attends to; its column, (B,) where rows may differ."""
+        """`write` without a look at what the tokens attend to; the first column, (B,) where rows may differ."""
         self._record(tokens)
         self._count(tokens)
         shape = self.shape
@@ -166,11 +170,11 @@ class HybridLayer(CacheLayerMixin):
             if start % E == 0 and start >= C:
                 self._hold(open_block(self.held, shape))
             held = self.held
-            column = P + start - max(start // E - n, 0) * E
-            held.keys[:, :, column] = tokens.keys[:, :, 0]
-            held.values[:, :, column] = tokens.values[:, :, 0]
-            held.salience[:, column] = tokens.salience[:, 0]
-            held.seen.add_(1)
+            column, length = P + start - max(start // E - n, 0) * E, tokens.index.shape[1]
+            held.keys[:, :, column : column + length] = tokens.keys
+            held.values[:, :, column : column + length] = tokens.values
+            held.salience[:, column : column + length] = tokens.salience
+            held.seen.add_(length)
             return column
         opened = open_blocks(self.held, shape, tokens.index[:, 0])
         if opened is not self.held:
@@ -189,10 +193,18 @@ class HybridLayer(CacheLayerMixin):
         return column
 
     def _bias(self, held: Held, last: torch.Tensor) -> torch.Tensor:
-        """0 in places that are held and in the window up to the columns `last` (B,), else the least number."""
+        """(B, L, P + C): 0 in places that are held and in the window up to the columns `last` (B, L), else least."""
         number, P = torch.arange(held.salience.shape[1], device=last.device), self.shape.places
-        hidden = torch.where(number < P, held.salience == -torch.inf, number > last[:, None])
+        hidden = torch.where(number < P, (held.salience == -torch.inf)[:, None], number > last[..., None])
         bias = torch.zeros(hidden.shape, dtype=held.keys.dtype, device=last.device)
+        return bias.masked_fill_(hidden, torch.finfo(bias.dtype).min)
+
+    @staticmethod
+    def _later(held: Held, own: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """(1, L, last - first): 0 up to a token's own column (1, L), else the least number."""
+        number = torch.arange(first, last, device=own.device)
+        hidden = number > own[..., None]
+        bias = torch.zeros(hidden.shape, dtype=held.keys.dtype, device=own.device)
         return bias.masked_fill_(hidden, torch.finfo(bias.dtype).min)
 
     def _count(self, tokens: NewTokens) -> None:
@@ -232,12 +244,29 @@ class HybridLayer(CacheLayerMixin):
             return
         if self.recording is None:
             raise ValueError(NOT_RECORDED)
+        if self._crop_open_block(-tokens_to_remove):
+            return
         held = self.recording.crop(-tokens_to_remove)
         base = self.recording.base
         self.held = held.copied() if held is base and held is not None else held
         self.readout = None
         self.length += tokens_to_remove
         self.kept.crop(tokens_to_remove)
+
+    def _crop_open_block(self, count: int) -> bool:
+        """Forget the last tokens where no block was opened for any of them: they are then merely no longer counted."""
+        held, E = self.held, self.shape.block
+        if len(self.recording) < count or held is None or self.recording.base is held:
+            return False
+        for seen in held.seen.tolist():
+            opened = (seen - 1) // E * E  # the last token that may have opened a block
+            if seen < count or opened >= max(seen - count, self.shape.window):
+                return False
+        held.seen.sub_(count)
+        self.recording.forget(count)
+        self.length -= count
+        self.kept.crop(-count)
+        return True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Not used: the first tokens make what is held."""

@@ -138,7 +138,7 @@ class SlotRows(HybridLayer):
     def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
         """Write a token, like `HybridLayer.write`."""
         column = self.put(tokens, start)
-        return 0, self.held.salience.shape[1], self._bias(self.held, column)
+        return 0, self.held.salience.shape[1], self._bias(self.held, column[:, None])
 
 
 @dataclass
