@@ -106,6 +106,8 @@ class HybridLayer(CacheLayerMixin):
         self.length: int | torch.Tensor = 0 if self.most is None else torch.tensor(0)
         self.recording: Recording | None = None
         self.readout = None  # what the layer makes of the state, until that changes
+        if self.record_past:
+            self.activate_past_recording()
 
     @property
     def is_compileable(self) -> bool:
@@ -382,9 +384,7 @@ class MixerLayer(LinearAttentionLayer):
 class RecurrentCache(DynamicCache):
     """A cache that counts tokens itself where no layer of it does."""
 
-    def __init__(self, config):
-        super().__init__(config=config)
-        self.seen_tokens = 0
+    seen_tokens = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens, padding included."""
@@ -424,18 +424,19 @@ def fit_cache(cache: Cache | None, config) -> None:
     """Give hybrid layers and mixers their own kind of cache layer, in place.
 
     Raises:
-        ValueError: the cache was begun by another model, or has no layers made for this one.
+        ValueError: the cache was begun by another model, has no layers made for this one, or is of another kind.
     """
+    if cache is None:
+        return
+    if not isinstance(getattr(cache, "layers", None), list):
+        raise ValueError(f"past_key_values must be a DynamicCache or a StaticCache, not {type(cache).__name__}.")
     replaced = {"hybrid", "linear_attention"} & set(config.layer_types)
-    if cache is None or not replaced:
-        return
     fits = len(cache.layers) == config.num_hidden_layers
-    if fits and isinstance(cache.layers[0], HybridLayer | MixerLayer):
+    if not replaced or (fits and isinstance(cache.layers[0], HybridLayer | MixerLayer)):
         return
-    if type(cache) is DynamicCache and not cache.layers:  # made by hand, without a configuration
-        cache.__class__, cache.seen_tokens = RecurrentCache, 0
-        cache.layers = DynamicCache(config=config).layers
-    elif not fits:
+    if type(cache) is DynamicCache and not has_attention_layer(cache):  # which counts no tokens, or has no layers yet
+        cache.__class__, cache.layers = RecurrentCache, cache.layers or DynamicCache(config=config).layers
+    if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
             "This model's layers need a cache made for them: pass the past_key_values that the model itself returned, "
             "DynamicCache(config=model.config), or none."
@@ -460,8 +461,7 @@ def fit_cache(cache: Cache | None, config) -> None:
 
 def new_cache(config) -> DynamicCache:
     """An empty cache for the layers of `config`."""
-    holds_keys = any(layer_type != "linear_attention" for layer_type in config.layer_types)
-    cache = DynamicCache(config=config) if holds_keys else RecurrentCache(config)
+    cache = DynamicCache(config=config)
     fit_cache(cache, config)
     return cache
 

@@ -452,25 +452,39 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
         )
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
-        """Read everything again in the step in which LongRoPE's factors change, as transformers' Phi-3 does."""
-        rope = self.config.rope_parameters or {}
-        if rope.get("rope_type") == "longrope" and past_key_values is not None:
-            switch, past = rope["original_max_position_embeddings"], past_key_values.get_seq_length()
-            if 0 < past <= switch < input_ids.shape[1]:
-                recorded = any(getattr(layer, "record_past", False) for layer in past_key_values.layers)
-                past_key_values, kwargs["next_sequence_length"] = self.new_cache(), None
-                if recorded:
-                    past_key_values.activate_past_recording()
-        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, past_key_values=None, *args, **kwargs
+    ):
+        """Prepare a step of `generate`; the one that leaves LongRoPE's short factors reads all tokens again.
+
+        As transformers' Phi-3 does, padding counted. The cache is emptied in place, and records on if it did.
+
+        Raises:
+            ValueError: these tokens are needed, and `input_ids` has the new ones alone.
+        """
+        past, given = cache_length(past_key_values), input_ids.shape[1]
+        length = past + (given if next_sequence_length is None else next_sequence_length)
+        for rope in (self.config.rope_parameters, self.config.local_rope_parameters):
+            if rope is None or rope["rope_type"] != "longrope":
+                continue
+            if 0 < past <= rope["original_max_position_embeddings"] < length:
+                if given < length:
+                    raise ValueError(
+                        f"LongRoPE has other factors from {length} tokens on, which reads all of them again; pass all "
+                        "as input_ids, with a cache or without, and no prefill_chunk_size."
+                    )
+                past_key_values.reset()
+                past, next_sequence_length = 0, None
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, past_key_values, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get("past_key_values")
-        if isinstance(given, Cache) and given.layers and not has_attention_layer(given):
-            if not isinstance(given, RecurrentCache):
+        if isinstance(given, Cache):
+            fit_cache(given, self.config)
+            if given.layers and not has_attention_layer(given) and not isinstance(given, RecurrentCache):
                 raise ValueError(
-                    "This model has no attention layer, and a plain DynamicCache cannot count tokens without one; "
-                    "pass the past_key_values that the model itself returned, or none."
+                    f"This model has no attention layer, and {type(given).__name__} cannot count tokens without one; "
+                    "pass the past_key_values that the model itself returned, a DynamicCache, or none."
                 )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         # transformers calls the cache of any class with "mamba" in its name `cache_params`; ours has one name.
@@ -481,7 +495,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         if not isinstance(cache, Cache) or cache is given:
             return
         if cache.layers and not has_attention_layer(cache):
-            cache = model_kwargs["past_key_values"] = RecurrentCache(self.config)
+            cache = model_kwargs["past_key_values"] = self.new_cache()
         fit_cache(cache, self.config)  # before `generate` asks whether it can be compiled
         if generation_config.is_assistant:
             cache.activate_past_recording()

@@ -6,12 +6,13 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, DynamicCache
+from transformers import AutoModelForSequenceClassification, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.utils import logging
 from trl import RewardConfig, RewardTrainer
 
 from convert import convert
 from convert.tools.chat import Conversation
-from modeling_llamba.hybrid_cache import MixerLayer
+from modeling_llamba.hybrid_cache import MixerLayer, cache_length
 from tests.modeling.test_models import left_padded
 from tests.modeling.test_training import tokenizer
 from tests.recipes.tiny_chat import chat_tokenizer
@@ -22,17 +23,34 @@ PATTERNS = ["beside", "beside-only", "shared", "every", "pure"]
 GREEDY = dict(do_sample=False, eos_token_id=None)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("pattern", [*PATTERNS, "attention", "window"])
 @torch.no_grad()
-def test_a_dynamic_cache_made_by_hand(pattern):
-    """Without a configuration, as many programs make it, for passes and for generation."""
+def test_a_dynamic_cache_made_by_hand(pattern, configured):
+    """Without a configuration, as many programs make it, and with one, for passes and for generation."""
     model, ids = make_student(pattern=pattern), random_ids(2, 30)
-    cache = DynamicCache()
+    config = model.config if configured else None
+    cache = DynamicCache(config=config)
     parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([20, 1, 9], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
-    assert cache.get_seq_length() == 30
+    assert cache_length(cache) == 30
     expected = model.generate(ids, max_new_tokens=6, **GREEDY)
-    assert torch.equal(model.generate(ids, max_new_tokens=6, past_key_values=DynamicCache(), **GREEDY), expected)
+    made = model.generate(ids, max_new_tokens=6, past_key_values=DynamicCache(config=config), **GREEDY)
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("pattern", ["beside", "pure", "attention"])
+def test_caches_of_other_kinds_are_refused(pattern):
+    model, ids = make_student(pattern=pattern), random_ids(1, 5)
+    of_two = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="must be a DynamicCache or a StaticCache, not EncoderDecoderCache"):
+            call(ids, past_key_values=of_two)
+    with pytest.raises(ValueError, match="not tuple"):
+        model(ids, past_key_values=((torch.zeros(1), torch.zeros(1)),))
+    if pattern == "pure":
+        with pytest.raises(ValueError, match="StaticCache cannot count tokens"):
+            model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=9))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -51,11 +69,13 @@ def test_nothing_to_select_before_the_first_token():
 
 
 def test_attentions_that_are_left_out_are_said(caplog):
-    ids = random_ids(1, 12)
-    mixed = make_student(pattern="every", attn_implementation="eager")
-    with caplog.at_level("WARNING"):
+    """Once, however many passes there are."""
+    ids, mixed = random_ids(1, 12), make_student(pattern="every", attn_implementation="eager")
+    logging.warning_once.cache_clear()
+    for _ in range(2):
         found = mixed(ids, output_attentions=True).attentions
-    assert len(found) == 1 and found[0].shape[-2:] == (12, 12)
+        assert len(found) == 1 and found[0].shape[-2:] == (12, 12)
+    assert sum("2 of 3 layers are mixers or hybrid layers" in message for message in caplog.messages) == 1
     with pytest.raises(ValueError, match="no layer of this model has a matrix of attention probabilities"):
         make_student(pattern="beside-only")(ids, output_attentions=True)
 
