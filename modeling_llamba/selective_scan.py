@@ -102,7 +102,8 @@ def selective_scan(
 def _segment(x, dt, B, C, keep, A, state, chunk_size):
     batch, L, D = x.shape
     G, N = B.shape[2:]
-    Q = min(chunk_size, L)
+    # a compiled graph unrolls a whole chunk, or it would be one for this length
+    Q = chunk_size if torch.compiler.is_compiling() else min(chunk_size, L)
     T = -(-L // Q)
 
     def chunks(t, fill=0.0):

@@ -18,8 +18,10 @@ from tests.teachers import random_ids
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled():
+def nothing_compiled(monkeypatch):
+    """And Mamba-1's scan in short chunks, each step of which takes time to compile."""
     torch.compiler.reset()
+    monkeypatch.setattr(selective_scan, "__defaults__", (None, None, 8))
 
 
 def compare(function, parameters, inputs, graphs, backend):
@@ -45,7 +47,8 @@ def of_any_length(t, lengths):
 ONE_LAYER = dict(num_hidden_layers=1, layer_types=["hybrid"], hybrid_window=6, hybrid_full_heads=None)
 LAYERS = {
     "hybrid": (ONE_LAYER, (20, 33, 50)),
-    "mamba2": (dict(layer_types=["linear_attention"], mixer="mamba2"), (18, 22, 30)),
+    **{mixer: (dict(layer_types=["linear_attention"], mixer=mixer), (18, 22, 30)) for mixer in MIXERS[:2]},
+    "mamba1": (dict(layer_types=["linear_attention"], mixer="mamba1"), (5, 6, 7)),
 }
 
 
