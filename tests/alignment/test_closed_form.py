@@ -192,7 +192,7 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
 )
 def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
     """Closer to the teacher than the mapping alone, on text that was not used, for every family and mixer."""
-    aligned = {"text": "sampled", "tokens": 768, "attention_layers": "1"}
+    aligned = {"text": "sampled", "tokens": 1536, "attention_layers": "1"}
     aligned["alignment"] = {"sequence_length": 32, "fit": {"refine_steps": 10}}
     plan, kl, report = mapped_and_aligned(name, two_layer_teacher(name), tmp_path, options, aligned)
     assert kl["closed-form"] < kl["none"], kl
