@@ -87,6 +87,12 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
         if not files:
             return files
     tokenizer = load_tokenizer(teacher, trust_remote_code)
+    try:
+        tokenizer(list(PROBES))
+    except Exception as error:  # the tokenizers library raises no other kind
+        raise ValueError(
+            f"The tokenizer of {teacher.name} cannot read a text ({first_line(error)}); mend or replace its files."
+        ) from error
     check_chat_template(tokenizer, folder / (teacher.gguf_file or ""))
     if _gives(files, tokenizer, model_type, trust_remote_code):
         return files

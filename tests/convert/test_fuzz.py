@@ -17,7 +17,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from convert.options import ConversionOptions, documented
 from tests.convert.test_bad_input import run_as_is
@@ -139,6 +139,7 @@ class Herd:
                 swept = (".out.partial-", "out", "nowhere")  # where the last is what OUT was a link to
                 assert all(name.startswith(swept) for name in {*made, *lost}), (made.keys(), lost)
                 assert not any(name.endswith("thesis") for name in lost), lost
+                self.side_files_load(out)
                 ours = self.logits(out, unaligned="--align" in arguments and "all" not in arguments)
                 if not command and "all" in arguments:
                     self.compare(ours, teacher)
@@ -148,6 +149,12 @@ class Herd:
         assert not errors[0].startswith("error: unexpected") and len(errors[0]) < 1500, errors[0]
         assert not lost and all(name.startswith("out.work") for name in made), (errors[0], made.keys(), lost)
         return 1
+
+    def side_files_load(self, out):
+        if (out / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(out)("w5 w9")
+        if (out / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(out).validate()
 
     @torch.no_grad()
     def logits(self, out, unaligned):

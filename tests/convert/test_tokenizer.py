@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from convert import convert
 from convert.checkpoint.tokenizer import PROBES, differing_text
-from tests.teachers import TEACHERS
+from tests.modeling.test_training import tokenizer
+from tests.teachers import TEACHERS, make_teacher
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 CODE_SPLIT = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -100,3 +101,17 @@ def test_a_tokenizer_under_another_name_comes_along(folder_of, tmp_path):
     convert(str(folder), tmp_path / "out", align="none")
     teacher, hybrid = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
     assert differing_text(teacher, hybrid) is None and len(hybrid("the theme").input_ids) > 1
+
+
+@pytest.mark.parametrize("file, field, value", [
+    ("tokenizer_config.json", "model_max_length", "float16"),
+    ("tokenizer.json", "model", {"type": "WordLevel", "vocab": {"w1": 0}, "unk_token": "<unk>"}),
+])  # fmt: skip
+def test_a_tokenizer_that_cannot_read_a_text_is_refused(file, field, value, tmp_path):
+    folder = tmp_path / "teacher"
+    make_teacher("llama-gqa", layers=2).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(values | {field: value}))
+    with pytest.raises(ValueError, match="cannot read a text"):
+        convert(folder, tmp_path / "out", align="none")
