@@ -10,14 +10,11 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Encod
 from transformers.utils import logging
 from trl import RewardConfig, RewardTrainer
 
-from convert import convert
-from convert.tools.chat import Conversation
 from modeling_llamba.hybrid_cache import MixerLayer, cache_length
 from tests.modeling.test_models import left_padded
 from tests.modeling.test_training import tokenizer
-from tests.recipes.tiny_chat import chat_tokenizer
 from tests.students import make_student
-from tests.teachers import make_teacher, random_ids
+from tests.teachers import random_ids
 
 PATTERNS = ["beside", "beside-only", "shared", "every", "pure"]
 GREEDY = dict(do_sample=False, eos_token_id=None)
@@ -78,61 +75,6 @@ def test_attentions_that_are_left_out_are_said(caplog):
     assert sum("2 of 3 layers are mixers or hybrid layers" in message for message in caplog.messages) == 1
     with pytest.raises(ValueError, match="no layer of this model has a matrix of attention probabilities"):
         make_student(pattern="beside-only")(ids, output_attentions=True)
-
-
-@pytest.fixture(scope="module")
-def longrope(tmp_path_factory):
-    """A Phi-3 whose factors change after 64 tokens, and its hybrids, all layers kept and none."""
-    folder = tmp_path_factory.mktemp("longrope")
-    teacher = make_teacher("phi3-longrope")
-    teacher.save_pretrained(folder / "teacher")
-    convert(str(folder / "teacher"), folder / "kept", align="none", attention_layers="all")
-    convert(str(folder / "teacher"), folder / "hybrid", align="none", attention_layers=[1], window=16, sinks=2)
-    from transformers import AutoModelForCausalLM
-
-    return teacher, *(AutoModelForCausalLM.from_pretrained(folder / name).eval() for name in ("kept", "hybrid"))
-
-
-@pytest.mark.parametrize(
-    "how", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=["greedy", "beams", "lookup"]
-)
-@torch.no_grad()
-def test_generation_across_the_switch_of_longrope(how, longrope):
-    teacher, kept, hybrid = longrope
-    ids = random_ids(1, 56)
-    asked = dict(max_new_tokens=24, min_new_tokens=24, output_logits=True, return_dict_in_generate=True, **GREEDY)
-    if how:
-        asked.pop("output_logits")
-    said = kept.generate(ids, **asked, **how)
-    assert torch.equal(said.sequences, teacher.generate(ids, **asked, **how).sequences)
-    if how:
-        hybrid.generate(ids, **asked, **how)
-        return
-    for model in (kept, hybrid):
-        said = model.generate(ids, **asked)
-        whole = model(said.sequences[:, :-1]).logits[0, 55:]
-        # from the switch on; before it both have the short factors, a whole pass of so many tokens the long ones
-        torch.testing.assert_close(torch.cat(said.logits)[9:], whole[9:], rtol=1e-3, atol=1e-4)
-
-
-@torch.no_grad()
-def test_padded_rows_across_the_switch_of_longrope(longrope):
-    teacher, kept, hybrid = longrope
-    ids, mask = left_padded(random_ids(2, 50), 6)
-    asked = dict(attention_mask=mask, max_new_tokens=20, min_new_tokens=20, pad_token_id=0, **GREEDY)
-    assert torch.equal(kept.generate(ids, **asked), teacher.generate(ids, **asked))
-    assert hybrid.generate(ids, **asked).shape == (2, ids.shape[1] + 20)
-
-
-def test_a_conversation_across_the_switch_of_longrope(longrope):
-    """The conversation's cache of the short factors is not gone on with."""
-    hybrid = longrope[2]
-    talk, again = Conversation(hybrid, chat_tokenizer()), Conversation(hybrid, chat_tokenizer())
-    for turn in range(3):
-        again.cache, again.held = None, []
-        said = " ".join(f"w{i}" for i in range(10 + turn, 30 + turn))
-        assert talk.answer(said, 8, 0.0) == again.answer(said, 8, 0.0)
-    assert len(talk.held) > 64
 
 
 @pytest.mark.parametrize("family, pattern", [("llamba", "every"), ("phimamba", "beside")])
