@@ -33,9 +33,6 @@ SALIENCE_SEQUENCES = 8
 """Sequences on which the salience is regressed: one number per channel."""
 FLOOR = 1e-6
 MASS_RIDGE = 1e-3
-MASS_SHARES = (1.0, 0.5)
-"""Shares of the fitted mass, the rest being the theory's, of which each layer takes the one of the least held-out
-error: where the first token receives nearly all attention, as BOS does in Gemma, the regression is of noise."""
 SALIENCE_RIDGE = 1e-2
 RIDGES = (1e-2, 1e-1, 1.0, 10.0)
 """Strengths with which the output map is drawn to zero, in units of the mean squared feature."""
@@ -96,10 +93,7 @@ def fit_hybrid(
     def residuals() -> list[Seen]:
         return [_seen(layer, u, y, *projected) for u, y, *projected in judging]
 
-    def error_of() -> float:
-        return sum(seen.residual.square().sum().item() for seen in residuals()) / total
-
-    mapped, theory = error_of(), layer.mass.clone()
+    mapped = sum(seen.residual.square().sum().item() for seen in residuals()) / total
     seen_before = []
 
     def once() -> Iterator[tuple[Near, Projected, Layout]]:
@@ -110,15 +104,9 @@ def fit_hybrid(
             yield near, projected, layout
 
     fit_mass(layer, once())
-    fitted, errors = layer.mass.clone(), {0.0: mapped}
-    for share in MASS_SHARES:
-        layer.mass.copy_(theory.lerp(fitted, share))
-        errors[share] = error_of()
-    share = min(errors, key=errors.get)
-    layer.mass.copy_(theory.lerp(fitted, share))
     return_free_memory()
     if layer.down is None:
-        error = errors[share]
+        error = sum(seen.residual.square().sum().item() for seen in residuals()) / total
         return mapped, OutputMap(layer.mass.new_zeros(0, 0), layer.mass.new_zeros(0, 0), {0: error}, None)
     first = (_mixed(layer, *seen_before.pop()) for _ in range(len(seen_before)))  # each is let go after its use
     rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in others)
