@@ -94,7 +94,7 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
             f"The tokenizer of {teacher.name} cannot read a text ({first_line(error)}); mend or replace its files."
         ) from error
     check_chat_template(tokenizer, folder / (teacher.gguf_file or ""))
-    if _gives(files, tokenizer, model_type, trust_remote_code):
+    if files and _gives(files, tokenizer, model_type, trust_remote_code):
         return files
     files |= _saved(tokenizer)
     if _gives(files, tokenizer, model_type, trust_remote_code):
