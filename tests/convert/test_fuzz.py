@@ -1,8 +1,9 @@
-"""Mutated configurations, indexes, headers, tensors, side files, options, work folders and imports.
+"""Mutated configurations, indexes, headers, tensors, tokenizers, settings, options, work folders and imports.
 
 Each ends in a model whose logits are finite (in float64 where mixers were mapped and nothing was fitted) and, with all
 layers kept, the teacher's as transformers loads it, or in one line; nothing else changes on disk, and no code of the
-input runs. HYBRID_FUZZ_SEED and HYBRID_FUZZ_MUTANTS choose others.
+input runs. The tokenizer of a hybrid is its teacher's, and where the teacher generates by its settings, so does the
+hybrid. HYBRID_FUZZ_SEED and HYBRID_FUZZ_MUTANTS choose others.
 """
 
 import contextlib
@@ -19,9 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from convert.checkpoint.tokenizer import differing_text
 from convert.options import ConversionOptions, documented
 from tests.convert.test_bad_input import run_as_is
 from tests.convert.test_import_fields import FORMATS
+from tests.convert.test_tokenizer import TEMPLATE
 from tests.modeling.test_training import tokenizer
 from tests.published import write
 from tests.teachers import TEACHERS, make_teacher, random_ids
@@ -29,17 +32,32 @@ from tests.teachers import TEACHERS, make_teacher, random_ids
 SEED = int(os.environ.get("HYBRID_FUZZ_SEED", random.SystemRandom().randrange(2**31)))
 MUTANTS = int(os.environ.get("HYBRID_FUZZ_MUTANTS", 2400))
 PARTS = 8
-KINDS = ("config", "bytes", "index", "header", "tensors", "side files", "options", "work folder", "import")
+KINDS = (
+    "config", "bytes", "index", "header", "tensors", "tokenizer", "generation", "card", "options", "work folder",
+    "import",
+)  # fmt: skip
 EVIL = "import pathlib\npathlib.Path({!r}).write_text('ran')\n"
 VALUES = (
     None, True, False, 0, 1, -1, 2, 3, 7, 1.5, -4, 0.25, 1e9, 10**9, 2**31, 2**63, 10**30, 1e-300, float("nan"),
-    float("inf"), "", "x", "silu", "gelu", "\x1b[31m", "default", [], [0], [1, 2], {}, {"rope_type": "yarn"},
+    float("inf"), "", "x", "silu", "gelu", "\x1b[31m", "default", "static", [], [0], [1, 2], {}, {"rope_type": "yarn"},
     {"rope_type": "linear", "factor": 2.0}, ["full_attention"], ["sliding_attention"] * 2, "float16", "bfloat16",
+)  # fmt: skip
+SETTINGS = {
+    "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.05, "max_length": 4096,
+    "bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 0, "transformers_version": "4.45.0",
+}  # fmt: skip
+"""Of generation, as Llama 3.1 and Qwen 2.5 publish them."""
+MORE_SETTINGS = (
+    "num_beams", "num_beam_groups", "penalty_alpha", "min_new_tokens", "suppress_tokens", "bad_words_ids", "max_time",
+    "forced_eos_token_id", "cache_implementation", "cache_config", "use_cache", "typical_p", "no_repeat_ngram_size",
+    "sequence_bias", "stop_strings", "watermarking_config", "assistant_early_exit", "prompt_lookup_num_tokens",
+    "return_dict_in_generate", "output_attentions", "guidance_scale", "early_stopping", "diversity_penalty",
+    "num_return_sequences", "max_new_tokens", "compile_config", "token_healing", "dola_layers", "renormalize_logits",
 )  # fmt: skip
 
 
 def test_a_few_mutants(tmp_path):
-    hunt(tmp_path, random.Random(SEED), 27)
+    hunt(tmp_path, random.Random(SEED), 33)
 
 
 @pytest.mark.slow
@@ -105,7 +123,10 @@ class Herd:
         for name in names:
             self.teachers.append(folder / "herd" / name)
             make_teacher(name, layers=2).save_pretrained(self.teachers[-1])
-            tokenizer().save_pretrained(self.teachers[-1])
+            tokenizer(begins=rng.random() < 0.5).save_pretrained(self.teachers[-1])
+            settings = self.teachers[-1] / "tokenizer_config.json"
+            settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+            (self.teachers[-1] / "generation_config.json").write_text(json.dumps(SETTINGS))
 
     def try_one(self, kind, place):
         self.said = kind
@@ -124,7 +145,8 @@ class Herd:
                 arguments = self.some_work(place, out)
             else:
                 {"config": self.config, "bytes": self.bytes, "index": self.index, "header": self.header,
-                 "tensors": self.tensors, "side files": self.side_files}[kind](teacher)  # fmt: skip
+                 "tensors": self.tensors, "tokenizer": self.tokenizer, "generation": self.generation,
+                 "card": self.card}[kind](teacher)  # fmt: skip
         before = snapshot(place)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -143,6 +165,9 @@ class Herd:
                 ours = self.logits(out, unaligned="--align" in arguments and "all" not in arguments)
                 if not command and "all" in arguments:
                     self.compare(ours, teacher)
+                if kind in ("tokenizer", "generation"):
+                    self.compare_text(out, teacher)
+                    self.compare_generation(out, teacher)
             return 0
         assert done.returncode == 1 and len(errors) == 1, (done.returncode, done.stderr[-600:])
         assert "Traceback" not in done.stderr and "\x1b" not in done.stderr, done.stderr
@@ -171,13 +196,44 @@ class Herd:
 
     @torch.no_grad()
     def compare(self, ours, teacher):
-        try:
-            theirs = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32, trust_remote_code=False).eval()
-        except Exception:  # transformers stumbles over what does not concern us, such as an index's metadata
+        theirs = loaded(AutoModelForCausalLM, teacher, dtype=torch.float32)
+        if theirs is None:  # over what does not concern us, such as an index's metadata
             return
         expected = theirs(random_ids(1, 12) % min(theirs.config.vocab_size, 96)).logits
         size = expected.abs().max().clamp(min=1)
         torch.testing.assert_close(ours / size, expected / size, rtol=1e-3, atol=1e-3)
+
+    def compare_text(self, out, teacher):
+        theirs = loaded(AutoTokenizer, teacher)
+        if theirs is None:
+            assert not any((out / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+            return
+        ours = AutoTokenizer.from_pretrained(out)
+        assert differing_text(ours, theirs) is None and ours.special_tokens_map == theirs.special_tokens_map
+        chats = []
+        for each in (ours, theirs):
+            try:
+                chats.append(each.apply_chat_template([{"role": "user", "content": "w5 w6"}], tokenize=False))
+            except Exception as error:  # a template is a program, which may raise what it likes
+                chats.append(str(error))
+        assert chats[0] == chats[1]
+
+    @torch.no_grad()
+    def compare_generation(self, out, teacher):
+        """With the same seed all layers kept say the same; a hybrid, some of whose layers differ, says something."""
+        theirs, ids = loaded(AutoModelForCausalLM, teacher, dtype=torch.float32), random_ids(2, 9) % 96
+        said = []
+        for model in (theirs, AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)):
+            torch.manual_seed(0)
+            try:
+                text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+            except Exception as error:  # settings under which the teacher does not generate, either
+                if model is theirs:
+                    return
+                raise AssertionError(f"the teacher generates and the hybrid does not: {error}") from error
+            said.append(getattr(text, "sequences", text))
+        if "hybrid" not in model.config.layer_types and "linear_attention" not in model.config.layer_types:
+            assert torch.equal(*said)
 
     # -- mutations
 
@@ -192,14 +248,18 @@ class Herd:
         for _ in range(self.rng.choice([1, 1, 1, 2, 3])):
             inner = values
             while True:
-                name = self.rng.choice(list(inner)) if inner else "new"
-                if isinstance(inner.get(name), dict) and inner[name] and self.rng.random() < 0.8:
+                places = range(len(inner)) if isinstance(inner, list) else list(inner)
+                name = self.rng.choice(places) if inner else "new"
+                if inner and isinstance(inner[name], dict | list) and inner[name] and self.rng.random() < 0.8:
                     inner = inner[name]
                     continue
                 break
             change = self.rng.random()
-            if change < 0.15:
-                inner.pop(name, None)
+            if change < 0.15 and inner:
+                inner.pop(name)
+            elif isinstance(inner, list):
+                inner[name] = self.value(inner[name])
+                name = "an entry"
             elif change < 0.25:
                 other = self.rng.choice(list(TEACHERS.values()))[1].to_dict()
                 name = self.rng.choice(sorted(other))
@@ -208,7 +268,7 @@ class Herd:
                 inner["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
             else:
                 inner[name] = self.value(inner.get(name))
-            self.said += f" {name}={str(inner.get(name, 'gone'))[:40]}"
+            self.said += f" {name}={str(inner.get(name, 'gone') if isinstance(inner, dict) else inner)[:40]}"
         return values
 
     def edit(self, path):
@@ -321,20 +381,52 @@ class Herd:
         else:
             save_file(weights, path, metadata={"format": "pt"})
 
-    def side_files(self, teacher):
-        name = self.rng.choice(["tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"])
-        path = teacher / name
-        if name == "README.md":
-            path.write_text(
-                self.rng.choice(["---\nlicense: mit\n---\n", "---\n- [\n---\n", "---\nlicense: [1]\n---\n"])
-            )
-        elif self.rng.random() < 0.4:
+    def card(self, teacher):
+        heads = ["---\nlicense: mit\n---\n", "---\n- [\n---\n", "---\nlicense: [1]\n---\n"]
+        (teacher / "README.md").write_text(self.rng.choice(heads))
+
+    def tokenizer(self, teacher):
+        path = teacher / self.rng.choice(["tokenizer.json", "tokenizer_config.json"])
+        self.said += f" {path.name}"
+        how = self.rng.random()
+        if how < 0.2:
             self.corrupt(path)
-        elif self.rng.random() < 0.2:
+        elif how < 0.25:
             path.unlink()
+        elif how < 0.35:  # parts that published tokenizers have, and some that none has
+            values = json.loads(path.read_text())
+            values |= self.rng.choice(
+                [
+                    {"normalizer": {"type": self.rng.choice(["NFC", "Lowercase", "Strip", "None"])}},
+                    {"post_processor": {"type": "ByteLevel"}},
+                    {"truncation": {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}},
+                    {"padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_id": 0, "pad_token": "w0"}},
+                    {"tokenizer_class": self.rng.choice(["LlamaTokenizer", "GPT2Tokenizer", "NoTokenizer", 3])},
+                    {"add_bos_token": True}, {"add_prefix_space": True}, {"legacy": False}, {"model_max_length": 1},
+                    {"chat_template": self.rng.choice(["{{ raise_exception('no') }}", "{% for", "", [], {"a": "b"}])},
+                    {"extra_special_tokens": self.rng.choice([{"image": "w9"}, ["w9"], {"image": 4}])},
+                    {"added_tokens_decoder": {self.rng.choice(["5", "500", "x"]): {"content": "w9"}}},
+                ]
+            )  # fmt: skip
+            path.write_text(json.dumps(values))
+            self.said += f" {list(values)[-1]}"
         else:
             self.edit(path)
-        self.said += f" {name}"
+
+    def generation(self, teacher):
+        path = teacher / "generation_config.json"
+        how = self.rng.random()
+        if how < 0.1:
+            self.corrupt(path)
+        elif how < 0.15:
+            path.unlink()
+        elif how < 0.5:
+            name = self.rng.choice(MORE_SETTINGS)
+            values = json.loads(path.read_text()) | {name: self.rng.choice(VALUES)}
+            path.write_text(json.dumps(values))
+            self.said += f" {name}={values[name]}"
+        else:
+            self.edit(path)
 
     def some_options(self):
         arguments = [] if self.rng.random() < 0.5 else ["--dry-run"]
@@ -415,6 +507,14 @@ class Herd:
         if self.rng.random() < 0.2:
             tensors.pop(self.rng.choice(sorted(tensors)))
         write(folder, config, tensors, mamba_config=mamba_config)
+
+
+def loaded(auto, teacher, **options):
+    """What transformers loads from a mutated folder, or None where it stumbles over that."""
+    try:
+        return auto.from_pretrained(teacher, trust_remote_code=False, **options)
+    except Exception:
+        return None
 
 
 class Hook:
