@@ -6,7 +6,8 @@ second needle pays to the first. That finds the heads that copy what followed la
 in earlier layers that find the same token again, without which the former miss more the farther away the needle is.
 In a dozen heads that share is nearly 1, so a little is added for the attention to the token that followed last time;
 and of the heads that find the same token all but the best count half, since one suffices (figures:
-docs/results/quality.md). Heads that look back by a step or two, which copying needs as well, are served by the window.
+docs/results/ablations.md). Heads that look back by a step or two, which copying needs as well, are served by the
+window.
 """
 
 import torch
