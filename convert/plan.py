@@ -316,7 +316,7 @@ def _wide_windows(weights: TeacherWeights, placement: Placement, options: Conver
     context = options.placement.context
     return [
         f"sliding_window {width} hides nothing within {context} tokens, so its layers are converted like all others; "
-        f"beyond {width} tokens they remember more than the teacher's (--context {2 * width} keeps its windows)"
+        f"beyond {width} tokens they remember more than the teacher's (a --context above {width} keeps its windows)"
     ]
 
 

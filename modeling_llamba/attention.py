@@ -107,6 +107,11 @@ def capped(softcap: float | None) -> dict[str, float]:
     return {} if softcap is None else {"softcap": softcap}
 
 
+def hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Make a bias on scores that is 0, and the least number of the type where `hidden` is True."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
 def update_keys(
     cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

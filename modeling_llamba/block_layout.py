@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from .attention import hiding
 from .eviction import BlockShape, Held, gather_columns, outer_products, salient_before
 from .ssd import sequence_starts
 
@@ -237,8 +238,7 @@ class Layout(NamedTuple):
             column = self._windows(torch.arange(until.shape[1], device=until.device), 0)
             in_window = in_window & (column[None, :, None] >= sequence)
         hidden = ~torch.cat([visible, in_window], dim=-1)
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=until.device)
-        return bias.masked_fill_(hidden, torch.finfo(dtype).min).unflatten(2, (self.group, E))
+        return hiding(hidden, dtype).unflatten(2, (self.group, E))
 
     def states(self, held: Held, keys: torch.Tensor, values: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
         """The sums of the state while each mixed block is open, (B, M, K, D + 1, N + 1)."""

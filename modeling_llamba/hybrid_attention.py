@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention import append_keys, attention_function, capped, project_heads, qk_norms
+from .attention import append_keys, attention_function, capped, hiding, project_heads, qk_norms
 from .block_layout import Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
@@ -492,8 +492,7 @@ class HybridAttention(nn.Module):
         absent = salience.gather(1, holders.clamp(min=0).flatten(1)).view(holders.shape) < torch.inf
         absent = absent | (holders < 0)
         keys, values = (gather_columns(t, holders.clamp(min=0)).permute(0, 2, 1, 3, 4, 5) for t in (keys, values))
-        bias = torch.zeros_like(absent, dtype=query.dtype).masked_fill(absent, torch.finfo(query.dtype).min)
-        shape = query.shape
+        bias, shape = hiding(absent, query.dtype), query.shape
         output, log_mass = self._attend(query.flatten(4, 5), keys, values, bias[:, :, None, :, None])
         return output.view(shape), log_mass.view(shape[:-1])
 
@@ -513,7 +512,7 @@ class HybridAttention(nn.Module):
     # A step
 
     def step(self, projected: Projected, inputs: HybridInputs, layer) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`prompt` for L tokens of one block, written into the cache's layer in place."""
+        """Do what `prompt` does for L tokens of one block, which are written into the cache's layer in place."""
         shape, query, start = self.shape, projected.query, inputs.start
         length = query.shape[2]
         tokens = NewTokens(projected.key, projected.value, projected.salience, inputs.index)
@@ -570,7 +569,7 @@ class HybridAttention(nn.Module):
         others = keys.new_zeros(1, 1, 1, keys.shape[2]) if bias is None else bias
         others = others.expand(len(keys), -1, -1, -1).clone()
         others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, least)
-        of_sinks = torch.zeros_like(is_sink, dtype=query.dtype).masked_fill(~is_sink, least)
+        of_sinks = hiding(~is_sink, query.dtype)
         sink_query = sink_query.unflatten(1, self.kv_groups).flatten(2, 3)
         near = self._attend(query, keys, values, others)
         far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], of_sinks)
@@ -580,7 +579,7 @@ class HybridAttention(nn.Module):
 def causal_bias(query: torch.Tensor) -> torch.Tensor:
     """(L, L) for queries (B, H, L, D): 0 where one attends, else the least number of their type."""
     later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).triu(1)
-    return torch.zeros_like(later, dtype=query.dtype).masked_fill(later, torch.finfo(query.dtype).min)
+    return hiding(later, query.dtype)
 
 
 def merged(

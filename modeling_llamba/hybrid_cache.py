@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils import is_torchdynamo_compiling
 
+from .attention import hiding
 from .eviction import BlockShape, Held, NewTokens, advance, open_block, open_blocks
 
 CROPPABLE = 128
@@ -152,11 +153,15 @@ class HybridLayer(CacheLayerMixin):
         E, n, P, C = self.shape.block, self.shape.whole_blocks, self.shape.places, self.shape.window
         if start is None:
             return 0, P + C, self._bias(held, column[:, None])
-        first = P if start < C else 0
-        own = torch.arange(column, column + length, device=held.seen.device)[None]
-        if start >= C and (start // E - n) * E < P:  # not every place is held
+        first, last = P if start < C else 0, column + length
+        all_held = start < C or (start // E - n) * E >= P
+        if all_held and length == 1:
+            return first, last, None
+        own = torch.arange(column, last, device=held.seen.device)[None]
+        if not all_held:
             return 0, P + C, self._bias(held, own.expand(len(held.seen), -1))
-        return first, column + length, self._later(held, own, first, column + length) if length > 1 else None
+        later = torch.arange(first, last, device=held.seen.device) > own[..., None]
+        return first, last, hiding(later, held.keys.dtype)
 
     def put(self, tokens: NewTokens, start: int | None) -> int | torch.Tensor:
         """`write` without a look at what the tokens attend to; the first column, (B,) where rows may differ."""
@@ -196,16 +201,7 @@ class HybridLayer(CacheLayerMixin):
         """(B, L, P + C): 0 in places that are held and in the window up to the columns `last` (B, L), else least."""
         number, P = torch.arange(held.salience.shape[1], device=last.device), self.shape.places
         hidden = torch.where(number < P, (held.salience == -torch.inf)[:, None], number > last[..., None])
-        bias = torch.zeros(hidden.shape, dtype=held.keys.dtype, device=last.device)
-        return bias.masked_fill_(hidden, torch.finfo(bias.dtype).min)
-
-    @staticmethod
-    def _later(held: Held, own: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """(1, L, last - first): 0 up to a token's own column (1, L), else the least number."""
-        number = torch.arange(first, last, device=own.device)
-        hidden = number > own[..., None]
-        bias = torch.zeros(hidden.shape, dtype=held.keys.dtype, device=own.device)
-        return bias.masked_fill_(hidden, torch.finfo(bias.dtype).min)
+        return hiding(hidden, held.keys.dtype)
 
     def _count(self, tokens: NewTokens) -> None:
         if self.most is not None and self.length.device != tokens.index.device:

@@ -290,7 +290,11 @@ class HybridModel(HybridPreTrainedModel):
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def _check_attentions(self) -> None:
-        """Say which layers have no attention probabilities to return."""
+        """Warn that layers have no attention probabilities to return; refuse where none has.
+
+        Raises:
+            ValueError: no layer keeps its attention.
+        """
         layers = len(self.config.layer_types)
         replaced = sum(kind in ("linear_attention", "hybrid") for kind in self.config.layer_types)
         if replaced == layers:
@@ -392,7 +396,7 @@ def _drop_full_mask(attention_mask):
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
-    """Language model head on a hybrid. A family names the class of the hybrid."""
+    """Language model head on a hybrid. A family names the hybrid's class and, if it has experts, `router_loss`."""
 
     model_class: type[HybridModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -314,10 +314,10 @@ def evaluate(options: Options) -> dict[str, Any]:
 
 def place_of(options: Options) -> Path:
     """Folder of the results."""
-    return Path(
-        options.output
-        or Path("runs/evaluation") / Path(public_name(str(Path(options.model).expanduser().resolve()))).name
-    )
+    if options.output:
+        return Path(options.output)
+    model = Path(options.model).expanduser().resolve()
+    return Path("runs/evaluation") / Path(public_name(str(model))).name
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from typing import Any
 
 VOCABULARY = 320
 HEAD_DIM = 16
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+CODE_SPLIT = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Pattern of words in OLMo 2's and Llama 3's tokenizer.json; the classes for GPT-2 and Llama 2 have others."""
 INST = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"

@@ -24,7 +24,7 @@ from .mohawk.stages import check_stages
 from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .probes import plain_tokens, with_recall
 from .teacher_model import TeacherModel
-from .text import calibration_rows
+from .text import CalibrationRows, calibration_rows
 
 
 @dataclass
@@ -74,7 +74,6 @@ class Aligner:
         keep_free_memory(LARGEST_KEPT)
         self.model = TeacherModel(weights, options)
         self.report: dict[str, Any] = {}
-        self.begin = 0  # of the rows of `ids`: number of tokens that the tokenizer begins a text with
         self._caches: list[FitCache] = []
 
     def follow(self, placement: Placement, options: ConversionOptions | None = None) -> None:
@@ -88,6 +87,11 @@ class Aligner:
     @functools.cached_property
     def ids(self) -> torch.Tensor:
         """Token ids (S, L) that mixers are fitted on, the last `held_out_sequences` of which judge."""
+        return self.with_recall(self.text.ids) if self.options.has_windows else self.text.ids
+
+    @functools.cached_property
+    def text(self) -> CalibrationRows:
+        """Rows of the calibration text as they stand there."""
         alignment, length = self.options.alignment, self.options.sequence_length
         held_out = alignment.held_out_sequences
         num_fitting = max(alignment.tokens // length - held_out, 0)
@@ -96,13 +100,13 @@ class Aligner:
                 f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge "
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
-        rows, self.begin = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
-        self.report |= {"text": public_name(alignment.text), "tokens": rows.numel(), "sequence_length": length}
-        return self.with_recall(rows) if self.options.has_windows else rows
+        rows = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
+        self.report |= {"text": public_name(alignment.text), "tokens": rows.ids.numel(), "sequence_length": length}
+        return rows
 
     def with_recall(self, rows: torch.Tensor) -> torch.Tensor:
         """Make some rows (S, L) of the text ask for recall."""
-        return with_recall(rows, plain_tokens(self.model.config.vocab_size), self.options.seed, self.begin)
+        return with_recall(rows, plain_tokens(self.model.config.vocab_size), self.options.seed, self.text.begin)
 
     def read_text(self) -> None:
         """Read the calibration text, or draw it, which otherwise happens when it is first needed."""

@@ -80,7 +80,7 @@ def _files(path: Path) -> list[Path]:
 def beginning_of_text(tokenizer: Any) -> list[int]:
     """Return the token ids that a tokenizer puts before every text, such as BOS."""
     bare, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
-    return whole[: whole.index(bare[0])] if bare else []
+    return whole[: whole.index(bare[0])] if bare and bare[0] in whole else []
 
 
 def token_rows(

@@ -14,15 +14,10 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from modeling_llamba.ship_code import code_files
 
 from ..errors import during
-from ..teachers.teacher import Teacher, first_line, load_tokenizer
+from ..teachers.teacher import LICENCE_FILES, TOKENIZER_FILES, Teacher, first_line, load_tokenizer
 from ..weights.reader import Checkpoint, GgufCheckpoint, read_json
 from ..weights.students import STUDENTS
 
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
-    "tekken.json", "chat_template*", "additional_chat_templates/*",
-)  # fmt: skip
-"""Patterns of the files that belong to a tokenizer. Which of them count is for transformers to say."""
 PROBES = (
     "The 3 quick brown foxes, 1234567 of them, jumped over 0.5 dogs in 2026!",
     "def f(x):\n    return x * 1.5\n\n\n# hello\n\tif x != y: pass\r\n",
@@ -37,7 +32,6 @@ OF_TRAINING = {
     "return_dict_in_generate": (True, "`generate` returns tokens unless asked for more"),
 }
 """Generation settings that belong to a teacher's training: their values there, and why a hybrid has others."""
-LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 Licence = dict[str, str | list[str]]
 """Licence fields in the head of a model's card."""

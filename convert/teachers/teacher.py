@@ -37,19 +37,14 @@ from .base import COMMON_FIELDS, TeacherFamily
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SIDE_FILES = [
-    "*.json",
-    "tokenizer*",
-    "vocab*",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "*.tiktoken",
-    "README.md",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-]
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
+    "tekken.json", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+"""Patterns of the files that belong to a tokenizer. Which of them count is for transformers to say."""
+LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
+SIDE_FILES = [*TOKENIZER_FILES, "*.json", "*.txt", "README.md", *LICENCE_FILES]
+"""Patterns of the files beside the weights that are downloaded from a repository."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

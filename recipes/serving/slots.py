@@ -245,11 +245,11 @@ class SlotLayer(nn.Module, MambaBase):
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
-        """The kind of vLLM's whose metadata there is no more to than what ours needs."""
+        """Kind of state layer by which vLLM prepares metadata; that of Mamba-1 holds all that is needed here."""
         return MambaAttentionBackendEnum.MAMBA1
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """Ours."""
+        """Backend whose builder makes `SlotMetadata`, for vLLM."""
         return SlotBackend
 
     def in_slots(self, inputs: list[torch.Tensor], width: int) -> torch.Tensor:

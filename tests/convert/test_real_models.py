@@ -15,8 +15,7 @@ from convert.checkpoint.tokenizer import differing_text
 from convert.formats.export import export_checkpoint
 from convert.options import ExportOptions, OutputOptions
 from recipes import dpo, sft
-from tests.convert.test_tokenizer import CODE_SPLIT
-from tests.real_models import REAL_MODELS, VOCABULARY, RealModel, small_config, small_generation, small_ids
+from tests.real_models import CODE_SPLIT, REAL_MODELS, VOCABULARY, RealModel, small_config, small_generation, small_ids
 from tests.recipes.tiny_chat import common_arguments
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,9 @@ from transformers import AutoTokenizer
 from convert import convert
 from convert.checkpoint.tokenizer import PROBES, differing_text
 from tests.modeling.test_training import tokenizer
+from tests.real_models import CODE_SPLIT
 from tests.teachers import TEACHERS, make_teacher
 
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-CODE_SPLIT = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""As in OLMo 2's and Llama 3's tokenizer.json, which the classes for GPT-2 and Llama 2 would replace by their own."""
 ONE_OF_EACH_FAMILY = list({config.model_type: name for name, (_, config) in TEACHERS.items()}.values())
 CHAT = [{"role": "user", "content": "2 + 2 = 4?\n\n  Yes"}, {"role": "assistant", "content": " Yes, 100 %"}]
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"

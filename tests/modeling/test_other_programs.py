@@ -62,7 +62,10 @@ def test_rows_of_a_cache_are_selected_and_repeated(pattern):
 
 
 def test_nothing_to_select_before_the_first_token():
-    MixerLayer().batch_repeat_interleave(2)
+    layer = MixerLayer()
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0]))
+    assert layer.conv_states[0] is None and layer.recurrent_states[0] is None
 
 
 def test_attentions_that_are_left_out_are_said(caplog):
