@@ -6,6 +6,7 @@ is more than half of a small model's step. Here a layer of it, itself unchanged,
 Shapes: B batch, L length, H query heads, K key/value heads.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .norms import head_norm
 from .rotary import apply_rotary
+from .rounding import Rounding
 
 # tokens; or an eighth of what there is, where that is more
 MIN_ROOM = 128
@@ -34,6 +36,7 @@ class SoftmaxAttention(nn.Module):
         self.is_causal = True
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
+        self.rounding = Rounding(config.window_bits if is_sliding else config.full_attention_bits, self.head_dim)
         q_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
@@ -54,20 +57,20 @@ class SoftmaxAttention(nn.Module):
         query, key, value = project_heads(self, hidden_states)
         query = apply_rotary(query, *position_embeddings, head_dim_axis=1)
         key = apply_rotary(key, *position_embeddings, head_dim_axis=1)
+        store = None
         if past_key_values is not None:
-            key, value = update_keys(past_key_values, self.layer_idx, key, value)
-        output, probabilities = attention_function(self.config)(
+            store = functools.partial(update_keys, past_key_values, self.layer_idx)
+        attend = functools.partial(
+            attention_function(self.config),
             self,
-            query,
-            key,
-            value,
-            attention_mask,
+            attention_mask=attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **capped(self.softcap),
             **kwargs,
         )
+        output, probabilities = attend_rounded(self.rounding, attend, store, query, key, value)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
 
 
@@ -85,6 +88,38 @@ def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[to
         query = attention.q_norm(query)
         key = attention.k_norm(key)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def attend_rounded(
+    rounding: Rounding,
+    attend: Callable,
+    store: Callable | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Softmax attention to keys and values as a cache holds them, rounded or not.
+
+    Args:
+        attend: attention of queries (B, H, L, D) to keys and values (B, K, T, D), which returns (B, L, H, D) and
+            probabilities or None.
+        store: adds new keys and values to a cache and returns all that it holds; None where there is no cache.
+        query, key, value: of the new tokens.
+    """
+    key_rows, value_rows = rounding.encode(key), rounding.encode(value)
+    if store is not None:
+        key_rows, value_rows = store(key_rows, value_rows)
+    if store is None or (rounding.rounds and key.requires_grad):
+        past = key_rows.shape[2] - key.shape[2]
+        rows = ((key, key_rows), (value, value_rows))
+        held = [rounding.decode(t[:, :, :past], new.dtype) for new, t in rows] if past else [None, None]
+        new = [rounding.round(new, t[:, :, past:]) for new, t in rows]
+        key, value = (n if h is None else torch.cat([h, n], dim=2) for h, n in zip(held, new, strict=True))
+        return attend(query, key, value)
+    # what is held is not rotated back: there is much of it, and of queries and outputs little
+    key, value = (rounding.decode(t, query.dtype, rotated=True) for t in (key_rows, value_rows))
+    output, probabilities = attend(rounding.rotate(query), key, value)
+    return rounding.rotate(output), probabilities
 
 
 def attention_function(config) -> Callable:

@@ -20,6 +20,8 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import is_torchdynamo_compiling
 
+from .rounding import Rounding
+
 
 class SlowDims(NamedTuple):
     """The dimensions of a key that the state keeps: the planes that the rotary embedding turns slowest, and what is
@@ -44,20 +46,23 @@ class SlowDims(NamedTuple):
 
 
 class BlockShape(NamedTuple):
-    """Sizes of a layer's window and salient cache, and what of a key its state keeps (None: there is no state)."""
+    """Sizes of a layer's window and salient cache, what of a key its state keeps (None: there is no state), and the
+    rounding of the keys and values that are held."""
 
     block: int
     whole_blocks: int
     sinks: int
     places: int
     slow: SlowDims | None
+    rounding: Rounding
 
     @classmethod
     def of(cls, config, layer: int) -> "BlockShape":
         """The shape that a hybrid's configuration gives to a layer."""
         slow = None if config.mixer == "none" else SlowDims(config.rotary_planes, config.state_planes(layer))
         block, sinks = config.hybrid_block, config.hybrid_sinks
-        return cls(block, config.window_of(layer) // block - 1, sinks, sinks + config.hybrid_salient, slow)
+        rounding = Rounding(config.window_bits, config.head_dim)
+        return cls(block, config.window_of(layer) // block - 1, sinks, sinks + config.hybrid_salient, slow, rounding)
 
     @property
     def window(self) -> int:
@@ -68,11 +73,11 @@ class BlockShape(NamedTuple):
 class Held(NamedTuple):
     """State of a layer for each row.
 
-    keys, values (B, K, P + C, D): the salient cache, then the window. Places are sorted by salience, the highest
+    keys, values (B, K, P + C, D), or rows of bytes (B, K, P + C, W) where they are rounded (rounding.py): the salient
+    cache, then the window. Places are sorted by salience, the highest
     first, so that sinks come first and empty places last; the window is filled from the left and ends with the open
-    block. salience (B, P + C) in
-    float32: -inf in an empty place, +inf for a sink. state (B, K, D + 1, N + 1) in float32 or wider, or None. seen
-    (B,): number of tokens so far.
+    block. salience (B, P + C) in float32 or wider: -inf in an empty place, +inf for a sink. state (B, K, D + 1, N + 1)
+    in that type, or None. seen (B,): number of tokens so far.
     """
 
     keys: torch.Tensor
@@ -82,22 +87,22 @@ class Held(NamedTuple):
     seen: torch.Tensor
 
     @classmethod
-    def empty(cls, shape: BlockShape, like: torch.Tensor) -> "Held":
-        """Before the first token; `like` are keys (B, K, ., D)."""
-        batch, heads, _, dim = like.shape
-        keys = like.new_zeros(batch, heads, shape.places + shape.window, dim)
-        wide = torch.promote_types(like.dtype, torch.float32)
-        salience = torch.full((batch, keys.shape[2]), -torch.inf, dtype=torch.float32, device=like.device)
+    def empty(cls, shape: BlockShape, tokens: "NewTokens") -> "Held":
+        """Before the first of these tokens."""
+        batch, heads, _, width = tokens.keys.shape
+        keys = tokens.keys.new_zeros(batch, heads, shape.places + shape.window, width)
+        salience = tokens.salience.new_full((batch, keys.shape[2]), -torch.inf)
         state = None
         if shape.slow is not None:
-            slow = shape.slow.take(like[0, 0, :0]).shape[-1]
-            state = like.new_zeros(batch, heads, dim + 1, slow + 1, dtype=wide)
-        return cls(keys, torch.zeros_like(keys), salience, state, torch.zeros_like(like[:, 0, 0, 0], dtype=torch.long))
+            dim = shape.rounding.dim
+            slow = dim - 2 * (shape.slow.planes - shape.slow.slow_planes)
+            state = tokens.salience.new_zeros(batch, heads, dim + 1, slow + 1)
+        return cls(keys, torch.zeros_like(keys), salience, state, tokens.index.new_zeros(batch))
 
     @classmethod
     def within_window(cls, shape: BlockShape, tokens: "NewTokens") -> "Held":
         """After tokens that begin a sequence, hold no padding, and are all in the window."""
-        length, empty = tokens.keys.shape[2], cls.empty(shape, tokens.keys)
+        length, empty = tokens.keys.shape[2], cls.empty(shape, tokens)
         columns = slice(shape.places, shape.places + length)
         empty.keys[:, :, columns], empty.values[:, :, columns] = tokens.keys, tokens.values
         empty.salience[:, columns] = tokens.salience
@@ -115,7 +120,8 @@ class Held(NamedTuple):
 class NewTokens(NamedTuple):
     """Tokens in the order of their sequence, between which padding may stand.
 
-    keys, values (B, K, T, D). salience (B, T) in float32. index (B, T): number in the sequence, -1 at padding.
+    keys, values (B, K, T, D) or their rows of bytes (B, K, T, W). salience (B, T) in float32 or wider. index (B, T):
+    number in the sequence, -1 at padding.
     """
 
     keys: torch.Tensor
@@ -157,7 +163,8 @@ def open_block(held: Held, shape: BlockShape) -> Held:
     if state is not None:
         there = F.pad(salience[:, :P] > -torch.inf, (0, E), value=True)
         lost = there.scatter(1, order, False)
-        state = state + outer_products(held.keys[:, :, :candidates], held.values[:, :, :candidates], lost, shape.slow)
+        left = (shape.rounding.decode(t[:, :, :candidates], state.dtype) for t in held[:2])
+        state = state + outer_products(*left, lost, shape.slow)
     room = (0, 0, 0, E)
     return Held(
         torch.cat([keys, F.pad(held.keys[:, :, candidates:], room)], dim=2),
@@ -206,7 +213,8 @@ def advance(held: Held, new: NewTokens, shape: BlockShape) -> Held:
     order = competing.sort(dim=1, descending=True, stable=True).indices[:, :P]
     state = held.state
     if state is not None:
-        state = state + outer_products(keys, values, left.scatter(1, order, False), shape.slow)
+        vectors = (shape.rounding.decode(t, state.dtype) for t in (keys, values))
+        state = state + outer_products(*vectors, left.scatter(1, order, False), shape.slow)
 
     stays = index >= begin
     stays[:, :P] = False

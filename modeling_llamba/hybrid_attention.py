@@ -38,6 +38,7 @@ Shapes: B batch, L length, H query heads, K key/value heads, r = H / K, D head d
 are not rotated; E block, G groups of m blocks, P places, T columns.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention import append_keys, attention_function, capped, hiding, project_heads, qk_norms
+from .attention import append_keys, attend_rounded, attention_function, capped, hiding, project_heads, qk_norms
 from .block_layout import Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
 from .hybrid_step_kernel import can_run, mix_one
 from .rotary import apply_rotary
+from .rounding import Rounding
 from .ssd import requested_backend
 
 SEGMENT = 4096
@@ -90,7 +92,8 @@ class Projected(NamedTuple):
     """Queries, keys and values of all heads, rotated.
 
     query (B, H, L, D). sink_query: the same for sinks that are too far away, or None. key, value (B, K, L, D).
-    salience (B, L) in float32: +inf at sinks, -inf at padding.
+    salience (B, L) in float32 or wider: +inf at sinks, -inf at padding. key_rows, value_rows: keys and values as a
+    cache holds them, for heads with a window alone; the same tensors where nothing is rounded.
     """
 
     query: torch.Tensor
@@ -98,6 +101,12 @@ class Projected(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     salience: torch.Tensor
+    key_rows: torch.Tensor | None = None
+    value_rows: torch.Tensor | None = None
+
+    def tokens(self, index: torch.Tensor) -> NewTokens:
+        """Tokens with these numbers (B, L), as a cache takes them."""
+        return NewTokens(self.key_rows, self.value_rows, self.salience, index)
 
 
 class Near(NamedTuple):
@@ -166,6 +175,7 @@ class HybridAttention(nn.Module):
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
+        self.kept_rounding = Rounding(config.full_attention_bits, self.head_dim)
         self.register_buffer("salience", torch.zeros(config.hidden_size) if config.hybrid_salient else None)
         self.mass = self.down = self.up = None
         if self.shape.slow is not None:
@@ -213,10 +223,11 @@ class HybridAttention(nn.Module):
         return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
 
     def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
         if self.salience is None:
-            salience = torch.full(inputs.index.shape, -torch.inf, device=hidden_states.device)
+            salience = torch.full(inputs.index.shape, -torch.inf, dtype=wide, device=hidden_states.device)
         else:
-            salience = (hidden_states.detach().float() * self.salience.float()).sum(-1)
+            salience = (hidden_states.detach().to(wide) * self.salience.to(wide)).sum(-1)
         if inputs.start is not None and inputs.start >= self.shape.sinks:
             return salience
         salience = salience.masked_fill(inputs.index < self.shape.sinks, torch.inf)
@@ -227,29 +238,36 @@ class HybridAttention(nn.Module):
         key, value = (_of_heads(t, self.kept) for t in (projected.key, projected.value))
         if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
             causal_mask = causal_bias(projected.query)[None, None]
-        if layer is not None:
-            key, value = append_keys(layer.kept, key, value)
         self.kept_heads.training = self.training
-        output, _ = attention_function(self.config)(
+        attend = functools.partial(
+            attention_function(self.config),
             self.kept_heads,
-            _of_heads(projected.query, self.kept, self.shared),
-            key,
-            value,
-            causal_mask,
+            attention_mask=causal_mask,
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             **capped(self.softcap),
             **kwargs,
         )
-        return output
+        store = None if layer is None else functools.partial(append_keys, layer.kept)
+        query = _of_heads(projected.query, self.kept, self.shared)
+        return attend_rounded(self.kept_rounding, attend, store, query, key, value)[0]
 
     def select_windowed(self, projected: Projected) -> Projected:
-        """Without the kept heads."""
-        if not self.kept:
-            return projected
-        query, sink_query = (None if t is None else _of_heads(t, self.windowed, self.shared) for t in projected[:2])
-        key, value = (_of_heads(t, self.windowed) for t in (projected.key, projected.value))
-        return Projected(query, sink_query, key, value, projected.salience)
+        """Without the kept heads, and with the rows that a cache takes."""
+        query, sink_query, key, value, salience = projected[:5]
+        if self.kept:
+            query = _of_heads(query, self.windowed, self.shared)
+            sink_query = None if sink_query is None else _of_heads(sink_query, self.windowed, self.shared)
+            key, value = (_of_heads(t, self.windowed) for t in (key, value))
+        rounding = self.shape.rounding
+        return Projected(query, sink_query, key, value, salience, rounding.encode(key), rounding.encode(value))
+
+    def rounded(self, projected: Projected) -> Projected:
+        """With keys and values as their rows hold them."""
+        rounding = self.shape.rounding
+        key = rounding.round(projected.key, projected.key_rows)
+        value = rounding.round(projected.value, projected.value_rows)
+        return projected._replace(key=key, value=value)
 
     def project_out(
         self, output: torch.Tensor, of_kept: torch.Tensor | None, features: torch.Tensor | None
@@ -278,12 +296,13 @@ class HybridAttention(nn.Module):
             layer: of the cache, to go on from and to update; or None.
         """
         held = None if layer is None else layer.held
+        projected = self.rounded(projected)
         length, outputs, features = projected.query.shape[2], [], []
         size = length if inputs.seq_idx is not None else SEGMENT
         # a compiled graph is for a number of segments; range(0, length, size) would make it one for this length
         for first in [n * size for n in range(-(-length // size))]:
             part, of_part = _segment(projected, inputs, slice(first, first + size), whole=size >= length)
-            opened = None if held is None else self._opened(held, of_part)
+            opened = self._opened(held, part, of_part)
             fused = is_torchdynamo_compiling() or self._by_flex(part.query)
             if torch.is_grad_enabled() and not fused:
                 # else scores and probabilities are kept for the backward pass, as much as the rest of the model's
@@ -293,18 +312,22 @@ class HybridAttention(nn.Module):
             outputs.append(output)
             features += [] if of_features is None else [of_features]
             if layer is not None or first + size < length:
-                tokens = NewTokens(part.key, part.value, part.salience, of_part.index)
+                tokens = part.tokens(of_part.index)
                 if held is None and of_part.start == 0 and part.key.shape[2] <= self.shape.window:
                     held = Held.within_window(self.shape, tokens)
                 else:
-                    held = advance(Held.empty(self.shape, part.key) if held is None else held, tokens, self.shape)
+                    held = advance(Held.empty(self.shape, tokens) if held is None else held, tokens, self.shape)
         if layer is not None:
-            layer.keep(held, NewTokens(projected.key, projected.value, projected.salience, inputs.index))
+            layer.keep(held, projected.tokens(inputs.index))
         if len(outputs) == 1:
             return outputs[0], features[0] if features else None
         return torch.cat(outputs, dim=1), torch.cat(features, dim=1) if features else None
 
-    def _opened(self, held: Held, inputs: HybridInputs) -> Held:
+    def _opened(self, held: Held | None, projected: Projected, inputs: HybridInputs) -> Held | None:
+        """State of the layer while the block of the first token is open; None in rows that are known to begin here."""
+        if held is None:
+            known = inputs.start == 0 or inputs.seq_idx is not None
+            return None if known else Held.empty(self.shape, projected.tokens(inputs.index))
         if inputs.start is None:
             return open_blocks(held, self.shape, held.seen)
         opens = inputs.start % self.shape.block == 0 and inputs.start >= self.shape.window
@@ -326,12 +349,10 @@ class HybridAttention(nn.Module):
             layout = Layout.behind_window(shape, projected.key)
         elif inputs.seq_idx is not None:
             layout = Layout.packed(shape, inputs.index, inputs.seq_idx)
+        elif inputs.start is None:
+            layout = Layout.gathered(shape, held, inputs.index)
         else:
-            held = Held.empty(shape, projected.key) if held is None else held
-            if inputs.start is None:
-                layout = Layout.gathered(shape, held, inputs.index)
-            else:
-                layout = Layout.continued(shape, held, projected.key, inputs.start)
+            layout = Layout.continued(shape, held, projected.key, inputs.start)
         output, features = (
             None if t is None else layout.to_tokens(t) for t in self.mix_blocks(projected, held, layout)
         )
@@ -351,9 +372,13 @@ class HybridAttention(nn.Module):
 
     def attend_blocks(self, projected: Projected, held: Held | None, layout: Layout) -> Near:
         """Softmax attention of the blocks of a layout, and the state beside it."""
-        past = (None, None, None) if held is None else held[:3]
-        keys, values = layout.columns(past[0], projected.key), layout.columns(past[1], projected.value)
-        salience = layout.salience(past[2], projected.salience)
+        past_keys = past_values = past_salience = None
+        if held is not None:
+            dtype, rounding = projected.key.dtype, self.shape.rounding
+            past_keys, past_values = (rounding.decode(t, dtype) for t in held[:2])
+            past_salience = held.salience
+        keys, values = layout.columns(past_keys, projected.key), layout.columns(past_values, projected.value)
+        salience = layout.salience(past_salience, projected.salience)
         holders, until = layout.select(salience)
         query, visible = layout.queries(projected.query, self.kv_groups), until
         sinks = None
@@ -515,7 +540,7 @@ class HybridAttention(nn.Module):
         """Do what `prompt` does for L tokens of one block, which are written into the cache's layer in place."""
         shape, query, start = self.shape, projected.query, inputs.start
         length = query.shape[2]
-        tokens = NewTokens(projected.key, projected.value, projected.salience, inputs.index)
+        tokens = projected.tokens(inputs.index)
         is_early = start is not None and start < shape.window  # the state is empty then
         if self._one_launch(query):
             layer.put(tokens, start)
@@ -524,16 +549,19 @@ class HybridAttention(nn.Module):
                 shape.block, shape.sinks, shape.places, *shape.slow,
             )  # fmt: skip
             return output, None if is_early else features
-        first, last, bias = layer.write(tokens, start)
+        first, last, hidden = layer.write(tokens, start)
         held = layer.held
         query = query.unflatten(1, self.kv_groups).flatten(2, 3)  # (B, K, r L, D)
-        keys, values = held.keys[:, :, first:last], held.values[:, :, first:last]
-        if bias is not None:
-            bias = bias.to(query.dtype).repeat(1, self.shared, 1)[:, None]
+        bias = None if hidden is None else hiding(hidden, query.dtype).repeat(1, self.shared, 1)[:, None]
+        # what is held is not rotated back: there is much of it, and of queries and outputs little
+        turn = shape.rounding.rotate
+        keys, values = (shape.rounding.decode(t[:, :, first:last], query.dtype, rotated=True) for t in held[:2])
         if projected.sink_query is not None and not is_early:
-            output, log_mass = self._attend_far_sinks(query, projected.sink_query, keys, values, held, bias)
+            sink_query = turn(projected.sink_query)
+            output, log_mass = self._attend_far_sinks(turn(query), sink_query, keys, values, held, bias)
         else:
-            output, log_mass = self._attend(query, keys, values, bias)
+            output, log_mass = self._attend(turn(query), keys, values, bias)
+        output = turn(output)
         batch, (K, r), D = len(query), self.kv_groups, query.shape[-1]
         if self.mass is None or is_early:
             return output.view(batch, K * r, length, D).transpose(1, 2), None
@@ -555,7 +583,7 @@ class HybridAttention(nn.Module):
     def _one_launch(self, query: torch.Tensor) -> bool:
         """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
         dropout = self.training and self.config.attention_dropout
-        if self.mass is None or dropout or query.shape[2] > 1:
+        if self.mass is None or dropout or query.shape[2] > 1 or self.shape.rounding.rounds:
             return False
         if requested_backend(self.config.mixer_backend) == "torch":
             return False
@@ -619,7 +647,7 @@ def _segment(projected: Projected, inputs: HybridInputs, which: slice, whole: bo
     """Some tokens of a prompt."""
     if whole:
         return projected, inputs
-    tensors = (None if t is None else t[:, :, which] for t in projected[:4])
+    tensors = [None if t is None else t[:, :, which] for t in projected._replace(salience=None)]
     start = None if inputs.start is None else inputs.start + which.start
-    index = inputs.index[:, which]
-    return Projected(*tensors, projected.salience[:, which]), HybridInputs(index, start)
+    part = Projected(*tensors)._replace(salience=projected.salience[:, which])
+    return part, HybridInputs(inputs.index[:, which], start)

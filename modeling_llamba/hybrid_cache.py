@@ -26,7 +26,6 @@ from transformers.cache_utils import (
 )
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention import hiding
 from .eviction import BlockShape, Held, NewTokens, advance, open_block, open_blocks
 
 CROPPABLE = 128
@@ -146,22 +145,21 @@ class HybridLayer(CacheLayerMixin):
             start: number of the first token, where it is the same in all rows and known; else L = 1.
 
         Returns:
-            The columns first .. last - 1 that the tokens attend to, and a bias (B or 1, L, last - first) where they do
-            not attend to all of these.
+            The columns first .. last - 1 that the tokens attend to, and which of these (B or 1, L, last - first) bool
+            are hidden from which token; None where none is.
         """
         column, held, length = self.put(tokens, start), self.held, tokens.index.shape[1]
         E, n, P, C = self.shape.block, self.shape.whole_blocks, self.shape.places, self.shape.window
         if start is None:
-            return 0, P + C, self._bias(held, column[:, None])
+            return 0, P + C, self._hidden(held, column[:, None])
         first, last = P if start < C else 0, column + length
         all_held = start < C or (start // E - n) * E >= P
         if all_held and length == 1:
             return first, last, None
         own = torch.arange(column, last, device=held.seen.device)[None]
         if not all_held:
-            return 0, P + C, self._bias(held, own.expand(len(held.seen), -1))
-        later = torch.arange(first, last, device=held.seen.device) > own[..., None]
-        return first, last, hiding(later, held.keys.dtype)
+            return 0, P + C, self._hidden(held, own.expand(len(held.seen), -1))
+        return first, last, torch.arange(first, last, device=held.seen.device) > own[..., None]
 
     def put(self, tokens: NewTokens, start: int | None) -> int | torch.Tensor:
         """`write` without a look at what the tokens attend to; the first column, (B,) where rows may differ."""
@@ -170,7 +168,7 @@ class HybridLayer(CacheLayerMixin):
         shape = self.shape
         E, n, P, C = shape.block, shape.whole_blocks, shape.places, shape.window
         if self.held is None:
-            self._hold(Held.empty(shape, tokens.keys))
+            self._hold(Held.empty(shape, tokens))
         if start is not None:
             if start % E == 0 and start >= C:
                 self._hold(open_block(self.held, shape))
@@ -197,11 +195,10 @@ class HybridLayer(CacheLayerMixin):
         held.seen.add_(real.long())
         return column
 
-    def _bias(self, held: Held, last: torch.Tensor) -> torch.Tensor:
-        """(B, L, P + C): 0 in places that are held and in the window up to the columns `last` (B, L), else least."""
+    def _hidden(self, held: Held, last: torch.Tensor) -> torch.Tensor:
+        """(B, L, P + C): True in places that are empty and in the window after the columns `last` (B, L)."""
         number, P = torch.arange(held.salience.shape[1], device=last.device), self.shape.places
-        hidden = torch.where(number < P, (held.salience == -torch.inf)[:, None], number > last[..., None])
-        return hiding(hidden, held.keys.dtype)
+        return torch.where(number < P, (held.salience == -torch.inf)[:, None], number > last[..., None])
 
     def _count(self, tokens: NewTokens) -> None:
         if self.most is not None and self.length.device != tokens.index.device:
@@ -222,7 +219,7 @@ class HybridLayer(CacheLayerMixin):
         self.recording = Recording(base, (2, 2, 1, 1), lambda held, tokens: self._replay(held, NewTokens(*tokens)))
 
     def _replay(self, held: Held | None, tokens: NewTokens) -> Held:
-        return advance(Held.empty(self.shape, tokens.keys) if held is None else held, tokens, self.shape)
+        return advance(Held.empty(self.shape, tokens) if held is None else held, tokens, self.shape)
 
     def _record(self, tokens: NewTokens) -> None:
         if self.recording is not None and not self.record_past:

@@ -4,6 +4,8 @@ Lists of tokens stand for the window, the salient cache and the evicted; nothing
 hybrid_attention.py for the equations and the letters.
 """
 
+import math
+
 import torch
 
 from .hybrid_attention import HybridAttention
@@ -32,6 +34,7 @@ def naive_hybrid_attention(
         q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
     far_q = apply_rotary(q, *(rotary if sink_rotary is None else sink_rotary), head_dim_axis=1)
     q, k = (apply_rotary(t, *rotary, head_dim_axis=1) for t in (q, k))
+    k, v = _as_held(layer, k), _as_held(layer, v)
     salience = None if layer.salience is None else hidden_states @ layer.salience.double()
     outputs = []
     for t in range(length):
@@ -59,6 +62,33 @@ def naive_hybrid_attention(
         out = layer.o_proj(torch.cat(y))
         outputs.append(out if layer.down is None else out + layer.up(layer.down(torch.cat(features))))
     return torch.stack(outputs)
+
+
+def _as_held(layer: HybridAttention, vectors: torch.Tensor) -> torch.Tensor:
+    """Keys or values (L, K, D) rounded as those of a cache are (rounding.py); gradients pass unchanged."""
+    heads = []
+    for head in range(vectors.shape[1]):
+        rounding = layer.kept_rounding if head in layer.kept else layer.shape.rounding
+        heads.append(vectors[:, head])
+        if rounding.bits < 16:
+            rounded = torch.stack([_rounded(vector, rounding.bits) for vector in vectors[:, head].detach()])
+            heads[-1] = vectors[:, head] + rounded - vectors[:, head].detach()
+    return torch.stack(heads, dim=1)
+
+
+def _rounded(vector: torch.Tensor, bits: int) -> torch.Tensor:
+    """One vector (D,) rounded to so many bits in the basis of a Hadamard matrix."""
+    size = len(vector)
+    part = size & -size  # the largest power of two that divides it
+    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(part)] for i in range(part)])
+    rotation = torch.block_diag(*[signs.double() / part**0.5] * (size // part))
+    group = size if bits == 8 else math.gcd(size, 32)
+    largest = 2 ** (bits - 1) - 1
+    found = []
+    for numbers in (rotation @ vector).split(group):
+        scale = (numbers.abs().max() / largest).half().double()
+        found += [scale * min(max((number / scale).round(), -largest), largest) for number in numbers]
+    return rotation @ torch.stack(found)
 
 
 def _left(shape, salience: torch.Tensor | None, t: int) -> tuple[list[int], list[int], list[int]]:

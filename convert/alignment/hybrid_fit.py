@@ -196,7 +196,7 @@ def _projected(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> tuple
         )
     projected = layer.project(u, rotary, unpadded(u))
     of_kept = layer.attend_kept(projected, None, None) if layer.kept else None
-    return layer.select_windowed(projected), of_kept
+    return layer.rounded(layer.select_windowed(projected)), of_kept
 
 
 def _near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
@@ -262,7 +262,7 @@ def attention_received(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) 
     shape, length = layer.shape, u.shape[1]
     received = u.new_zeros(u.shape[:2])
     block = torch.arange(length, device=u.device) // shape.block
-    projected = layer.select_windowed(layer.project(u, rotary, unpadded(u)))
+    projected = layer.rounded(layer.select_windowed(layer.project(u, rotary, unpadded(u))))
     for rows, scores in _scores(layer, projected.query, projected.key, 0):
         left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
         received[:, : scores.shape[-1]] += (scores.softmax(-1).sum(1) * left).sum(1)

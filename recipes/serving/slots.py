@@ -47,8 +47,10 @@ def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
     if config.layer_types[layer] == "hybrid":
         shared = config.num_attention_heads // config.num_key_value_heads
         heads = config.num_key_value_heads - len(config.full_heads_of(layer)) // shared
-        like = torch.empty(1, heads, 1, config.head_dim, dtype=dtype, device="meta")
-        held = Held.empty(BlockShape.of(config, layer), like)._replace(seen=None)._asdict()
+        shape = BlockShape.of(config, layer)
+        rows = shape.rounding.encode(torch.empty(1, heads, 1, config.head_dim, dtype=dtype, device="meta"))
+        salience = torch.empty(1, 1, dtype=torch.float32, device="meta")
+        held = Held.empty(shape, NewTokens(rows, rows, salience, salience.long()))._replace(seen=None)._asdict()
         sizes = {name: (tuple(t.shape[1:]), t.dtype) for name, t in held.items() if t is not None}
     else:
         H, G, P, N = config.mixer_num_heads, config.mixer_num_kv_heads, config.mixer_head_dim, config.mixer_d_state
@@ -138,7 +140,7 @@ class SlotRows(HybridLayer):
     def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
         """Write a token, like `HybridLayer.write`."""
         column = self.put(tokens, start)
-        return 0, self.held.salience.shape[1], self._bias(self.held, column[:, None])
+        return 0, self.held.salience.shape[1], self._hidden(self.held, column[:, None])
 
 
 @dataclass
@@ -398,7 +400,8 @@ def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torc
     heads, (K, shared) = heads.transpose(1, 2), attention.kv_groups
     queries, key, value = heads.split([heads.shape[1] - 2 * K, K, K], dim=1)
     query, *sink_query = queries.split(K * shared, dim=1)
-    return Projected(query, sink_query[0] if sink_query else None, key, value, salience)
+    rows = [attention.shape.rounding.encode(t) for t in (key, value)]
+    return Projected(query, sink_query[0] if sink_query else None, key, value, salience, *rows)
 
 
 def step_rows(
