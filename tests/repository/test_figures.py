@@ -1,0 +1,44 @@
+"""Figures of the README and the result pages, which are those in docs/results/*.json."""
+
+import re
+
+import pytest
+
+from recipes.evaluation.figures import PAGES, ROOT, SOURCE, TABLE, entries, render, rendered
+
+TABLES = re.compile(r"^\|.*\n\|[-:|]+\n(?:\|.*\n)+", re.M)
+FIGURE = re.compile(r"\d[.,]\d|\d %")
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_tables_are_rendered_from_the_figures(path):
+    text = path.read_text()
+    assert TABLE.search(text)
+    assert text == rendered(path), "run `python -m recipes.evaluation.figures`"
+    written_by_hand = [cell for table in TABLES.findall(TABLE.sub("", text)) for cell in table.split("|")]
+    versions = re.compile(r"Phi-\d\.\d|Mamba-\d")
+    assert not [cell for cell in written_by_hand if FIGURE.search(versions.sub("", cell))]
+
+
+@pytest.mark.parametrize("page", ["quality", "performance"])
+def test_figures_say_where_they_come_from(page):
+    for key, entry in entries(page):
+        assert all(isinstance(entry[field], str) and entry[field] for field in SOURCE), key
+        assert isinstance(entry["value"], str) or entry["unit"] or entry["value"] is None, key
+
+
+def test_each_table_stands_on_a_page():
+    shown = {(page, found[2]) for path, page in PAGES.items() for found in TABLE.finditer(path.read_text())}
+    held = {(page, key.partition("/")[0]) for page in PAGES.values() for key, _ in entries(page)}
+    assert shown == held
+
+
+def test_a_figure_is_shown_as_it_is_written():
+    quality = dict(entries("quality"))
+    assert str(quality["default/web, a window/256–512"]["value"]) == "0.000"
+    assert "| needles found | the default | 79 % |" in render("quality", "recall")
+    assert "| 548.4 | | 6,040 |" in render("readme", "quality")
