@@ -36,7 +36,8 @@ class SoftmaxAttention(nn.Module):
         self.is_causal = True
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
-        self.rounding = Rounding(config.window_bits if is_sliding else config.full_attention_bits, self.head_dim)
+        bits = config.window_bits if is_sliding else config.full_attention_bits
+        self.roundings = Rounding.of_pair(bits, self.head_dim)
         q_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
@@ -70,7 +71,7 @@ class SoftmaxAttention(nn.Module):
             **capped(self.softcap),
             **kwargs,
         )
-        output, probabilities = attend_rounded(self.rounding, attend, store, query, key, value)
+        output, probabilities = attend_rounded(self.roundings, attend, store, query, key, value)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
 
 
@@ -91,7 +92,7 @@ def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[to
 
 
 def attend_rounded(
-    rounding: Rounding,
+    roundings: tuple[Rounding, Rounding],
     attend: Callable,
     store: Callable | None,
     query: torch.Tensor,
@@ -106,20 +107,27 @@ def attend_rounded(
         store: adds new keys and values to a cache and returns all that it holds; None where there is no cache.
         query, key, value: of the new tokens.
     """
-    key_rows, value_rows = rounding.encode(key), rounding.encode(value)
+    of_keys, of_values = roundings
+    key_rows, value_rows = of_keys.encode(key), of_values.encode(value)
     if store is not None:
         key_rows, value_rows = store(key_rows, value_rows)
-    if store is None or (rounding.rounds and key.requires_grad):
-        past = key_rows.shape[2] - key.shape[2]
-        rows = ((key, key_rows), (value, value_rows))
-        held = [rounding.decode(t[:, :, :past], new.dtype) for new, t in rows] if past else [None, None]
-        new = [rounding.round(new, t[:, :, past:]) for new, t in rows]
-        key, value = (n if h is None else torch.cat([h, n], dim=2) for h, n in zip(held, new, strict=True))
+    if store is None or (key.requires_grad and (of_keys.rounds or of_values.rounds)):
+        key, value = _with_past(of_keys, key, key_rows), _with_past(of_values, value, value_rows)
         return attend(query, key, value)
     # what is held is not rotated back: there is much of it, and of queries and outputs little
-    key, value = (rounding.decode(t, query.dtype, rotated=True) for t in (key_rows, value_rows))
-    output, probabilities = attend(rounding.rotate(query), key, value)
-    return rounding.rotate(output), probabilities
+    key = of_keys.decode(key_rows, query.dtype, rotated=True)
+    value = of_values.decode(value_rows, query.dtype, rotated=True)
+    output, probabilities = attend(of_keys.rotate(query), key, value)
+    return of_values.rotate(output), probabilities
+
+
+def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """All vectors of rows (B, K, T, W), through the last of which, those of `new` (B, K, L, D), gradients pass."""
+    past = rows.shape[2] - new.shape[2]
+    rounded = rounding.round(new, rows[:, :, past:])
+    if past == 0:
+        return rounded
+    return torch.cat([rounding.decode(rows[:, :, :past], new.dtype), rounded], dim=2)
 
 
 def attention_function(config) -> Callable:

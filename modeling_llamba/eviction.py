@@ -54,15 +54,16 @@ class BlockShape(NamedTuple):
     sinks: int
     places: int
     slow: SlowDims | None
-    rounding: Rounding
+    key_rounding: Rounding
+    value_rounding: Rounding
 
     @classmethod
     def of(cls, config, layer: int) -> "BlockShape":
         """The shape that a hybrid's configuration gives to a layer."""
         slow = None if config.mixer == "none" else SlowDims(config.rotary_planes, config.state_planes(layer))
         block, sinks = config.hybrid_block, config.hybrid_sinks
-        rounding = Rounding(config.window_bits, config.head_dim)
-        return cls(block, config.window_of(layer) // block - 1, sinks, sinks + config.hybrid_salient, slow, rounding)
+        places, roundings = sinks + config.hybrid_salient, Rounding.of_pair(config.window_bits, config.head_dim)
+        return cls(block, config.window_of(layer) // block - 1, sinks, places, slow, *roundings)
 
     @property
     def window(self) -> int:
@@ -91,13 +92,14 @@ class Held(NamedTuple):
         """Before the first of these tokens."""
         batch, heads, _, width = tokens.keys.shape
         keys = tokens.keys.new_zeros(batch, heads, shape.places + shape.window, width)
+        values = tokens.values.new_zeros(*keys.shape[:3], tokens.values.shape[3])
         salience = tokens.salience.new_full((batch, keys.shape[2]), -torch.inf)
         state = None
         if shape.slow is not None:
-            dim = shape.rounding.dim
+            dim = shape.key_rounding.dim
             slow = dim - 2 * (shape.slow.planes - shape.slow.slow_planes)
             state = tokens.salience.new_zeros(batch, heads, dim + 1, slow + 1)
-        return cls(keys, torch.zeros_like(keys), salience, state, tokens.index.new_zeros(batch))
+        return cls(keys, values, salience, state, tokens.index.new_zeros(batch))
 
     @classmethod
     def within_window(cls, shape: BlockShape, tokens: "NewTokens") -> "Held":
@@ -152,6 +154,13 @@ class State(NamedTuple):
         return cls(count.clamp(min=1).log(), count < 0.5, value_mean, key_mean, covariance)
 
 
+def decoded(
+    shape: BlockShape, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, rotated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (..., D) of rows that are held; see `Rounding.decode`."""
+    return shape.key_rounding.decode(keys, dtype, rotated), shape.value_rounding.decode(values, dtype, rotated)
+
+
 def open_block(held: Held, shape: BlockShape) -> Held:
     """Open a new block in rows whose window is full: its first block leaves, and the others move up."""
     P, E = shape.places, shape.block
@@ -163,7 +172,8 @@ def open_block(held: Held, shape: BlockShape) -> Held:
     if state is not None:
         there = F.pad(salience[:, :P] > -torch.inf, (0, E), value=True)
         lost = there.scatter(1, order, False)
-        left = (shape.rounding.decode(t[:, :, :candidates], state.dtype) for t in held[:2])
+        rows = (t[:, :, :candidates] for t in held[:2])
+        left = decoded(shape, *rows, state.dtype)
         state = state + outer_products(*left, lost, shape.slow)
     room = (0, 0, 0, E)
     return Held(
@@ -213,7 +223,7 @@ def advance(held: Held, new: NewTokens, shape: BlockShape) -> Held:
     order = competing.sort(dim=1, descending=True, stable=True).indices[:, :P]
     state = held.state
     if state is not None:
-        vectors = (shape.rounding.decode(t, state.dtype) for t in (keys, values))
+        vectors = decoded(shape, keys, values, state.dtype)
         state = state + outer_products(*vectors, left.scatter(1, order, False), shape.slow)
 
     stays = index >= begin

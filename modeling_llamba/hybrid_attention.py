@@ -50,7 +50,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .attention import append_keys, attend_rounded, attention_function, capped, hiding, project_heads, qk_norms
 from .block_layout import Layout
-from .eviction import BlockShape, Held, NewTokens, State, advance, gather_columns, open_block, open_blocks
+from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
 from .hybrid_step_kernel import can_run, mix_one
 from .rotary import apply_rotary
@@ -175,7 +175,7 @@ class HybridAttention(nn.Module):
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
-        self.kept_rounding = Rounding(config.full_attention_bits, self.head_dim)
+        self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim)
         self.register_buffer("salience", torch.zeros(config.hidden_size) if config.hybrid_salient else None)
         self.mass = self.down = self.up = None
         if self.shape.slow is not None:
@@ -250,7 +250,7 @@ class HybridAttention(nn.Module):
         )
         store = None if layer is None else functools.partial(append_keys, layer.kept)
         query = _of_heads(projected.query, self.kept, self.shared)
-        return attend_rounded(self.kept_rounding, attend, store, query, key, value)[0]
+        return attend_rounded(self.kept_roundings, attend, store, query, key, value)[0]
 
     def select_windowed(self, projected: Projected) -> Projected:
         """Without the kept heads, and with the rows that a cache takes."""
@@ -259,14 +259,13 @@ class HybridAttention(nn.Module):
             query = _of_heads(query, self.windowed, self.shared)
             sink_query = None if sink_query is None else _of_heads(sink_query, self.windowed, self.shared)
             key, value = (_of_heads(t, self.windowed) for t in (key, value))
-        rounding = self.shape.rounding
-        return Projected(query, sink_query, key, value, salience, rounding.encode(key), rounding.encode(value))
+        rows = self.shape.key_rounding.encode(key), self.shape.value_rounding.encode(value)
+        return Projected(query, sink_query, key, value, salience, *rows)
 
     def rounded(self, projected: Projected) -> Projected:
         """With keys and values as their rows hold them."""
-        rounding = self.shape.rounding
-        key = rounding.round(projected.key, projected.key_rows)
-        value = rounding.round(projected.value, projected.value_rows)
+        key = self.shape.key_rounding.round(projected.key, projected.key_rows)
+        value = self.shape.value_rounding.round(projected.value, projected.value_rows)
         return projected._replace(key=key, value=value)
 
     def project_out(
@@ -374,8 +373,7 @@ class HybridAttention(nn.Module):
         """Softmax attention of the blocks of a layout, and the state beside it."""
         past_keys = past_values = past_salience = None
         if held is not None:
-            dtype, rounding = projected.key.dtype, self.shape.rounding
-            past_keys, past_values = (rounding.decode(t, dtype) for t in held[:2])
+            past_keys, past_values = decoded(self.shape, *held[:2], projected.key.dtype)
             past_salience = held.salience
         keys, values = layout.columns(past_keys, projected.key), layout.columns(past_values, projected.value)
         salience = layout.salience(past_salience, projected.salience)
@@ -554,14 +552,15 @@ class HybridAttention(nn.Module):
         query = query.unflatten(1, self.kv_groups).flatten(2, 3)  # (B, K, r L, D)
         bias = None if hidden is None else hiding(hidden, query.dtype).repeat(1, self.shared, 1)[:, None]
         # what is held is not rotated back: there is much of it, and of queries and outputs little
-        turn = shape.rounding.rotate
-        keys, values = (shape.rounding.decode(t[:, :, first:last], query.dtype, rotated=True) for t in held[:2])
+        turn = shape.key_rounding.rotate
+        rows = (t[:, :, first:last] for t in held[:2])
+        keys, values = decoded(shape, *rows, query.dtype, rotated=True)
         if projected.sink_query is not None and not is_early:
             sink_query = turn(projected.sink_query)
             output, log_mass = self._attend_far_sinks(turn(query), sink_query, keys, values, held, bias)
         else:
             output, log_mass = self._attend(turn(query), keys, values, bias)
-        output = turn(output)
+        output = shape.value_rounding.rotate(output)
         batch, (K, r), D = len(query), self.kv_groups, query.shape[-1]
         if self.mass is None or is_early:
             return output.view(batch, K * r, length, D).transpose(1, 2), None
@@ -583,7 +582,9 @@ class HybridAttention(nn.Module):
     def _one_launch(self, query: torch.Tensor) -> bool:
         """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
         dropout = self.training and self.config.attention_dropout
-        if self.mass is None or dropout or query.shape[2] > 1 or self.shape.rounding.rounds:
+        if self.mass is None or dropout or query.shape[2] > 1:
+            return False
+        if self.shape.key_rounding.rounds or self.shape.value_rounding.rounds:
             return False
         if requested_backend(self.config.mixer_backend) == "torch":
             return False

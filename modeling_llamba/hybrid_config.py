@@ -16,7 +16,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybri
 QK_NORMS = (None, "rms", "layer", "all_heads")
 ROPES = ("main", "local", "none")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
-CACHE_BITS = (16, 8, 4)
+CACHE_BITS = (16, 8, 7, 6, 5, 4, 3, 2)
 ROPE_NUMBERS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -132,8 +132,8 @@ class HybridConfig(PreTrainedConfig):
         hybrid_state_planes: planes of each key, those that the rotary embedding turns slowest, that the state keeps;
             all of them by default. Dimensions that are not rotated are kept in any case.
         full_attention_bits: bits of a key's or value's number in the cache of full attention, that of kept heads
-            included: 16 (the model's own type), 8 or 4. window_bits: the same for hybrid layers' windows, sinks and
-            salient tokens, and for sliding attention.
+            included: 16 (the model's own type), 8 to 2; as a list, those of keys and those of values. window_bits: the
+            same for hybrid layers' windows, sinks and salient tokens, and for sliding attention.
         hybrid_rank: rank of the map that a hybrid layer adds to o_proj, 0 for none; a list, with an entry for every
             layer, where they differ.
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that keep full attention: all that share a
@@ -204,8 +204,8 @@ class HybridConfig(PreTrainedConfig):
     hybrid_state_planes: int | None = None
     hybrid_rank: int | list[int] = 0
     hybrid_full_heads: list[list[int]] | None = None
-    full_attention_bits: int = 16
-    window_bits: int = 16
+    full_attention_bits: int | list[int] = 16
+    window_bits: int | list[int] = 16
     mixer_chunk_size: int = 64
     mixer_backend: str = "auto"
     conversion: dict[str, Any] | None = None
@@ -325,8 +325,6 @@ class HybridConfig(PreTrainedConfig):
             "qk_norm": QK_NORMS,
             "mixer_qk_norm": QK_NORMS,
             "mixer_backend": BACKENDS,
-            "full_attention_bits": CACHE_BITS,
-            "window_bits": CACHE_BITS,
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
@@ -342,9 +340,8 @@ class HybridConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, not {value!r}.")
-        bits = min(self.full_attention_bits, self.window_bits)
-        if self.head_dim * bits % 16:
-            raise ValueError(f"A cache of {bits} bits needs whole pairs of bytes; head_dim {self.head_dim} has none.")
+        for name in ("full_attention_bits", "window_bits"):
+            self._validate_bits(name)
         self._validate_rotary()
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or len(self.layer_types) != self.num_hidden_layers:
@@ -376,6 +373,18 @@ class HybridConfig(PreTrainedConfig):
         if self.mixer == "none" and "linear_attention" in self.layer_types:
             raise ValueError("layer_types has linear_attention, so mixer must be one of the mixers, not 'none'.")
         self._validate_window()
+
+    def _validate_bits(self, name: str) -> None:
+        value = getattr(self, name)
+        pair = value if isinstance(value, list) else [value, value]
+        if len(pair) != 2 or not set(pair) <= set(CACHE_BITS):
+            raise ValueError(
+                f"{name} must be one of {CACHE_BITS}, or a list of two for keys and values, not {value!r}."
+            )
+        if min(pair) < 8 and self.head_dim % 16:
+            raise ValueError(f"{name} of less than 8 needs a head_dim that is a multiple of 16, not {self.head_dim}.")
+        if min(pair) < 16 and self.head_dim % 2:
+            raise ValueError(f"{name} of less than 16 needs an even head_dim, not {self.head_dim}.")
 
     def _validate_rotary(self) -> None:
         layers = ["main"] * self.num_hidden_layers if self.layer_rope is None else self.layer_rope

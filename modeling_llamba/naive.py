@@ -34,7 +34,7 @@ def naive_hybrid_attention(
         q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
     far_q = apply_rotary(q, *(rotary if sink_rotary is None else sink_rotary), head_dim_axis=1)
     q, k = (apply_rotary(t, *rotary, head_dim_axis=1) for t in (q, k))
-    k, v = _as_held(layer, k), _as_held(layer, v)
+    k, v = _as_held(layer, k, 0), _as_held(layer, v, 1)
     salience = None if layer.salience is None else hidden_states @ layer.salience.double()
     outputs = []
     for t in range(length):
@@ -64,14 +64,16 @@ def naive_hybrid_attention(
     return torch.stack(outputs)
 
 
-def _as_held(layer: HybridAttention, vectors: torch.Tensor) -> torch.Tensor:
-    """Keys or values (L, K, D) rounded as those of a cache are (rounding.py); gradients pass unchanged."""
+def _as_held(layer: HybridAttention, vectors: torch.Tensor, which: int) -> torch.Tensor:
+    """Keys (0) or values (1), (L, K, D), rounded as those of a cache are (rounding.py); gradients pass unchanged."""
     heads = []
     for head in range(vectors.shape[1]):
-        rounding = layer.kept_rounding if head in layer.kept else layer.shape.rounding
+        config = layer.config
+        bits = config.full_attention_bits if head in layer.kept else config.window_bits
+        bits = bits[which] if isinstance(bits, list) else bits
         heads.append(vectors[:, head])
-        if rounding.bits < 16:
-            rounded = torch.stack([_rounded(vector, rounding.bits) for vector in vectors[:, head].detach()])
+        if bits < 16:
+            rounded = torch.stack([_rounded(vector, bits) for vector in vectors[:, head].detach()])
             heads[-1] = vectors[:, head] + rounded - vectors[:, head].detach()
     return torch.stack(heads, dim=1)
 
@@ -82,7 +84,7 @@ def _rounded(vector: torch.Tensor, bits: int) -> torch.Tensor:
     part = size & -size  # the largest power of two that divides it
     signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(part)] for i in range(part)])
     rotation = torch.block_diag(*[signs.double() / part**0.5] * (size // part))
-    group = size if bits == 8 else math.gcd(size, 32)
+    group = size if bits > 4 else math.gcd(size, 32)
     largest = 2 ** (bits - 1) - 1
     found = []
     for numbers in (rotation @ vector).split(group):

@@ -1,12 +1,14 @@
-"""Keys and values in 8 or 4 bits: each token's vector of a head is rounded alone and becomes one row of bytes.
+"""Keys and values in few bits: each token's vector of a head is rounded alone and becomes one row of bytes.
 
 Since no row depends on another, blocks open, caches are cropped and beams change places as with unrounded tensors.
 Keys have a few dimensions with large values, which a common scale would leave no precision for the others. So a vector
 is first multiplied by a Hadamard matrix, which spreads them over all dimensions (QuaRot, arXiv 2404.00456). Of the
 result each group of numbers has a scale in float16, the largest magnitude over the largest code, and integer codes:
 
-    row = [scales, codes]            8 bits: one code a byte, one group
-                                     4 bits: numbers i and i + D / 2 in one byte, groups of GROUP numbers
+    row = [scales, codes]
+
+Codes of 8 bits are bytes. Others are non-negative and cut into parts of 4, 2 and 1 bits, such as 6 = 4 + 2, the lowest
+first. A byte holds 8 / p parts of p bits, which come from numbers D p / 8 apart.
 
 Softmax attention is the same for rotated queries, keys and values as for unrotated ones, up to the rotation of its
 output; what is stored need not be rotated back to be attended to.
@@ -21,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 GROUP = 32
-"""Numbers with one scale, at four bits."""
+"""Numbers with one scale, at four bits or less; at more, all numbers of a vector have one."""
 WHOLE = 16
 """Bits that stand for the model's own type, in which nothing is rounded."""
 
@@ -32,6 +34,12 @@ class Rounding(NamedTuple):
     bits: int
     dim: int
 
+    @classmethod
+    def of_pair(cls, bits: int | list[int], dim: int) -> "tuple[Rounding, Rounding]":
+        """Roundings of keys and of values, from the bits of both or of each."""
+        keys, values = bits if isinstance(bits, list) else (bits, bits)
+        return cls(keys, dim), cls(values, dim)
+
     @property
     def rounds(self) -> bool:
         """True if vectors are rounded at all."""
@@ -40,7 +48,12 @@ class Rounding(NamedTuple):
     @property
     def groups(self) -> int:
         """Number of groups, which have a scale each."""
-        return 1 if self.bits == 8 else self.dim // math.gcd(self.dim, GROUP)
+        return 1 if self.bits > 4 else self.dim // math.gcd(self.dim, GROUP)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Bits of the parts of a code, the lowest first."""
+        return tuple(size for size in (8, 4, 2, 1) if self.bits & size)
 
     @property
     def largest(self) -> int:
@@ -68,12 +81,16 @@ class Rounding(NamedTuple):
         # a scale of 0 has codes of 0
         codes = (groups / scale.to(groups.dtype).clamp(min=torch.finfo(torch.float16).smallest_normal)).round_()
         codes = codes.clamp_(-self.largest, self.largest).flatten(-2)
+        row = [scale.flatten(-2).view(torch.uint8)]
         if self.bits == 8:
-            packed = codes.to(torch.int8).view(torch.uint8)
-        else:
-            low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
-            packed = low | high << 4
-        return torch.cat([scale.flatten(-2).view(torch.uint8), packed], dim=-1)
+            return torch.cat([*row, codes.to(torch.int8).view(torch.uint8)], dim=-1)
+        codes = (codes + self.largest).to(torch.uint8)
+        for size in self.parts:
+            part = codes & (1 << size) - 1
+            shifted = [piece << size * i for i, piece in enumerate(part.chunk(8 // size, dim=-1))]
+            row.append(functools.reduce(torch.bitwise_or, shifted))
+            codes = codes >> size
+        return torch.cat(row, dim=-1)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype, rotated: bool = False) -> torch.Tensor:
         """Vectors (..., D) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
@@ -85,9 +102,21 @@ class Rounding(NamedTuple):
         if self.bits == 8:
             codes = packed.view(torch.int8).to(wide)
         else:
-            codes = torch.cat([packed & 15, packed >> 4], dim=-1).to(wide) - 8
+            codes = self._unpacked(packed).to(wide) - self.largest
         vectors = (codes.unflatten(-1, (self.groups, -1)) * scale.to(wide)[..., None]).flatten(-2)
         return (vectors if rotated else self.rotate(vectors)).to(dtype)
+
+    def _unpacked(self, packed: torch.Tensor) -> torch.Tensor:
+        """Codes (..., D) of the bytes that hold their parts."""
+        codes, first, shift = None, 0, 0
+        for size in self.parts:
+            last = first + self.dim * size // 8
+            part = packed[..., first:last]
+            pieces = [part >> size * i & (1 << size) - 1 for i in range(8 // size)]
+            part = torch.cat(pieces, dim=-1) << shift
+            codes = part if codes is None else codes | part
+            first, shift = last, shift + size
+        return codes
 
     def round(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Vectors (..., D) as their rows hold them; gradients pass as if nothing were rounded."""

@@ -3,6 +3,8 @@
 import torch
 from transformers import PreTrainedConfig
 
+from modeling_llamba.rounding import Rounding
+
 CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 """Tokens at which sizes are shown."""
 
@@ -10,7 +12,7 @@ CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes one sequence of `length` tokens keeps while generating: the teacher's, and the hybrid's.
 
-    Keys and values in `dtype`; recurrent states in float32; a sliding window keeps its window.
+    Keys and values in `dtype`, the hybrid's in its bits; recurrent states in float32; a sliding window keeps its window.
     """
     inner = config.mixer_num_heads * config.mixer_head_dim
     recurrent = num_states(config) * config.mixer_head_dim * config.mixer_d_state * 4
@@ -21,24 +23,29 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
     states = {"linear_attention": state}
     teacher_types = config.conversion["teacher_layer_types"]
-    attention = {kind: attention_bytes(config, kind, length, dtype) for kind in teacher_types}
+    whole = {kind: attention_bytes(config, kind, length, dtype) for kind in teacher_types}
     hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
     others = [kind for kind in config.layer_types if kind != "hybrid"]
-    hybrid = sum(states[kind] if kind in states else attention[kind] for kind in others)
+    rounded = {kind: attention_bytes(config, kind, length, dtype, rounded=True) for kind in teacher_types}
+    hybrid = sum(states[kind] if kind in states else rounded[kind] for kind in others)
     hybrid += sum(hybrid_bytes(config, layer, length, dtype) for layer in hybrids)
-    return sum(attention[kind] for kind in teacher_types), hybrid
+    return sum(whole[kind] for kind in teacher_types), hybrid
 
 
 def hybrid_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of a hybrid layer after `length` tokens: the same at any length but for its kept heads."""
     windowed = windowed_heads(config, layer)
     kept = config.num_key_value_heads - windowed
-    key_and_value = 2 * config.head_dim * dtype.itemsize
     columns = config.hybrid_sinks + config.hybrid_salient + config.window_of(layer)
-    size = kept * key_and_value * length + state_bytes(config, layer)
+    size = kept * pair_bytes(config, config.full_attention_bits, dtype) * length + state_bytes(config, layer)
     if length:  # room for all columns from the first token on, each with its salience
-        size += columns * (windowed * key_and_value + 4)
+        size += columns * (windowed * pair_bytes(config, config.window_bits, dtype) + 4)
     return size
+
+
+def pair_bytes(config: PreTrainedConfig, bits: int | list[int], dtype: torch.dtype) -> int:
+    """Bytes of a head's key and value of one token."""
+    return sum(rounding.width(dtype) for rounding in Rounding.of_pair(bits, config.head_dim))
 
 
 def windowed_heads(config: PreTrainedConfig, layer: int) -> int:
@@ -54,10 +61,15 @@ def state_bytes(config: PreTrainedConfig, layer: int) -> int:
     return windowed_heads(config, layer) * (config.head_dim + 1) * (config.state_keys(layer) + 1) * 4
 
 
-def attention_bytes(config: PreTrainedConfig, layer_type: str, length: int, dtype: torch.dtype) -> int:
-    """Bytes of a layer that keeps its attention; one with a window needs all but the window's first column."""
-    tokens = min(length, config.sliding_window - 1) if layer_type == "sliding_attention" else length
-    return 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize * tokens
+def attention_bytes(
+    config: PreTrainedConfig, layer_type: str, length: int, dtype: torch.dtype, rounded: bool = False
+) -> int:
+    """Bytes of a layer that keeps its attention, in `dtype` or rounded to the hybrid's bits; one with a window needs all
+    but the window's first column."""
+    tokens, bits = length, config.full_attention_bits
+    if layer_type == "sliding_attention":
+        tokens, bits = min(length, config.sliding_window - 1), config.window_bits
+    return config.num_key_value_heads * pair_bytes(config, bits if rounded else 16, dtype) * tokens
 
 
 def num_states(config: PreTrainedConfig) -> int:

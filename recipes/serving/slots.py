@@ -48,9 +48,10 @@ def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
         shared = config.num_attention_heads // config.num_key_value_heads
         heads = config.num_key_value_heads - len(config.full_heads_of(layer)) // shared
         shape = BlockShape.of(config, layer)
-        rows = shape.rounding.encode(torch.empty(1, heads, 1, config.head_dim, dtype=dtype, device="meta"))
+        like = torch.empty(1, heads, 1, config.head_dim, dtype=dtype, device="meta")
+        rows = shape.key_rounding.encode(like), shape.value_rounding.encode(like)
         salience = torch.empty(1, 1, dtype=torch.float32, device="meta")
-        held = Held.empty(shape, NewTokens(rows, rows, salience, salience.long()))._replace(seen=None)._asdict()
+        held = Held.empty(shape, NewTokens(*rows, salience, salience.long()))._replace(seen=None)._asdict()
         sizes = {name: (tuple(t.shape[1:]), t.dtype) for name, t in held.items() if t is not None}
     else:
         H, G, P, N = config.mixer_num_heads, config.mixer_num_kv_heads, config.mixer_head_dim, config.mixer_d_state
@@ -400,7 +401,7 @@ def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torc
     heads, (K, shared) = heads.transpose(1, 2), attention.kv_groups
     queries, key, value = heads.split([heads.shape[1] - 2 * K, K, K], dim=1)
     query, *sink_query = queries.split(K * shared, dim=1)
-    rows = [attention.shape.rounding.encode(t) for t in (key, value)]
+    rows = attention.shape.key_rounding.encode(key), attention.shape.value_rounding.encode(value)
     return Projected(query, sink_query[0] if sink_query else None, key, value, salience, *rows)
 
 

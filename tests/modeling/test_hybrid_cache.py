@@ -20,6 +20,7 @@ VARIANTS = {
     "larger blocks": dict(hybrid_block=5, hybrid_window=15),
     "far sinks": dict(hybrid_sinks=3, hybrid_sink_reach=12),
     "no state": dict(mixer="none"),
+    "few bits": dict(head_dim=16, full_attention_bits=[6, 4], window_bits=8),
     "no rotary, and a local one": dict(
         layer_rope=["none", "local"], local_rope_parameters={"rope_type": "default", "rope_theta": 100.0}
     ),

@@ -1,0 +1,107 @@
+"""Keys and values in few bits: rows of bytes against the rounding written out, and whole models against themselves."""
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from modeling_llamba.hybrid_config import CACHE_BITS
+from modeling_llamba.naive import _rounded
+from modeling_llamba.rounding import Rounding
+from tests.students import make_student
+from tests.teachers import random_ids
+
+MIXED = dict(
+    head_dim=16,
+    layer_types=["full_attention", "sliding_attention", "hybrid", "hybrid"],
+    num_hidden_layers=4,
+    sliding_window=8,
+    hybrid_full_heads=[[], [], [], [0, 1]],
+    full_attention_bits=[6, 4],
+    window_bits=8,
+)
+
+
+@pytest.mark.parametrize("bits", [bits for bits in CACHE_BITS if bits < 16])
+@pytest.mark.parametrize("dim", [16, 48, 64, 80])
+def test_rows_hold_what_the_rounding_says(bits, dim):
+    rounding = Rounding(bits, dim)
+    vectors = torch.randn(2, 3, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(bits))
+    vectors[0, 0, 3] = 100.0  # an outlier
+    vectors[1, 2] = 0.0
+    rows = rounding.encode(vectors)
+    assert rows.dtype == torch.uint8
+    assert rows.shape == (2, 3, rounding.width(torch.float64))
+    expected = torch.stack([_rounded(vector, bits) if vector.any() else vector for vector in vectors.flatten(0, 1)])
+    torch.testing.assert_close(rounding.decode(rows, torch.float64).flatten(0, 1), expected)
+    rotated = rounding.decode(rows, torch.float64, rotated=True)
+    torch.testing.assert_close(rounding.rotate(rotated).flatten(0, 1), expected)
+
+
+def test_more_bits_round_less():
+    vectors = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for bits in (2, 3, 4, 5, 6, 7, 8):
+        rounding = Rounding(bits, 64)
+        errors.append((rounding.decode(rounding.encode(vectors), torch.float32) - vectors).norm() / vectors.norm())
+    assert all(finer < 0.7 * coarser for coarser, finer in zip(errors, errors[1:], strict=False))
+    assert errors[-1] < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sixteen_bits_change_nothing(dtype):
+    vectors = torch.randn(3, 10).to(dtype)
+    rounding = Rounding(16, 10)
+    assert rounding.encode(vectors) is vectors
+    assert rounding.decode(vectors, dtype) is vectors
+    assert rounding.width(dtype) == 10 * dtype.itemsize
+
+
+@torch.no_grad()
+def test_a_prompt_is_its_steps_and_its_chunks():
+    model = make_student(**MIXED).double().eval()
+    ids = random_ids(2, 45)
+    expected = model(ids, use_cache=False).logits
+    rounded_less = make_student(**MIXED | dict(full_attention_bits=16, window_bits=16)).double().eval()
+    assert (rounded_less(ids, use_cache=False).logits - expected).abs().max() > 1e-3
+    for sizes in ([1] * 45, [45], [20, 1, 13, 11]):
+        cache, found = None, []
+        for part in ids.split(sizes, dim=1):
+            output = model(part, past_key_values=cache)
+            cache = output.past_key_values
+            found.append(output.logits)
+        torch.testing.assert_close(torch.cat(found, dim=1), expected)
+
+
+@torch.no_grad()
+def test_a_static_cache_holds_rows_too():
+    model = make_student(**MIXED).double().eval()
+    ids = random_ids(1, 40)
+    expected = model(ids, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    found = [model(part, past_key_values=cache).logits for part in ids.split(20, dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
+    assert cache.layers[0].keys.dtype == torch.uint8
+
+
+def test_gradients_pass_the_rounding():
+    model = make_student(**MIXED).double().train()
+    ids = random_ids(1, 40)
+    with_cache = torch.autograd.grad(model(ids, use_cache=True).logits.square().mean(), list(model.parameters()))
+    without = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), list(model.parameters()))
+    for one, other in zip(with_cache, without, strict=True):
+        torch.testing.assert_close(one, other)
+    by_name = dict(zip(dict(model.named_parameters()), without, strict=True))
+    assert all(by_name[f"model.layers.{i}.self_attn.k_proj.weight"].abs().max() > 0 for i in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(window_bits=9), "window_bits must be one of"),
+        (dict(full_attention_bits=[8, 8, 8]), "full_attention_bits must be one of"),
+        (dict(head_dim=8, window_bits=4), "multiple of 16"),
+    ],
+)
+def test_impossible_bits_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_student(**MIXED | fields)
