@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
-from convert.checkpoint.load import load_tokenizer
+from convert.checkpoint.load import prompt_tokenizer
 from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         raise ValueError("teacher_model_name_or_path is missing; it names who answers.")
     rows, _ = load_splits(data, mixture, False, COLUMNS)
     try:
-        tokenizer = load_tokenizer(
+        tokenizer = prompt_tokenizer(
             teaching.teacher_model_name_or_path, teaching.teacher_revision, arguments.trust_remote_code
         )
     except ValueError as error:

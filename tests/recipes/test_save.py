@@ -81,7 +81,7 @@ def test_settings_that_keep_a_model_from_loading_come_with_their_file(which, set
     names = world | {which: folder}
     with pytest.raises(ValueError, match=f"{which} does not load: its generation_config.json is refused"):
         sft.main(common_arguments(names["hybrid"], names["teacher"], world[sft], tmp_path / "out"))
-    with pytest.raises(ValueError, match=f"{which} cannot be loaded: its generation_config.json is refused"):
+    with pytest.raises(ValueError, match=f"{which} does not load: its generation_config.json is refused"):
         load_model(str(folder))
 
 

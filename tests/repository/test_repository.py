@@ -121,6 +121,27 @@ def test_import_and_export_need_neither_alignment_nor_the_conversion(module):
     assert "convert.alignment.closed_form" in reachable("convert.pipeline")  # the graph is not blind
 
 
+def test_models_and_tokenizers_are_loaded_in_one_place():
+    """All that loads one says in the same words why it does not load, and refuses random weights."""
+    elsewhere = {
+        "convert/checkpoint/card.py",  # what a card tells its readers
+        "convert/checkpoint/tokenizer.py",  # asks whether files make a tokenizer
+        "recipes/evaluation/load_elsewhere.py",  # runs where this project is not installed
+    }
+    found = {
+        kind: {
+            str(path.relative_to(ROOT))
+            for package in ("convert", "recipes")
+            for path in (ROOT / package).rglob("*.py")
+            if f"{kind}.from_pretrained(" in path.read_text()
+        }
+        - elsewhere
+        for kind in ("AutoModelForCausalLM", "AutoTokenizer")
+    }
+    places = {"AutoModelForCausalLM": "convert/checkpoint/load.py", "AutoTokenizer": "convert/teachers/teacher.py"}
+    assert found == {kind: {place} for kind, place in places.items()}
+
+
 def test_family_tables_hold_no_tensor_code():
     for path in (ROOT / "convert" / "teachers").glob("*.py"):
         if path.name == "teacher.py":
