@@ -33,7 +33,7 @@ from convert.options import (
 )
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.alignment.tiny import LENGTH, rows, teacher_model
-from tests.convert.test_bad_input import run_as_is
+from tests.helpers.command import run_as_is
 from tests.teachers import TINY, make_teacher
 
 TOKENS = 20 * 2 * LENGTH

@@ -62,6 +62,15 @@ def test_imports_point_down_only(package):
                 assert RANKS[top] < RANKS[package], f"{path.relative_to(ROOT)} imports {module}"
 
 
+def test_no_test_file_imports_another():
+    """What several of them need lies in `tests/helpers`, a file for each concept."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for module, _, _, node in imports(path):
+            parts = [*(module or "").split("."), *(alias.name for alias in node.names)]
+            files = [part for part in parts if part.startswith("test_") and list(ROOT.glob(f"tests/**/{part}.py"))]
+            assert not files, f"{path.relative_to(ROOT)}:{node.lineno} imports {files[0]}"
+
+
 @pytest.mark.parametrize("package", MODELING)
 def test_shipped_code_is_flat_and_self_contained(package, tmp_path):
     ship_code(MODELING[package], tmp_path)
