@@ -7,13 +7,12 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from convert.alignment.probes import needle_probe, plain_tokens
+from convert.checkpoint.load import load_model, prompt_tokenizer
 from convert.cli import progress_bars
 from convert.options import make_options
 from convert.pipeline import run
@@ -50,8 +49,8 @@ def main(output: Path) -> dict:
     console.print(f"{describe_seconds(plan)} -> {output}", highlight=False)
 
     console.rule("teacher, and the hybrid in a process without this project")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    tokenizer = prompt_tokenizer(str(gguf))
+    teacher = load_model(str(gguf))
     hybrid = run_elsewhere(str(output.absolute()), PROMPTS, text, MAX_TOKENS, MAX_NEW_TOKENS)
     table = Table("prompt", "teacher", "hybrid")
     for prompt, of_hybrid in zip(PROMPTS, hybrid["answers"], strict=True):
@@ -62,7 +61,7 @@ def main(output: Path) -> dict:
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :MAX_TOKENS]
     known = Reader(lambda ids: hybrid["logits"][None], lambda logits: logits)
     compared = figures(per_token(known, reader(teacher), ids, batch_size=1))
-    models = {"teacher": teacher, "hybrid": AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()}
+    models = {"teacher": teacher, "hybrid": load_model(str(output), "float32")}
     vocabulary = plain_tokens(teacher.config.vocab_size)
     probe = needle_probe(ids.expand(NEEDLES, -1), vocabulary, seed=1, width=NEEDLE, place=PLACE)
     answers = probe.answers.sum().item()

@@ -24,7 +24,7 @@ from rich.markup import escape
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from convert.checkpoint.load import load_config, load_model, load_tokenizer, locate
+from convert.checkpoint.load import load_config, load_model, locate, prompt_tokenizer
 from convert.checkpoint.tokenizer import differing_text
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.memory import keep_free_memory
@@ -186,7 +186,7 @@ class Evaluation:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which has to read text as the teacher's does."""
         trust, names = self.options.trust_remote_code, list(self.names.values())
-        found, *others = (load_tokenizer(name, trust_remote_code=trust) for name in names)
+        found, *others = (prompt_tokenizer(name, trust_remote_code=trust) for name in names)
         if others and others[0].get_vocab() != found.get_vocab():
             raise ValueError(f"{names[1]} has another vocabulary than {names[0]}; give its own --teacher.")
         if others and (text := differing_text(found, others[0])) is not None:

@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from convert.alignment.text import documents, token_rows
 from convert.checkpoint.hub import prepare_repository, upload
-from convert.checkpoint.load import load_tokenizer
+from convert.checkpoint.load import load_model, prompt_tokenizer
 from convert.cli import progress_bars
 from convert.options import make_options
 from convert.pipeline import run
@@ -69,7 +69,7 @@ def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[st
 def prepare_data(gguf: Path, folder: Path) -> None:
     """Write what is missing: prompts and preference pairs, web text, and the teacher's answers to the prompts."""
     if not (folder / "prompts.jsonl").is_file():
-        fetch_chats(folder, load_tokenizer(str(gguf)))
+        fetch_chats(folder, prompt_tokenizer(str(gguf)))
     if not (folder / "text" / "owt_5.jsonl").is_file():
         validation_text.main(folder / "text")
     if not (folder / "seqkd").is_dir():
@@ -166,12 +166,12 @@ def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     train(sft.main, hybrid, gguf, folder / "chats", finetuned, *SFT)
     dpo_options = ["--learning_rate", "2e-5", "--beta", "0.1", "--max_length", str(PAIR_TOKENS)]
     train(dpo.main, finetuned, gguf, folder / "pairs", preferred, *dpo_options, "--precompute_ref_log_probs", "true")
-    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    teacher = load_model(str(gguf))
     held_out = str(folder / "text" / "owt_5.jsonl")
-    text = token_rows(documents(held_out), load_tokenizer(str(gguf)), 512, 4, held_out)
+    text = token_rows(documents(held_out), prompt_tokenizer(str(gguf)), 512, 4, held_out)
     models = {"teacher": teacher}
     for path in (hybrid, finetuned, preferred):
-        models[path.name] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        models[path.name] = load_model(str(path), "float32")
     steps = [{"name": name} | measure(model, teacher, text) for name, model in models.items()]
     training = [{key: stage[key] for key in ("stage", "before", "after")} for stage in read_record(preferred)]
     report: dict[str, Any] = {"steps": steps, "training": training}

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
-from convert.checkpoint.load import load_tokenizer
+from convert.checkpoint.load import prompt_tokenizer
 from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         raise ValueError("teacher_model_name_or_path is missing; it names who answers.")
     rows, _ = load_splits(data, mixture, False, COLUMNS)
     try:
-        tokenizer = load_tokenizer(
+        tokenizer = prompt_tokenizer(
             teaching.teacher_model_name_or_path, teaching.teacher_revision, arguments.trust_remote_code
         )
     except ValueError as error:
@@ -93,9 +93,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with OutputFolder(output, arguments.overwrite, kept=TRAINING_WORK) as owner:
         answers = answer_all(prompts, tokenizer, teaching, arguments, owner.make_work())
         splits = split_rows(prompts, answers, arguments)
-        counts["empty answers"] = sum(not answer["text"].strip() for answer in answers)
-        counts["cut off"] = sum(not answer["finished"] for answer in answers)
-        report = {"rows": {name: len(part) for name, part in splits.items()}, "left out": counts}
+        reasons = [reason_to_leave_out(answer, arguments) for answer in answers]
+        counts |= {reason: reasons.count(reason) for reason in ("empty answers", "cut off")}
+        report = {
+            "rows": {name: len(part) for name, part in splits.items()},
+            "left out": counts,
+            "kept though cut off": sum(
+                reason is None and not answer["finished"] for reason, answer in zip(reasons, answers, strict=True)
+            ),
+        }
         with owner.staged() as folder:
             for name, part in splits.items():
                 if part:
@@ -226,13 +232,22 @@ class Answerer:
         return [row.tolist() for row in drawn[:, inputs["input_ids"].shape[1] :]]
 
 
+def reason_to_leave_out(answer: dict[str, Any], arguments: SeqKDArguments) -> str | None:
+    """Reason for which an answer is left out of the data; None for one that is kept."""
+    if not answer["text"].strip():
+        return "empty answers"
+    if not answer["finished"] and arguments.truncated == "drop":
+        return "cut off"
+    return None
+
+
 def split_rows(
     prompts: list[Prompt], answers: list[dict[str, Any]], arguments: SeqKDArguments
 ) -> dict[str, list[dict[str, Any]]]:
     """The rows to keep, by split, in the order of the prompts."""
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        if not answer["text"].strip() or (not answer["finished"] and arguments.truncated == "drop"):
+        if reason_to_leave_out(answer, arguments) is not None:
             continue
         text = answer["text"]
         is_text = isinstance(prompt.turns, str)
@@ -273,7 +288,7 @@ Sequence-level knowledge distillation data, made with `recipes.seqkd` of convert
 own answers to the prompts of {source_name}, {how}, at most {arguments.max_new_tokens} tokens, seed {arguments.seed}.
 
 {", ".join(f"{n} rows in {name}" for name, n in report["rows"].items())}, in TRL's prompt-completion format.
-Left out or counted: {left_out}; answers cut off were {"left out" if arguments.truncated == "drop" else "kept"}.
+Left out: {left_out}. Kept though cut off: {report["kept though cut off"]}.
 
 The prompts are under the licence of their source, the answers under the terms of the teacher.
 """

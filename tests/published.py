@@ -397,3 +397,15 @@ def llama_logits(w, ids, mixer, eps, embedding, layers, norm):
         gate, up = linear(w, f"{p}mlp.gate_proj", u), linear(w, f"{p}mlp.up_proj", u)
         h = h + linear(w, f"{p}mlp.down_proj", F.silu(gate) * up)
     return rms(h, w[norm], eps) @ w.get("lm_head.weight", w[embedding]).T
+
+
+FORMATS = {
+    "phi-mamba": lambda: (*phi_mamba((1,)), None),
+    "mohawk": lambda: (*mohawk(), None),
+    "mohawk, Phi": lambda: (*phi_mamba((1,), mohawk={"num_attention_heads": H}), None),
+    "llamba": lambda: (*llamba(True), None),
+    "v1": lambda: mamba_in_llama(1),
+    "v2": lambda: mamba_in_llama(2),
+    "m1": lambda: mamba_in_llama(1, m1=True),
+}
+"""Every format: configuration and weights of the checkpoint, and the base where it needs one."""

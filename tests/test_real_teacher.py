@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from convert import convert
 from convert.alignment.divergence import kl_of_logits
 from convert.alignment.probes import copy_probe
+from convert.checkpoint.load import prompt_tokenizer
+from convert.teachers.teacher import gguf_tokenizer
 from modeling_llamba import LlambaForCausalLM
 from recipes.demo import HELD_OUT, MAX_NEW_TOKENS, PROMPTS
 from recipes.evaluation.load_elsewhere import ProjectNotInstalled, answer, run_elsewhere
@@ -68,6 +70,14 @@ def test_gguf_and_safetensors_teachers_give_the_same_hybrid(teacher, half, tmp_p
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
+
+
+def test_prompts_leave_the_tokenizer_of_a_conversion_as_it_is(smollm2_gguf):
+    """A GGUF file's is kept, since it takes seconds to read; what pads prompts once set it in that for all."""
+    kept = gguf_tokenizer(smollm2_gguf.parent, smollm2_gguf.name)
+    before = kept.padding_side
+    assert prompt_tokenizer(str(smollm2_gguf)).padding_side == "left" != before
+    assert gguf_tokenizer(smollm2_gguf.parent, smollm2_gguf.name).padding_side == before
 
 
 LEFT_PADDED = """

@@ -32,6 +32,8 @@ TRAINING_WORK = re.compile(
     r"checkpoint-\d+|tmp-checkpoint-\d+|runs|run\.(json|txt)|answers\.jsonl|attention|\d+(\.start)?|README\.md"
 )
 """Names in the work folder of a recipe: checkpoints and what transformers writes beside them, answers, steps."""
+RUN_NAMES = ("key.json", "run.json", "run.txt")
+"""Files in a work folder that only say whose it is."""
 LOCK = b"convert-to-hybrid\n"
 """In every lock that this project makes."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -91,7 +93,7 @@ class OutputFolder:
     def _is_worth_keeping(self) -> bool:
         """True if the work folder holds anything that a later run can use."""
         found = (path.name for path in self.work.rglob("*") if path.is_file())
-        return any(name not in (MARKER, "key.json") for name in found)
+        return any(name not in (MARKER, *RUN_NAMES) for name in found)
 
     def make_work(self) -> Path:
         """The work folder, made if it is not there."""

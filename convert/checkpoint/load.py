@@ -1,8 +1,9 @@
 """Load a hybrid, or any causal language model of transformers, with its tokenizer."""
 
+import copy
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -13,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 import modeling_llamba  # noqa: F401  registers its classes
 import modeling_phimamba  # noqa: F401
 
-from ..teachers.teacher import first_line, gguf_tokenizer
+from ..teachers.teacher import first_line, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,24 +47,41 @@ def load_config(model: str, revision: str | None = None, trust_remote_code: bool
         raise ValueError(f"{model} cannot be read: {first_line(error)}") from error
 
 
-def load_tokenizer(
+def prompt_tokenizer(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a checkpoint; pads on the left."""
-    from transformers import AutoTokenizer
-
+    """The tokenizer of a checkpoint for prompts of any lengths: it pads, and on the left."""
     name, where = locate(model)
-    try:
-        if where:
-            tokenizer = gguf_tokenizer(Path(name), where["gguf_file"])
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{model} has no tokenizer that can be read: {first_line(error)}") from error
+    tokenizer = read_tokenizer(model, name, **where, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer = copy.deepcopy(tokenizer)  # that of a GGUF file is kept for the conversion, which carries it over
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_model(model: str, **options: Any) -> "PreTrainedModel":
+    """A causal language model with all of its weights; a GGUF file is dequantised, to float32 if `dtype` is "auto".
+
+    Args:
+        options: for `from_pretrained`.
+
+    Raises:
+        ValueError: it cannot be found or read, or its weights are damaged.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name, where = locate(model)
+    if where and options.get("dtype") == "auto":
+        options["dtype"] = torch.float32
+    try:
+        loaded, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **where, **options)
+    except SafetensorError as error:
+        raise ValueError(f"The weights of {model} are damaged: {first_line(error)}") from error
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{model} does not load: {cause(error, name, options.get('revision'))}") from error
+    check_whole(model, found)
+    return loaded
 
 
 def load_model(
@@ -73,33 +91,16 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """A causal language model, ready to generate; a GGUF file is dequantised to float32.
+    """A causal language model, ready to generate.
 
     Raises:
         ValueError: it cannot be found or read, the weights are damaged, or there is no such dtype or device.
     """
-    from transformers import AutoModelForCausalLM
-
-    name, where = locate(model)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
-    wanted = torch.float32 if where and dtype == "auto" else DTYPES[dtype]
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("There is no CUDA device here; use --device cpu.")
-    try:
-        loaded, found = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=wanted,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **where,
-        )
-    except SafetensorError as error:
-        raise ValueError(f"The weights of {model} are damaged: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{model} cannot be loaded: {cause(error, name, revision)}") from error
-    check_whole(model, found)
+    loaded = read_model(model, dtype=DTYPES[dtype], revision=revision, trust_remote_code=trust_remote_code)
     # what a fine-tune's training may have left behind
     loaded.generation_config.update(use_cache=True, return_dict_in_generate=False)
     try:

@@ -102,8 +102,14 @@ def gguf_tokenizer(folder: Path, gguf_file: str) -> "PreTrainedTokenizerBase":
     return AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
 
 
-def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that transformers finds for a teacher.
+def read_tokenizer(
+    name: str, folder: str | Path, gguf_file: str | None = None, **options: Any
+) -> "PreTrainedTokenizerBase":
+    """Read the tokenizer that transformers finds in a folder, a GGUF file or a repository.
+
+    Args:
+        name: of the model, for errors.
+        options: for `from_pretrained`.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -111,14 +117,19 @@ def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> "PreTrainedToke
     from transformers import AutoTokenizer
 
     try:
-        if teacher.gguf_file is not None:
-            return gguf_tokenizer(teacher.folder, teacher.gguf_file)
-        return AutoTokenizer.from_pretrained(teacher.folder, trust_remote_code=trust_remote_code)
+        if gguf_file is not None:
+            return gguf_tokenizer(Path(folder), gguf_file)
+        return AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # the tokenizers library raises no other kind
         raise ValueError(
-            f"{teacher.name} has no tokenizer that can be read ({first_line(error)[:200]}); mend the files of its "
-            "tokenizer, or move them away."
+            f"{name} has no tokenizer that can be read ({first_line(error)[:200]}); mend the files of its tokenizer, "
+            "or move them away."
         ) from error
+
+
+def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """Load a teacher's tokenizer as it is."""
+    return read_tokenizer(teacher.name, teacher.folder, teacher.gguf_file, trust_remote_code=trust_remote_code)
 
 
 def embedded_teacher() -> Path:

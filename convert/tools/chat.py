@@ -7,7 +7,7 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..checkpoint.load import encode_chats, load_model, load_tokenizer
+from ..checkpoint.load import encode_chats, load_model, prompt_tokenizer
 from ..errors import during
 from ..options import ChatOptions
 from .generate import PieceStreamer, print_piece, sampling
@@ -55,7 +55,7 @@ class Conversation:
 def chat(options: ChatOptions) -> None:
     """Read a line, print the answer to it, until the input ends."""
     logging.disable_progress_bar()
-    tokenizer = load_tokenizer(options.model, options.revision, options.trust_remote_code)
+    tokenizer = prompt_tokenizer(options.model, options.revision, options.trust_remote_code)
     with during(f"loading {options.model}"):
         model = load_model(options.model, options.dtype, options.device, options.revision, options.trust_remote_code)
     conversation = Conversation(model, tokenizer)

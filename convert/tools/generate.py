@@ -13,7 +13,7 @@ from rich.panel import Panel
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
-from ..checkpoint.load import encode, load_model, load_tokenizer
+from ..checkpoint.load import encode, load_model, prompt_tokenizer
 from ..errors import during
 from ..options import GenerateOptions
 from ..teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
@@ -111,7 +111,7 @@ def answer(options: GenerateOptions) -> dict[str, float]:
     """
     logging.disable_progress_bar()
     chat, trusted = not options.raw, options.trust_remote_code
-    tokenizer = load_tokenizer(options.model, options.revision, trusted)
+    tokenizer = prompt_tokenizer(options.model, options.revision, trusted)
     inputs = encode(tokenizer, [options.prompt], chat)
     with during(f"loading {options.model}"):
         hybrid = load_model(options.model, options.dtype, options.device, options.revision, trusted)
@@ -121,7 +121,7 @@ def answer(options: GenerateOptions) -> dict[str, float]:
         print_piece("\n")
         return {options.model: rate}
     teacher = recorded_teacher(hybrid.config) if options.teacher == "recorded" else options.teacher
-    theirs = load_tokenizer(teacher, trust_remote_code=trusted)
+    theirs = prompt_tokenizer(teacher, trust_remote_code=trusted)
     other = load_model(teacher, options.dtype, options.device, trust_remote_code=trusted)
     models = {
         f"teacher ({other.config.model_type})": (other, theirs, encode(theirs, [options.prompt], chat)),

@@ -1,7 +1,7 @@
 """Read a teacher's checkpoint tensor by tensor: safetensors, PyTorch (weights only) or GGUF."""
 
+import contextlib
 import functools
-import inspect
 import json
 import math
 import mmap
@@ -240,8 +240,6 @@ class GgufCheckpoint(Checkpoint):
         )
 
         self.files = [path]
-        # transformers asks for this table once per module, and it takes a while to make
-        gguf.get_tensor_name_map = functools.cache(inspect.unwrap(gguf.get_tensor_name_map))
         reader = gguf.GGUFReader(path)
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         _check_left_out(path.name, reader.fields, architecture, teacher_config)
@@ -251,7 +249,8 @@ class GgufCheckpoint(Checkpoint):
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=heads)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(teacher_config)
-        names = get_gguf_hf_weights_map(skeleton, self._processor)
+        with _one_table_of_names():
+            names = get_gguf_hf_weights_map(skeleton, self._processor)
         stacks = {tensor.name: tensor for tensor in reader.tensors if GGUF_EXPERTS.search(tensor.name)}
         unknown = [tensor.name for tensor in reader.tensors if tensor.name not in {**names, **stacks}]
         if unknown:  # rope_freqs.weight of Llama 3.1, for one: transformers would leave it out and change the model
@@ -283,6 +282,19 @@ class GgufCheckpoint(Checkpoint):
             weights = self._processor.process(weights=weights, name=tensor.name).weights
             self._last = (name, torch.from_numpy(weights.copy()).view(self.tensors[name].shape))
         return self._last[1][start:stop]
+
+
+@contextlib.contextmanager
+def _one_table_of_names() -> Iterator[None]:
+    """Make gguf's table of tensor names once, for which transformers asks again at every module of a model."""
+    import gguf
+
+    make = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(make)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = make
 
 
 def _check_left_out(name: str, fields, architecture: str, config) -> None:

@@ -62,19 +62,17 @@ def steps(engine, count: int) -> list[float]:
 
 def make_models(folder: Path) -> None:
     """The embedded teacher as vLLM reads it, and the hybrid that the command makes of it by default."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    from convert.checkpoint.load import read_model
     from convert.options import make_options
     from convert.pipeline import run
-    from convert.teachers.teacher import embedded_teacher
+    from convert.teachers.teacher import embedded_teacher, gguf_tokenizer
 
     gguf = embedded_teacher()
-    teacher = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    teacher = read_model(str(gguf), dtype="auto")
     teacher.hf_quantizer = None  # the weights are whole again, and transformers writes no quantised ones
     del teacher.config.quantization_config
     teacher.save_pretrained(folder / "teacher")
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder / "teacher")
+    gguf_tokenizer(gguf.parent, gguf.name).save_pretrained(folder / "teacher")
     run(make_options(str(gguf), str(folder / "hybrid"), overwrite=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from trl import extract_prompt, maybe_convert_to_chatml
+from trl import is_conversational, maybe_convert_to_chatml, maybe_extract_prompt
 
 from convert.teachers.teacher import first_line
 
@@ -163,8 +163,8 @@ def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_o
     if "messages" in columns and "completion" not in columns:
         rows = rows.remove_columns(list(columns & {"prompt"}))  # which UltraChat has as well, and TRL would take
     first = rows[0]
-    in_turns = isinstance(first["prompt"], list) if "prompt" in first else {"messages", "conversations"} & columns
-    if tokenizer.chat_template is None or not in_turns:
+    asked = {"prompt": first["prompt"]} if "prompt" in first else maybe_convert_to_chatml(dict(first))
+    if tokenizer.chat_template is None or not is_conversational(asked):
         return rows
 
     def faithful(row: Any, number: int) -> dict[str, bool]:
@@ -192,27 +192,27 @@ def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_o
 
 def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Preferences as they are, or as text for a tokenizer without a chat template or with one that changes answers."""
-    if isinstance(rows[0]["chosen"], str):
+    if not is_conversational({"chosen": rows[0]["chosen"]}):
         return rows
     if tokenizer.chat_template is not None:
         return _faithful_pairs(rows, tokenizer)
 
-    def plain(row: dict[str, Any]) -> dict[str, str]:
-        prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-        if prompt is None:
-            alike = zip(chosen, rejected, strict=False)
-            shared = next((i for i, (a, b) in enumerate(alike) if a != b), min(len(chosen), len(rejected)))
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        return {
-            "prompt": as_text(prompt) + BETWEEN_TURNS, "chosen": as_text(chosen), "rejected": as_text(rejected)
-        }  # fmt: skip
+    def plain(row: Any) -> dict[str, str]:
+        prompt, chosen, rejected = (as_text(part) for part in _in_parts(row).values())
+        return {"prompt": prompt + BETWEEN_TURNS, "chosen": chosen, "rejected": rejected}
 
     return rows.map(plain, remove_columns=rows.column_names)
 
 
+def _in_parts(row: Any) -> dict[str, Any]:
+    """The prompt of a preference, the turns that both answers begin with where it has none of its own, and the two."""
+    parts = maybe_extract_prompt(dict(row))
+    return {name: parts[name] for name in ("prompt", "chosen", "rejected")}
+
+
 def _faithful_pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     def in_three(row: Any, number: int) -> dict[str, Any]:
-        row = dict(row) if row.get("prompt") else dict(row) | extract_prompt(row)
+        row = dict(row) | _in_parts(row)
         prompt, chosen, same = _in_two(row, "chosen", tokenizer, number)
         _, rejected, also_same = _in_two(row, "rejected", tokenizer, number)
         # TRL lets the tokenizer add its beginning to a text, and ends an answer where it does not end already

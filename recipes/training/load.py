@@ -14,23 +14,19 @@ from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
-import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
-import modeling_phimamba  # noqa: F401
 from convert.alignment.distillation.trainer import check_vocabulary_sizes
-from convert.checkpoint.load import cause, check_whole, load_tokenizer
-from convert.teachers.teacher import first_line
+from convert.checkpoint.load import prompt_tokenizer, read_model
+from convert.teachers.teacher import first_line, read_tokenizer
 from convert.weights.students import STUDENTS
 
 from .arguments import TeacherArguments
 
 DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RENAMED_TOKENS = 0.01
-LOADING_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, TypeError)
 
 
 def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -43,17 +39,12 @@ def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizer
         options["attn_implementation"] = arguments.attn_implementation
     if arguments.load_in_8bit or arguments.load_in_4bit:
         raise ValueError("A hybrid is trained in full precision; load_in_8bit and load_in_4bit are for the teacher.")
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=arguments.model_revision)
-    except LOADING_ERRORS as error:
-        raise ValueError(f"{name} does not load: {cause(error, name, arguments.model_revision)}") from error
-    check_whole(name, found)
+    model = read_model(name, **options)
     if model.config.model_type not in STUDENTS:
         raise ValueError(
             f"{name} is a {model.config.model_type} model, not a hybrid; make one with convert-to-hybrid first."
         )
-    return model, tokenizer
+    return model, read_tokenizer(name, Path(name).expanduser(), revision=arguments.model_revision)
 
 
 def conversion_of(student: Path) -> dict[str, Any]:
@@ -99,32 +90,24 @@ def load_teacher(
     Raises:
         ValueError: no teacher is known, it does not load, or it does not predict the student's tokens.
     """
-    name = named = teacher_name(arguments, source)
-    options: dict[str, Any] = {"dtype": arguments.teacher_dtype, "trust_remote_code": trust_remote_code}
+    name = teacher_name(arguments, source)
+    where = {"revision": arguments.teacher_revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": arguments.teacher_dtype}
     if arguments.teacher_load_in_8bit or arguments.teacher_load_in_4bit:
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError("teacher_load_in_8bit and teacher_load_in_4bit need bitsandbytes: pip install it.")
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_8bit=arguments.teacher_load_in_8bit, load_in_4bit=arguments.teacher_load_in_4bit
         )
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"The teacher {name} does not exist.")
-        name, options["gguf_file"] = str(path.parent), path.name
-        options["dtype"] = "float32" if arguments.teacher_dtype == "auto" else arguments.teacher_dtype
-    elif arguments.teacher_revision is not None:
-        options["revision"] = arguments.teacher_revision
     try:
-        teacher = AutoModelForCausalLM.from_pretrained(name, **options)
-    except LOADING_ERRORS as error:
-        hint = "" if arguments.teacher_model_name_or_path else "; name teacher_model_name_or_path if it has moved"
-        reason = cause(error, name, options.get("revision"))
-        raise ValueError(f"The teacher {name} does not load: {reason}{hint}") from error
+        teacher = read_model(name, **where, **options)
+    except ValueError as error:
+        hint = "" if arguments.teacher_model_name_or_path else " Name teacher_model_name_or_path if it has moved."
+        raise ValueError(f"The teacher does not load: {error}{hint}") from error
     if student is not None:
         check_vocabulary_sizes(student, teacher)
         try:
-            of_teacher = load_tokenizer(named, arguments.teacher_revision, trust_remote_code)
+            of_teacher = prompt_tokenizer(name, **where)
         except ValueError:
             pass  # a teacher without a tokenizer
         else:

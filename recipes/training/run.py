@@ -24,7 +24,7 @@ from convert.alignment.distillation.trainer import (  # fmt: skip
     train_and_evaluate,
     whole_model,
 )
-from convert.checkpoint.folder import check_apart, check_output, check_work, make_work
+from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, remove_work
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.cli import console, one_line_errors
 from convert.options import parse_size
@@ -42,8 +42,8 @@ LOCAL_INPUTS = ("model_name_or_path", "teacher_model_name_or_path", "dataset_nam
 DATA_AND_WEIGHTS = (".safetensors", ".gguf", ".bin", ".json", ".jsonl", ".parquet", ".csv", ".arrow")
 
 
-class Run(contextlib.AbstractContextManager):
-    """A recipe's run from its arguments to a finished folder.
+class Run:
+    """A recipe's run from its arguments to a finished folder, which it holds the lock of.
 
     Args:
         stage: name of the recipe.
@@ -55,25 +55,38 @@ class Run(contextlib.AbstractContextManager):
 
     def __init__(self, stage: str, config: Any, model_config: ModelConfig, arguments: RunArguments, *others: Any):
         self.stage, self.config, self.model_config, self.arguments = stage, config, model_config, arguments
+        self.others = others
         self.state = PartialState()
-        self.output = Path(config.output_dir).expanduser().resolve()
-        self.work = self.output.with_name(f"{self.output.name}.work")
-        self._check(model_config.model_name_or_path)
-        with self.state.main_process_first():
-            self.source = side_files(model_config.model_name_or_path, model_config.model_revision)
+        output = Path(config.output_dir).expanduser().resolve()
+        self.owner = OutputFolder(output, arguments.overwrite, kept=TRAINING_WORK)
         self.teacher: str | None = None
         self.repository = None
-        if config.push_to_hub:
-            self.repository = prepare_repository(
-                config.hub_model_id or self.output.name, bool(config.hub_private_repo)
-            )
-        config.push_to_hub = False  # the finished folder is pushed, not checkpoints
-        config.output_dir = str(self.work)
-        self.key = self._key(config.to_dict(), *map(dataclasses.asdict, (model_config, arguments, *others)))
+        self._check(model_config.model_name_or_path)
 
-    def __exit__(self, *exc: object) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and exc[0] is None:
-            torch.distributed.barrier()
+    def __enter__(self) -> "Run":
+        config, student = self.config, self.model_config.model_name_or_path
+        with contextlib.ExitStack() as stack:
+            if self.state.is_main_process:
+                stack.enter_context(self.owner)
+                if Path(student).expanduser().is_dir():
+                    check_apart(self.owner.output, Path(student).expanduser())
+                self.owner.make_work()
+            with self.state.main_process_first():
+                self.source = side_files(student, self.model_config.model_revision)
+            if config.push_to_hub:
+                self.repository = prepare_repository(
+                    config.hub_model_id or self.owner.output.name, bool(config.hub_private_repo)
+                )
+            config.push_to_hub = False  # the finished folder is pushed, not checkpoints
+            config.output_dir = str(self.owner.work)
+            settings = (self.model_config, self.arguments, *self.others)
+            self.key = self._key(config.to_dict(), *map(dataclasses.asdict, settings))
+            stack.push(_wait_for_all)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def _check(self, student: str | None) -> None:
         if student is None:
@@ -89,11 +102,6 @@ class Run(contextlib.AbstractContextManager):
             raise ValueError("DeepSpeed is not supported; shard with FSDP (recipes/configs/accelerate/fsdp2.yaml).")
         if self.model_config.use_peft and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             raise ValueError("LoRA under FSDP cannot be merged into the model at the end; use DDP.")
-        if self.state.is_main_process:
-            check_output(self.output, self.arguments.overwrite)
-            check_work(self.work)
-            if Path(student).expanduser().is_dir():
-                check_apart(self.output, Path(student).expanduser())
 
     def _key(self, *settings: dict[str, Any]) -> str:
         """A hash of everything the result depends on; a checkpoint of another run must not be continued."""
@@ -146,18 +154,18 @@ class Run(contextlib.AbstractContextManager):
         tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
         record.tokens = tokens[-1] if tokens else None
         self._finish(trainer, tokenizer, record)
-        return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.output)}
+        return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.owner.output)}
 
     def _checkpoint(self) -> str | None:
         """The newest whole checkpoint of this very run."""
-        path = self.work / "run.json"
+        work = self.owner.work
+        path = work / "run.json"
+        checkpoint = last_whole_checkpoint(work)
         known = json.loads(path.read_text())["key"] if path.is_file() else None
-        checkpoint = last_whole_checkpoint(self.work)
         if checkpoint is not None and known != self.key:
-            raise ValueError(f"{self.work} holds checkpoints of another run; delete it, or choose another output_dir.")
+            raise ValueError(f"{work} holds checkpoints of another run; delete it, or choose another output_dir.")
         self.state.wait_for_everyone()
         if self.state.is_main_process:
-            make_work(self.work)
             path.write_text(json.dumps({"key": self.key}))
         return checkpoint
 
@@ -173,23 +181,31 @@ class Run(contextlib.AbstractContextManager):
         check_adapters(model)
         if self.state.is_main_process:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            try_to_write(base, tokenizer, self.source, self.output.name, record)
+            try_to_write(base, tokenizer, self.source, self.owner.output.name, record)
         self.state.wait_for_everyone()
 
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
         model = whole_model(trainer)
         if self.state.is_main_process:
-            size, overwrite = parse_size(self.arguments.max_shard_size), self.arguments.overwrite
-            write_checkpoint(model, tokenizer, self.source, self.output, record, size, overwrite)
+            output = self.owner.output
+            size = parse_size(self.arguments.max_shard_size)
+            write_checkpoint(model, tokenizer, self.source, self.owner, record, size)
+            remove_work(self.owner.work, TRAINING_WORK)  # before the upload, whose failure would keep it
             if self.repository is not None:
-                upload(self.output, self.repository, f"Add {self.stage}")
-            self.say(f"[green]{self.stage}[/] -> {self.output}")
+                upload(output, self.repository, f"Add {self.stage}")
+            self.say(f"[green]{self.stage}[/] -> {output}")
         self.state.wait_for_everyone()
 
     def say(self, text: str) -> None:
         """Print a line, once for all processes."""
         if self.state.is_main_process:
             console.print(text)
+
+
+def _wait_for_all(kind: type | None, *error: object) -> None:
+    """Wait for the other processes at the end of a run in which none has failed."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and kind is None:
+        torch.distributed.barrier()
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -225,5 +241,5 @@ def script(main: Callable[[list[str]], Any]) -> Any:
     if not verbose:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         warnings.simplefilter("ignore", FutureWarning)  # the libraries' to one another
-    with one_line_errors(verbose, "the same command goes on from the last checkpoint"):
+    with one_line_errors(verbose):
         return main(arguments)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
-from convert.checkpoint.folder import TRAINING_WORK, OutputFolder
+from convert.checkpoint.folder import OutputFolder
 from convert.checkpoint.pictures import CACHE, LAYERS
 
 RECORD, PLOT = "training.json", "training.png"
@@ -75,15 +75,14 @@ def write_checkpoint(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     source: Path,
-    output: Path,
+    owner: OutputFolder,
     record: StageRecord,
     max_shard_size: int | str = "5GB",
-    overwrite: bool = False,
 ) -> None:
-    """Write the model to `output`, with this stage's record added to those in `source`, the folder it came from."""
+    """Write the model to its folder, with this stage's record added to those in `source`, the folder it came from."""
     check_finite(model, "after training, nothing was written; lower the learning rate.")
-    with OutputFolder(output, overwrite, kept=TRAINING_WORK) as owner, owner.staged() as folder:
-        _write_files(model, tokenizer, source, folder, output.name, record, max_shard_size=max_shard_size)
+    with owner.staged() as folder:
+        _write_files(model, tokenizer, source, folder, owner.output.name, record, max_shard_size=max_shard_size)
 
 
 def try_to_write(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.modeling.test_training import tokenizer
+from tests.helpers.tokenizers import tokenizer
 from tests.teachers import make_teacher
 
 

@@ -33,7 +33,7 @@ from convert.options import (
 )
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.alignment.tiny import LENGTH, rows, teacher_model
-from tests.convert.test_bad_input import run_as_is
+from tests.helpers.command import run_as_is
 from tests.teachers import TINY, make_teacher
 
 TOKENS = 20 * 2 * LENGTH
@@ -355,6 +355,7 @@ def test_from_teacher_to_trained_hybrid(two_layer_teacher, tmp_path):
     )  # fmt: skip
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     assert report["held_out_error"].keys() == {"0"} and report["tokens"] == 16 * LENGTH
+    assert load_hybrid(tmp_path / "out").config.conversion["seconds"]["training"] > 0
     (trained,) = report["stages"]
     assert trained["matrix_orientation"]["held_out_loss_after"] < trained["matrix_orientation"]["held_out_loss_before"]
     assert trained["distillation"]["held_out_kl_after"] < trained["distillation"]["held_out_kl_before"]

@@ -15,7 +15,7 @@ from convert.alignment.teacher_model import replaced
 from convert.options import make_options
 from convert.placement.layer_costs import LOOKING_UP, cheapest_by_kl
 from tests.alignment.tiny import LENGTH, rows, teacher_model
-from tests.convert.test_bad_input import check_one_line_error, run_as_is
+from tests.helpers.command import check_one_line_error, run_as_is
 from tests.teachers import make_teacher
 
 VOCABULARY = range(20, 100)

@@ -20,8 +20,8 @@ from convert.options import PlacementOptions, make_options
 from convert.plan import TeacherWeights
 from convert.teachers.teacher import find_teacher
 from tests.alignment.tiny import teacher_model
-from tests.convert.test_bad_input import check_one_line_error, nothing_left, run_as_is
-from tests.modeling.test_training import tokenizer
+from tests.helpers.command import check_one_line_error, nothing_left, run_as_is
+from tests.helpers.tokenizers import tokenizer
 from tests.teachers import TINY, make_teacher, random_ids
 
 TEXTS = ["w5 w6 w7", "w8 w9", "w40 w41 w42 w43"]

@@ -1,10 +1,7 @@
 """What a user sees when something is wrong: one line, a non-zero exit, nothing lost or half-written."""
 
-import contextlib
 import errno
-import io
 import json
-import logging
 import os
 import re
 import resource
@@ -24,47 +21,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConfig
 
 from convert.checkpoint.folder import MARKER, OutputFolder, mark
-from convert.cli import main, progress_bars
-from tests.modeling.test_training import tokenizer
+from convert.cli import progress_bars
+from tests.helpers.command import check_one_line_error, nothing_left, run, run_as_is
+from tests.helpers.tokenizers import tokenizer
 from tests.teachers import TEACHERS, TINY
 
 ROOT = Path(__file__).parents[2]
-
-
-def unaligned(args):
-    """The arguments, and no alignment unless they speak of it."""
-    return [str(arg) for arg in args] + ([] if "--align" in args else ["--align", "none"])
-
-
-def run(*args):
-    """The command in this process, without alignment: importing torch anew for each case would take minutes."""
-    return run_as_is(*unaligned(args))
-
-
-def run_as_is(*args):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main([str(arg) for arg in args])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        finally:
-            logging.disable(logging.NOTSET)
-    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
-
-
-def check_one_line_error(done, *expected, code=1):
-    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and done.stderr.strip().endswith(errors[0]), done.stderr
-    assert "Traceback" not in done.stderr
-    for text in expected:
-        assert text in errors[0], errors[0]
-
-
-def nothing_left(folder, *allowed):
-    assert sorted(os.listdir(folder)) == sorted(allowed)
 
 
 @pytest.fixture

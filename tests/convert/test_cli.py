@@ -24,8 +24,8 @@ from convert.options import (
 )
 from convert.placement.cache import cache_bytes
 from modeling_llamba import LlambaForCausalLM
-from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
-from tests.modeling.test_training import tokenizer
+from tests.helpers.command import check_one_line_error, run, run_as_is
+from tests.helpers.tokenizers import tokenizer
 from tests.teachers import make_teacher, random_ids
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "options.md"

@@ -12,15 +12,12 @@ from convert.formats.import_ import import_checkpoint
 from convert.options import make_options
 from convert.tools.families import families
 from tests import published
-from tests.convert.test_bad_input import check_one_line_error, run, run_as_is
 from tests.convert.transfer import exporting, importing
+from tests.helpers.command import check_one_line_error, run, run_as_is
+from tests.helpers.exportable import HOLDABLE
 from tests.students import make_student
 from tests.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 
-HOLDABLE = dict(
-    mixer="mamba2", mixer_norm="head", mixer_activation="silu", mixer_rotary=False, mixer_decay_bias=False,
-    sliding_window=None, hybrid_full_heads=None,
-)  # fmt: skip
 VARIANTS = {
     "hybrid": {},
     "no biases": dict(mixer_out_bias=False, mixer_gate_bias=False),

@@ -21,7 +21,7 @@ from convert.plan import describe
 from convert.teachers.teacher import embedded_teacher, find_teacher, read_config, teacher_layer_types
 from convert.tools.families import families, readme_table
 from modeling_llamba import LlambaConfig
-from tests.modeling.test_models import left_padded
+from tests.helpers.padding import left_padded
 from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
 
 LAYERS = 2

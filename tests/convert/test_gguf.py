@@ -1,5 +1,6 @@
 """GGUF files of the families that transformers reads, written here, give the model that transformers makes of them."""
 
+import gguf
 import pytest
 import torch
 from gguf import GGUFWriter
@@ -80,7 +81,9 @@ def write_gguf(path, name, **said):
 def test_a_gguf_file_is_the_model_transformers_makes_of_it(name, tmp_path):
     teacher = write_gguf(tmp_path / "t.gguf", name)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="t.gguf", dtype=torch.float32)
+    make_names = gguf.get_tensor_name_map
     weights = TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
+    assert gguf.get_tensor_name_map is make_names, "a library's function was replaced for the whole process"
     ids = random_ids(2, 24)
     ours = TeacherModel(weights, make_options("t", "o", attention_layers="all")).whole()
     torch.testing.assert_close(ours(ids).logits, expected(ids).logits)

@@ -12,8 +12,8 @@ from convert.checkpoint.load import load_config, load_model
 from convert.teachers.teacher import download_model, public_name
 from convert.tools.generate import recorded_teacher
 from modeling_llamba import LlambaForCausalLM
-from tests.convert.test_bad_input import run
 from tests.doubles.hub import COMMIT, HubServer
+from tests.helpers.command import run
 from tests.teachers import make_teacher, random_ids
 
 

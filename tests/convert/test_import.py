@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PhiConfig
 
 from convert.formats.import_ import import_checkpoint, plan_import
 from tests import published as p
-from tests.convert.test_bad_input import run_as_is as run
 from tests.convert.transfer import importing
 from tests.doubles.hub import COMMIT, HubServer
-from tests.modeling.test_training import tokenizer
+from tests.helpers.command import run_as_is as run
+from tests.helpers.tokenizers import tokenizer
 
 IDS = torch.randint(3, p.VOCAB, (2, 23), generator=torch.Generator().manual_seed(0))
 BACKBONE = ("backbone.embedding.weight", "backbone.layers", "backbone.final_layernorm.weight")

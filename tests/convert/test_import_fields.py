@@ -10,20 +10,12 @@ from convert.formats.export import plan_export
 from convert.formats.import_ import plan_import
 from convert.weights.students import tensor_shapes
 from tests import published as p
-from tests.convert.test_bad_input import check_one_line_error, run_as_is
-from tests.convert.test_export import HOLDABLE
 from tests.convert.transfer import exporting, importing
+from tests.helpers.command import check_one_line_error, run_as_is
+from tests.helpers.exportable import HOLDABLE
+from tests.published import FORMATS
 from tests.students import make_student
 
-FORMATS = {
-    "phi-mamba": lambda: (*p.phi_mamba((1,)), None),
-    "mohawk": lambda: (*p.mohawk(), None),
-    "mohawk, Phi": lambda: (*p.phi_mamba((1,), mohawk={"num_attention_heads": p.H}), None),
-    "llamba": lambda: (*p.llamba(True), None),
-    "v1": lambda: p.mamba_in_llama(1),
-    "v2": lambda: p.mamba_in_llama(2),
-    "m1": lambda: p.mamba_in_llama(1, m1=True),
-}
 DELETED = object()
 
 

@@ -10,14 +10,12 @@ from transformers import AutoTokenizer
 
 from convert import convert
 from convert.checkpoint.tokenizer import PROBES, differing_text
-from tests.modeling.test_training import tokenizer
+from tests.helpers.tokenizers import TEMPLATE, tokenizer
 from tests.real_models import CODE_SPLIT
 from tests.teachers import TEACHERS, make_teacher
 
 ONE_OF_EACH_FAMILY = list({config.model_type: name for name, (_, config) in TEACHERS.items()}.values())
 CHAT = [{"role": "user", "content": "2 + 2 = 4?\n\n  Yes"}, {"role": "assistant", "content": " Yes, 100 %"}]
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
-"""As Phi-3.5's."""
 
 
 @pytest.fixture(scope="module")

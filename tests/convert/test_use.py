@@ -16,10 +16,10 @@ from convert.tools.env import environment
 from convert.tools.generate import recorded_teacher
 from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaForCausalLM
-from tests.convert.test_bad_input import check_one_line_error
-from tests.convert.test_bad_input import run_as_is as use
-from tests.modeling.test_saving import BEFORE
-from tests.modeling.test_training import tokenizer
+from tests.helpers.before import BEFORE
+from tests.helpers.command import check_one_line_error
+from tests.helpers.command import run_as_is as use
+from tests.helpers.tokenizers import tokenizer
 from tests.recipes.tiny_chat import save_chat_teacher, save_hybrid
 from tests.students import make_student, student_config
 from tests.teachers import TINY, random_ids

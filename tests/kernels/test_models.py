@@ -8,8 +8,8 @@ from transformers import StaticCache
 import modeling_llamba.ssd as ssd
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
+from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
-from tests.kernels.test_step import PARTIAL, ROPE, randomised, relative_error
 
 PROMPT, STEPS = (70 if INTERPRETED else 300), 6
 FAMILIES = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling_llamba.ssd as ssd
@@ -17,14 +16,13 @@ from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
 from modeling_llamba.hybrid_cache import new_cache
 from modeling_llamba.naive import naive_hybrid_attention
 from modeling_llamba.rotary import rotary_embedding
+from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
 from tests.kernels.ahead_of_time import CAPABILITIES, SHAPES, tools
 from tests.kernels.conftest import DEVICE, INTERPRETED
 
 LENGTH, HIDDEN = 22, 32
 PADDING = [[], [0, 1, 2, 9]]
 """Columns of each row that hold no token: rows of different lengths, and a row that waits for the others."""
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
-PARTIAL = {"partial_rotary_factor": 0.4}
 BF16, PADDED = torch.bfloat16, True
 CASES = {  # options of the layer, its dtype, the farthest a sink may be, rows of different lengths
     "grouped queries": ({}, torch.float32, None, False),
@@ -64,22 +62,6 @@ def make_layer(dtype=torch.float32, **options):
     config._attn_implementation = "sdpa" if config.attn_logit_softcapping is None else "eager"
     layer = randomised(HybridAttention(config, 0)).eval()
     return layer.to(dtype).to(DEVICE)
-
-
-@torch.no_grad()
-def randomised(module: nn.Module) -> nn.Module:
-    """The module with weights large enough that a leak shows."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            part.weight.normal_(0, part.in_features**-0.5)
-        if isinstance(part, HybridAttention):
-            for projection in (part.q_proj, part.k_proj):
-                projection.weight.mul_(1.5)
-            if part.salience is not None:
-                part.salience.normal_()
-            if part.mass is not None:
-                part.mass.add_(0.2 * torch.randn_like(part.mass))
-    return module
 
 
 def token_numbers(padded: bool) -> torch.Tensor:
@@ -123,12 +105,6 @@ def naive(layer, hidden_states, index, reach):
         of_row = [None if pair is None else tuple(t[row, real] for t in pair) for pair in (rotary, sink_rotary)]
         expected[row, real] = naive_hybrid_attention(layer, hidden_states[row, real], *of_row)
     return expected
-
-
-def relative_error(got, expected):
-    """The worst of any token."""
-    got, expected = (t.double().cpu() for t in (got, expected))
-    return ((got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)).max().item()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ from transformers import StaticCache
 import modeling_llamba.flex as flex
 import modeling_llamba.hybrid_attention as hybrid_attention
 from modeling_llamba.selective_scan import selective_scan
-from tests.modeling.test_selective_scan import random_inputs
+from tests.helpers.scans import selective_inputs
 from tests.students import MIXERS, make_student
 from tests.teachers import random_ids
 
@@ -70,7 +70,7 @@ def test_one_graph_of_the_selective_scan_for_three_lengths():
     lengths = (5, 6, 7)
     A, inputs = -torch.rand(12, 4, dtype=torch.float64).requires_grad_(), []
     for length in lengths:
-        x, dt, _, B, C, _ = random_inputs(length, dtype=torch.float64)
+        x, dt, _, B, C, _ = selective_inputs(length, dtype=torch.float64)
         x, dt, B, C = (of_any_length(t, lengths) for t in (x, dt, B, C))
         inputs.append((x, dt, A, B, C))
     compare(lambda *given: selective_scan(*given, chunk_size=4)[0], [A], inputs, [1, 1, 1], "eager")

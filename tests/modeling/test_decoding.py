@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from modeling_llamba import attention
 from modeling_llamba.attention import append_keys
 from modeling_llamba.ssd import ssd_recurrence, ssd_scan, ssd_step
-from tests.modeling.test_ssd import SHAPES, random_inputs, relative_error
+from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
 from tests.students import make_student
 from tests.teachers import random_ids
 
@@ -114,7 +114,7 @@ def test_generation_equals_that_of_a_concatenating_cache(monkeypatch, pattern):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_equal_recurrence(shape):
-    x, log_a, B, C, state = random_inputs(shape)
+    x, log_a, B, C, state = ssd_inputs(shape)
     y_ref, state_ref = ssd_recurrence(x, log_a, B, C, state)
     running, ys = state.clone(), []
     for t in range(x.shape[1]):
@@ -142,7 +142,7 @@ def test_the_strongest_and_the_weakest_decays_side_by_side(length):
 
 
 def test_a_packed_sequence_is_not_touched_by_its_neighbours():
-    x, log_a, B, C, _ = random_inputs("many-chunks", (-1e-3, 0.0))
+    x, log_a, B, C, _ = ssd_inputs("many-chunks", (-1e-3, 0.0))
     seq_idx = (torch.arange(x.shape[1]) >= 70).int().expand(x.shape[:2])
     inputs = [t.clone().requires_grad_() for t in (x, log_a, B, C)]
     y, _ = ssd_scan(*inputs, seq_idx=seq_idx)

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert import convert
 from convert.tools.chat import Conversation
-from tests.modeling.test_models import left_padded
+from tests.helpers.padding import left_padded
 from tests.recipes.tiny_chat import save_chat_teacher
 from tests.students import make_student
 from tests.teachers import LONGROPE, make_teacher, random_ids

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_llamba.hybrid_cache import RecurrentCache
+from tests.helpers.padding import left_padded
 from tests.students import FAMILIES, MIXERS, PATTERNS, make_student
 from tests.teachers import random_ids
 
@@ -28,15 +29,6 @@ CASES += [
 CASES += [("llamba", "discrete_mamba2", "shared"), ("phimamba", "mamba2", "shared")]
 CASES += [("llamba", "discrete_mamba2", "gemma"), ("llamba", "mamba2", "experts")]
 every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
-
-
-@torch.no_grad()
-def left_padded(ids, amount):
-    padding = torch.zeros(ids.shape[0], amount, dtype=torch.long)
-    padded = torch.cat([padding, ids], dim=1)
-    mask = torch.ones_like(padded)
-    mask[:, :amount] = 0
-    return padded, mask
 
 
 @every_case

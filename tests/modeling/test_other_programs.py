@@ -11,8 +11,8 @@ from transformers.utils import logging
 from trl import RewardConfig, RewardTrainer
 
 from modeling_llamba.hybrid_cache import MixerLayer, cache_length
-from tests.modeling.test_models import left_padded
-from tests.modeling.test_training import tokenizer
+from tests.helpers.padding import left_padded
+from tests.helpers.tokenizers import tokenizer
 from tests.students import make_student
 from tests.teachers import random_ids
 

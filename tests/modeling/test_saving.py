@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +12,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.hybrid_config import FORMAT_VERSION
+from tests.helpers.before import BEFORE
 from tests.students import FAMILIES, make_student, student_config
 from tests.teachers import LONGROPE, random_ids
-
-BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_b04284e.tar.xz"
-"""A hybrid of each family in format 1 as `save_pretrained` wrote it at commit b04284e, with its own code (other files
-than today), and ids and logits in expected.pt."""
 
 MIXERS_ALONE = """
 import pathlib

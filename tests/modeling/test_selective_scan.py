@@ -5,6 +5,7 @@ import torch
 
 from modeling_llamba.selective_scan import selective_matrix, selective_scan, selective_step
 from modeling_llamba.ssd import sequence_starts
+from tests.helpers.scans import selective_inputs
 
 
 def selective_recurrence(
@@ -39,23 +40,11 @@ def selective_recurrence(
     return torch.stack(y, dim=1), state
 
 
-def random_inputs(L=100, B=2, D=12, G=3, N=4, dtype=torch.float32, requires_grad=False, scale=1.0):
-    tensors = [
-        torch.randn(B, L, D),
-        torch.rand(B, L, D) * scale,
-        -torch.rand(D, N) * 3,
-        torch.randn(B, L, G, N),
-        torch.randn(B, L, G, N),
-        torch.randn(B, D, N),
-    ]
-    return [t.to(dtype).requires_grad_(requires_grad) for t in tensors]
-
-
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 100, 600])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 def test_scan_equals_recurrence_with_gradients(length, packing, scale):
-    inputs = random_inputs(length, requires_grad=True, scale=scale)
+    inputs = selective_inputs(length, requires_grad=True, scale=scale)
     seq_idx = (torch.arange(length) // 9).expand(2, length) if packing else None
     y, state = selective_scan(*inputs, seq_idx=seq_idx)
     y_ref, state_ref = selective_recurrence(*inputs, seq_idx=seq_idx)
@@ -71,7 +60,7 @@ def test_scan_equals_recurrence_with_gradients(length, packing, scale):
 
 
 def test_steps_equal_scan():
-    x, dt, A, B, C, state = random_inputs(20)
+    x, dt, A, B, C, state = selective_inputs(20)
     y, final = selective_scan(x, dt, A, B, C, state)
     for t in range(20):
         step_y, state = selective_step(state, x[:, t], dt[:, t], A, B[:, t], C[:, t])
@@ -81,7 +70,7 @@ def test_steps_equal_scan():
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_matrix_times_x_equals_recurrence(packing):
-    x, dt, A, B, C, _ = random_inputs(40, dtype=torch.float64)
+    x, dt, A, B, C, _ = selective_inputs(40, dtype=torch.float64)
     seq_idx = (torch.arange(40) // 9).expand(2, 40) if packing else None
     y = torch.einsum("bdls,bsd->bld", selective_matrix(dt, A, B, C, seq_idx), x)
     torch.testing.assert_close(y, selective_recurrence(x, dt, A, B, C, seq_idx=seq_idx)[0])

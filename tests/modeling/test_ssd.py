@@ -4,36 +4,9 @@ import pytest
 import torch
 
 import modeling_llamba.ssd as ssd
+from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
 
-SHAPES = {  # B, L, H, G, P, N, chunk, and T where the heads of a group share a state
-    "one-token": (2, 1, 2, 2, 4, 4, 16),
-    "below-a-chunk": (1, 15, 4, 2, 8, 4, 16),
-    "a-chunk": (1, 16, 4, 4, 8, 8, 16),
-    "above-a-chunk": (2, 17, 4, 1, 4, 8, 16),
-    "many-chunks": (2, 200, 6, 2, 8, 5, 64),
-    "shared-states": (2, 75, 6, 2, 8, 5, 16, 2),
-    "one-state": (1, 20, 4, 1, 4, 8, 16, 1),
-    "halved-chunks": (2, 75, 18, 6, 8, 4, 64),  # on a CPU
-}
 DECAYS = {"long": (-1e-3, 0.0), "mixed": (-3.0, 0.0), "extreme": (-18.0, 0.0)}
-
-
-def random_inputs(shape, decay=(-3.0, 0.0), dtype=torch.float32, requires_grad=False):
-    B, L, H, G, P, N, _, *shared = SHAPES[shape]
-    T = shared[0] if shared else H
-    low, high = decay
-    tensors = [
-        torch.randn(B, L, G, P),
-        torch.empty(B, L, T).uniform_(low, high),
-        torch.randn(B, L, G, N),
-        torch.randn(B, L, H, N),
-        torch.randn(B, T, P, N),
-    ]
-    return [t.to(dtype).requires_grad_(requires_grad) for t in tensors]
-
-
-def relative_error(got, expected):
-    return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def packed(shape, every=7):
@@ -45,7 +18,7 @@ def packed(shape, every=7):
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scan_equals_recurrence_with_gradients(shape, decay, packing):
-    inputs = random_inputs(shape, DECAYS[decay], requires_grad=True)
+    inputs = ssd_inputs(shape, DECAYS[decay], requires_grad=True)
     seq_idx = packed(shape) if packing else None
     y, state = ssd.ssd_scan(*inputs, seq_idx=seq_idx, chunk_size=SHAPES[shape][6])
     y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
@@ -59,7 +32,7 @@ def test_scan_equals_recurrence_with_gradients(shape, decay, packing):
 
 
 def test_scan_is_exact_in_float64():
-    inputs = random_inputs("many-chunks", dtype=torch.float64)
+    inputs = ssd_inputs("many-chunks", dtype=torch.float64)
     y, state = ssd.ssd_scan(*inputs)
     y_ref, state_ref = ssd.ssd_recurrence(*inputs)
     torch.testing.assert_close(y, y_ref, rtol=1e-12, atol=1e-12)
@@ -67,7 +40,7 @@ def test_scan_is_exact_in_float64():
 
 
 def test_gradients_pass_gradcheck():
-    inputs = [t[:, :9].clone() if t.shape[1] == 15 else t for t in random_inputs("below-a-chunk", dtype=torch.float64)]
+    inputs = [t[:, :9].clone() if t.shape[1] == 15 else t for t in ssd_inputs("below-a-chunk", dtype=torch.float64)]
     inputs = [t.detach().requires_grad_() for t in inputs]
     assert torch.autograd.gradcheck(lambda *args: ssd.ssd_scan(*args, chunk_size=4), inputs)
 
@@ -75,7 +48,7 @@ def test_gradients_pass_gradcheck():
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("shape", ["many-chunks", "shared-states"])
 def test_matrix_times_x_equals_recurrence(shape, packing):
-    x, log_a, B, C, _ = random_inputs(shape, dtype=torch.float64)
+    x, log_a, B, C, _ = ssd_inputs(shape, dtype=torch.float64)
     seq_idx = packed(shape) if packing else None
     matrix = ssd.ssd_matrix(log_a, B, C, seq_idx)
     y = (matrix @ ssd.repeat_groups(x, C.shape[2]).transpose(1, 2)).transpose(1, 2)
@@ -83,7 +56,7 @@ def test_matrix_times_x_equals_recurrence(shape, packing):
 
 
 def test_steps_equal_scan_and_update_in_place():
-    x, log_a, B, C, state = random_inputs("below-a-chunk")
+    x, log_a, B, C, state = ssd_inputs("below-a-chunk")
     y, final = ssd.ssd_scan(x, log_a, B, C, state)
     running = state.clone()
     for t in range(x.shape[1]):
@@ -94,7 +67,7 @@ def test_steps_equal_scan_and_update_in_place():
 
 
 def test_step_leaves_state_alone_under_autograd():
-    x, log_a, B, C, state = random_inputs("one-token", requires_grad=True)
+    x, log_a, B, C, state = ssd_inputs("one-token", requires_grad=True)
     before = state.detach().clone()
     y, new = ssd.ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], C[:, 0])
     assert new is not state and torch.equal(state, before)
@@ -104,7 +77,7 @@ def test_step_leaves_state_alone_under_autograd():
 
 def test_half_precision_input_keeps_a_float32_state():
     """Widened chunk by chunk: the numbers are those from wide inputs."""
-    inputs = random_inputs("many-chunks", dtype=torch.bfloat16, requires_grad=True)
+    inputs = ssd_inputs("many-chunks", dtype=torch.bfloat16, requires_grad=True)
     wide = [t.detach().float().requires_grad_() for t in inputs]
     y, state = ssd.ssd_scan(*inputs)
     assert state.dtype == y.dtype == torch.float32
@@ -119,7 +92,7 @@ def test_half_precision_input_keeps_a_float32_state():
 
 
 def test_decay_of_exactly_one_is_a_plain_sum():
-    x, log_a, B, C, _ = random_inputs("many-chunks")
+    x, log_a, B, C, _ = ssd_inputs("many-chunks")
     y, _ = ssd.ssd_scan(x, torch.zeros_like(log_a), B, C)
     scores = (C.transpose(1, 2) @ ssd.repeat_groups(B, log_a.shape[-1]).transpose(1, 2).mT).tril()
     torch.testing.assert_close(y, (scores @ ssd.repeat_groups(x, log_a.shape[-1]).transpose(1, 2)).transpose(1, 2),
@@ -128,7 +101,7 @@ def test_decay_of_exactly_one_is_a_plain_sum():
 
 def test_unknown_and_unusable_backends_are_refused(monkeypatch):
     monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", None)
-    x, log_a, B, C, _ = random_inputs("one-token")
+    x, log_a, B, C, _ = ssd_inputs("one-token")
     with pytest.raises(ValueError, match="Unknown SSD backend"):
         ssd.ssd_scan(x, log_a, B, C, backend="fast")
     with pytest.raises(ValueError, match="needs the package mamba-ssm"):

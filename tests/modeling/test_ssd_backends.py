@@ -6,7 +6,7 @@ import torch
 import modeling_llamba.short_conv as short_conv
 import modeling_llamba.ssd as ssd
 from modeling_llamba.short_conv import ShortConv
-from tests.modeling.test_ssd import relative_error
+from tests.helpers.scans import relative_error
 from tests.students import make_student
 from tests.teachers import random_ids
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.tokenizers import tokenizer
 from tests.students import FAMILIES, MIXERS, make_student
 from tests.teachers import random_ids
 
@@ -180,18 +181,6 @@ def test_trl_sft(family, packing, tmp_path):
     trainer.train()
     assert torch.tensor([log["loss"] for log in trainer.state.log_history if "loss" in log]).isfinite().all()
     assert not [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
-
-
-def tokenizer(begins: bool = False):
-    """The words w0 to w127; `begins` puts w1 before every text, as Llama's and Gemma's tokenizers do."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w3"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    if begins:
-        backend.post_processor = processors.TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", bos_token="w1", eos_token="w2")
 
 
 @every_family

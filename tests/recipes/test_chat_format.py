@@ -36,12 +36,17 @@ def test_questions_leave_room_for_an_answer():
         not_too_long(text, chat_tokenizer(), 0)
 
 
+def said_twice(rows, prompt):
+    """Rows whose answers begin with the question, beside it as a text, as UltraFeedback's do."""
+    return rows.add_column("prompt", [prompt])
+
+
 def test_preferences_without_turns():
     named = Dataset.from_list([{"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}])
     implicit = Dataset.from_list([{"chosen": [USER, ANSWER], "rejected": [USER, OTHER], "score": 1.0}])
     assert pairs(named, chat_tokenizer()) is named
     expected = {"prompt": "w9 w10\n\n", "chosen": "w11 w12 w13", "rejected": "w14"}
-    for rows in (named, implicit):
+    for rows in (named, implicit, said_twice(implicit, "w9 w10")):
         assert pairs(rows, chat_tokenizer(template=None))[0] == expected
     text = Dataset.from_list([{"prompt": "w9", "chosen": "w10", "rejected": "w11"}])
     assert pairs(text, chat_tokenizer(template=None)) is text
@@ -64,7 +69,7 @@ def test_an_answer_that_the_template_would_cut_is_taken_as_it_stands():
 def test_preferences_that_the_template_would_cut_are_taken_as_they_stand():
     named = Dataset.from_list([{"prompt": ASKED, "chosen": REASONED, "rejected": [OTHER]}])
     implicit = Dataset.from_list([{"chosen": ASKED + REASONED, "rejected": [*ASKED, OTHER]}])
-    for rows in (named, implicit):
+    for rows in (named, implicit, said_twice(implicit, "w9")):
         assert pairs(rows, chat_tokenizer()) is rows
         (row,) = pairs(rows, chat_tokenizer(REASONING))
         ids = {name: chat_tokenizer()(text).input_ids for name, text in row.items()}

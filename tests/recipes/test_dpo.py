@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import distillation, dpo
@@ -109,6 +109,16 @@ def test_a_vocabulary_of_the_same_size_that_is_another_one(world, tmp_path):
     for recipe, data in ((dpo, "data"), (distillation, "chats")):
         with pytest.raises(ValueError, match="The teacher's vocabulary is another one"):
             recipe.main(arguments(world | {"teacher": shuffled}, tmp_path / "out", data=data))
+
+
+def test_a_teacher_of_which_weights_are_missing_is_refused(world, tmp_path):
+    """transformers fills them up with random ones."""
+    teacher = shutil.copytree(world["teacher"], tmp_path / "teacher")
+    weights = load_file(teacher / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, teacher / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="The teacher does not load: .*1 tensors are missing .*layers.1.mlp.up_proj"):
+        dpo.main(arguments(world | {"teacher": teacher}, tmp_path / "out"))
 
 
 def test_on_policy_distillation_comes_closer_to_the_teacher(world, tmp_path):

@@ -118,7 +118,7 @@ def test_everything_at_once(folder, tmp_path):
         raise AssertionError("computed again")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("load_model", "load_tokenizer", "run_task"):
+        for name in ("load_model", "prompt_tokenizer", "run_task"):
             patch.setattr(evaluation, name, fail)
         again = evaluate(folder, *arguments, "--update-card")
         assert again.exit_code == 0 and json.loads(again.stdout) == found

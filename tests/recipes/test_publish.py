@@ -38,6 +38,7 @@ def test_a_model_of_the_hub_is_trained_and_pushed_and_an_upload_that_broke_off_g
         done = client(hub, tmp_path, "-m", "recipes.sft", *argv)
         assert done.returncode == 1 and "the model is complete in" in done.stderr, done.stderr[-2000:]
         assert "Traceback" not in done.stderr and not (hub.root / "me" / "finished" / "config.json").exists()
+        assert not (tmp_path / "out.work").exists(), "the checkpoints have served"
         received = {path.name for path in hub.objects.iterdir()}
         assert len(received) == 1
         hub.refuse_after = None

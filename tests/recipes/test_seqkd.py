@@ -94,12 +94,13 @@ def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_
 
     monkeypatch.setattr(seqkd.Answerer, "__call__", ending_some)
     report = seqkd.main(arguments(teacher, prompts, tmp_path / "out", "--truncated", "drop", "--test_share", "0"))
-    assert report["rows"]["train"] == 3 and report["left out"]["cut off"] == 9
+    assert report["rows"]["train"] == 3 and report["left out"]["cut off"] == 9 and report["kept though cut off"] == 0
     monkeypatch.setattr(seqkd.Answerer, "__call__", lambda self, batch: [[9] * 8 for _ in batch])
     with pytest.raises(ValueError, match="12 of 12 were cut off"):
         seqkd.main(arguments(teacher, prompts, tmp_path / "none", "--truncated", "drop"))
     kept = seqkd.main(arguments(teacher, prompts, tmp_path / "none"))  # goes on with the answers that are there
-    assert sum(kept["rows"].values()) == 12
+    assert sum(kept["rows"].values()) == 12 and kept["left out"]["cut off"] == 0 and kept["kept though cut off"] == 12
+    assert "0 cut off. Kept though cut off: 12." in (tmp_path / "none" / "README.md").read_text()
 
 
 def test_greedy_has_no_penalties(teacher, prompts, tmp_path):

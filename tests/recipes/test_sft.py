@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert.alignment.distillation.loss import divergence
 from convert.alignment.distillation.trainer import DistilledSFTTrainer
+from convert.checkpoint.folder import OutputFolder
 from recipes import progressive_sft, sft
 from recipes.training import run
 from recipes.training.run import script
@@ -118,8 +119,9 @@ def test_interrupted_in_the_middle_of_an_epoch_it_ends_with_the_same_weights(wor
         return step(self, *args, **kwargs)
 
     monkeypatch.setattr(DistilledSFTTrainer, "training_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         sft.main(arguments(world, tmp_path / "broken", *more))
+    assert "broken.work, and the same command goes on from there" in " ".join(stopped.value.__notes__)
     assert not (tmp_path / "broken").exists() and (tmp_path / "broken.work" / "checkpoint-2").is_dir()
     with pytest.raises(ValueError, match="checkpoints of another run"):
         sft.main(arguments(world, tmp_path / "broken", *more, "--kl_weight", "0.5"))
@@ -128,6 +130,35 @@ def test_interrupted_in_the_middle_of_an_epoch_it_ends_with_the_same_weights(wor
     assert report["before"] == straight["before"] and report["after"] == straight["after"]
     for name, tensor in weights(tmp_path / "broken").items():
         assert torch.equal(tensor, weights(tmp_path / "straight")[name]), name
+
+
+def test_one_run_at_a_time(world, tmp_path, monkeypatch):
+    """A second one ends before it reads anything, from the first's beginning to its end."""
+    step, refusals = DistilledSFTTrainer.training_step, []
+    refused = pytest.raises(ValueError, match=f"Another run is writing {tmp_path / 'out'}; wait for it")
+
+    def while_it_trains(self, *args, **kwargs):
+        with refused as refusal, OutputFolder(tmp_path / "out"):
+            pass
+        refusals.append(refusal)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistilledSFTTrainer, "training_step", while_it_trains)
+    with OutputFolder(tmp_path / "out"), refused:
+        sft.main(arguments(world, tmp_path / "out"))
+    assert not refusals
+    sft.main(arguments(world, tmp_path / "out"))
+    assert len(refusals) == 2 and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_has_no_checkpoint_yet_leaves_nothing(world, tmp_path, monkeypatch):
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DistilledSFTTrainer, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sft.main(arguments(world, tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("what, others", [("mixers", 0), ("all-but-mlp", 1), ("all", 1)])

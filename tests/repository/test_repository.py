@@ -62,6 +62,15 @@ def test_imports_point_down_only(package):
                 assert RANKS[top] < RANKS[package], f"{path.relative_to(ROOT)} imports {module}"
 
 
+def test_no_test_file_imports_another():
+    """What several of them need lies in `tests/helpers`, a file for each concept."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for module, _, _, node in imports(path):
+            parts = [*(module or "").split("."), *(alias.name for alias in node.names)]
+            files = [part for part in parts if part.startswith("test_") and list(ROOT.glob(f"tests/**/{part}.py"))]
+            assert not files, f"{path.relative_to(ROOT)}:{node.lineno} imports {files[0]}"
+
+
 @pytest.mark.parametrize("package", MODELING)
 def test_shipped_code_is_flat_and_self_contained(package, tmp_path):
     ship_code(MODELING[package], tmp_path)
@@ -121,6 +130,27 @@ def test_import_and_export_need_neither_alignment_nor_the_conversion(module):
     assert "convert.alignment.closed_form" in reachable("convert.pipeline")  # the graph is not blind
 
 
+def test_models_and_tokenizers_are_loaded_in_one_place():
+    """All that loads one says in the same words why it does not load, and refuses random weights."""
+    elsewhere = {
+        "convert/checkpoint/card.py",  # what a card tells its readers
+        "convert/checkpoint/tokenizer.py",  # asks whether files make a tokenizer
+        "recipes/evaluation/load_elsewhere.py",  # runs where this project is not installed
+    }
+    found = {
+        kind: {
+            str(path.relative_to(ROOT))
+            for package in ("convert", "recipes")
+            for path in (ROOT / package).rglob("*.py")
+            if f"{kind}.from_pretrained(" in path.read_text()
+        }
+        - elsewhere
+        for kind in ("AutoModelForCausalLM", "AutoTokenizer")
+    }
+    places = {"AutoModelForCausalLM": "convert/checkpoint/load.py", "AutoTokenizer": "convert/teachers/teacher.py"}
+    assert found == {kind: {place} for kind, place in places.items()}
+
+
 def test_family_tables_hold_no_tensor_code():
     for path in (ROOT / "convert" / "teachers").glob("*.py"):
         if path.name == "teacher.py":
@@ -164,17 +194,14 @@ def test_readme_commands_exist(tmp_path):
     assert mentioned and mentioned <= targets, mentioned - targets
     read = set()
     examples = dict(re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", text, re.S))
-    for name, content in examples.items():
-        (tmp_path / name).write_text(content)
     for line in re.findall(r"(?:^|`)(convert-to-hybrid [^`\n]+|torchrun .+ -m convert\.cli [^`\n]+)", text, re.M):
         words = shlex.split(re.sub(r".*convert(-to-hybrid|\.cli) ", "", line), comments=True)
         name = words.pop(0) if words[0] in COMMANDS else "convert"
         if "--config" in words:
             place = words.index("--config") + 1
-            if words[place] in examples:
-                words[place] = str(tmp_path / words[place])
-            else:  # a placeholder
-                words[place - 1 : place + 1] = []
+            path = tmp_path / words[place]
+            path.write_text(examples.get(words[place], "{}"))  # the file of a page that does not show it is the user's
+            words[place] = str(path)
         if not {"--help", "--set"} & set(words) and len(words) >= len(COMMANDS[name].positionals):
             parser_of(name).from_command_line(words)
             read.add(name)
