@@ -12,7 +12,7 @@ CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes one sequence of `length` tokens keeps while generating: the teacher's, and the hybrid's.
 
-    Keys and values in `dtype`, the hybrid's in its bits; recurrent states in float32; a sliding window keeps its window.
+    Keys and values in `dtype`, the hybrid's in its bits; recurrent states in float32.
     """
     inner = config.mixer_num_heads * config.mixer_head_dim
     recurrent = num_states(config) * config.mixer_head_dim * config.mixer_d_state * 4
@@ -64,8 +64,10 @@ def state_bytes(config: PreTrainedConfig, layer: int) -> int:
 def attention_bytes(
     config: PreTrainedConfig, layer_type: str, length: int, dtype: torch.dtype, rounded: bool = False
 ) -> int:
-    """Bytes of a layer that keeps its attention, in `dtype` or rounded to the hybrid's bits; one with a window needs all
-    but the window's first column."""
+    """Bytes of a layer that keeps its attention, `rounded` to the hybrid's bits or not.
+
+    A layer with a window needs all but the window's first column.
+    """
     tokens, bits = length, config.full_attention_bits
     if layer_type == "sliding_attention":
         tokens, bits = min(length, config.sliding_window - 1), config.window_bits
