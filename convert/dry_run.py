@@ -8,6 +8,7 @@ import dataclasses
 from .alignment.cost import alignment_cost
 from .errors import during
 from .options import ConversionOptions
+from .placement.budget import Budget
 from .placement.decide import decide_placement, options_for_teacher
 from .plan import Plan, TeacherWeights, make_plan
 from .teachers.teacher import find_teacher
@@ -21,7 +22,7 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     with during(f"reading {options.model}"):
         weights = open_teacher(options, with_weights=False)
     options = options_for_teacher(options, weights)
-    return costed(checked(make_plan(weights, decide_placement(weights, options), options), options), options)
+    return costed(checked(make_plan(weights, decide_placement(Budget(weights, options)), options), options), options)
 
 
 def open_teacher(options: ConversionOptions, with_weights: bool = True) -> TeacherWeights:

@@ -20,6 +20,7 @@ from .checkpoint.tokenizer import Licence, SideFiles, read_licence, read_side_fi
 from .dry_run import checked, costed, open_teacher
 from .errors import during
 from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
+from .placement.budget import Budget
 from .placement.decide import decide_placement, options_for_teacher
 from .placement.placement import Decision
 from .placement.presets import kept_heads
@@ -77,13 +78,14 @@ def run(
         aligned = options.alignment.method != "none"
         aligner = Aligner(weights, options, progress, owner.make_work()) if aligned else None
         with during(f"fitting the mixers for {output}"):
-            decision = decide_placement(weights, options)
+            budget = Budget(weights, options)
+            decision = decide_placement(budget)
             plan = costed(checked(make_plan(weights, decision, options), options), options)
             on_plan(plan)
             if aligner is not None and plan.placement.replaced_layers:
                 aligner.read_text()  # before scores are taken, which may take minutes
             if decision.needs_scores:
-                decided = make_plan(weights, decide_placement(weights, options, aligner), options)
+                decided = make_plan(weights, decide_placement(budget, aligner), options)
                 plan = dataclasses.replace(decided, alignment_cost=plan.alignment_cost)
                 on_plan(plan)
             watch.over("placement")

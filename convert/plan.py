@@ -1,5 +1,6 @@
 """The plan of a conversion: the hybrid's configuration, a rule for every tensor, and what it will cost."""
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -11,13 +12,21 @@ from transformers import PreTrainedConfig
 
 from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
-from .placement.placement import Decision, Placement, window_in_words
+from .placement.placement import Decision, Placement, Undecided, window_in_words
 from .teachers.teacher import Teacher, config_errors, declared_layer_types, hybrid_fields
 from .weights.mapping import LayerMapping, fold_out_bias
 from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
 from .weights.rules import Rule, Source, Stack, canonical_sources, moved
 from .weights.students import STUDENTS, layer_letters, mixer_shapes, tensor_shapes
 from .weights.writer import human_bytes, output_dtype
+
+EVENLY = "which {} keep their attention is decided by scores during the run; those shown are as many, evenly placed"
+UNDECIDED: dict[Undecided, str] = {
+    "layers": EVENLY.format("layers"),
+    "heads": EVENLY.format("heads"),
+    "windows": "how wide each layer's window is, is measured during the run; until then all have the mean width",
+}
+"""Note on each part of a placement that scores will decide."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,8 @@ class TeacherWeights:
 
     teacher: Teacher
     checkpoint: Checkpoint
+    fields: dict[str, Any]
+    """Fields that every hybrid's configuration takes over from the teacher's."""
     config: PreTrainedConfig
     """Configuration of the hybrid with every layer kept as attention."""
     sources: dict[str, Source | Stack]
@@ -44,19 +55,18 @@ class TeacherWeights:
                 f"{teacher.name} says {layers} layers, and its weights have {len(checkpoint.tensors)} tensors."
             )
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-        if (
-            teacher.config.tie_word_embeddings
-            and not teacher.headers_only
-            and {embedding, head} <= set(checkpoint.tensors)
-        ):
-            # as transformers does, which believes the weights
-            teacher.config.tie_word_embeddings = checkpoint.same_values(embedding, head)
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
-            config = attention_config(teacher)
+            fields, layer_types = hybrid_fields(teacher.config, teacher.family)
+        both = {embedding, head} <= set(checkpoint.tensors)
+        if fields["tie_word_embeddings"] and both and not teacher.headers_only:
+            # as transformers does, which believes the weights
+            fields["tie_word_embeddings"] = checkpoint.same_values(embedding, head)
+        with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
+            config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
         sources, dropped = canonical_sources(
             teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
         )
-        return cls(teacher, checkpoint, config, sources, dropped)
+        return cls(teacher, checkpoint, fields, config, sources, dropped)
 
     def windows(self, context: int) -> tuple[int, ...]:
         """Layers that have a window in the teacher which hides tokens within a context; they keep it."""
@@ -177,12 +187,6 @@ class Plan:
         return 16 * BLOCK_BYTES + self.weights.checkpoint.buffer_bytes() + 2 * max(derived, default=0)
 
 
-def attention_config(teacher: Teacher) -> PreTrainedConfig:
-    """The configuration of the hybrid with every layer kept as attention, which computes what the teacher does."""
-    fields, layer_types = hybrid_fields(teacher.config, teacher.family)
-    return STUDENTS[teacher.family.student](**fields, layer_types=layer_types)
-
-
 def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
     """The hybrid's configuration."""
     hybrid, teacher_types = placement.hybrid, weights.config.layer_types
@@ -196,8 +200,7 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, options: Conver
             )
     stateless = hybrid is not None and not hybrid.state
     mixer = MixerOptions(kind="none") if stateless else options.mixer
-    fields, _ = hybrid_fields(weights.teacher.config, weights.teacher.family)
-    fields |= mixer_fields(weights.config, mixer)
+    fields = copy.deepcopy(weights.fields) | mixer_fields(weights.config, mixer)
     fields |= placement.config_fields(teacher_types)
     if hybrid is not None and hybrid.state:
         # the slower half tells of far keys what all do (docs/guide/normalised_read.md)
@@ -266,7 +269,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOp
         dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
         notes=(
             *weights.notes,
-            *decision.undecided,
+            *(UNDECIDED[part] for part in decision.undecided),
             *decision.notes,
             *_wide_windows(weights, placement, options),
             *_lost(config),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..options import ConversionOptions, parse_size
 from ..plan import TeacherWeights, hybrid_config
@@ -30,7 +31,10 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for one sequence at the context length of the options, and what the user has decided already."""
+    """Bytes for one sequence at the context length of the options, and what the user has decided already.
+
+    Made once for a conversion. Where no cache was asked for it has no `nbytes`, and the rest still counts.
+    """
 
     weights: TeacherWeights
     options: ConversionOptions
@@ -46,9 +50,42 @@ class Budget:
         return self.weights.config.num_attention_heads // self.weights.config.num_key_value_heads
 
     @cached_property
+    def whole(self) -> int:
+        """Bytes of cache that a sequence takes in the teacher."""
+        return cache_bytes(self._teacher_config, self.options.placement.context, self._dtype)[0]
+
+    @cached_property
     def nbytes(self) -> int:
-        """The cache that a sequence may take."""
-        return asked_bytes(self.weights, self.options)
+        """Bytes of cache that a sequence may take.
+
+        The default is a share of what the teacher's layers take that see everything; its own windows stay beside that.
+        """
+        asked = self.options.cache
+        assert asked is not None, "nothing was said about the cache"
+        if isinstance(asked, str):
+            return parse_size(asked)
+        own = 0
+        if self.options.placement.cache is None and 0 < len(self.windows) < self.shape[0]:
+            context = self.options.placement.context
+            own = len(self.windows) * attention_bytes(self._teacher_config, "sliding_attention", context, self._dtype)
+        return int(own + asked * (self.whole - own))
+
+    def layers_within(self, replacement: Layer, free: list[int]) -> int:
+        """The largest number of the layers `free` that may keep their attention, as all others do."""
+        kinds = self.weights.config.layer_types
+        others = set(range(len(kinds))).difference(free)
+        # the layers that keep most are counted, so that whichever are chosen, the budget holds
+        order = sorted(free, key=lambda i: kinds[i])
+        for count in range(len(free), -1, -1):
+            placement = everywhere(replacement, len(kinds)).keeping({*others, *order[:count]})
+            nbytes = self._bytes_of(placement)
+            if nbytes <= self.nbytes:
+                return count
+        held = "the mixers' states alone take" if isinstance(replacement, Mixer) else "windows alone take"
+        less = "a smaller d_state" if isinstance(replacement, Mixer) else "a narrower window"
+        raise ValueError(
+            f"{human_bytes(self.nbytes)} of cache is too little: {held} {human_bytes(nbytes)}; give more or {less}."
+        )
 
     @cached_property
     def given_heads(self) -> tuple[KVHead, ...]:
@@ -103,7 +140,7 @@ class Budget:
         """
         fixed, count = self.options.placement.window, self.asked_heads
         ranked = [pair for pair in ranked if pair[0] not in self.windows]
-        if fixed is None and count is None and self.nbytes >= asked_bytes(self.weights, self.options, whole=True):
+        if fixed is None and count is None and self.nbytes >= self.whole:
             return everywhere(Attention(), self.shape[0])
         narrowest = 2 * self.block
         if count is None:
@@ -158,15 +195,15 @@ class Budget:
 
     def _bytes_of(self, placement: Placement) -> int:
         if not placement.replaced_layers:
-            return asked_bytes(self.weights, self.options, whole=True)
-        for name, value in placement.config_fields(self.weights.config.layer_types).items():
-            setattr(self._config, name, value)
-        return cache_bytes(self._config, self.options.placement.context, self._dtype)[1]
+            return self.whole
+        return cache_bytes(self._config(placement), self.options.placement.context, self._dtype)[1]
 
     @cached_property
-    def _config(self):
-        placement = everywhere(hybrid_layer(self.options, 2 * self.block), self.shape[0])
-        return hybrid_config(self.weights, placement.keeping(self.windows), self.options)
+    def _teacher_config(self) -> PreTrainedConfig:
+        return self._config(everywhere(Attention(), self.shape[0]))
+
+    def _config(self, placement: Placement) -> PreTrainedConfig:
+        return hybrid_config(self.weights, placement, self.options)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -203,39 +240,3 @@ def block_of(window: int) -> int:
     while block > 1 and (window % block or window < 2 * block):
         block //= 2
     return block
-
-
-def asked_bytes(weights: TeacherWeights, options: ConversionOptions, whole: bool = False) -> int:
-    """Bytes of cache that the option `cache` allows one sequence, or (`whole`) that the teacher takes.
-
-    The default is a share of what the teacher's layers take that see everything; its own windows stay beside that.
-    """
-    asked = 1.0 if whole else options.cache
-    assert asked is not None, "nothing was said about the cache"
-    if isinstance(asked, str):
-        return parse_size(asked)
-    dtype = output_dtype(options.output.dtype, weights.checkpoint.tensors)
-    config = hybrid_config(weights, everywhere(Attention(), weights.config.num_hidden_layers), options)
-    context, own = options.placement.context, 0
-    windows = weights.windows(context)
-    if options.placement.cache is None and 0 < len(windows) < config.num_hidden_layers:
-        own = len(windows) * attention_bytes(config, "sliding_attention", context, dtype)
-    return int(own + asked * (cache_bytes(config, context, dtype)[0] - own))
-
-
-def num_layers_within(weights: TeacherWeights, options: ConversionOptions, replacement: Layer, free: list[int]) -> int:
-    """The largest number of the layers `free` that may keep their attention, as all others do, within the budget."""
-    kinds, dtype = weights.config.layer_types, output_dtype(options.output.dtype, weights.checkpoint.tensors)
-    budget, others = asked_bytes(weights, options), set(range(len(kinds))).difference(free)
-    # the layers that keep most are counted, so that whichever are chosen, the budget holds
-    order = sorted(free, key=lambda i: kinds[i])
-    for count in range(len(free), -1, -1):
-        placement = everywhere(replacement, len(kinds)).keeping({*others, *order[:count]})
-        nbytes = cache_bytes(hybrid_config(weights, placement, options), options.placement.context, dtype)[1]
-        if nbytes <= budget:
-            return count
-    held = "the mixers' states alone take" if isinstance(replacement, Mixer) else "windows alone take"
-    less = "a smaller d_state" if isinstance(replacement, Mixer) else "a narrower window"
-    raise ValueError(
-        f"{human_bytes(budget)} of cache is too little: {held} {human_bytes(nbytes)}; give more or {less}."
-    )

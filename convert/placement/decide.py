@@ -1,13 +1,14 @@
 """Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..options import ConversionOptions
 from ..plan import TeacherWeights
 from ..weights.students import tensor_shapes
-from .budget import Budget, KVHead, hybrid_layer, num_layers_within, refuse_heads_of
-from .placement import Attention, Decision, Hybrid, Layer, Mixer, Placement, everywhere
+from .budget import Budget, KVHead, hybrid_layer, refuse_heads_of
+from .placement import Attention, Decision, Hybrid, Layer, Mixer, Placement, Undecided, everywhere
 from .presets import (  # fmt: skip
     attention_layers,
     counted_heads,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes
 
 RANK_SHARE, MEAN_RANK = 0.015, 32
 """Share of the teacher's weights that output maps may add, and their highest mean rank."""
-STAND_INS = "which {} keep their attention is decided by scores during the run; those shown are as many, evenly placed"
 
 
 def options_for_teacher(options: ConversionOptions, weights: TeacherWeights) -> ConversionOptions:
@@ -47,9 +47,7 @@ def _has_windows_alone(weights: TeacherWeights, options: ConversionOptions) -> b
     return len(weights.windows(options.placement.context)) == weights.config.num_hidden_layers
 
 
-def decide_placement(
-    weights: TeacherWeights, options: ConversionOptions, aligner: "Aligner | None" = None
-) -> Decision:
+def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decision:
     """Decide what every layer holds.
 
     Args:
@@ -59,53 +57,86 @@ def decide_placement(
     Raises:
         ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
     """
-    num_layers, asked_heads = weights.config.num_hidden_layers, options.placement.attention_heads
-    aligned = options.alignment.method != "none"
+    weights, options = budget.weights, budget.options
     if options.has_windows and _has_windows_alone(weights, options):
         note = f"every layer has a window of {weights.config.sliding_window} tokens in the teacher and keeps it"
-        return Decision(everywhere(Attention(), num_layers), notes=(note,))
+        return Decision(everywhere(Attention(), budget.shape[0]), notes=(note,))
     if options.searches_budget:
-        budget, notes = Budget(weights, options), []
-        ranked = [] if budget.asked_heads == 0 else _ranked(weights, aligner, notes)
-        placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
-        fitted = placement.hybrid is not None and placement.hybrid.state
-        if fitted and options.placement.window is None:
-            placement = _spread(placement, budget, aligner, notes)
-        placement = with_mean_rank(placement, weights, options)
-        return Decision(placement, tuple(notes) if placement.replaced_layers else ())
-    replacement, notes = replaced_layer(options), []
-    own = Budget(weights, options).windows if isinstance(replacement, Hybrid) else ()
-    if options.names_layers:
-        kept = attention_layers(num_layers, options.placement.attention_layers)
+        decision = _by_budget(budget, aligner)
     else:
-        free = [layer for layer in range(num_layers) if layer not in own]
-        count = _number_kept(weights, options, replacement, free)
-        kept = evenly_of(free, count)
-        if aligned and 0 < count < len(free):
-            if aligner is None:
-                notes.append(STAND_INS.format("layers"))
-            else:
-                from .layer_costs import costliest_layers
+        decision = _by_name(budget) if options.names_layers else _by_share(budget, aligner)
+        if options.placement.attention_heads is not None and decision.placement.replaced_layers:
+            decision = _with_heads(decision, budget, aligner)
+    placement = with_mean_rank(decision.placement, weights, options)
+    is_open = aligner is None and placement.replaced_layers
+    return Decision(placement, decision.undecided if is_open else ())
 
-                kept = costliest_layers(aligner, replacement, count)
-    placement = everywhere(replacement, num_layers).keeping({*kept, *own})
-    if asked_heads is not None and placement.replaced_layers:
-        heads = kept_heads(asked_heads, num_layers, weights.config.num_attention_heads)
-        if heads is None:
-            free = [pair for pair in _ranked(weights, aligner, notes) if pair[0] in placement.replaced_layers]
-            count = counted_heads(asked_heads, num_layers * weights.config.num_key_value_heads)
-            if count > len(free):
-                raise ValueError(
-                    f"attention_heads {asked_heads} is {count} key/value heads; the replaced layers have {len(free)}."
-                )
-            heads = query_heads(free[:count], Budget(weights, options).shared)
-        refuse_heads_of(own, heads)
-        heads = whole_groups(heads, Budget(weights, options).shared)
-        placement = placement.with_full_heads(heads)
-        all_kept = [i for i, of in placement.full_heads.items() if len(of) == weights.config.num_attention_heads]
-        placement = placement.keeping(all_kept)
-    placement = with_mean_rank(placement, weights, options)
-    return Decision(placement, tuple(notes) if placement.replaced_layers else ())
+
+def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
+    """Choose layers, heads and windows together."""
+    undecided: tuple[Undecided, ...] = ()
+    ranked: list[KVHead] = []
+    if budget.asked_heads != 0:
+        ranked = _ranked(budget, aligner)
+        undecided = ("heads",)
+    placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
+    fitted = placement.hybrid is not None and placement.hybrid.state
+    if fitted and budget.options.placement.window is None:
+        undecided = (*undecided, "windows")
+        if aligner is not None:
+            placement = _spread(placement, budget, aligner)
+    return Decision(placement, undecided)
+
+
+def _by_name(budget: Budget) -> Decision:
+    """Keep the attention of the layers that are named, and of those with a window of their own beside windows."""
+    kept = attention_layers(budget.shape[0], budget.options.placement.attention_layers)
+    return Decision(_keeping(kept, budget))
+
+
+def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
+    """Keep the attention of a share of the layers: as asked, as the cache has room for, or half."""
+    options, replacement = budget.options, replaced_layer(budget.options)
+    own = budget.windows if isinstance(replacement, Hybrid) else ()
+    free = [layer for layer in range(budget.shape[0]) if layer not in own]
+    if options.cache is not None:
+        count = budget.layers_within(replacement, free)
+    else:
+        asked = options.placement.attention_layers
+        count = len(uniform_attention_layers(len(free), 0.5 if asked is None else asked))
+    scored = options.alignment.method != "none" and 0 < count < len(free)
+    if not scored or aligner is None:
+        return Decision(_keeping(evenly_of(free, count), budget), ("layers",) if scored else ())
+    from .layer_costs import costliest_layers
+
+    return Decision(_keeping(costliest_layers(aligner, replacement, own, count), budget))
+
+
+def _keeping(kept: Sequence[int], budget: Budget) -> Placement:
+    """Replace all other layers; beside windows the teacher's own stay."""
+    replacement = replaced_layer(budget.options)
+    own = budget.windows if isinstance(replacement, Hybrid) else ()
+    return everywhere(replacement, budget.shape[0]).keeping({*kept, *own})
+
+
+def _with_heads(decision: Decision, budget: Budget, aligner: "Aligner | None") -> Decision:
+    """Keep heads in layers with a window: those that are named, or as many as asked for."""
+    placement, asked, config = decision.placement, budget.options.placement.attention_heads, budget.weights.config
+    undecided = decision.undecided
+    heads = kept_heads(asked, budget.shape[0], config.num_attention_heads)
+    if heads is None:
+        free = [pair for pair in _ranked(budget, aligner) if pair[0] in placement.replaced_layers]
+        count = counted_heads(asked, budget.shape[0] * budget.shape[1])
+        if count > len(free):
+            raise ValueError(
+                f"attention_heads {asked} is {count} key/value heads; the replaced layers have {len(free)}."
+            )
+        heads = query_heads(free[:count], budget.shared)
+        undecided = (*undecided, "heads")
+    refuse_heads_of(budget.windows, heads)
+    placement = placement.with_full_heads(whole_groups(heads, budget.shared))
+    all_kept = [i for i, of in placement.full_heads.items() if len(of) == config.num_attention_heads]
+    return Decision(placement.keeping(all_kept), undecided)
 
 
 def with_mean_rank(placement: Placement, weights: TeacherWeights, options: ConversionOptions) -> Placement:
@@ -133,19 +164,8 @@ def replaced_layer(options: ConversionOptions) -> Layer:
     return Mixer() if window is None else hybrid_layer(options, window)
 
 
-def _number_kept(weights: TeacherWeights, options: ConversionOptions, replacement: Layer, free: list[int]) -> int:
-    """Count the replaceable layers that keep attention: as asked, as the cache has room for, or half."""
-    if options.cache is not None:
-        return num_layers_within(weights, options, replacement, free)
-    asked = options.placement.attention_layers
-    return len(uniform_attention_layers(len(free), 0.5 if asked is None else asked))
-
-
-def _spread(placement: Placement, budget: Budget, aligner: "Aligner | None", notes: list[str]) -> Placement:
-    """Distribute window lengths by measured layer error; return the placement unchanged without an aligner."""
-    if aligner is None:
-        notes.append("how wide each layer's window is, is measured during the run; until then all have the mean width")
-        return placement
+def _spread(placement: Placement, budget: Budget, aligner: "Aligner") -> Placement:
+    """Distribute the width of the windows by what each layer gets wrong."""
     from .layer_costs import layer_errors, spread_windows
 
     errors = layer_errors(aligner, placement)
@@ -155,14 +175,13 @@ def _spread(placement: Placement, budget: Budget, aligner: "Aligner | None", not
     return placement.with_windows(spread_windows(columns, errors, heads, budget.longest_window, budget.block))
 
 
-def _ranked(weights: TeacherWeights, aligner: "Aligner | None", notes: list[str]) -> list[KVHead]:
+def _ranked(budget: Budget, aligner: "Aligner | None") -> list[KVHead]:
     """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
-    if aligner is not None:
-        from .retrieval import ranked_heads, retrieval_scores
+    if aligner is None:
+        layers, kv_heads = budget.shape
+        return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
+    from .retrieval import ranked_heads, retrieval_scores
 
-        scores = retrieval_scores(aligner.model, aligner.ids, aligner.options.seed, aligner.progress)
-        aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
-        return ranked_heads(scores, Budget(weights, aligner.options).shared)
-    notes.append(STAND_INS.format("heads"))
-    layers, kv_heads = weights.config.num_hidden_layers, weights.config.num_key_value_heads
-    return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
+    scores = retrieval_scores(aligner.model, aligner.ids, aligner.options.seed, aligner.progress)
+    aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
+    return ranked_heads(scores, budget.shared)

@@ -10,6 +10,7 @@ follows, and what counts is the divergence of the whole model (figures: docs/res
 
 import contextlib
 import dataclasses
+from collections.abc import Collection
 
 import torch
 
@@ -24,7 +25,7 @@ from ..alignment.probes import Probe, copy_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel, replaced
 from ..options import SALIENT, ConversionOptions, FitOptions, MixerOptions, PlacementOptions, parse_size
 from ..weights.writer import Progress
-from .budget import Budget, hybrid_layer
+from .budget import hybrid_layer
 from .placement import Layer, Mixer, Placement, everywhere
 from .retrieval import retrieval_scores
 
@@ -72,8 +73,12 @@ def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOpti
     return errors
 
 
-def costliest_layers(aligner: Aligner, replacement: Layer, count: int) -> tuple[int, ...]:
-    """The `count` layers that it costs most to replace; if by a window, of those that have none in the teacher."""
+def costliest_layers(aligner: Aligner, replacement: Layer, own: Collection[int], count: int) -> tuple[int, ...]:
+    """The `count` layers that it costs most to replace.
+
+    Args:
+        own: layers that keep the window which they have in the teacher, where the others get one.
+    """
     layers, options = range(aligner.model.num_layers), aligner.options
     if isinstance(replacement, Mixer):
         aligner.follow(everywhere(replacement, len(layers)))
@@ -83,9 +88,10 @@ def costliest_layers(aligner: Aligner, replacement: Layer, count: int) -> tuple[
         gone, costs = cheapest_by_kl(aligner.model, mixers, rows, probe, len(layers) - count, aligner.progress)
         kept = [layer for layer in layers if layer not in gone]
     else:
-        own = list(Budget(aligner.weights, options).windows)
         quarter = options.sequence_length // 4
-        beside = PlacementOptions(window=min(WINDOW, quarter), salient=min(SALIENT, quarter), attention_layers=own)
+        beside = PlacementOptions(
+            window=min(WINDOW, quarter), salient=min(SALIENT, quarter), attention_layers=list(own)
+        )
         alignment = dataclasses.replace(options.alignment, fit=FitOptions())
         options = dataclasses.replace(options, placement=beside, mixer=MixerOptions(), alignment=alignment)
         placement = everywhere(hybrid_layer(options, beside.window), len(layers)).keeping(own)

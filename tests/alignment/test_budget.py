@@ -171,12 +171,12 @@ def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
     folder = str(saved_teacher("mistral-window"))
     weights = TeacherWeights.of(find_teacher(folder))
     options = make_options(folder, "o")
-    decision = decide_placement(weights, options_for_teacher(options, weights))
+    decision = decide_placement(Budget(weights, options_for_teacher(options, weights)))
     assert decision.placement == everywhere(Attention(), 4)
     assert not decision.needs_scores
     assert "every layer has a window of 8 tokens" in describe(plan_conversion(options))
     asked = options_of("m", cache=0.8, d_state=1, text="sampled", tokens=5120)
-    placement = decide_placement(weights, options_for_teacher(asked, weights)).placement
+    placement = decide_placement(Budget(weights, options_for_teacher(asked, weights))).placement
     assert placement.attention_layers == (1, 3)
     assert placement.replaced_layers == (0, 2) and placement.hybrid is None
     within = dict(cache=0.8, mixer="none")
@@ -391,7 +391,7 @@ def test_a_window_that_hides_nothing_is_none(name, saved_teacher, tmp_path):
     plans = {}
     for which, options in asked.items():  # what it costs, which takes a second to measure, left out
         weights = TeacherWeights.of(find_teacher(options.model))
-        plans[which] = make_plan(weights, decide_placement(weights, options), options)
+        plans[which] = make_plan(weights, decide_placement(Budget(weights, options)), options)
     said = {which: describe(plan) for which, plan in plans.items()}
     assert {"hybrid"} == set(plans["nominal"].config.layer_types) == set(plans["within"].config.layer_types)
     assert plans["nominal"].placement == plans["within"].placement != plans["narrow"].placement
