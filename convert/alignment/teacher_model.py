@@ -16,8 +16,8 @@ from modeling_llamba.hybrid_attention import HybridAttention, unpadded
 from modeling_llamba.mixers import make_mixer
 from modeling_llamba.rotary import local_rotary_embedding, rotary_embedding
 
-from ..options import ConversionOptions
-from ..plan import TeacherWeights
+from ..options import MixerOptions
+from ..teachers.weights import TeacherWeights
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule, moved
 from ..weights.students import model_class
@@ -40,15 +40,22 @@ class TeacherModel:
 
     Args:
         weights: the teacher's tensors.
-        options: the device to run on, and how tensors that the teacher says nothing about are initialised.
+        device: the device to run on.
+        initial_decay, seed: how tensors of mixers are initialised that the teacher says nothing about.
     """
 
     mixer_config: PreTrainedConfig | None = None
     """A configuration of the hybrid, from which `mixer` makes the mixers of its replaced layers."""
 
-    def __init__(self, weights: TeacherWeights, options: ConversionOptions):
-        self.device = usable_device(options.alignment.device)
-        self.weights, self.options = weights, options
+    def __init__(
+        self,
+        weights: TeacherWeights,
+        device: str = "cpu",
+        initial_decay: float = MixerOptions.initial_decay,
+        seed: int = 0,
+    ):
+        self.device = usable_device(device)
+        self.weights, self.initial_decay, self.seed = weights, initial_decay, seed
         self.checkpoint, self.config = weights.checkpoint, weights.config
         self._is_whole = False
         with torch.device("meta"):
@@ -103,7 +110,8 @@ class TeacherModel:
     def mixer(self, layer: int) -> nn.Module:
         """A new mixer for `layer`, the teacher's weights mapped onto it, in float32 and trainable."""
         mixer = make_mixer(self.mixer_config, layer)
-        rules = {rule.target: rule for rule in self.weights.mixer_rules(self.mixer_config, layer, self.options)}
+        of_mixer = self.weights.mixer_rules(self.mixer_config, layer, self.initial_decay, self.seed)
+        rules = {rule.target: rule for rule in of_mixer}
         with torch.no_grad():
             for name, tensor in mixer.state_dict().items():
                 tensor.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))

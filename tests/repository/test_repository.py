@@ -123,12 +123,17 @@ def test_import_and_export_need_neither_alignment_nor_the_conversion(module):
 
 def test_family_tables_hold_no_tensor_code():
     for path in (ROOT / "convert" / "teachers").glob("*.py"):
-        if path.name == "teacher.py":
+        if path.name in ("teacher.py", "weights.py"):
             continue
         assert not {module.split(".")[0] for module, level, _, _ in imports(path) if not level} & {
             "torch",
             "transformers",
         }
+
+
+def test_options_of_a_conversion_are_read_until_they_are_resolved():
+    readers = {path.stem for path in (ROOT / "convert").rglob("*.py") if "ConversionOptions" in path.read_text()}
+    assert readers == {"__init__", "cli", "options", "dry_run", "pipeline", "resolve"}
 
 
 def test_packages_are_listed_by_name():

@@ -22,8 +22,8 @@ from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_
 from ...checkpoint.folder import MARKER, OutputFolder, check_apart
 from ...checkpoint.load import check_whole
 from ...options import AlignmentOptions, MohawkOptions, parse_size
-from ...plan import TeacherWeights
 from ...teachers.teacher import find_teacher
+from ...teachers.weights import TeacherWeights
 from ...weights.rules import Rule
 from ...weights.students import STUDENTS, model_class
 from ...weights.writer import Progress, plan_shards, write_shards
@@ -158,11 +158,11 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
         settings = with_sequence_length(settings, student.config)
         asked = options.output.dtype
         dtype = stored_dtype(hybrid) if asked == "auto" else getattr(torch, asked)
-        conversion = dataclasses.replace(options.conversion, alignment=dataclasses.replace(settings, method="mohawk"))
-        teacher = TeacherModel(TeacherWeights.of(found), conversion)
-        length, held_out = conversion.sequence_length, settings.held_out_sequences
-        count = training_rows_needed(settings, length) + held_out
-        rows = calibration_rows(found, teacher, conversion, count, at_least=held_out + 1)
+        teacher = TeacherModel(TeacherWeights.of(found), settings.device)
+        held_out = settings.held_out_sequences
+        count = training_rows_needed(settings, settings.sequence_length) + held_out
+        trusted = options.trust_remote_code
+        rows = calibration_rows(found, teacher, settings, count, held_out + 1, options.seed, trusted)
         student, report = train_hybrid(student, teacher, rows, settings, owner.work, options.seed, progress)
         if writes:
             with owner.staged() as folder:
