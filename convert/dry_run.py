@@ -8,10 +8,10 @@ import dataclasses
 from .alignment.cost import alignment_cost
 from .errors import during
 from .options import ConversionOptions
-from .placement.budget import Budget
-from .placement.decide import decide_placement
 from .plan import Plan, make_plan
 from .resolve import resolve
+from .scores.budget import Budget
+from .scores.decide import decide_placement
 from .teachers.teacher import find_teacher
 from .teachers.weights import TeacherWeights
 

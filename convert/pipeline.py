@@ -1,6 +1,6 @@
 """A conversion, from the teacher's name to a folder that `from_pretrained` loads.
 
-open the teacher -> decide a placement -> plan -> fit -> write -> publish
+open the teacher -> resolve the options -> decide a placement -> plan -> fit -> write -> publish
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .alignment.aligner import Aligner, Alignment
+from .alignment.mohawk.stages import check_stages
+from .alignment.mohawk.train import train_written
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
@@ -20,11 +22,11 @@ from .checkpoint.tokenizer import Licence, SideFiles, read_licence, read_side_fi
 from .dry_run import checked, costed, open_teacher
 from .errors import during
 from .options import ConversionOptions, make_options, parse_size
-from .placement.budget import Budget
-from .placement.decide import decide_placement
 from .placement.placement import Decision
 from .plan import Plan, make_plan
 from .resolve import resolve
+from .scores.budget import Budget
+from .scores.decide import decide_placement
 from .weights.writer import Progress, plan_shards, write_and_hash
 
 
@@ -74,6 +76,8 @@ def run(
         push_to = resolved.output.push_to_hub
         repository = None if push_to is None else prepare_repository(push_to, resolved.output.private)
         watch.over("opening")
+        if resolved.alignment.method == "mohawk":
+            check_stages(resolved.alignment, resolved.mixer["mixer"], resolved.has_windows)
         aligned = resolved.alignment.method != "none"
         aligner = Aligner(weights, resolved, progress, owner.make_work()) if aligned else None
         with during(f"fitting the mixers for {output}"):
@@ -96,7 +100,7 @@ def run(
         with during(f"writing {output}"), owner.staged() as folder:
             write(plan, alignment, side_files, licence, folder, progress, watch)
             if alignment is not None and resolved.alignment.method == "mohawk":
-                aligner.train(folder, owner.work / "stages", plan.dtype)
+                train_written(aligner, folder, owner.work / "stages", plan.dtype)
                 watch.over("training")
                 record_seconds(watch.seconds, folder)
         if aligner is not None:

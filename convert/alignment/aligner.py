@@ -1,4 +1,4 @@
-"""Alignment as a conversion uses it: fits of any layers under any placement, and MOHAWK's stages after them."""
+"""Alignment as a conversion uses it: fits of any layers under any placement, on one text."""
 
 import dataclasses
 import functools
@@ -23,8 +23,6 @@ from ..weights.rules import Rule
 from ..weights.writer import Progress
 from .fit import FitCache, Fits, fit_mixers
 from .hybrid_fit import cut_map, ranks_within
-from .mohawk.stages import check_stages
-from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .probes import plain_tokens, with_recall
 from .teacher_model import TeacherModel
 from .text import CalibrationRows, calibration_rows
@@ -72,8 +70,6 @@ class Aligner:
         work: Path | None = None,
     ):
         self.weights, self.resolved, self.progress, self.work = weights, resolved, progress, work
-        if resolved.alignment.method == "mohawk":
-            check_stages(resolved.alignment, resolved.mixer["mixer"], resolved.has_windows)
         keep_free_memory(LARGEST_KEPT)
         self.model = TeacherModel(weights, resolved.alignment.device, resolved.initial_decay, resolved.seed)
         self.report: dict[str, Any] = {}
@@ -103,11 +99,12 @@ class Aligner:
                 f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge "
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
-        rows = self._rows(num_fitting + held_out)
+        rows = self.rows(num_fitting + held_out)
         self.report |= {"text": public_name(alignment.text), "tokens": rows.ids.numel(), "sequence_length": length}
         return rows
 
-    def _rows(self, count: int, at_least: int | None = None) -> CalibrationRows:
+    def rows(self, count: int, at_least: int | None = None) -> CalibrationRows:
+        """Read so many rows of the calibration text, or as many as it has where `at_least` is enough."""
         resolved = self.resolved
         return calibration_rows(
             self.weights.teacher, self.model, resolved.alignment, count, at_least, resolved.seed,
@@ -159,18 +156,6 @@ class Aligner:
             for name, tensor in mixer.state_dict().items()
         }
         return Alignment(tensors, placement, self.report)
-
-    def train(self, folder: Path, stages_folder: Path, dtype: torch.dtype) -> None:
-        """Run MOHAWK's stages on the hybrid in `folder`, and put the trained weights in place of its own."""
-        alignment = self.resolved.alignment
-        count = len(self.ids) + training_rows_needed(alignment, self.resolved.sequence_length)
-        rows = self._rows(count, at_least=len(self.ids))
-        student = load_hybrid(folder)
-        student, report = train_hybrid(
-            student, self.model, rows, alignment, stages_folder, seed=self.resolved.seed, progress=self.progress
-        )
-        replace_weights(student, folder, dtype, self.resolved.output.max_shard_size)
-        record_stages(folder, report)
 
     def finished(self) -> None:
         """The result is safe: the fits that were kept for a resumption can go."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_attention import HybridAttention, unpadded
 from modeling_llamba.mixers import make_mixer
-from modeling_llamba.rotary import local_rotary_embedding, rotary_embedding
+from modeling_llamba.rotary import apply_rotary, local_rotary_embedding, rotary_embedding
 
 from ..options import MixerOptions
 from ..teachers.weights import TeacherWeights
@@ -168,6 +168,34 @@ def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:
 
 def _is_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
+
+
+@torch.no_grad()
+def attention_rows(
+    attention: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], tile: int, first: int = 0
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window.
+
+    Args:
+        u: (B, L, D). first: the row to begin with.
+    """
+    shape = (*u.shape[:-1], -1, attention.head_dim)
+    query, key = attention.q_proj(u).view(shape), attention.k_proj(u).view(shape)
+    if attention.q_norm is not None:
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = (apply_rotary(t.transpose(1, 2), *rotary, head_dim_axis=1) for t in (query, key))
+    key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
+    position = torch.arange(u.shape[1], device=u.device)
+    for start in range(first, u.shape[1], tile):
+        rows = slice(start, min(start + tile, u.shape[1]))
+        distance = position[rows, None] - position
+        hidden = distance < 0
+        if attention.sliding_window is not None:
+            hidden = hidden | (distance >= attention.sliding_window)
+        scores = query[:, :, rows] @ key.transpose(-1, -2) * attention.scaling
+        if attention.softcap is not None:
+            scores = attention.softcap * torch.tanh(scores / attention.softcap)
+        yield rows, scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 @contextmanager

@@ -14,14 +14,14 @@ from convert.alignment.mohawk.layerwise import run_key
 from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.pipeline import run
-from convert.placement.budget import Budget
 from convert.placement.cache import attention_bytes, cache_bytes
 from convert.placement.config import hybrid_config
-from convert.placement.decide import decide_placement
-from convert.placement.layer_costs import POWER, spread_windows
 from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
 from convert.plan import describe, make_plan
 from convert.resolve import resolve
+from convert.scores.budget import Budget
+from convert.scores.decide import decide_placement
+from convert.scores.layer_costs import POWER, spread_windows
 from convert.teachers.teacher import find_teacher, teacher_layer_types
 from convert.teachers.weights import TeacherWeights
 from modeling_llamba import LlambaConfig

@@ -27,6 +27,7 @@ from ...teachers.weights import TeacherWeights
 from ...weights.rules import Rule
 from ...weights.students import STUDENTS, model_class
 from ...weights.writer import Progress, plan_shards, write_shards
+from ..aligner import Aligner
 from ..teacher_model import TeacherModel
 from ..text import CalibrationRows, calibration_rows
 from .stages import STAGES, Stages, only_stages
@@ -119,6 +120,23 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
             text = text.replace(note, ALIGNMENT_NOTES["mohawk"])
         card.write_text(text)
     config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def train_written(aligner: Aligner, folder: Path, work: Path, dtype: torch.dtype) -> None:
+    """Run the stages of a conversion on the hybrid in `folder`, and put the trained weights in place of its own.
+
+    Args:
+        work: folder for checkpoints and logs. dtype: the type of the weights that are written.
+    """
+    resolved = aligner.resolved
+    fitted_on = len(aligner.ids)
+    count = fitted_on + training_rows_needed(resolved.alignment, resolved.sequence_length)
+    rows = aligner.rows(count, at_least=fitted_on)
+    student, report = train_hybrid(
+        load_hybrid(folder), aligner.model, rows, resolved.alignment, work, resolved.seed, aligner.progress
+    )
+    replace_weights(student, folder, dtype, resolved.output.max_shard_size)
+    record_stages(folder, report)
 
 
 def with_sequence_length(settings: AlignmentOptions, config: PreTrainedConfig) -> AlignmentOptions:

@@ -24,10 +24,10 @@ from ..alignment.hybrid_fit import fit_salience
 from ..alignment.probes import Probe, copy_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel, replaced
 from ..options import SALIENT, MixerOptions, PlacementOptions, parse_size
+from ..placement.config import mixer_fields
+from ..placement.placement import Hybrid, Mixer, Placement, everywhere
 from ..resolve import block_of
 from ..weights.writer import Progress
-from .config import mixer_fields
-from .placement import Hybrid, Mixer, Placement, everywhere
 from .retrieval import retrieval_scores
 
 ROWS = 4

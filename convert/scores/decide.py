@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
+from ..placement.placement import Attention, Decision, Placement, Undecided, everywhere
+from ..placement.presets import evenly_of, query_heads, uniform_attention_layers, whole_groups
 from ..resolve import Resolved
 from ..weights.students import tensor_shapes
 from .budget import Budget, KVHead
-from .placement import Attention, Decision, Placement, Undecided, everywhere
-from .presets import evenly_of, query_heads, uniform_attention_layers, whole_groups
 
 if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
     from ..alignment.aligner import Aligner
