@@ -76,9 +76,9 @@ def convert_command(options: ConversionOptions, switches: Switches) -> None:
     as_json, quiet = switches["json"], switches["quiet"]
     if switches["dry_run"]:
         from .dry_run import plan_conversion
-        from .plan import describe
+        from .plan import describe_decided
 
-        _print(plan_conversion(options), describe, as_json, quiet)
+        _print(plan_conversion(options), describe_decided, as_json, quiet)
         return
     from .pipeline import run
     from .plan import describe_seconds, plan_printer

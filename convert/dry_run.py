@@ -8,9 +8,12 @@ import dataclasses
 from .alignment.cost import alignment_cost
 from .errors import during
 from .options import ConversionOptions
-from .placement.decide import decide_placement, options_for_teacher
-from .plan import Plan, TeacherWeights, make_plan
+from .plan import Plan, make_plan
+from .resolve import resolve
+from .scores.budget import Budget
+from .scores.decide import decide_placement
 from .teachers.teacher import find_teacher
+from .teachers.weights import TeacherWeights
 
 
 def plan_conversion(options: ConversionOptions) -> Plan:
@@ -20,8 +23,8 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     """
     with during(f"reading {options.model}"):
         weights = open_teacher(options, with_weights=False)
-    options = options_for_teacher(options, weights)
-    return costed(checked(make_plan(weights, decide_placement(weights, options), options), options), options)
+    resolved = resolve(options, weights)
+    return costed(checked(make_plan(weights, decide_placement(Budget(weights, resolved)), resolved)))
 
 
 def open_teacher(options: ConversionOptions, with_weights: bool = True) -> TeacherWeights:
@@ -30,9 +33,9 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> Teach
     return TeacherWeights.of(found)
 
 
-def checked(plan: Plan, options: ConversionOptions) -> Plan:
+def checked(plan: Plan) -> Plan:
     """The plan, unless it was to be ready for export and is not."""
-    if options.mixer.export_ready:
+    if plan.resolved.export_ready:
         from .formats.export import NATIVE_CLASSES, check_holdable, obstacles
 
         holders = [target for target, native in NATIVE_CLASSES.items() if not obstacles(plan.config, native)]
@@ -40,6 +43,6 @@ def checked(plan: Plan, options: ConversionOptions) -> Plan:
     return plan
 
 
-def costed(plan: Plan, options: ConversionOptions) -> Plan:
+def costed(plan: Plan) -> Plan:
     """The plan with what aligning will cost."""
-    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan, options))
+    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan))

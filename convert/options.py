@@ -509,20 +509,6 @@ class MohawkOptions:
             raise ValueError(f"There is no stage {wrong[0]}; MOHAWK has 1, 2 and 3.")
         return tuple(sorted({int(number) for number in numbers}))
 
-    @property
-    def conversion(self) -> ConversionOptions:
-        """The options of the conversion that these amount to."""
-        return ConversionOptions(
-            model=self.teacher,
-            revision=self.revision,
-            gguf_file=self.gguf_file,
-            trust_remote_code=self.trust_remote_code,
-            seed=self.seed,
-            placement=PlacementOptions(attention_layers="none"),
-            alignment=dataclasses.replace(self.alignment, method="mohawk"),
-            output=PublishedOutputOptions(**dataclasses.asdict(self.output)),
-        )
-
 
 MOHAWK_FLAGS = {
     "--teacher": "teacher",

@@ -1,6 +1,6 @@
 """A conversion, from the teacher's name to a folder that `from_pretrained` loads.
 
-open the teacher -> decide a placement -> plan -> fit -> write -> publish
+open the teacher -> resolve the options -> decide a placement -> plan -> fit -> write -> publish
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .alignment.aligner import Aligner, Alignment
+from .alignment.mohawk.stages import check_stages
+from .alignment.mohawk.train import train_written
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.folder import OutputFolder, check_apart
@@ -19,12 +21,12 @@ from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import Licence, SideFiles, read_licence, read_side_files, write_side_files
 from .dry_run import checked, costed, open_teacher
 from .errors import during
-from .options import ConversionOptions, PublishedOutputOptions, differences, make_options, parse_size
-from .placement.decide import decide_placement, options_for_teacher
+from .options import ConversionOptions, make_options, parse_size
 from .placement.placement import Decision
-from .placement.presets import kept_heads
 from .plan import Plan, make_plan
-from .teachers.teacher import public_name
+from .resolve import resolve
+from .scores.budget import Budget
+from .scores.decide import decide_placement
 from .weights.writer import Progress, plan_shards, write_and_hash
 
 
@@ -65,37 +67,40 @@ def run(
     with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
         with during(f"reading {options.model}"):
             weights = open_teacher(options)
-        options = options_for_teacher(options, weights)
+        resolved = resolve(options, weights)
         check_apart(output, weights.teacher.folder)
-        trusted, model_type = options.trust_remote_code, weights.config.model_type
+        trusted, model_type = resolved.trust_remote_code, weights.config.model_type
         side_files, notes = read_side_files(weights.teacher, trusted, model_type)
         weights = dataclasses.replace(weights, notes=notes)
         licence = read_licence(weights.teacher, weights.checkpoint)
-        push_to = options.output.push_to_hub
-        repository = None if push_to is None else prepare_repository(push_to, options.output.private)
+        push_to = resolved.output.push_to_hub
+        repository = None if push_to is None else prepare_repository(push_to, resolved.output.private)
         watch.over("opening")
-        aligned = options.alignment.method != "none"
-        aligner = Aligner(weights, options, progress, owner.make_work()) if aligned else None
+        if resolved.alignment.method == "mohawk":
+            check_stages(resolved.alignment, resolved.mixer["mixer"], resolved.has_windows)
+        aligned = resolved.alignment.method != "none"
+        aligner = Aligner(weights, resolved, progress, owner.make_work()) if aligned else None
         with during(f"fitting the mixers for {output}"):
-            decision = decide_placement(weights, options)
-            plan = costed(checked(make_plan(weights, decision, options), options), options)
+            budget = Budget(weights, resolved)
+            decision = decide_placement(budget)
+            plan = costed(checked(make_plan(weights, decision, resolved)))
             on_plan(plan)
             if aligner is not None and plan.placement.replaced_layers:
                 aligner.read_text()  # before scores are taken, which may take minutes
             if decision.needs_scores:
-                decided = make_plan(weights, decide_placement(weights, options, aligner), options)
+                decided = make_plan(weights, decide_placement(budget, aligner), resolved)
                 plan = dataclasses.replace(decided, alignment_cost=plan.alignment_cost)
                 on_plan(plan)
             watch.over("placement")
             alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
             if alignment is not None and alignment.placement != plan.placement:
-                aligned = make_plan(weights, Decision(alignment.placement), options)
+                aligned = make_plan(weights, Decision(alignment.placement), resolved)
                 plan = dataclasses.replace(aligned, alignment_cost=plan.alignment_cost)
             watch.over("alignment")
         with during(f"writing {output}"), owner.staged() as folder:
-            write(plan, alignment, options, side_files, licence, folder, progress, watch)
-            if alignment is not None and options.alignment.method == "mohawk":
-                aligner.train(folder, owner.work / "stages", plan.dtype)
+            write(plan, alignment, side_files, licence, folder, progress, watch)
+            if alignment is not None and resolved.alignment.method == "mohawk":
+                train_written(aligner, folder, owner.work / "stages", plan.dtype)
                 watch.over("training")
                 record_seconds(watch.seconds, folder)
         if aligner is not None:
@@ -121,7 +126,6 @@ class Stopwatch:
 def write(
     plan: Plan,
     alignment: Alignment | None,
-    options: ConversionOptions,
     side_files: SideFiles,
     licence: Licence,
     folder: Path,
@@ -129,16 +133,17 @@ def write(
     watch: "Stopwatch",
 ) -> None:
     """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
+    output = plan.resolved.output
     rules = plan.rules if alignment is None else alignment.rules(plan)
-    shards = plan_shards(rules, plan.dtype, parse_size(options.output.max_shard_size))
+    shards = plan_shards(rules, plan.dtype, parse_size(output.max_shard_size))
     hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
     write_side_files(side_files, folder)
     watch.over("writing")
-    plan.config.conversion |= provenance(plan, alignment, options)
+    plan.config.conversion |= provenance(plan, alignment)
     plan.config.conversion |= {"teacher_sha256": hashes, "seconds": watch.seconds}
     if alignment is not None:
         (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
-    write_card(plan, options.output.push_to_hub or Path(options.output.folder).name, folder, licence)
+    write_card(plan, output.push_to_hub or Path(output.folder).name, folder, licence)
     add_code(plan.config, folder, plan.dtype)
 
 
@@ -150,27 +155,15 @@ def record_seconds(seconds: dict[str, float], folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def provenance(plan: Plan, alignment: Alignment | None, options: ConversionOptions) -> dict[str, Any]:
+def provenance(plan: Plan, alignment: Alignment | None) -> dict[str, Any]:
     """Record of where a hybrid comes from, for its configuration; it holds no paths of this machine."""
-    here = {
-        "output": PublishedOutputOptions(folder="hybrid"),
-        "alignment": dataclasses.replace(options.alignment, work_dir=None),
-    }
-    recorded = differences(dataclasses.replace(options, model="teacher", **here))
-    if isinstance(heads := options.placement.attention_heads, str):  # a path of this machine, it may be
-        config = plan.config
-        recorded["placement"]["attention_heads"] = kept_heads(
-            heads, config.num_hidden_layers, config.num_attention_heads
-        )
-    if "text" in recorded.get("alignment", {}):
-        recorded["alignment"]["text"] = public_name(options.alignment.text)
     return {
         "teacher": plan.teacher.public_name,
         "teacher_revision": plan.teacher.revision,
         "teacher_model_type": plan.teacher.family.model_type,
-        "align": "none" if alignment is None else options.alignment.method,
+        "align": "none" if alignment is None else plan.resolved.alignment.method,
         "calibration": {} if alignment is None else {k: alignment.report[k] for k in ("text", "tokens")},
-        "options": {k: v for k, v in recorded.items() if k not in ("model", "output")},
+        "options": plan.resolved.said,
         "notes": list(plan.weights.notes) or None,
         "versions": versions(),
     }

@@ -9,84 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from .options import ConversionOptions, MixerOptions
 from .placement.cache import CONTEXTS, cache_bytes
-from .placement.placement import Decision, Placement, window_in_words
-from .teachers.teacher import Teacher, config_errors, declared_layer_types, hybrid_fields
-from .weights.mapping import LayerMapping, fold_out_bias
-from .weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
-from .weights.rules import Rule, Source, Stack, canonical_sources, moved
-from .weights.students import STUDENTS, layer_letters, mixer_shapes, tensor_shapes
-from .weights.writer import human_bytes, output_dtype
+from .placement.config import hybrid_config
+from .placement.placement import Decision, Placement, Undecided, window_in_words
+from .resolve import Resolved
+from .teachers.teacher import Teacher, declared_layer_types
+from .teachers.weights import TeacherWeights
+from .weights.reader import BLOCK_BYTES, TensorInfo
+from .weights.rules import Rule, moved
+from .weights.students import layer_letters
+from .weights.writer import human_bytes
 
-
-@dataclass(frozen=True)
-class TeacherWeights:
-    """A teacher whose tensors are found and named as in the hybrid with every layer kept; none of them is read yet."""
-
-    teacher: Teacher
-    checkpoint: Checkpoint
-    config: PreTrainedConfig
-    """Configuration of the hybrid with every layer kept as attention."""
-    sources: dict[str, Source | Stack]
-    """Source in the teacher of each tensor of that hybrid."""
-    dropped: dict[str, str]
-    """Tensors of the teacher that the hybrid does without, and why."""
-    notes: tuple[str, ...] = ()
-    """Notes on what the hybrid leaves out of the files beside the weights."""
-
-    @classmethod
-    def of(cls, teacher: Teacher) -> "TeacherWeights":
-        """Read the headers of a teacher's weights and give every tensor its place."""
-        checkpoint, layers = teacher.open_weights(), teacher.config.num_hidden_layers
-        if layers > len(checkpoint.tensors):  # before anything is built
-            raise ValueError(
-                f"{teacher.name} says {layers} layers, and its weights have {len(checkpoint.tensors)} tensors."
-            )
-        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-        if (
-            teacher.config.tie_word_embeddings
-            and not teacher.headers_only
-            and {embedding, head} <= set(checkpoint.tensors)
-        ):
-            # as transformers does, which believes the weights
-            teacher.config.tie_word_embeddings = checkpoint.same_values(embedding, head)
-        with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
-            config = attention_config(teacher)
-        sources, dropped = canonical_sources(
-            teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
-        )
-        return cls(teacher, checkpoint, config, sources, dropped)
-
-    def windows(self, context: int) -> tuple[int, ...]:
-        """Layers that have a window in the teacher which hides tokens within a context; they keep it."""
-        width, kinds = self.config.sliding_window, self.config.layer_types
-        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention" and width < context)
-
-    @property
-    def has_out_bias(self) -> bool:
-        """True if the attention's output projection has a bias."""
-        return "model.layers.0.self_attn.o_proj.bias" in self.sources
-
-    def mixer_rules(self, config: PreTrainedConfig, layer: int, options: ConversionOptions) -> list[Rule]:
-        """Make the rules for the tensors of the mixer that takes the place of a layer's attention.
-
-        Args:
-            config: the hybrid's configuration, with `layer` replaced.
-        """
-        prefix = f"model.layers.{layer}.mixer."
-        shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
-        mapping = LayerMapping(config, layer, self.sources, options.mixer.initial_decay, options.seed)
-        rules = mapping.rules(shapes)
-        hybrid = config.layer_types[layer] == "hybrid"
-        if not hybrid and f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
-            if self.teacher.family.student != "phimamba":
-                raise ValueError(
-                    "This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true)."
-                )
-            target = f"model.layers.{layer}.mlp.fc2.bias"
-            rules.append(fold_out_bias(target, self.sources[target], mapping.attention["o_proj.bias"]))
-        return rules
+EVENLY = "which {} keep their attention is decided by scores during the run; those shown are as many, evenly placed"
+UNDECIDED: dict[Undecided, str] = {
+    "layers": EVENLY.format("layers"),
+    "heads": EVENLY.format("heads"),
+    "windows": "how wide each layer's window is, is measured during the run; until then all have the mean width",
+}
+"""Note on each part of a placement that scores will decide."""
 
 
 class Cost(NamedTuple):
@@ -101,12 +41,12 @@ class Plan:
     """Decisions of a conversion, all made before a weight is read."""
 
     weights: TeacherWeights
+    resolved: Resolved
     config: PreTrainedConfig
     """Configuration of the hybrid."""
     placement: Placement
     rules: list[Rule]
     """One per tensor of the hybrid, in the order in which they are written."""
-    dtype: torch.dtype
     notes: tuple[str, ...] = ()
     """Notes on what a dry run cannot know, and on what of the teacher a state cannot have."""
     alignment_cost: Cost | None = None
@@ -116,6 +56,11 @@ class Plan:
     def teacher(self) -> Teacher:
         """The teacher that is converted."""
         return self.weights.teacher
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that weights are written in."""
+        return self.resolved.dtype
 
     @property
     def parameters_after(self) -> int:
@@ -168,6 +113,7 @@ class Plan:
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
                 for name, length in CONTEXTS.items()
             },
+            "decided": self.resolved.decided(),
             "notes": list(self.notes),
         }
 
@@ -177,100 +123,39 @@ class Plan:
         return 16 * BLOCK_BYTES + self.weights.checkpoint.buffer_bytes() + 2 * max(derived, default=0)
 
 
-def attention_config(teacher: Teacher) -> PreTrainedConfig:
-    """The configuration of the hybrid with every layer kept as attention, which computes what the teacher does."""
-    fields, layer_types = hybrid_fields(teacher.config, teacher.family)
-    return STUDENTS[teacher.family.student](**fields, layer_types=layer_types)
-
-
-def hybrid_config(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> PreTrainedConfig:
-    """The hybrid's configuration."""
-    hybrid, teacher_types = placement.hybrid, weights.config.layer_types
-    windows = placement.windows.keys() & set(weights.windows(options.placement.context))
-    assert not windows, f"layers that have a window in the teacher keep it: {windows}"
-    for layer, width in placement.windows.items():
-        if teacher_types[layer] == "sliding_attention" and width > weights.config.sliding_window:
-            raise ValueError(
-                f"A window of {width} tokens is wider than the teacher's sliding_window of "
-                f"{weights.config.sliding_window}; make it narrower."
-            )
-    stateless = hybrid is not None and not hybrid.state
-    mixer = MixerOptions(kind="none") if stateless else options.mixer
-    fields, _ = hybrid_fields(weights.teacher.config, weights.teacher.family)
-    fields |= mixer_fields(weights.config, mixer)
-    fields |= placement.config_fields(teacher_types)
-    if hybrid is not None and hybrid.state:
-        # the slower half tells of far keys what all do (docs/guide/normalised_read.md)
-        fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
-    return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
-
-
-def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, Any]:
-    """The mixer's part of the hybrid's configuration.
-
-    Args:
-        teacher: the configuration of the hybrid with every layer kept as attention.
-    """
-    head_dim, heads = teacher.head_dim, teacher.num_attention_heads
-    default_state = min(16, head_dim) if mixer.kind == "mamba1" else head_dim
-    d_state = default_state if mixer.d_state is None else mixer.d_state
-    # mamba1 cuts a head into pieces of N channels, and a piece of a rotated head is not a rotated piece
-    can_rotate = d_state >= head_dim
-    rotary = can_rotate if mixer.rotary is None else mixer.rotary
-    if rotary and not can_rotate:
-        raise ValueError(
-            f"d_state {d_state} is smaller than the head dimension {head_dim}, and rotary embedding needs all of it; "
-            "say rotary: false."
-        )
-    if teacher.qk_norm and mixer.kind != "mamba1" and d_state != head_dim:
-        raise ValueError(f"This teacher normalises queries and keys per head, so d_state must be {head_dim}.")
-    return {
-        "mixer": mixer.kind,
-        "mixer_num_heads": heads,
-        "mixer_num_kv_heads": heads if mixer.expand_kv_heads else teacher.num_key_value_heads,
-        "mixer_head_dim": head_dim,
-        "mixer_d_state": d_state,
-        "mixer_activation": mixer.activation or "identity",
-        "mixer_gate_bias": mixer.gate_bias,
-        "mixer_shared_state": mixer.shared_state,
-        "mixer_norm": mixer.norm or ("head" if mixer.kind == "mamba2" else "none"),
-        "mixer_rotary": rotary,
-        "mixer_qk_norm": teacher.qk_norm,
-        "mixer_decay_bias": mixer.decay_bias and mixer.kind == "discrete_mamba2",
-        "mixer_in_bias": teacher.attention_bias and mixer.kind == "mamba1",
-        "mixer_out_bias": mixer.out_bias and mixer.kind != "none",
-    }
-
-
-def make_plan(weights: TeacherWeights, decision: Decision, options: ConversionOptions) -> Plan:
+def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -> Plan:
     """Decide everything, reading no weights.
 
     Raises:
         ValueError: the options, the configuration and the tensors do not fit together.
     """
     placement = decision.placement
-    config = hybrid_config(weights, placement, options)
+    windows = placement.windows.keys() & set(resolved.own_windows)
+    assert not windows, f"layers that have a window in the teacher keep it: {windows}"
+    config = hybrid_config(weights, placement, resolved.mixer)
     replaced = tuple(f"model.layers.{layer}.self_attn." for layer in placement.replaced_layers)
     kept = {name: source for name, source in weights.sources.items() if not name.startswith(replaced)}
     rules = {name: moved(name, source) for name, source in kept.items()}
     for layer in placement.replaced_layers:
-        rules |= {rule.target: rule for rule in weights.mixer_rules(config, layer, options)}
+        rules |= {
+            rule.target: rule for rule in weights.mixer_rules(config, layer, resolved.initial_decay, resolved.seed)
+        }
     used = {name for rule in rules.values() for name in rule.sources}
     unused = set(weights.checkpoint.tensors) - used - set(weights.dropped)
     assert not unused, f"teacher tensors without a place: {sorted(unused)}"
     return Plan(
         weights=weights,
+        resolved=resolved,
         config=config,
         placement=placement,
         rules=_in_reading_order(rules, weights.checkpoint.tensors),
-        dtype=output_dtype(options.output.dtype, weights.checkpoint.tensors),
         notes=(
             *weights.notes,
-            *decision.undecided,
+            *(UNDECIDED[part] for part in decision.undecided),
             *decision.notes,
-            *_wide_windows(weights, placement, options),
+            *_wide_windows(weights, placement, resolved.context),
             *_lost(config),
-            *_far(placement, options),
+            *_far(placement, resolved),
         ),
     )
 
@@ -301,7 +186,7 @@ def plan_printer(say: Callable[[str], None]) -> Callable[[Plan], None]:
     return news
 
 
-def _wide_windows(weights: TeacherWeights, placement: Placement, options: ConversionOptions) -> list[str]:
+def _wide_windows(weights: TeacherWeights, placement: Placement, context: int) -> list[str]:
     """Notes on windows of the teacher that hide nothing, so that their layers are converted like all others."""
     config = weights.teacher.config
     declared = {i for i, kind in enumerate(declared_layer_types(config)) if kind == "sliding_attention"}
@@ -313,7 +198,6 @@ def _wide_windows(weights: TeacherWeights, placement: Placement, options: Conver
             f"sliding_window {width} hides nothing within max_position_embeddings "
             f"{config.max_position_embeddings}, so it counts as none"
         ]
-    context = options.placement.context
     return [
         f"sliding_window {width} hides nothing within {context} tokens, so its layers are converted like all others; "
         f"beyond {width} tokens they remember more than the teacher's (a --context above {width} keeps its windows)"
@@ -328,14 +212,14 @@ def _lost(config: PreTrainedConfig) -> list[str]:
     return [kept if config.mixer == "none" else f"{kept}; a state has no scores to cap"]
 
 
-def _far(placement: Placement, options: ConversionOptions) -> list[str]:
+def _far(placement: Placement, resolved: Resolved) -> list[str]:
     """Why a hybrid will be far from its teacher, where that follows from the options."""
-    hybrid, mixer = placement.hybrid, options.mixer
-    if not placement.replaced_layers or mixer.kind == "none":
+    method = resolved.alignment.method
+    if not placement.replaced_layers or resolved.mixer["mixer"] == "none":
         return []
-    if options.alignment.method == "none":
+    if method == "none":
         return ["nothing is fitted (--align none): this is a start for training, not yet a language model"]
-    if hybrid is None and not mixer.export_ready and options.alignment.method == "closed-form":
+    if placement.hybrid is None and not resolved.export_ready and method == "closed-form":
         return ["mixers alone are far from the teacher until they are trained; --window 32 is much closer"]
     return []
 
@@ -386,3 +270,12 @@ def describe(plan: Plan) -> str:
         lines.append(f"dropped     {names[0]}{f' and {count - 1} more' if count > 1 else ''}: {reason}")
     lines += [f"note        {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def describe_decided(plan: Plan) -> str:
+    """Describe the plan, and each value that was decided rather than said, with the reason, for a dry run."""
+    lines = []
+    for name, found in plan.resolved.decided().items():
+        value = "" if found["value"] is None else f" {found['value']}"  # some follow from the placement
+        lines.append(f"decided     {name}{value}: {found['reason']}")
+    return "\n".join([describe(plan), *lines])

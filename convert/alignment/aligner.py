@@ -1,4 +1,4 @@
-"""Alignment as a conversion uses it: fits of any layers under any placement, and MOHAWK's stages after them."""
+"""Alignment as a conversion uses it: fits of any layers under any placement, on one text."""
 
 import dataclasses
 import functools
@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from ..memory import keep_free_memory, return_free_memory
-from ..options import ConversionOptions, FitOptions, differences, parse_size
+from ..options import FitOptions, differences, parse_size
+from ..placement.config import hybrid_config
 from ..placement.placement import Placement
-from ..plan import Plan, TeacherWeights, hybrid_config
+from ..plan import Plan
+from ..resolve import Resolved
 from ..teachers.teacher import public_name
+from ..teachers.weights import TeacherWeights
 from ..weights.rules import Rule
 from ..weights.writer import Progress
 from .fit import FitCache, Fits, fit_mixers
 from .hybrid_fit import cut_map, ranks_within
-from .mohawk.stages import check_stages
-from .mohawk.train import load_hybrid, record_stages, replace_weights, train_hybrid, training_rows_needed
 from .probes import plain_tokens, with_recall
 from .teacher_model import TeacherModel
 from .text import CalibrationRows, calibration_rows
@@ -64,35 +65,33 @@ class Aligner:
     def __init__(
         self,
         weights: TeacherWeights,
-        options: ConversionOptions,
+        resolved: Resolved,
         progress: Progress = lambda what, done, total: None,
         work: Path | None = None,
     ):
-        self.weights, self.options, self.progress, self.work = weights, options, progress, work
-        if options.alignment.method == "mohawk":
-            check_stages(options.alignment, options.mixer.kind, options.has_windows)
+        self.weights, self.resolved, self.progress, self.work = weights, resolved, progress, work
         keep_free_memory(LARGEST_KEPT)
-        self.model = TeacherModel(weights, options)
+        self.model = TeacherModel(weights, resolved.alignment.device, resolved.initial_decay, resolved.seed)
         self.report: dict[str, Any] = {}
         self._caches: list[FitCache] = []
 
-    def follow(self, placement: Placement, options: ConversionOptions | None = None) -> None:
+    def follow(self, placement: Placement, mixer: dict[str, Any] | None = None) -> None:
         """Make mixers for this placement from now on, on the same text.
 
         Args:
-            options: of the mixers; by default those of the conversion.
+            mixer: fields of the mixers' configuration; by default those of the conversion.
         """
-        self.model.follow(hybrid_config(self.weights, placement, options or self.options))
+        self.model.follow(hybrid_config(self.weights, placement, mixer or self.resolved.mixer))
 
     @functools.cached_property
     def ids(self) -> torch.Tensor:
         """Token ids (S, L) that mixers are fitted on, the last `held_out_sequences` of which judge."""
-        return self.with_recall(self.text.ids) if self.options.has_windows else self.text.ids
+        return self.with_recall(self.text.ids) if self.resolved.has_windows else self.text.ids
 
     @functools.cached_property
     def text(self) -> CalibrationRows:
         """Rows of the calibration text as they stand there."""
-        alignment, length = self.options.alignment, self.options.sequence_length
+        alignment, length = self.resolved.alignment, self.resolved.sequence_length
         held_out = alignment.held_out_sequences
         num_fitting = max(alignment.tokens // length - held_out, 0)
         if num_fitting < 1:
@@ -100,13 +99,21 @@ class Aligner:
                 f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge "
                 f"the fit. Give at least {(held_out + 1) * length}."
             )
-        rows = calibration_rows(self.weights.teacher, self.model, self.options, num_fitting + held_out)
+        rows = self.rows(num_fitting + held_out)
         self.report |= {"text": public_name(alignment.text), "tokens": rows.ids.numel(), "sequence_length": length}
         return rows
 
+    def rows(self, count: int, at_least: int | None = None) -> CalibrationRows:
+        """Read so many rows of the calibration text, or as many as it has where `at_least` is enough."""
+        resolved = self.resolved
+        return calibration_rows(
+            self.weights.teacher, self.model, resolved.alignment, count, at_least, resolved.seed,
+            resolved.trust_remote_code,
+        )  # fmt: skip
+
     def with_recall(self, rows: torch.Tensor) -> torch.Tensor:
         """Make some rows (S, L) of the text ask for recall."""
-        return with_recall(rows, plain_tokens(self.model.config.vocab_size), self.options.seed, self.text.begin)
+        return with_recall(rows, plain_tokens(self.model.config.vocab_size), self.resolved.seed, self.text.begin)
 
     def read_text(self) -> None:
         """Read the calibration text, or draw it, which otherwise happens when it is first needed."""
@@ -116,11 +123,11 @@ class Aligner:
 
     def fit(self, layers: list[int], settings: FitOptions) -> Fits:
         """Fit mixers for these layers; what has been fitted with the same settings is read from the work folder."""
-        held_out, memory = self.options.alignment.held_out_sequences, self.options.alignment.activation_memory
+        held_out, memory = self.resolved.alignment.held_out_sequences, self.resolved.alignment.activation_memory
         self._caches.append(self.cache(settings))
         return fit_mixers(
             self.model, layers, self.ids, held_out, settings, self._caches[-1], parse_size(memory),
-            self.options.seed, self.progress, self.work,
+            self.resolved.seed, self.progress, self.work,
         )  # fmt: skip
 
     def align(self, plan: Plan) -> Alignment:
@@ -128,7 +135,7 @@ class Aligner:
         started = time.perf_counter()
         self.follow(plan.placement)
         return_free_memory()  # of what scores took
-        fits = self.fit(list(plan.placement.replaced_layers), self.options.alignment.fit)
+        fits = self.fit(list(plan.placement.replaced_layers), self.resolved.alignment.fit)
         placement = plan.placement
         if placement.hybrid is not None and placement.hybrid.rank:
             errors = {layer: fit.by_rank for layer, (_, fit) in fits.items()}
@@ -150,18 +157,6 @@ class Aligner:
         }
         return Alignment(tensors, placement, self.report)
 
-    def train(self, folder: Path, stages_folder: Path, dtype: torch.dtype) -> None:
-        """Run MOHAWK's stages on the hybrid in `folder`, and put the trained weights in place of its own."""
-        alignment = self.options.alignment
-        count = len(self.ids) + training_rows_needed(alignment, self.options.sequence_length)
-        rows = calibration_rows(self.weights.teacher, self.model, self.options, count, at_least=len(self.ids))
-        student = load_hybrid(folder)
-        student, report = train_hybrid(
-            student, self.model, rows, alignment, stages_folder, seed=self.options.seed, progress=self.progress
-        )
-        replace_weights(student, folder, dtype, self.options.output.max_shard_size)
-        record_stages(folder, report)
-
     def finished(self) -> None:
         """The result is safe: the fits that were kept for a resumption can go."""
         for cache in self._caches:
@@ -175,10 +170,10 @@ class Aligner:
             "teacher": [self.weights.teacher.public_name, self.weights.teacher.revision, files],
             "mixer": {k: v for k, v in config.items() if k.startswith(("mixer", "hybrid"))},
             "text": [list(self.ids.shape), hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()],
-            "held_out": self.options.alignment.held_out_sequences,
+            "held_out": self.resolved.alignment.held_out_sequences,
             "fit": differences(settings),
-            "initial_decay": self.options.mixer.initial_decay,
-            "seed": self.options.seed,
+            "initial_decay": self.resolved.initial_decay,
+            "seed": self.resolved.seed,
             "version": importlib.metadata.version("convert-to-hybrid"),
         }
         return FitCache(self.work, key)

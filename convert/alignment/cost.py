@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from ..options import ConversionOptions, parse_size
+from ..options import parse_size
 from ..plan import Cost, Plan
 from ..weights.students import tensor_shapes
 from .closed_form import BATCH_SEQUENCES
@@ -41,19 +41,19 @@ class Rates(NamedTuple):
     elements: float
 
 
-def alignment_cost(plan: Plan, options: ConversionOptions) -> Cost | None:
+def alignment_cost(plan: Plan) -> Cost | None:
     """Estimate a closed-form fit of layers with a state on this machine; None for any other alignment."""
-    hybrid = plan.placement.hybrid
-    if options.alignment.method != "closed-form" or hybrid is None or not hybrid.state:
+    hybrid, alignment = plan.placement.hybrid, plan.resolved.alignment
+    if alignment.method != "closed-form" or hybrid is None or not hybrid.state:
         return None
-    device = usable_device(options.alignment.device)
-    return cost_of(plan, options, measured_rates(device, plan.config.hidden_size), resident_bytes())
+    device = usable_device(alignment.device)
+    return cost_of(plan, measured_rates(device, plan.config.hidden_size), resident_bytes())
 
 
-def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int) -> Cost:
+def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     """Estimate seconds and peak bytes from measured rates and from the memory that the process takes already."""
-    config, L = plan.config, options.sequence_length
-    T, behind = options.alignment.tokens // L * L, SALIENCE_SEQUENCES * L
+    config, alignment, L = plan.config, plan.resolved.alignment, plan.resolved.sequence_length
+    T, behind = alignment.tokens // L * L, SALIENCE_SEQUENCES * L
     layers, fitted, M = config.num_hidden_layers, config.layer_types.count("hybrid"), config.hidden_size
     H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     W = statistics.mean(plan.placement.windows.values())
@@ -67,7 +67,7 @@ def cost_of(plan: Plan, options: ConversionOptions, rates: Rates, resident: int)
     scores = PASSES * H * (T * (L / 2 + 2 * W) + behind * L / 2)
     of_layer = (reading + solving + salience) / rates.single + double / rates.double + scores / rates.elements
     seconds = OVERHEAD * (layers * streaming / rates.single + fitted * of_layer)
-    activations = min(8 * T * M, parse_size(options.alignment.activation_memory))
+    activations = min(8 * T * M, parse_size(alignment.activation_memory))
     kept = 4 * T * (3 * A + 2 * K * D + M)
     at_a_time = 4 * BATCH_SEQUENCES * L * (12 * A + 3 * QUERIES * H)
     teacher = 4 * (2 * block + config.vocab_size * M)

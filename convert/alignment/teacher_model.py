@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_attention import HybridAttention, unpadded
 from modeling_llamba.mixers import make_mixer
-from modeling_llamba.rotary import local_rotary_embedding, rotary_embedding
+from modeling_llamba.rotary import apply_rotary, local_rotary_embedding, rotary_embedding
 
-from ..options import ConversionOptions
-from ..plan import TeacherWeights
+from ..options import MixerOptions
+from ..teachers.weights import TeacherWeights
 from ..weights.reader import Checkpoint
 from ..weights.rules import Rule, moved
 from ..weights.students import model_class
@@ -40,15 +40,22 @@ class TeacherModel:
 
     Args:
         weights: the teacher's tensors.
-        options: the device to run on, and how tensors that the teacher says nothing about are initialised.
+        device: the device to run on.
+        initial_decay, seed: how tensors of mixers are initialised that the teacher says nothing about.
     """
 
     mixer_config: PreTrainedConfig | None = None
     """A configuration of the hybrid, from which `mixer` makes the mixers of its replaced layers."""
 
-    def __init__(self, weights: TeacherWeights, options: ConversionOptions):
-        self.device = usable_device(options.alignment.device)
-        self.weights, self.options = weights, options
+    def __init__(
+        self,
+        weights: TeacherWeights,
+        device: str = "cpu",
+        initial_decay: float = MixerOptions.initial_decay,
+        seed: int = 0,
+    ):
+        self.device = usable_device(device)
+        self.weights, self.initial_decay, self.seed = weights, initial_decay, seed
         self.checkpoint, self.config = weights.checkpoint, weights.config
         self._is_whole = False
         with torch.device("meta"):
@@ -103,7 +110,8 @@ class TeacherModel:
     def mixer(self, layer: int) -> nn.Module:
         """A new mixer for `layer`, the teacher's weights mapped onto it, in float32 and trainable."""
         mixer = make_mixer(self.mixer_config, layer)
-        rules = {rule.target: rule for rule in self.weights.mixer_rules(self.mixer_config, layer, self.options)}
+        of_mixer = self.weights.mixer_rules(self.mixer_config, layer, self.initial_decay, self.seed)
+        rules = {rule.target: rule for rule in of_mixer}
         with torch.no_grad():
             for name, tensor in mixer.state_dict().items():
                 tensor.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))
@@ -160,6 +168,34 @@ def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:
 
 def _is_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
+
+
+@torch.no_grad()
+def attention_rows(
+    attention: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], tile: int, first: int = 0
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window.
+
+    Args:
+        u: (B, L, D). first: the row to begin with.
+    """
+    shape = (*u.shape[:-1], -1, attention.head_dim)
+    query, key = attention.q_proj(u).view(shape), attention.k_proj(u).view(shape)
+    if attention.q_norm is not None:
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    query, key = (apply_rotary(t.transpose(1, 2), *rotary, head_dim_axis=1) for t in (query, key))
+    key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
+    position = torch.arange(u.shape[1], device=u.device)
+    for start in range(first, u.shape[1], tile):
+        rows = slice(start, min(start + tile, u.shape[1]))
+        distance = position[rows, None] - position
+        hidden = distance < 0
+        if attention.sliding_window is not None:
+            hidden = hidden | (distance >= attention.sliding_window)
+        scores = query[:, :, rows] @ key.transpose(-1, -2) * attention.scaling
+        if attention.softcap is not None:
+            scores = attention.softcap * torch.tanh(scores / attention.softcap)
+        yield rows, scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 @contextmanager

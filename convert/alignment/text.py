@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..options import ConversionOptions
+from ..options import AlignmentOptions
 from ..teachers.teacher import Teacher, first_line, load_tokenizer
 from .teacher_model import TeacherModel
 
@@ -144,14 +144,27 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
 
 
 def calibration_rows(
-    teacher: Teacher, model: TeacherModel, options: ConversionOptions, count: int, at_least: int | None = None
+    teacher: Teacher,
+    model: TeacherModel,
+    alignment: AlignmentOptions,
+    count: int,
+    at_least: int | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> CalibrationRows:
-    """Read `count` rows of the calibration text, or as many as it has where `at_least` is enough."""
-    alignment, length = options.alignment, options.sequence_length
+    """Read `count` rows of the calibration text, or as many as it has where `at_least` is enough.
+
+    Args:
+        alignment: the text and the length of its rows.
+        seed: of text that is drawn from the model.
+        trust_remote_code: True if the tokenizer may run code from the teacher's repository.
+    """
+    length = alignment.sequence_length
+    assert length is not None
     if alignment.text == SAMPLED:
-        return CalibrationRows(sample_rows(model.whole(), length, count, options.seed), 1)
+        return CalibrationRows(sample_rows(model.whole(), length, count, seed), 1)
     try:
-        tokenizer = load_tokenizer(teacher, options.trust_remote_code)
+        tokenizer = load_tokenizer(teacher, trust_remote_code)
     except ValueError as error:
         raise ValueError(
             f"{error} Or calibrate without text (--text sampled), or map the weights only (--align none)."

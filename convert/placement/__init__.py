@@ -1,1 +1,1 @@
-"""Placement: attention, a mixer or both in each layer of the hybrid, and its cost in cache."""
+"""Layers of a hybrid: what each holds, what the user may call them, and the bytes of cache that they take."""

@@ -32,6 +32,11 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     return sum(whole[kind] for kind in teacher_types), hybrid
 
 
+def teacher_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
+    """Bytes one sequence keeps in a hybrid all of whose layers are attention, which are the teacher's."""
+    return sum(attention_bytes(config, kind, length, dtype) for kind in config.layer_types)
+
+
 def hybrid_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of a hybrid layer after `length` tokens: the same at any length but for its kept heads."""
     windowed = windowed_heads(config, layer)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
@@ -154,19 +154,22 @@ class Placement:
         return cls(tuple(layers))
 
 
+Undecided = Literal["layers", "heads", "windows"]
+
+
 @dataclass(frozen=True)
 class Decision:
     """A placement, and how it was found."""
 
     placement: Placement
-    undecided: tuple[str, ...] = ()
-    """Notes on what only measurements can decide, where none were taken."""
+    undecided: tuple[Undecided, ...] = ()
+    """Parts of the placement that only measurements can decide, where none were taken."""
     notes: tuple[str, ...] = ()
     """Notes on what a user might not expect."""
 
     @property
     def needs_scores(self) -> bool:
-        """True if scores would choose other layers or heads."""
+        """True if scores would choose other layers, heads or windows."""
         return bool(self.undecided)
 
 

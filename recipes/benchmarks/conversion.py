@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3M
 
 from convert.pipeline import convert
 from convert.teachers.qwen3_moe import QWEN3_MOE
-from convert.weights.rules import Rule, expert_pieces
+from convert.teachers.weights import expert_pieces
+from convert.weights.rules import Rule
 from convert.weights.writer import plan_shards, write_shards
 
 from .measure import Report, Table, forget_peak, in_own_process, status_bytes

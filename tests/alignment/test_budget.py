@@ -14,15 +14,19 @@ from convert.alignment.mohawk.layerwise import run_key
 from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.pipeline import run
-from convert.placement.budget import Budget
 from convert.placement.cache import attention_bytes, cache_bytes
-from convert.placement.decide import decide_placement, options_for_teacher
-from convert.placement.layer_costs import POWER, spread_windows
+from convert.placement.config import hybrid_config
 from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
-from convert.plan import TeacherWeights, describe, hybrid_config, make_plan
+from convert.plan import describe, make_plan
+from convert.resolve import resolve
+from convert.scores.budget import Budget
+from convert.scores.decide import decide_placement
+from convert.scores.layer_costs import POWER, spread_windows
 from convert.teachers.teacher import find_teacher, teacher_layer_types
+from convert.teachers.weights import TeacherWeights
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
+from tests.alignment.tiny import config_of
 from tests.teachers import TEACHERS, random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)
@@ -37,14 +41,19 @@ def options_of(folder, **options):
     return make_options(str(folder), "o", **{"context": CONTEXT, "cache": 0.5} | options)
 
 
+def budget_of(options):
+    weights = TeacherWeights.of(find_teacher(options.model))
+    return Budget(weights, resolve(options, weights))
+
+
 def budget(folder, **options):
-    return Budget(TeacherWeights.of(find_teacher(str(folder))), options_of(folder, **options))
+    return budget_of(options_of(folder, **options))
 
 
 def placed(spent):
     """The placement by RANKED, and what it takes as the plan counts it."""
     placement = spent.placement([pair for pair in RANKED if pair not in spent.given_heads])
-    plan = make_plan(spent.weights, Decision(placement), spent.options)
+    plan = make_plan(spent.weights, Decision(placement), spent.resolved)
     return placement, cache_bytes(plan.config, CONTEXT, torch.float32)[1]
 
 
@@ -65,7 +74,7 @@ def test_a_placement_keeps_within_the_budget_and_uses_it(cache, saved_teacher):
     assert hybrid.window % hybrid.block == 0
     if hybrid.window < spent.longest_window:  # one block more and it would be too much
         wider = placement.with_windows(dict.fromkeys(placement.windows, hybrid.window + hybrid.block))
-        config = hybrid_config(spent.weights, wider, spent.options)
+        config = hybrid_config(spent.weights, wider, spent.resolved.mixer)
         assert cache_bytes(config, CONTEXT, torch.float32)[1] > spent.nbytes
 
 
@@ -169,14 +178,13 @@ def test_mixers_alone_are_no_search(saved_teacher):
 def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
     """By default with a note; mixers alone are made as many as a budget wants."""
     folder = str(saved_teacher("mistral-window"))
-    weights = TeacherWeights.of(find_teacher(folder))
     options = make_options(folder, "o")
-    decision = decide_placement(weights, options_for_teacher(options, weights))
+    decision = decide_placement(budget_of(options))
     assert decision.placement == everywhere(Attention(), 4)
     assert not decision.needs_scores
     assert "every layer has a window of 8 tokens" in describe(plan_conversion(options))
-    asked = options_of("m", cache=0.8, d_state=1, text="sampled", tokens=5120)
-    placement = decide_placement(weights, options_for_teacher(asked, weights)).placement
+    asked = options_of(folder, cache=0.8, d_state=1, text="sampled", tokens=5120)
+    placement = decide_placement(budget_of(asked)).placement
     assert placement.attention_layers == (1, 3)
     assert placement.replaced_layers == (0, 2) and placement.hybrid is None
     within = dict(cache=0.8, mixer="none")
@@ -188,7 +196,7 @@ def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
         dict(window=4, attention_layers=0.5),
     ):
         with pytest.raises(ValueError, match="Every layer of this teacher has a window of 8"):
-            options_for_teacher(make_options("m", "o", **said), weights)
+            budget_of(make_options(folder, "o", **said))
 
 
 def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configuration_stores(saved_teacher, tmp_path):
@@ -252,7 +260,7 @@ def test_a_configuration_stores_every_kind_of_placement(name, layers, saved_teac
     """As typed fields, from which the same placement is read back."""
     placement = Placement(layers)
     weights = TeacherWeights.of(find_teacher(str(saved_teacher(name))))
-    config = hybrid_config(weights, placement, make_options("m", "o", attention_layers="none"))
+    config = config_of(weights, placement)
     config.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     assert Placement.of(type(config).from_pretrained(tmp_path)) == placement
@@ -299,19 +307,19 @@ def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
     window = layers | dict(window=32)
     longer = within | dict(sequence_length=640)
     for said, shape in ((within, (5, 1024)), (longer, (8, 640)), (window, (5, 1024)), (layers, (10, 512))):
-        options = make_options(folder, "o", **said)
-        assert Aligner(TeacherWeights.of(find_teacher(folder)), options).ids.shape == shape
+        made = budget_of(make_options(folder, "o", **said))
+        assert Aligner(made.weights, made.resolved).ids.shape == shape
 
 
 def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):
     """Fits, and what stages of training have done, are kept for a run that goes on."""
     spent, ids, folders, keys = budget(saved_teacher("llama-gqa")), random_ids(8, 64), set(), set()
     for rows in (ids, ids.view(4, 128), ids):
-        aligner = Aligner(spent.weights, spent.options, work=tmp_path)
+        aligner = Aligner(spent.weights, spent.resolved, work=tmp_path)
         aligner.ids = rows
         aligner.follow(everywhere(Mixer(), 4))
-        folders.add(aligner.cache(spent.options.alignment.fit).folder)
-        keys.add(run_key(spent.options.alignment.distillation, rows, 0, {}))
+        folders.add(aligner.cache(spent.resolved.alignment.fit).folder)
+        keys.add(run_key(spent.resolved.alignment.distillation, rows, 0, {}))
     assert len(folders) == len(keys) == 2
 
 
@@ -364,7 +372,7 @@ def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):
     few, many = (make_options(folder, "o", **SEARCH | {"tokens": tokens}) for tokens in (320, 3200))
     plan = plan_conversion(few)
     assert plan.alignment_cost.seconds > 0 and "to align" in describe(plan)
-    costs = [cost_of(plan, options, rates, resident=1000) for options in (few, many)]
+    costs = [cost_of(plan_conversion(options), rates, resident=1000) for options in (few, many)]
     assert costs[0].seconds < costs[1].seconds < 10 * costs[0].seconds  # the solutions take the same for any text
     assert 1000 < costs[0].nbytes < costs[1].nbytes
     assert plan_conversion(make_options(folder, "o", align="none")).alignment_cost is None
@@ -390,8 +398,8 @@ def test_a_window_that_hides_nothing_is_none(name, saved_teacher, tmp_path):
     asked["nominal"] = make_options(str(tmp_path / "nominal"), "o", context=context, cache=0.5)
     plans = {}
     for which, options in asked.items():  # what it costs, which takes a second to measure, left out
-        weights = TeacherWeights.of(find_teacher(options.model))
-        plans[which] = make_plan(weights, decide_placement(weights, options), options)
+        made = budget_of(options)
+        plans[which] = make_plan(made.weights, decide_placement(made), made.resolved)
     said = {which: describe(plan) for which, plan in plans.items()}
     assert {"hybrid"} == set(plans["nominal"].config.layer_types) == set(plans["within"].config.layer_types)
     assert plans["nominal"].placement == plans["within"].placement != plans["narrow"].placement

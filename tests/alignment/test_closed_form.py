@@ -20,10 +20,9 @@ from convert.alignment.fit import FitCache, fit_mixers
 from convert.alignment.mohawk.train import load_hybrid
 from convert.options import FitOptions
 from convert.placement.placement import Attention, Hybrid, Placement
-from convert.plan import hybrid_config
 from convert.weights.mapping import set_decay
 from modeling_llamba.hybrid_attention import causal_bias
-from tests.alignment.tiny import layer_data, rows, teacher_model
+from tests.alignment.tiny import config_of, layer_data, rows, teacher_model
 from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
 
 EXACT = FitOptions(decays=(0.5, 0.8, 0.95), ridges=(1e-12,), refine_steps=0)
@@ -237,7 +236,7 @@ def test_kept_heads_are_the_teachers(saved_teacher, name, state):
     the heads are kept, and here o_proj takes nothing from the others."""
     model = teacher_model(saved_teacher(name))
     layers = (Attention(), Hybrid(4, 2, 1, (0, 1), state=state), Attention(), Attention())
-    model.follow(hybrid_config(model.weights, Placement(layers), model.options))
+    model.follow(config_of(model.weights, Placement(layers)))
     stream = ActivationStream(model, rows(6), 2, 10**9)
     data = [stream.attention_data(i) for i in range(2)][-1]
     layer, teacher = model.mixer(1), model.block(1).self_attn

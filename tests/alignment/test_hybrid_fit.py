@@ -20,10 +20,9 @@ from convert.alignment.hybrid_fit import (
 from convert.alignment.probes import copy_probe, with_recall
 from convert.options import FitOptions
 from convert.placement.placement import Attention, Hybrid, Placement, everywhere
-from convert.plan import hybrid_config
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.hybrid_attention import theory_mass, unpadded
-from tests.alignment.tiny import rows, teacher_model
+from tests.alignment.tiny import config_of, rows, teacher_model
 
 WINDOW, BLOCK, SINKS, SALIENT, RANK = 6, 2, 1, 2, 8
 FITTED = {"salience", "mass", "down.weight", "up.weight"}
@@ -34,7 +33,7 @@ def layer_and_data(folder, heads=(), sequences=8, **hybrid):
     model = teacher_model(folder)
     hybrid = {"salient": SALIENT, "rank": RANK, "full_heads": heads} | hybrid
     placement = Placement((Attention(), Hybrid(WINDOW, BLOCK, SINKS, **hybrid), Attention(), Attention()))
-    model.follow(hybrid_config(model.weights, placement, model.options))
+    model.follow(config_of(model.weights, placement))
     stream = ActivationStream(model, rows(sequences), sequences // 4, 10**9)
     data = [stream.attention_data(i) for i in range(2)][-1]
     return model.mixer(1).requires_grad_(False), data
@@ -275,7 +274,7 @@ def test_fits_are_kept_for_a_run_that_goes_on(rank, saved_teacher, tmp_path, mon
     """The map is kept at the highest rank judged, whatever rank the layer begins with."""
     model, ids = teacher_model(saved_teacher("llama-gqa")), rows(8)
     placement = everywhere(Hybrid(WINDOW, BLOCK, SINKS, salient=SALIENT, rank=rank), 4)
-    model.follow(hybrid_config(model.weights, placement, model.options))
+    model.follow(config_of(model.weights, placement))
     cache = FitCache(tmp_path, {"a": 1})
     fitted = fit_mixers(model, [1, 2], ids, 2, FitOptions(), cache, 10**9)
     monkeypatch.setattr("convert.alignment.fit.fit_hybrid_layer", None)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from convert.alignment.mohawk import orientation as matrix_orientation
-from convert.alignment.mohawk.orientation import attention_rows, matrix_orientation_loss, mixer_rows
+from convert.alignment.mohawk.orientation import matrix_orientation_loss, mixer_rows
+from convert.alignment.teacher_model import attention_rows
 from tests.alignment.tiny import LENGTH, teacher_model
 
 NAMES = ["llama-gqa", "mistral-window", "qwen3", "phi"]

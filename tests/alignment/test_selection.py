@@ -13,7 +13,7 @@ from convert.alignment.divergence import kl_of_logits
 from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
 from convert.alignment.teacher_model import replaced
 from convert.options import make_options
-from convert.placement.layer_costs import LOOKING_UP, cheapest_by_kl
+from convert.scores.layer_costs import LOOKING_UP, cheapest_by_kl
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.helpers.command import check_one_line_error, run_as_is
 from tests.teachers import make_teacher
@@ -92,7 +92,7 @@ def test_mixers_alone_go_where_the_whole_model_diverges_least(name, recalls, sav
     model, ids = teacher_model(saved_teacher(name)), rows(2)
     mixers, teacher = {layer: model.mixer(layer) for layer in range(4)}, make_teacher(name)(ids).logits
     probe = copy_probe(VOCABULARY, 2, 12, seed=0)
-    monkeypatch.setattr("convert.placement.layer_costs.LEAST_RECALL", 0.0 if recalls else 0.2)
+    monkeypatch.setattr("convert.scores.layer_costs.LEAST_RECALL", 0.0 if recalls else 0.2)
 
     def cost(layers):
         with replaced(model.whole(), {layer: mixers[layer] for layer in layers}) as student:
@@ -133,7 +133,7 @@ def test_a_layer_that_looks_nowhere_far_is_the_first_to_go(tmp_path):
 def test_layers_that_look_up_stay_whatever_they_lose(saved_teacher, tmp_path, monkeypatch):
     scores = torch.zeros(4, 4)
     scores[[0, 2], 1] = 400.0
-    monkeypatch.setattr("convert.placement.layer_costs.retrieval_scores", lambda *args: scores)
+    monkeypatch.setattr("convert.scores.layer_costs.retrieval_scores", lambda *args: scores)
     options = ALIGNED | dict(window=4, alignment={"sequence_length": LENGTH})
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers=0.5, **options)
     assert plan.placement.attention_layers == (0, 2)

@@ -17,8 +17,9 @@ from convert.alignment.text import (
     token_rows,
 )
 from convert.options import PlacementOptions, make_options
-from convert.plan import TeacherWeights
+from convert.resolve import resolve
 from convert.teachers.teacher import find_teacher
+from convert.teachers.weights import TeacherWeights
 from tests.alignment.tiny import teacher_model
 from tests.helpers.command import check_one_line_error, nothing_left, run_as_is
 from tests.helpers.tokenizers import tokenizer
@@ -38,6 +39,11 @@ def written(folder, kind):
     else:
         path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     return path
+
+
+def aligner_of(options):
+    weights = TeacherWeights.of(find_teacher(options.model))
+    return Aligner(weights, resolve(options, weights))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
@@ -83,7 +89,7 @@ def test_rows_begin_as_the_tokenizer_begins_a_text(tmp_path):
         str(tmp_path / "teacher"), "o", text=str(tmp_path / "text.txt"), sequence_length=32, tokens=1024,
         held_out_sequences=2,
     )  # fmt: skip
-    rows = Aligner(TeacherWeights.of(find_teacher(options.model)), options).ids
+    rows = aligner_of(options).ids
     asks = ((rows < 43) | (rows > 45))[:, 1:].any(1)
     assert (rows[:, 0] == 1).all() and 4 <= asks.sum() < len(rows)
 
@@ -134,7 +140,7 @@ def test_bad_text(two_layer_teacher, tmp_path, name, content, expected):
 
 def test_too_few_tokens_to_hold_any_out(two_layer_teacher):
     options = make_options(str(two_layer_teacher("llama-gqa")), "o", tokens=512)
-    aligner = Aligner(TeacherWeights.of(find_teacher(options.model)), options)
+    aligner = aligner_of(options)
     with pytest.raises(ValueError, match="512 tokens leave nothing to fit on.* at least 5120"):
         aligner.ids  # noqa: B018
 
@@ -152,7 +158,7 @@ def test_tokenizer_of_another_model(tmp_path):
     options = make_options(str(tmp_path / "teacher"), "o", text=str(tmp_path / "text.txt"), sequence_length=16)
     model = teacher_model(tmp_path / "teacher")
     with pytest.raises(ValueError, match="token 43, the model's vocabulary only 8"):
-        calibration_rows(model.weights.teacher, model, options, 4, 1)
+        calibration_rows(model.weights.teacher, model, options.alignment, 4, 1)
 
 
 def test_weights_with_nan_are_named(tmp_path):

@@ -1,14 +1,16 @@
 """A tiny teacher as the aligner sees it, and settings that fit it in a moment."""
 
 import torch
+from transformers import PreTrainedConfig
 
 from convert.alignment.closed_form import LayerData
 from convert.alignment.teacher_model import TeacherModel
-from convert.options import make_options
-from convert.placement.decide import replaced_layer
-from convert.placement.placement import everywhere
-from convert.plan import TeacherWeights, hybrid_config
+from convert.options import MixerOptions, make_options
+from convert.placement.config import hybrid_config, mixer_fields
+from convert.placement.placement import Placement, everywhere
+from convert.resolve import resolve
 from convert.teachers.teacher import find_teacher
+from convert.teachers.weights import TeacherWeights
 from tests.teachers import random_ids
 
 LENGTH = 32
@@ -18,9 +20,17 @@ def teacher_model(folder, **options) -> TeacherModel:
     """The teacher in `folder`, which makes mixers for every layer."""
     settings = make_options(str(folder), "unused", **{"attention_layers": "none"} | options)
     weights = TeacherWeights.of(find_teacher(str(folder)))
-    model = TeacherModel(weights, settings)
-    model.follow(hybrid_config(weights, everywhere(replaced_layer(settings), model.num_layers), settings))
+    resolved = resolve(settings, weights)
+    model = TeacherModel(weights, resolved.alignment.device, resolved.initial_decay, resolved.seed)
+    model.follow(hybrid_config(weights, everywhere(resolved.replacement, model.num_layers), resolved.mixer))
     return model
+
+
+def config_of(weights: TeacherWeights, placement: Placement) -> PreTrainedConfig:
+    """The configuration of a hybrid with this placement, whose mixers are the default ones, or none."""
+    stateless = placement.hybrid is not None and not placement.hybrid.state
+    mixer = MixerOptions(kind="none") if stateless else MixerOptions()
+    return hybrid_config(weights, placement, mixer_fields(weights.config, mixer))
 
 
 def layer_data(model: TeacherModel, mixer, sequences: int = 12, held_out: int = 4) -> LayerData:

@@ -9,10 +9,9 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from convert.alignment.teacher_model import TeacherModel
-from convert.options import make_options
-from convert.plan import TeacherWeights
 from convert.teachers import FAMILIES
 from convert.teachers.teacher import find_teacher
+from convert.teachers.weights import TeacherWeights
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
@@ -85,7 +84,7 @@ def test_a_gguf_file_is_the_model_transformers_makes_of_it(name, tmp_path):
     weights = TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
     assert gguf.get_tensor_name_map is make_names, "a library's function was replaced for the whole process"
     ids = random_ids(2, 24)
-    ours = TeacherModel(weights, make_options("t", "o", attention_layers="all")).whole()
+    ours = TeacherModel(weights).whole()
     torch.testing.assert_close(ours(ids).logits, expected(ids).logits)
     torch.testing.assert_close(ours(ids).logits, teacher(ids).logits)
 

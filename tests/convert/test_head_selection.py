@@ -12,7 +12,7 @@ from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.placement.cache import cache_bytes
 from convert.placement.presets import counted_heads, kept_heads, query_heads, whole_groups
-from convert.placement.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
+from convert.scores.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
@@ -78,7 +78,7 @@ def test_of_heads_that_find_the_same_token_one_counts_in_full(saved_teacher, mon
     for i in range(NEEDLE - 1):  # this one at the next
         shares[1][:, 0, i, 9 + i] = 0.7
     given = iter(shares)
-    monkeypatch.setattr("convert.placement.retrieval.attention_rows", lambda *of, **more: [(None, next(given))])
+    monkeypatch.setattr("convert.scores.retrieval.attention_rows", lambda *of, **more: [(None, next(given))])
     scores = retrieval_scores(teacher_model(saved_teacher("llama-gqa")), random_ids(ROWS, 64))
     torch.testing.assert_close(scores[0, :2], torch.tensor([0.9, 0.4]))
     torch.testing.assert_close(scores[1, 0], torch.tensor(0.7 * (1 + FOLLOWING)))

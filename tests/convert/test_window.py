@@ -14,11 +14,11 @@ from convert import convert, plan_conversion
 from convert.alignment.mohawk.train import train_existing, with_sequence_length
 from convert.cli import parser_of
 from convert.options import MohawkOptions, OutputOptions, make_options
-from convert.placement.budget import block_of
 from convert.placement.cache import cache_bytes
-from convert.placement.decide import MEAN_RANK, RANK_SHARE
 from convert.placement.placement import Placement
 from convert.plan import describe
+from convert.resolve import block_of
+from convert.scores.decide import MEAN_RANK, RANK_SHARE
 from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaConfig

@@ -71,6 +71,64 @@ def test_no_test_file_imports_another():
             assert not files, f"{path.relative_to(ROOT)}:{node.lineno} imports {files[0]}"
 
 
+# folders and single files of `convert`, each of which imports only from those before it
+ORDER = (
+    "errors",
+    "memory",
+    "options",
+    "weights",
+    "teachers",
+    "placement",
+    "resolve",
+    "plan",
+    "checkpoint",
+    "alignment",
+    "alignment.distillation",
+    "scores",
+    "alignment.mohawk",
+    "formats",
+    "dry_run",
+    "pipeline",
+    "tools",
+    "cli",
+)
+
+
+def part_of(module):
+    """The folder or file of `convert` that a module belongs to; None for the package itself."""
+    name = module.removeprefix("convert").removeprefix(".")
+    return max((part for part in ORDER if f"{name}.".startswith(f"{part}.")), key=len, default=None)
+
+
+def imported_parts(path):
+    """(part, line) of every import from another part of `convert`, those inside functions and for types included."""
+    package = path.relative_to(ROOT).parent.parts
+    for module, level, _, node in imports(path):
+        above = package[: len(package) - level + 1] if level else ()
+        base = ".".join([*above, *([module] if module else [])])
+        if base.split(".")[0] == "convert":
+            names = [base] if isinstance(node, ast.Import) else [f"{base}.{alias.name}" for alias in node.names]
+            yield from ((part_of(name), node.lineno) for name in names)
+
+
+def test_folders_of_convert_have_an_order():
+    top = {path.stem for path in (ROOT / "convert").glob("*.py")} - {"__init__"}
+    folders = {
+        str(path.parent.relative_to(ROOT / "convert")).replace("/", ".")
+        for path in (ROOT / "convert").rglob("*/__init__.py")
+    }
+    assert top | folders == set(ORDER)
+    seen = set()
+    for path in sorted((ROOT / "convert").rglob("*.py")):
+        own = part_of(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+        for part, line in imported_parts(path) if own else ():
+            if part not in (own, None):
+                seen.add((own, part))
+                where = f"{path.relative_to(ROOT)}:{line}"
+                assert ORDER.index(part) < ORDER.index(own), f"{where}: {part} comes after {own}"
+    assert {("scores", "alignment"), ("plan", "placement"), ("dry_run", "formats")} <= seen  # it is not blind
+
+
 @pytest.mark.parametrize("package", MODELING)
 def test_shipped_code_is_flat_and_self_contained(package, tmp_path):
     ship_code(MODELING[package], tmp_path)
@@ -153,12 +211,17 @@ def test_models_and_tokenizers_are_loaded_in_one_place():
 
 def test_family_tables_hold_no_tensor_code():
     for path in (ROOT / "convert" / "teachers").glob("*.py"):
-        if path.name == "teacher.py":
+        if path.name in ("teacher.py", "weights.py"):
             continue
         assert not {module.split(".")[0] for module, level, _, _ in imports(path) if not level} & {
             "torch",
             "transformers",
         }
+
+
+def test_options_of_a_conversion_are_read_until_they_are_resolved():
+    readers = {path.stem for path in (ROOT / "convert").rglob("*.py") if "ConversionOptions" in path.read_text()}
+    assert readers == {"__init__", "cli", "options", "dry_run", "pipeline", "resolve"}
 
 
 def test_packages_are_listed_by_name():

@@ -10,14 +10,14 @@ O(B H tile L), not O(B H L^2), and the result is the same.
 Shapes: B batch, L length, H heads, K key heads, N state, d head dim, T rows of a tile.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
-from modeling_llamba.rotary import apply_rotary
 from modeling_llamba.ssd import repeat_groups
+
+from ..teacher_model import attention_rows
 
 
 def matrix_orientation_loss(
@@ -89,31 +89,3 @@ def mixer_rows(streams: list[torch.Tensor], rows: slice) -> torch.Tensor:
         of_heads = step[0].repeat_interleave(H // step[0].shape[-1], dim=-1)
         matrix = matrix * of_heads.transpose(1, 2)[..., None, :].to(matrix.dtype)
     return matrix + D[:, None, None] * (position[rows, None] == position).to(matrix.dtype)
-
-
-@torch.no_grad()
-def attention_rows(
-    attention: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], tile: int, first: int = 0
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window.
-
-    Args:
-        u: (B, L, D). first: the row to begin with.
-    """
-    shape = (*u.shape[:-1], -1, attention.head_dim)
-    query, key = attention.q_proj(u).view(shape), attention.k_proj(u).view(shape)
-    if attention.q_norm is not None:
-        query, key = attention.q_norm(query), attention.k_norm(key)
-    query, key = (apply_rotary(t.transpose(1, 2), *rotary, head_dim_axis=1) for t in (query, key))
-    key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
-    position = torch.arange(u.shape[1], device=u.device)
-    for start in range(first, u.shape[1], tile):
-        rows = slice(start, min(start + tile, u.shape[1]))
-        distance = position[rows, None] - position
-        hidden = distance < 0
-        if attention.sliding_window is not None:
-            hidden = hidden | (distance >= attention.sliding_window)
-        scores = query[:, :, rows] @ key.transpose(-1, -2) * attention.scaling
-        if attention.softcap is not None:
-            scores = attention.softcap * torch.tanh(scores / attention.softcap)
-        yield rows, scores.masked_fill(hidden, float("-inf")).softmax(-1)

@@ -22,11 +22,12 @@ from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_
 from ...checkpoint.folder import MARKER, OutputFolder, check_apart
 from ...checkpoint.load import check_whole
 from ...options import AlignmentOptions, MohawkOptions, parse_size
-from ...plan import TeacherWeights
 from ...teachers.teacher import find_teacher
+from ...teachers.weights import TeacherWeights
 from ...weights.rules import Rule
 from ...weights.students import STUDENTS, model_class
 from ...weights.writer import Progress, plan_shards, write_shards
+from ..aligner import Aligner
 from ..teacher_model import TeacherModel
 from ..text import CalibrationRows, calibration_rows
 from .stages import STAGES, Stages, only_stages
@@ -121,6 +122,23 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
     config_path.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def train_written(aligner: Aligner, folder: Path, work: Path, dtype: torch.dtype) -> None:
+    """Run the stages of a conversion on the hybrid in `folder`, and put the trained weights in place of its own.
+
+    Args:
+        work: folder for checkpoints and logs. dtype: the type of the weights that are written.
+    """
+    resolved = aligner.resolved
+    fitted_on = len(aligner.ids)
+    count = fitted_on + training_rows_needed(resolved.alignment, resolved.sequence_length)
+    rows = aligner.rows(count, at_least=fitted_on)
+    student, report = train_hybrid(
+        load_hybrid(folder), aligner.model, rows, resolved.alignment, work, resolved.seed, aligner.progress
+    )
+    replace_weights(student, folder, dtype, resolved.output.max_shard_size)
+    record_stages(folder, report)
+
+
 def with_sequence_length(settings: AlignmentOptions, config: PreTrainedConfig) -> AlignmentOptions:
     """Choose sequences of 512 tokens where none are asked for, or of twice the widest window of a hybrid layer."""
     hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
@@ -158,11 +176,11 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
         settings = with_sequence_length(settings, student.config)
         asked = options.output.dtype
         dtype = stored_dtype(hybrid) if asked == "auto" else getattr(torch, asked)
-        conversion = dataclasses.replace(options.conversion, alignment=dataclasses.replace(settings, method="mohawk"))
-        teacher = TeacherModel(TeacherWeights.of(found), conversion)
-        length, held_out = conversion.sequence_length, settings.held_out_sequences
-        count = training_rows_needed(settings, length) + held_out
-        rows = calibration_rows(found, teacher, conversion, count, at_least=held_out + 1)
+        teacher = TeacherModel(TeacherWeights.of(found), settings.device)
+        held_out = settings.held_out_sequences
+        count = training_rows_needed(settings, settings.sequence_length) + held_out
+        trusted = options.trust_remote_code
+        rows = calibration_rows(found, teacher, settings, count, held_out + 1, options.seed, trusted)
         student, report = train_hybrid(student, teacher, rows, settings, owner.work, options.seed, progress)
         if writes:
             with owner.staged() as folder:

@@ -10,6 +10,7 @@ follows, and what counts is the divergence of the whole model (figures: docs/res
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -22,10 +23,11 @@ from ..alignment.divergence import kl_of_hidden
 from ..alignment.hybrid_fit import fit_salience
 from ..alignment.probes import Probe, copy_probe, plain_tokens
 from ..alignment.teacher_model import TeacherModel, replaced
-from ..options import SALIENT, ConversionOptions, FitOptions, MixerOptions, PlacementOptions, parse_size
+from ..options import SALIENT, MixerOptions, PlacementOptions, parse_size
+from ..placement.config import mixer_fields
+from ..placement.placement import Hybrid, Mixer, Placement, everywhere
+from ..resolve import block_of
 from ..weights.writer import Progress
-from .budget import Budget, hybrid_layer
-from .placement import Layer, Mixer, Placement, everywhere
 from .retrieval import retrieval_scores
 
 ROWS = 4
@@ -46,17 +48,17 @@ STEPS = 16
 
 
 @torch.no_grad()
-def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOptions | None = None) -> dict[int, float]:
+def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] | None = None) -> dict[int, float]:
     """The relative squared error of each hybrid layer under this placement, with the theory's mass and no output map.
     What a fit would leave is roughly in proportion, and takes ten times as long to find.
 
     Args:
-        options: of the mixers; by default those of the conversion.
+        mixer: fields of the mixers' configuration; by default those of the conversion.
     """
-    aligner.follow(placement, options)
-    memory = parse_size(aligner.options.alignment.activation_memory)
+    aligner.follow(placement, mixer)
+    memory = parse_size(aligner.resolved.alignment.activation_memory)
     rows = aligner.ids[-ROWS:]
-    if not aligner.options.has_windows:  # whose rows ask for recall already
+    if not aligner.resolved.has_windows:  # whose rows ask for recall already
         rows = aligner.with_recall(rows)
     errors, layers = {}, range(max(placement.windows) + 1)
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
@@ -72,26 +74,24 @@ def layer_errors(aligner: Aligner, placement: Placement, options: ConversionOpti
     return errors
 
 
-def costliest_layers(aligner: Aligner, replacement: Layer, count: int) -> tuple[int, ...]:
+def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:
     """The `count` layers that it costs most to replace; if by a window, of those that have none in the teacher."""
-    layers, options = range(aligner.model.num_layers), aligner.options
-    if isinstance(replacement, Mixer):
-        aligner.follow(everywhere(replacement, len(layers)))
-        fits = aligner.fit(list(layers), dataclasses.replace(options.alignment.fit, refine_steps=0))
+    layers, resolved = range(aligner.model.num_layers), aligner.resolved
+    if not resolved.has_windows:
+        aligner.follow(everywhere(Mixer(), len(layers)))
+        fits = aligner.fit(list(layers), dataclasses.replace(resolved.alignment.fit, refine_steps=0))
         mixers, rows = {layer: mixer for layer, (mixer, _) in fits.items()}, aligner.ids[-KL_ROWS:]
-        probe = copy_probe(plain_tokens(aligner.model.config.vocab_size), KL_ROWS, PROBE_LENGTH, options.seed)
+        probe = copy_probe(plain_tokens(aligner.model.config.vocab_size), KL_ROWS, PROBE_LENGTH, resolved.seed)
         gone, costs = cheapest_by_kl(aligner.model, mixers, rows, probe, len(layers) - count, aligner.progress)
         kept = [layer for layer in layers if layer not in gone]
     else:
-        own = list(Budget(aligner.weights, options).windows)
-        quarter = options.sequence_length // 4
-        beside = PlacementOptions(window=min(WINDOW, quarter), salient=min(SALIENT, quarter), attention_layers=own)
-        alignment = dataclasses.replace(options.alignment, fit=FitOptions())
-        options = dataclasses.replace(options, placement=beside, mixer=MixerOptions(), alignment=alignment)
-        placement = everywhere(hybrid_layer(options, beside.window), len(layers)).keeping(own)
-        errors = layer_errors(aligner, placement, options)
+        quarter = resolved.sequence_length // 4
+        window = min(WINDOW, quarter)
+        beside = Hybrid(window, block_of(window), PlacementOptions.sinks, salient=min(SALIENT, quarter))
+        placement = everywhere(beside, len(layers)).keeping(resolved.own_windows)
+        errors = layer_errors(aligner, placement, mixer_fields(aligner.weights.config, MixerOptions()))
         # on text the heads that look up distant tokens seldom show
-        scores = retrieval_scores(aligner.model, aligner.ids, options.seed, aligner.progress).mean(1).tolist()
+        scores = retrieval_scores(aligner.model, aligner.ids, resolved.seed, aligner.progress).mean(1).tolist()
         costs = {layer: error + LOOKING_UP * scores[layer] for layer, error in errors.items()}
         kept = sorted(costs, key=lambda layer: (-costs[layer], layer))[:count]
     aligner.report["layer_costs"] = {layer: float(f"{cost:.4g}") for layer, cost in costs.items()}

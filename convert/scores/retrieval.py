@@ -12,9 +12,8 @@ window.
 
 import torch
 
-from ..alignment.mohawk.orientation import attention_rows
 from ..alignment.probes import needle_probe, plain_tokens
-from ..alignment.teacher_model import TeacherModel
+from ..alignment.teacher_model import TeacherModel, attention_rows
 from ..weights.writer import Progress
 from .budget import KVHead
 

@@ -1,0 +1,69 @@
+"""Configuration of a hybrid, from the teacher's, a placement and the mixer."""
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..options import MixerOptions
+from ..teachers.weights import TeacherWeights
+from .placement import Placement
+
+
+def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str, Any]) -> PreTrainedConfig:
+    """The hybrid's configuration.
+
+    Args:
+        mixer: its part that says what the mixers are (`mixer_fields`).
+    """
+    hybrid, teacher_types = placement.hybrid, weights.config.layer_types
+    for layer, width in placement.windows.items():
+        if teacher_types[layer] == "sliding_attention" and width > weights.config.sliding_window:
+            raise ValueError(
+                f"A window of {width} tokens is wider than the teacher's sliding_window of "
+                f"{weights.config.sliding_window}; make it narrower."
+            )
+    assert hybrid is None or hybrid.state == (mixer["mixer"] != "none"), f"{mixer['mixer']} beside {hybrid}"
+    fields = copy.deepcopy(weights.fields) | mixer
+    fields |= placement.config_fields(teacher_types)
+    if hybrid is not None and hybrid.state:
+        # the slower half tells of far keys what all do (docs/guide/normalised_read.md)
+        fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
+    return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
+
+
+def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, Any]:
+    """The mixer's part of the hybrid's configuration.
+
+    Args:
+        teacher: the configuration of the hybrid with every layer kept as attention.
+    """
+    head_dim, heads = teacher.head_dim, teacher.num_attention_heads
+    default_state = min(16, head_dim) if mixer.kind == "mamba1" else head_dim
+    d_state = default_state if mixer.d_state is None else mixer.d_state
+    # mamba1 cuts a head into pieces of N channels, and a piece of a rotated head is not a rotated piece
+    can_rotate = d_state >= head_dim
+    rotary = can_rotate if mixer.rotary is None else mixer.rotary
+    if rotary and not can_rotate:
+        raise ValueError(
+            f"d_state {d_state} is smaller than the head dimension {head_dim}, and rotary embedding needs all of it; "
+            "say rotary: false."
+        )
+    if teacher.qk_norm and mixer.kind != "mamba1" and d_state != head_dim:
+        raise ValueError(f"This teacher normalises queries and keys per head, so d_state must be {head_dim}.")
+    return {
+        "mixer": mixer.kind,
+        "mixer_num_heads": heads,
+        "mixer_num_kv_heads": heads if mixer.expand_kv_heads else teacher.num_key_value_heads,
+        "mixer_head_dim": head_dim,
+        "mixer_d_state": d_state,
+        "mixer_activation": mixer.activation or "identity",
+        "mixer_gate_bias": mixer.gate_bias,
+        "mixer_shared_state": mixer.shared_state,
+        "mixer_norm": mixer.norm or ("head" if mixer.kind == "mamba2" else "none"),
+        "mixer_rotary": rotary,
+        "mixer_qk_norm": teacher.qk_norm,
+        "mixer_decay_bias": mixer.decay_bias and mixer.kind == "discrete_mamba2",
+        "mixer_in_bias": teacher.attention_bias and mixer.kind == "mamba1",
+        "mixer_out_bias": mixer.out_bias and mixer.kind != "none",
+    }

@@ -1,0 +1,315 @@
+"""Every value that a conversion goes by, decided once from what the user said and from what the teacher is.
+
+Options hold what was typed, and much of that is nothing: what then counts follows from other options and from the
+teacher. It is decided here, with the reason, and no later step reads the options again.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+
+from .options import AlignmentOptions, ConversionOptions, PublishedOutputOptions, differences, parse_size
+from .placement.cache import attention_bytes, teacher_bytes
+from .placement.config import mixer_fields
+from .placement.placement import Heads, Hybrid, Layer, Mixer
+from .placement.presets import attention_layers, counted_heads, kept_heads
+from .teachers.teacher import public_name
+from .teachers.weights import TeacherWeights
+from .weights.writer import output_dtype
+
+BLOCK = 16
+"""Tokens by which windows move, where they allow it."""
+SHARE = 0.5
+"""Share of the layers that keep attention where nothing says which or how many."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Every value that a conversion goes by; it holds no tensor and reads no file."""
+
+    choice: Literal["teacher", "budget", "name", "share"]
+    """Source of the layers that keep attention: the teacher, whose windows everywhere leave nothing to replace, a
+    cache budget, their names, or a share of them, which a cache budget may give."""
+    has_windows: bool
+    """True if replaced layers have a window, with or without a state; otherwise they are mixers."""
+    layers: tuple[int, ...] | None
+    """Layers that the user wants to keep attention; None where they are not named."""
+    share: float | None
+    """Share of the replaceable layers that keep attention; None where something else decides."""
+    heads: Heads | None
+    """Query heads that are named to see everything; None where at most their number is given."""
+    num_heads: int | None
+    """Number of key/value heads asked for beside those named; None where nothing was said of heads."""
+    own_windows: tuple[int, ...]
+    """Layers that have a window in the teacher which hides tokens within the context; beside windows they keep it."""
+    context: int
+    """Tokens for which the cache is counted."""
+    cache_bytes: int | None
+    """Bytes of cache that a sequence may take; None where there is no budget."""
+    window: int | None
+    """Width of the windows; None where a budget chooses it, or there are none."""
+    block: int | None
+    """Tokens by which windows move; None without windows."""
+    sinks: int
+    salient: int
+    rank: int | None
+    """Mean rank of the output maps; None where it is as high as a share of the teacher's weights allows."""
+    mixer: dict[str, Any]
+    """Fields of the hybrid's configuration that say what the mixers are."""
+    initial_decay: float
+    export_ready: bool
+    alignment: AlignmentOptions
+    """Settings of the alignment, with the length of its sequences filled in."""
+    trust_remote_code: bool
+    seed: int
+    dtype: torch.dtype
+    """Type of the weights that are written."""
+    output: PublishedOutputOptions
+    said: dict[str, Any]
+    """Options that the user set, for the record in the hybrid's configuration; they hold no paths of this machine."""
+    reasons: dict[str, str]
+    """Reason for each value that is not simply the user's own word."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per calibration sequence."""
+        assert self.alignment.sequence_length is not None
+        return self.alignment.sequence_length
+
+    @property
+    def has_state(self) -> bool:
+        """True if replaced layers have a state, of a mixer or beside a window."""
+        return self.mixer["mixer"] != "none"
+
+    @property
+    def replacement(self) -> Layer:
+        """A mixer, or a layer with the window that was asked for."""
+        return Mixer() if self.window is None else self.layer(self.window)
+
+    def layer(self, window: int) -> Hybrid:
+        """A layer with a window of this width, kept heads and the rank of its map apart."""
+        assert self.block is not None
+        return Hybrid(window, self.block, self.sinks, state=self.has_state, salient=self.salient)
+
+    def decided(self) -> dict[str, dict[str, Any]]:
+        """Values that were decided rather than said, each with its reason, as plain data."""
+        values = vars(self) | self.mixer
+        values |= {"sequence_length": self.sequence_length, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {name: {"value": values[name], "reason": reason} for name, reason in self.reasons.items()}
+
+
+def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
+    """Decide every value that follows from the options and the teacher.
+
+    Raises:
+        ValueError: layers or heads that the teacher does not have, or windows where it has its own everywhere.
+    """
+    placement, config = options.placement, weights.config
+    own = weights.windows(placement.context)
+    in_all = len(own) == config.num_hidden_layers
+    refuse_windows_everywhere(options, weights, in_all)
+    dtype = output_dtype(options.output.dtype, weights.checkpoint.tensors)
+    choice, layers, share = _kept_layers(options, config.num_hidden_layers, in_all)
+    heads, num_heads = _kept_heads(options, weights, own)
+    alignment = dataclasses.replace(options.alignment, sequence_length=options.sequence_length)
+    rank = placement.rank
+    if rank is None and alignment.method == "none":
+        rank = 0
+    resolved = Resolved(
+        choice=choice,
+        has_windows=options.has_windows,
+        layers=layers,
+        share=share,
+        heads=heads,
+        num_heads=num_heads,
+        own_windows=own,
+        context=placement.context,
+        cache_bytes=_cache_bytes(options, weights, dtype),
+        window=placement.window,
+        block=_block(options),
+        sinks=placement.sinks,
+        salient=options.salient,
+        rank=rank,
+        mixer=mixer_fields(config, options.mixer),
+        initial_decay=options.mixer.initial_decay,
+        export_ready=options.mixer.export_ready,
+        alignment=alignment,
+        trust_remote_code=options.trust_remote_code,
+        seed=options.seed,
+        dtype=dtype,
+        output=options.output,
+        said=_said(options, heads),
+        reasons={},
+    )
+    return dataclasses.replace(resolved, reasons=_reasons(resolved, options, config))
+
+
+def refuse_windows_everywhere(options: ConversionOptions, weights: TeacherWeights, in_all: bool) -> None:
+    """Refuse windows that are asked for where every layer of the teacher has its own."""
+    asked = options.placement.window, options.placement.attention_heads, options.placement.cache
+    if in_all and options.has_windows and asked != (None,) * 3:
+        raise ValueError(
+            f"Every layer of this teacher has a window of {weights.config.sliding_window} tokens, so its cache is of "
+            "constant size already; leave out window, attention_heads and cache, or replace layers by mixers "
+            "(attention_layers: 0.5)."
+        )
+
+
+def block_of(window: int) -> int:
+    """The largest power of two, up to BLOCK, of which a window is a multiple of at least two; or 1."""
+    block = BLOCK
+    while block > 1 and (window % block or window < 2 * block):
+        block //= 2
+    return block
+
+
+def _kept_layers(
+    options: ConversionOptions, num_layers: int, in_all: bool
+) -> tuple[Literal["teacher", "budget", "name", "share"], tuple[int, ...] | None, float | None]:
+    """Find how the layers that keep attention are chosen, those that are named, and the share of them."""
+    asked = options.placement.attention_layers
+    if options.has_windows and in_all:
+        return "teacher", None, None
+    named = None
+    if options.names_layers:
+        named = attention_layers(num_layers, asked)
+    if options.searches_budget:
+        return "budget", named, None
+    if named is not None:
+        return "name", named, None
+    if options.cache is not None:
+        return "share", None, None
+    return "share", None, SHARE if asked is None else asked
+
+
+def _kept_heads(
+    options: ConversionOptions, weights: TeacherWeights, own: tuple[int, ...]
+) -> tuple[Heads | None, int | None]:
+    """Find the query heads that are named, and the number of key/value heads asked for beside them."""
+    asked, config = options.placement.attention_heads, weights.config
+    if asked is None:
+        return None, None
+    heads = kept_heads(asked, config.num_hidden_layers, config.num_attention_heads)
+    if heads is None:
+        return None, counted_heads(asked, config.num_hidden_layers * config.num_key_value_heads)
+    refuse_heads_of(own, heads)
+    return heads, 0
+
+
+def refuse_heads_of(windows: Collection[int], heads: Heads) -> None:
+    """Refuse heads that are to see everything in layers which have a window in the teacher, and so keep it."""
+    if hidden := sorted(heads.keys() & set(windows)):
+        raise ValueError(
+            f"attention_heads names heads of layer {hidden[0]}, which has a sliding window in the teacher; leave out "
+            f"those of {'layers' if len(hidden) > 1 else 'layer'} {', '.join(map(str, hidden))}."
+        )
+
+
+def _cache_bytes(options: ConversionOptions, weights: TeacherWeights, dtype: torch.dtype) -> int | None:
+    """Count the bytes of cache that one sequence may take.
+
+    The default is a share of what the teacher's layers take that see everything; its own windows stay beside that.
+    """
+    asked, context, config = options.cache, options.placement.context, weights.config
+    if asked is None:
+        return None
+    if isinstance(asked, str):
+        return parse_size(asked)
+    own = 0
+    windows = weights.windows(context)
+    if options.placement.cache is None and 0 < len(windows) < config.num_hidden_layers:
+        own = len(windows) * attention_bytes(config, "sliding_attention", context, dtype)
+    return int(own + asked * (teacher_bytes(config, context, dtype) - own))
+
+
+def _block(options: ConversionOptions) -> int | None:
+    """Choose the tokens by which windows move: where a budget chooses them, an eighth of the widest at most."""
+    placement = options.placement
+    if not options.has_windows:
+        return None
+    if placement.block is not None:
+        return placement.block
+    if placement.window is not None:
+        return block_of(placement.window)
+    longest = min(placement.context, options.sequence_length // 2)
+    return min(BLOCK, 2 ** max(longest // 8, 1).bit_length() // 2)
+
+
+def _said(options: ConversionOptions, heads: Heads | None) -> dict[str, Any]:
+    """Collect the options that are not their defaults, without what names this machine or the output."""
+    alignment = dataclasses.replace(options.alignment, work_dir=None)
+    said = differences(dataclasses.replace(options, alignment=alignment))
+    if isinstance(options.placement.attention_heads, str):  # a path of this machine, it may be
+        said["placement"]["attention_heads"] = heads
+    if "text" in said.get("alignment", {}):
+        said["alignment"]["text"] = public_name(options.alignment.text)
+    return {name: value for name, value in said.items() if name not in ("model", "output")}
+
+
+def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedConfig) -> dict[str, str]:
+    """Say why each value is as it is that the user did not give.
+
+    Args:
+        config: the configuration of the hybrid with every layer kept as attention.
+    """
+    placement, fitted = options.placement, resolved.alignment.method != "none"
+    of_type = {"dtype": "the teacher's own"} if options.output.dtype == "auto" else {}
+    if resolved.choice == "teacher":
+        own = f"every layer has a window of {config.sliding_window} tokens in the teacher and keeps it"
+        return {"choice": own} | of_type
+    if resolved.layers is not None and len(resolved.layers) == config.num_hidden_layers:
+        return of_type
+    reasons = {}
+    if resolved.choice == "budget":
+        reasons["choice"] = "layers, heads and windows are chosen together within the cache"
+    if resolved.share is not None and placement.attention_layers is None:
+        reasons["share"] = "half of the layers by default, since neither which nor how many was said"
+    if isinstance(options.cache, float | int):
+        reasons["cache_bytes"] = f"{options.cache:.4g} of the teacher's cache at {resolved.context:,} tokens"
+    if placement.cache is None and options.cache is not None:
+        beside = " (and what its own windows take)" if resolved.own_windows else ""
+        said = "by default, since nothing was said about layers, window, heads or mixer"
+        reasons["cache_bytes"] += f"{beside} {said}"
+    reasons |= _reasons_of_windows(resolved, options) if resolved.has_windows else _reasons_of_mixer(resolved, options)
+    if fitted and options.alignment.sequence_length is None:
+        kind = "layers with a window" if resolved.has_windows else "mixers"
+        reasons["sequence_length"] = f"the default for {kind}"
+    return reasons | of_type
+
+
+def _reasons_of_windows(resolved: Resolved, options: ConversionOptions) -> dict[str, str]:
+    placement, fitted = options.placement, resolved.alignment.method != "none"
+    reasons = {}
+    if resolved.own_windows:
+        reasons["own_windows"] = f"windows of the teacher that hide tokens within {resolved.context:,} stay"
+    if placement.block is None and resolved.window is None:
+        reasons["block"] = f"{BLOCK} by default, and an eighth of the widest window at most"
+    elif placement.block is None:
+        reasons["block"] = f"the largest power of two, up to {BLOCK}, of which the window holds two or more"
+    if placement.salient is None:
+        reasons["salient"] = "the default where a state is fitted" if resolved.salient else "no state is fitted"
+    if placement.rank is None and resolved.has_state:
+        reasons["rank"] = "as high as a share of the teacher's weights allows" if fitted else "no state is fitted"
+    return reasons
+
+
+def _reasons_of_mixer(resolved: Resolved, options: ConversionOptions) -> dict[str, str]:
+    mixer, fields = options.mixer, resolved.mixer
+    reasons = {}
+    if mixer.d_state is None:
+        reasons["mixer_d_state"] = "the default of mamba1" if mixer.kind == "mamba1" else "the head dimension"
+    if mixer.rotary is None:
+        size = "as large as a head" if fields["mixer_rotary"] else "smaller than a head"
+        reasons["mixer_rotary"] = f"the state is {size}"
+    if mixer.norm is None:
+        reasons["mixer_norm"] = f"the default of {mixer.kind}"
+    if mixer.activation is None:
+        reasons["mixer_activation"] = "the default, which keeps the mapping exact"
+    if mixer.export_ready:
+        needed = ("mixer", "mixer_norm", "mixer_activation", "mixer_rotary")
+        reasons |= dict.fromkeys(needed, "export_ready needs it")
+    return reasons

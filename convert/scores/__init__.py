@@ -1,0 +1,1 @@
+"""Placements that scores decide within a cache budget."""

@@ -1,0 +1,172 @@
+"""A placement that keeps within so many bytes of cache.
+
+Every layer with full attention gets a window with sinks and salient tokens, and a state; the key/value heads that
+serve recall most keep full attention. Heads take HEADS_SHARE of what the states leave, and the windows take the rest,
+of one width here; `layer_costs` then gives each layer its own. What the user has fixed (window, heads, layers, no
+state) stays as it is, and the others take what is left. Layers that have a window in the teacher stay as they are.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..placement.cache import cache_bytes, teacher_bytes
+from ..placement.config import hybrid_config
+from ..placement.placement import Attention, Layer, Mixer, Placement, everywhere
+from ..placement.presets import query_heads
+from ..resolve import Resolved
+from ..teachers.weights import TeacherWeights
+from ..weights.writer import human_bytes
+
+KVHead = tuple[int, int]
+"""Layer and key/value head."""
+HEADS_SHARE = 0.7
+"""Share of the budget, states apart, that is spent on kept heads."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes for one sequence at the context length, and what the user has decided already.
+
+    Made once for a conversion. Where no cache was asked for it has no `nbytes`, and the rest still counts.
+    """
+
+    weights: TeacherWeights
+    resolved: Resolved
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and key/value heads per layer."""
+        return self.weights.config.num_hidden_layers, self.weights.config.num_key_value_heads
+
+    @property
+    def shared(self) -> int:
+        """Query heads per key/value head."""
+        return self.weights.config.num_attention_heads // self.weights.config.num_key_value_heads
+
+    @cached_property
+    def whole(self) -> int:
+        """Bytes of cache that a sequence takes in the teacher."""
+        return teacher_bytes(self.weights.config, self.resolved.context, self.resolved.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of cache that a sequence may take."""
+        assert self.resolved.cache_bytes is not None, "nothing was said about the cache"
+        return self.resolved.cache_bytes
+
+    def layers_within(self, replacement: Layer, free: list[int]) -> int:
+        """The largest number of the layers `free` that may keep their attention, as all others do."""
+        kinds = self.weights.config.layer_types
+        others = set(range(len(kinds))).difference(free)
+        # the layers that keep most are counted, so that whichever are chosen, the budget holds
+        order = sorted(free, key=lambda i: kinds[i])
+        for count in range(len(free), -1, -1):
+            placement = everywhere(replacement, len(kinds)).keeping({*others, *order[:count]})
+            nbytes = self._bytes_of(placement)
+            if nbytes <= self.nbytes:
+                return count
+        held = "the mixers' states alone take" if isinstance(replacement, Mixer) else "windows alone take"
+        less = "a smaller d_state" if isinstance(replacement, Mixer) else "a narrower window"
+        raise ValueError(
+            f"{human_bytes(self.nbytes)} of cache is too little: {held} {human_bytes(nbytes)}; give more or {less}."
+        )
+
+    @cached_property
+    def given_heads(self) -> tuple[KVHead, ...]:
+        """Key/value heads that the user names, those of named layers included."""
+        given = {(layer, kv) for layer in self.resolved.layers or () for kv in range(self.shape[1])}
+        named = self.resolved.heads or {}
+        given |= {(layer, head // self.shared) for layer, of_layer in named.items() for head in of_layer}
+        return tuple(sorted(given))
+
+    @cached_property
+    def longest_window(self) -> int:
+        """The widest window that leaves half of a calibration sequence to fit a state on; without a state, any."""
+        context, length = self.resolved.context, self.resolved.sequence_length
+        if self.resolved.has_state:
+            held = self.resolved.sinks + self.resolved.salient
+            context = min(context, length // 2, length - held - 1)
+        return max(context // self.block, 2) * self.block
+
+    @property
+    def block(self) -> int:
+        """Tokens by which windows move."""
+        assert self.resolved.block is not None, "there are no windows"
+        return self.resolved.block
+
+    def placement(self, ranked: list[KVHead]) -> Placement:
+        """The largest placement within the budget.
+
+        Args:
+            ranked: key/value heads that are not given, the one to keep first in front.
+        """
+        fixed, count = self.resolved.window, self.resolved.num_heads
+        ranked = [pair for pair in ranked if pair[0] not in self.resolved.own_windows]
+        if fixed is None and count is None and self.nbytes >= self.whole:
+            return everywhere(Attention(), self.shape[0])
+        narrowest = 2 * self.block
+        if count is None:
+            count = self._most(
+                lambda n: self._bytes(ranked[:n], fixed or narrowest), self._heads_budget(), len(ranked)
+            )
+        kept, window = ranked[:count], fixed
+        if window is None:
+            most = self.longest_window // self.block
+            window = self.block * self._most(lambda n: self._bytes(kept, self.block * max(n, 2)), self.nbytes, most)
+        if window < narrowest or self._bytes(kept, window) > self.nbytes:
+            least = self._bytes(ranked[: self.resolved.num_heads or 0], fixed or narrowest)
+            raise ValueError(
+                f"{human_bytes(self.nbytes)} of cache at {self.resolved.context} tokens is too little: what "
+                f"was asked for takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, "
+                "mixer)."
+            )
+        if self.resolved.num_heads is None and fixed is None and window == self.longest_window:
+            # the window is as wide as it may be: heads take what is left
+            count = self._most(lambda n: self._bytes(ranked[:n], window), self.nbytes, len(ranked))
+        return self._placed(ranked[:count], window)
+
+    def windowed_heads(self, placement: Placement) -> dict[int, int]:
+        """Key/value heads that have a window, by layer."""
+        kept = placement.full_heads
+        return {layer: self.shape[1] - len(kept.get(layer, ())) // self.shared for layer in placement.windows}
+
+    def columns(self, placement: Placement) -> int:
+        """Columns that all windows may have together, each counted once for every key/value head."""
+        heads = self.windowed_heads(placement)
+        narrow = dict.fromkeys(placement.windows, 2 * self.block)
+        bytes_of = self._bytes_of(placement.with_windows(narrow))
+        # a column holds a key and a value for each head, and one salience, counted as if for a layer of one head
+        per_column = 2 * self.weights.config.head_dim * self.resolved.dtype.itemsize + 4
+        return 2 * self.block * sum(heads.values()) + max(self.nbytes - bytes_of, 0) // per_column
+
+    def _heads_budget(self) -> float:
+        if self.resolved.window is not None:
+            return self.nbytes
+        without = self._bytes([], 2 * self.block)
+        return without + HEADS_SHARE * (self.nbytes - without)
+
+    def _placed(self, kept: list[KVHead], window: int) -> Placement:
+        heads = (*self.given_heads, *kept)
+        whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
+        base = everywhere(self.resolved.layer(window), self.shape[0])
+        return base.with_full_heads(query_heads(list(heads), self.shared)).keeping(
+            {*whole, *self.resolved.own_windows}
+        )
+
+    def _bytes(self, kept: list[KVHead], window: int) -> int:
+        return self._bytes_of(self._placed(kept, window))
+
+    def _bytes_of(self, placement: Placement) -> int:
+        if not placement.replaced_layers:
+            return self.whole
+        config = hybrid_config(self.weights, placement, self.resolved.mixer)
+        return cache_bytes(config, self.resolved.context, self.resolved.dtype)[1]
+
+    @staticmethod
+    def _most(nbytes, limit: float, highest: int) -> int:
+        """The largest number up to `highest` whose bytes, which grow with it, keep within the limit."""
+        low, high = 0, highest
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if nbytes(middle) <= limit else (low, middle - 1)
+        return low

@@ -1,0 +1,147 @@
+"""Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedConfig
+
+from ..placement.placement import Attention, Decision, Placement, Undecided, everywhere
+from ..placement.presets import evenly_of, query_heads, uniform_attention_layers, whole_groups
+from ..resolve import Resolved
+from ..weights.students import tensor_shapes
+from .budget import Budget, KVHead
+
+if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
+    from ..alignment.aligner import Aligner
+
+RANK_SHARE, MEAN_RANK = 0.015, 32
+"""Share of the teacher's weights that output maps may add, and their highest mean rank."""
+
+
+def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decision:
+    """Decide what every layer holds.
+
+    Args:
+        aligner: fits the mixers that are scored, and has the text. Without one (a dry run, or no alignment) layers and
+            heads that scores would choose are placed evenly: their number and bytes are the same.
+
+    Raises:
+        ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
+    """
+    resolved, num_layers = budget.resolved, budget.shape[0]
+    if resolved.choice == "teacher":
+        width = budget.weights.config.sliding_window
+        note = f"every layer has a window of {width} tokens in the teacher and keeps it"
+        return Decision(everywhere(Attention(), num_layers), notes=(note,))
+    if resolved.choice == "budget":
+        decision = _by_budget(budget, aligner)
+    elif resolved.choice == "name":
+        decision = Decision(_keeping(resolved.layers, resolved, num_layers))
+    else:
+        decision = _by_share(budget, aligner)
+    if resolved.choice != "budget" and resolved.num_heads is not None and decision.placement.replaced_layers:
+        decision = _with_heads(decision, budget, aligner)
+    placement = with_mean_rank(decision.placement, budget.weights.config, resolved)
+    is_open = aligner is None and placement.replaced_layers
+    return Decision(placement, decision.undecided if is_open else ())
+
+
+def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
+    """Choose layers, heads and windows together."""
+    undecided: tuple[Undecided, ...] = ()
+    ranked: list[KVHead] = []
+    if budget.resolved.num_heads != 0:
+        ranked = _ranked(budget, aligner)
+        undecided = ("heads",)
+    placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
+    fitted = placement.hybrid is not None and placement.hybrid.state
+    if fitted and budget.resolved.window is None:
+        undecided = (*undecided, "windows")
+        if aligner is not None:
+            placement = _spread(placement, budget, aligner)
+    return Decision(placement, undecided)
+
+
+def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
+    """Keep the attention of a share of the layers, or of as many as the cache has room for."""
+    resolved, num_layers = budget.resolved, budget.shape[0]
+    own = resolved.own_windows if resolved.has_windows else ()
+    free = [layer for layer in range(num_layers) if layer not in own]
+    if resolved.share is None:
+        count = budget.layers_within(resolved.replacement, free)
+    else:
+        count = len(uniform_attention_layers(len(free), resolved.share))
+    scored = resolved.alignment.method != "none" and 0 < count < len(free)
+    if not scored or aligner is None:
+        return Decision(_keeping(evenly_of(free, count), resolved, num_layers), ("layers",) if scored else ())
+    from .layer_costs import costliest_layers
+
+    return Decision(_keeping(costliest_layers(aligner, count), resolved, num_layers))
+
+
+def _keeping(kept: Sequence[int], resolved: Resolved, num_layers: int) -> Placement:
+    """Replace all other layers; beside windows the teacher's own stay."""
+    own = resolved.own_windows if resolved.has_windows else ()
+    return everywhere(resolved.replacement, num_layers).keeping({*kept, *own})
+
+
+def _with_heads(decision: Decision, budget: Budget, aligner: "Aligner | None") -> Decision:
+    """Keep heads in layers with a window: those that are named, or as many as asked for."""
+    placement, heads, count = decision.placement, budget.resolved.heads, budget.resolved.num_heads
+    undecided = decision.undecided
+    if heads is None:
+        free = [pair for pair in _ranked(budget, aligner) if pair[0] in placement.replaced_layers]
+        if count > len(free):
+            raise ValueError(
+                f"attention_heads asks for {count} key/value heads; the replaced layers have {len(free)}."
+            )
+        heads = query_heads(free[:count], budget.shared)
+        undecided = (*undecided, "heads")
+    placement = placement.with_full_heads(whole_groups(heads, budget.shared))
+    every = budget.weights.config.num_attention_heads
+    all_kept = [i for i, of in placement.full_heads.items() if len(of) == every]
+    return Decision(placement.keeping(all_kept), undecided)
+
+
+def with_mean_rank(placement: Placement, config: PreTrainedConfig, resolved: Resolved) -> Placement:
+    """Give layers with a state output maps of one rank: as asked, or what RANK_SHARE of the teacher's weights allows,
+    MEAN_RANK at most.
+
+    Args:
+        config: the configuration of the hybrid with every layer kept as attention.
+    """
+    if placement.hybrid is None or not placement.hybrid.state:
+        return placement
+    rank, layers = resolved.rank, placement.windows
+    if rank is None:
+        width, heads = config.head_dim, config.num_attention_heads
+        of_a_rank = sum(
+            3 * width * (heads - len(placement.full_heads.get(i, ()))) + config.hidden_size for i in layers
+        )
+        parameters = sum(math.prod(shape) for shape in tensor_shapes(config).values())
+        rank = min(int(RANK_SHARE * parameters / of_a_rank), MEAN_RANK)
+    return placement.with_ranks(dict.fromkeys(layers, rank))
+
+
+def _spread(placement: Placement, budget: Budget, aligner: "Aligner") -> Placement:
+    """Distribute the width of the windows by what each layer gets wrong."""
+    from .layer_costs import layer_errors, spread_windows
+
+    errors = layer_errors(aligner, placement)
+    aligner.report["window_errors"] = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
+    heads = budget.windowed_heads(placement)
+    columns = budget.columns(placement)
+    return placement.with_windows(spread_windows(columns, errors, heads, budget.longest_window, budget.block))
+
+
+def _ranked(budget: Budget, aligner: "Aligner | None") -> list[KVHead]:
+    """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
+    if aligner is None:
+        layers, kv_heads = budget.shape
+        return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
+    from .retrieval import ranked_heads, retrieval_scores
+
+    scores = retrieval_scores(aligner.model, aligner.ids, budget.resolved.seed, aligner.progress)
+    aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
+    return ranked_heads(scores, budget.shared)

@@ -1,0 +1,190 @@
+"""Weights of a teacher, none of them read yet: every tensor has its place in the hybrid, or is dropped for a reason.
+
+The teacher's names are translated to those of a hybrid that keeps every layer's attention ("canonical" names): a pure
+renaming, apart from fused matrices, which are row slices. Of a replaced layer the canonical attention tensors then
+become the mixer's (`weights/mapping.py`).
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..weights.mapping import LayerMapping, fold_out_bias
+from ..weights.reader import Checkpoint, TensorInfo
+from ..weights.rules import Rule, Source, Stack
+from ..weights.students import STUDENTS, mixer_shapes, tensor_shapes
+from .base import TeacherFamily
+from .teacher import Teacher, config_errors, hybrid_fields
+
+
+@dataclass(frozen=True)
+class TeacherWeights:
+    """A teacher whose tensors are found and named as in the hybrid with every layer kept; none of them is read yet."""
+
+    teacher: Teacher
+    checkpoint: Checkpoint
+    fields: dict[str, Any]
+    """Fields that every hybrid's configuration takes over from the teacher's."""
+    config: PreTrainedConfig
+    """Configuration of the hybrid with every layer kept as attention."""
+    sources: dict[str, Source | Stack]
+    """Source in the teacher of each tensor of that hybrid."""
+    dropped: dict[str, str]
+    """Tensors of the teacher that the hybrid does without, and why."""
+    notes: tuple[str, ...] = ()
+    """Notes on what the hybrid leaves out of the files beside the weights."""
+
+    @classmethod
+    def of(cls, teacher: Teacher) -> "TeacherWeights":
+        """Read the headers of a teacher's weights and give every tensor its place."""
+        checkpoint, layers = teacher.open_weights(), teacher.config.num_hidden_layers
+        if layers > len(checkpoint.tensors):  # before anything is built
+            raise ValueError(
+                f"{teacher.name} says {layers} layers, and its weights have {len(checkpoint.tensors)} tensors."
+            )
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
+            fields, layer_types = hybrid_fields(teacher.config, teacher.family)
+        both = {embedding, head} <= set(checkpoint.tensors)
+        if fields["tie_word_embeddings"] and both and not teacher.headers_only:
+            # as transformers does, which believes the weights
+            fields["tie_word_embeddings"] = checkpoint.same_values(embedding, head)
+        with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
+            config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
+        sources, dropped = canonical_sources(
+            teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
+        )
+        return cls(teacher, checkpoint, fields, config, sources, dropped)
+
+    def windows(self, context: int) -> tuple[int, ...]:
+        """Layers that have a window in the teacher which hides tokens within a context; they keep it."""
+        width, kinds = self.config.sliding_window, self.config.layer_types
+        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention" and width < context)
+
+    @property
+    def has_out_bias(self) -> bool:
+        """True if the attention's output projection has a bias."""
+        return "model.layers.0.self_attn.o_proj.bias" in self.sources
+
+    def mixer_rules(self, config: PreTrainedConfig, layer: int, initial_decay: float, seed: int) -> list[Rule]:
+        """Make the rules for the tensors of the mixer that takes the place of a layer's attention.
+
+        Args:
+            config: the hybrid's configuration, with `layer` replaced.
+            initial_decay: decay per token of every head. seed: of tensors that the teacher says nothing about.
+        """
+        prefix = f"model.layers.{layer}.mixer."
+        shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
+        mapping = LayerMapping(config, layer, self.sources, initial_decay, seed)
+        rules = mapping.rules(shapes)
+        hybrid = config.layer_types[layer] == "hybrid"
+        if not hybrid and f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
+            if self.teacher.family.student != "phimamba":
+                raise ValueError(
+                    "This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true)."
+                )
+            target = f"model.layers.{layer}.mlp.fc2.bias"
+            rules.append(fold_out_bias(target, self.sources[target], mapping.attention["o_proj.bias"]))
+        return rules
+
+
+def expert_pieces(
+    family: TeacherFamily, shapes: Mapping[str, tuple[int, ...]], num_layers: int
+) -> dict[str, list[str]]:
+    """Tensor of the hybrid -> the teacher's tensors that it consists of, where a family stacks experts."""
+    return {
+        target: [template.format(i=i, e=e) for e in range(shapes[target][0]) for template in templates]
+        for stack, templates in family.stacked.items()
+        for i in range(num_layers)
+        if (target := stack.format(i=i)) in shapes
+    }
+
+
+def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | tuple[str, ...] | None]:
+    """The family's table with every layer index filled in."""
+    table = {}
+    for template, target in family.tensors.items():
+        for i in range(num_layers) if "{i}" in template else [None]:
+            fill = {} if i is None else {"i": i}
+            if isinstance(target, tuple):
+                table[template.format(**fill)] = tuple(name.format(**fill) for name in target)
+            else:
+                table[template.format(**fill)] = None if target is None else target.format(**fill)
+    return table
+
+
+def canonical_sources(
+    family: TeacherFamily,
+    num_layers: int,
+    teacher: Mapping[str, TensorInfo],
+    attention_shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, Source | Stack], dict[str, str]]:
+    """Find each tensor of a hybrid that keeps all its attention in the teacher, and what is dropped.
+
+    Args:
+        attention_shapes: names and shapes of a hybrid that keeps all its attention; a name that is absent
+            (a tied head, a bias the configuration does without) is not expected from the teacher.
+    """
+    table = expand_templates(family, num_layers)
+    sources, dropped, faults = {}, {}, []
+    pieces = expert_pieces(family, attention_shapes, num_layers)
+    place_of = {name: target for target, names in pieces.items() for name in names}
+    for name, info in teacher.items():
+        if name.startswith(family.other_parts):
+            dropped[name] = "not part of the text model"
+            continue
+        if name in place_of:
+            (count, rows, *columns), target = attention_shapes[place_of[name]], place_of[name]
+            shapes = {name: (rows * count // len(pieces[target]), *columns)}
+            faults += _quantised(name, info) or _place(name, info, [name], shapes, sources)
+            continue
+        targets = table.get(name, ())
+        if targets is None:
+            dropped[name] = "not a weight: follows from the configuration"
+            continue
+        targets = (targets,) if isinstance(targets, str) else targets
+        present = [target for target in targets if target in attention_shapes]
+        if name == "lm_head.weight" and not present:
+            dropped[name] = "tied to the embedding"
+        elif not present:
+            faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
+        else:
+            faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources)
+    mis_shaped = {fault.split()[0] for fault in faults}
+    for target, names in pieces.items():
+        absent = [name for name in names if name not in sources]
+        if len(absent) < len(names):
+            faults += [f"missing tensor {name}" for name in absent if name not in mis_shaped]
+            parts = tuple(sources.pop(name) for name in names if name in sources)
+            sources[target] = Stack(parts, tuple(attention_shapes[target]))
+    missing = [target for target in attention_shapes if target not in sources]
+    renamed = {t: name for name, ts in table.items() if ts for t in ((ts,) if isinstance(ts, str) else ts)}
+    faults += [f"missing tensor {renamed[m]}" for m in missing if renamed[m] not in mis_shaped]
+    if faults:
+        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
+        raise ValueError(
+            f"The checkpoint does not match its {family.model_type} configuration: {'; '.join(faults[:5])}{more}."
+        )
+    return sources, dropped
+
+
+def _quantised(name: str, info: TensorInfo) -> list[str]:
+    """Describe what is wrong with a tensor's type."""
+    is_whole = info.dtype.is_floating_point and info.dtype.itemsize >= 2
+    return [] if is_whole else [f"{name} has type {info.dtype}, so the weights are quantised"]
+
+
+def _place(name, info, targets, shapes, sources) -> list[str]:
+    """Split one teacher tensor along its rows among its targets; returns what is wrong with it."""
+    expected = (sum(shapes[t][0] for t in targets), *shapes[targets[0]][1:])
+    if tuple(info.shape) != expected:
+        return [f"{name} has shape {tuple(info.shape)} where the configuration says {expected}"]
+    start = 0
+    for target in targets:
+        stop = start + shapes[target][0]
+        sources[target] = Source(name, start, stop, tuple(shapes[target]))
+        start = stop
+    return []

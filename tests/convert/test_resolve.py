@@ -1,0 +1,93 @@
+"""Values that a conversion goes by: decided once, each with the reason where the user did not give it."""
+
+import json
+
+import pytest
+import torch
+
+from convert.cli import main
+from convert.dry_run import plan_conversion
+from convert.options import make_options
+from convert.placement.cache import cache_bytes
+from convert.placement.placement import Hybrid, Mixer
+from convert.plan import describe_decided
+from convert.resolve import resolve
+from convert.teachers.teacher import find_teacher
+from convert.teachers.weights import TeacherWeights
+
+
+def resolved(folder, **options):
+    weights = TeacherWeights.of(find_teacher(str(folder)))
+    return resolve(make_options(str(folder), "o", **options), weights)
+
+
+WINDOWED = {"block", "salient", "rank", "sequence_length"}
+OF_MIXER = {"mixer_d_state", "mixer_rotary", "mixer_norm", "mixer_activation"}
+
+
+@pytest.mark.parametrize(
+    "said, values, decided",
+    [
+        ({}, dict(choice="budget", block=16, salient=16, window=None), {"choice", "cache_bytes"} | WINDOWED),
+        (dict(cache="100KB"), dict(choice="budget", cache_bytes=100_000), {"choice"} | WINDOWED),
+        (dict(cache="1MB", window=32, block=8, salient=2, rank=1), dict(block=8), {"choice", "sequence_length"}),
+        (dict(window=12), dict(choice="share", share=0.5, block=4, salient=16), {"share"} | WINDOWED),
+        (dict(window=12, align="none"), dict(salient=0, rank=0), {"share", "block", "salient", "rank"}),
+        (dict(window=32, mixer="none"), dict(salient=0, rank=None), {"share", "block", "salient", "sequence_length"}),
+        (dict(attention_layers=0.25), dict(share=0.25, layers=None, block=None), OF_MIXER | {"sequence_length"}),
+        (dict(attention_layers="MA", align="none"), dict(choice="name", layers=(1, 3)), OF_MIXER),
+        (dict(attention_layers="all"), dict(layers=(0, 1, 2, 3)), set()),
+        (dict(cache=0.5, align="none"), dict(choice="share", share=None), {"cache_bytes"} | OF_MIXER),
+        (dict(attention_heads="1:0", window=8), dict(heads={1: (0,)}, num_heads=0), {"share"} | WINDOWED),
+        (dict(attention_heads=0.25, window=8), dict(heads=None, num_heads=2), {"share"} | WINDOWED),
+        (dict(align="none", export_ready=True), dict(export_ready=True), {"share", "mixer"} | OF_MIXER),
+    ],
+)  # fmt: skip
+def test_every_value_has_a_reason_unless_it_was_said(said, values, decided, saved_teacher):
+    found = resolved(saved_teacher("llama-gqa"), **said)
+    assert {name: getattr(found, name) for name in values} == values
+    assert set(found.reasons) == decided | {"dtype"}
+    assert found.decided().keys() == found.reasons.keys()
+    with_type = resolved(saved_teacher("llama-gqa"), dtype="bfloat16", **said)
+    assert set(with_type.reasons) == decided and with_type.dtype == torch.bfloat16
+
+
+def test_the_cache_is_counted_in_bytes(saved_teacher):
+    """A share is of the whole; by default of the layers that see everything, whose windows come on top."""
+    for name in ("llama-gqa", "gemma3"):
+        folder = saved_teacher(name)
+        plan = plan_conversion(make_options(str(folder), "o", attention_layers="all"))
+        whole, _ = cache_bytes(plan.config, 4096, torch.float32)
+        assert resolved(folder, cache=0.25).cache_bytes == whole // 4
+        own = 2 * 7 * 2 * plan.config.num_key_value_heads * plan.config.head_dim * 4 if name == "gemma3" else 0
+        assert resolved(folder).cache_bytes == int(own + 0.15 * (whole - own))
+        assert ("its own windows" in resolved(folder).reasons["cache_bytes"]) == bool(own)
+
+
+def test_replaced_layers_hold_what_was_asked_for(saved_teacher):
+    folder = saved_teacher("llama-gqa")
+    assert resolved(folder, attention_layers=0.5).replacement == Mixer()
+    assert resolved(folder, window=12, sinks=2).replacement == Hybrid(12, 4, 2, salient=16)
+    assert resolved(folder, window=12, mixer="none").replacement == Hybrid(12, 4, 4, state=False)
+
+
+def test_a_dry_run_says_what_was_decided_and_why(saved_teacher, capsys):
+    folder = str(saved_teacher("gemma3"))
+    main([folder, "o", "--dry-run", "--json"])
+    decided = json.loads(capsys.readouterr().out)["decided"]
+    assert decided["own_windows"]["value"] == [0, 2] and decided["sequence_length"]["value"] == 1024
+    assert "since nothing was said about layers" in decided["cache_bytes"]["reason"]
+    text = describe_decided(plan_conversion(make_options(folder, "o")))
+    lines = [line for line in text.splitlines() if line.startswith("decided")]
+    assert len(lines) == len(decided)
+    assert "decided     block 16: 16 by default, and an eighth of the widest window at most" in lines
+
+
+def test_what_the_user_said_is_recorded_without_paths(saved_teacher, tmp_path):
+    (tmp_path / "heads.json").write_text('{"1": [0]}')
+    (tmp_path / "text.txt").write_text("text")
+    said = dict(window=8, attention_heads=str(tmp_path / "heads.json"), text=str(tmp_path / "text.txt"), work_dir="w")
+    assert resolved(saved_teacher("llama-gqa"), dtype="float16", **said).said == {
+        "placement": {"window": 8, "attention_heads": {1: (0,)}},
+        "alignment": {"text": "text.txt"},
+    }
