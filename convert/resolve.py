@@ -88,9 +88,9 @@ class Resolved:
     @property
     def replacement(self) -> Layer:
         """A mixer, or a layer with the window that was asked for."""
-        return Mixer() if self.window is None else self.layer(self.window)
+        return Mixer() if self.window is None else self.hybrid_layer(self.window)
 
-    def layer(self, window: int) -> Hybrid:
+    def hybrid_layer(self, window: int) -> Hybrid:
         """A layer with a window of this width, kept heads and the rank of its map apart."""
         assert self.block is not None
         return Hybrid(window, self.block, self.sinks, state=self.has_state, salient=self.salient)
@@ -108,7 +108,8 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
     Raises:
         ValueError: layers or heads that the teacher does not have, or windows where it has its own everywhere.
     """
-    placement, config = options.placement, weights.config
+    placement = options.placement
+    config = weights.config
     own = weights.windows(placement.context)
     in_all = len(own) == config.num_hidden_layers
     refuse_windows_everywhere(options, weights, in_all)
@@ -190,7 +191,8 @@ def _kept_heads(
     options: ConversionOptions, weights: TeacherWeights, own: tuple[int, ...]
 ) -> tuple[Heads | None, int | None]:
     """Find the query heads that are named, and the number of key/value heads asked for beside them."""
-    asked, config = options.placement.attention_heads, weights.config
+    asked = options.placement.attention_heads
+    config = weights.config
     if asked is None:
         return None, None
     heads = kept_heads(asked, config.num_hidden_layers, config.num_attention_heads)
@@ -214,13 +216,15 @@ def _cache_bytes(options: ConversionOptions, weights: TeacherWeights, dtype: tor
 
     The default is a share of what the teacher's layers take that see everything; its own windows stay beside that.
     """
-    asked, context, config = options.cache, options.placement.context, weights.config
+    asked = options.cache
     if asked is None:
         return None
     if isinstance(asked, str):
         return parse_size(asked)
-    own = 0
+    config = weights.config
+    context = options.placement.context
     windows = weights.windows(context)
+    own = 0
     if options.placement.cache is None and 0 < len(windows) < config.num_hidden_layers:
         own = len(windows) * attention_bytes(config, "sliding_attention", context, dtype)
     return int(own + asked * (teacher_bytes(config, context, dtype) - own))
@@ -256,7 +260,8 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
     Args:
         config: the configuration of the hybrid with every layer kept as attention.
     """
-    placement, fitted = options.placement, resolved.alignment.method != "none"
+    placement = options.placement
+    fitted = resolved.alignment.method != "none"
     of_type = {"dtype": "the teacher's own"} if options.output.dtype == "auto" else {}
     if resolved.choice == "teacher":
         own = f"every layer has a window of {config.sliding_window} tokens in the teacher and keeps it"
@@ -282,7 +287,8 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
 
 
 def _reasons_of_windows(resolved: Resolved, options: ConversionOptions) -> dict[str, str]:
-    placement, fitted = options.placement, resolved.alignment.method != "none"
+    placement = options.placement
+    fitted = resolved.alignment.method != "none"
     reasons = {}
     if resolved.own_windows:
         reasons["own_windows"] = f"windows of the teacher that hide tokens within {resolved.context:,} stay"
@@ -298,12 +304,12 @@ def _reasons_of_windows(resolved: Resolved, options: ConversionOptions) -> dict[
 
 
 def _reasons_of_mixer(resolved: Resolved, options: ConversionOptions) -> dict[str, str]:
-    mixer, fields = options.mixer, resolved.mixer
+    mixer = options.mixer
     reasons = {}
     if mixer.d_state is None:
         reasons["mixer_d_state"] = "the default of mamba1" if mixer.kind == "mamba1" else "the head dimension"
     if mixer.rotary is None:
-        size = "as large as a head" if fields["mixer_rotary"] else "smaller than a head"
+        size = "as large as a head" if resolved.mixer["mixer_rotary"] else "smaller than a head"
         reasons["mixer_rotary"] = f"the state is {size}"
     if mixer.norm is None:
         reasons["mixer_norm"] = f"the default of {mixer.kind}"

@@ -148,10 +148,9 @@ class Budget:
     def _placed(self, kept: list[KVHead], window: int) -> Placement:
         heads = (*self.given_heads, *kept)
         whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
-        base = everywhere(self.resolved.layer(window), self.shape[0])
-        return base.with_full_heads(query_heads(list(heads), self.shared)).keeping(
-            {*whole, *self.resolved.own_windows}
-        )
+        base = everywhere(self.resolved.hybrid_layer(window), self.shape[0])
+        heads_kept = base.with_full_heads(query_heads(list(heads), self.shared))
+        return heads_kept.keeping({*whole, *self.resolved.own_windows})
 
     def _bytes(self, kept: list[KVHead], window: int) -> int:
         return self._bytes_of(self._placed(kept, window))
