@@ -45,6 +45,7 @@ Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], do
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
 Trainable = Literal["all", "all-but-mlp", "mixers", "beyond-window"]
 Window = restricted_number_type("Window", int, [(">=", 2), ("<=", 2**24)], docstring="a number of tokens from 2 on")
+CacheBit = Literal[16, 8, 7, 6, 5, 4, 3, 2]
 Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
 
 
@@ -57,9 +58,9 @@ class PlacementOptions:
     over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by
     what replacing each layer costs; with a window it is one of the layers that have none in the teacher."""
     cache: float | str | None = None
-    """Cache that one sequence may take at --context tokens: a share of the teacher's (0.25) or bytes (50MB). Layers,
-    heads and window are then chosen together. By default 0.15, unless layers, a window, heads or another mixer are
-    given, or --align is not closed-form."""
+    """Cache that one sequence may take at --context tokens: a share of the teacher's in bfloat16 (0.25), or bytes
+    (50MB). Layers, heads and window are then chosen together. By default 0.15, unless layers, a window, heads or
+    another mixer are given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
     window: Window | None = None
@@ -75,6 +76,9 @@ class PlacementOptions:
     rank: NonNegativeInt | None = None
     """Mean rank of the map that layers with a state add to the teacher's output projection. By default as high as
     1.5 % of the teacher's weights allow, and at most 32."""
+    bits: CacheBit | None = None
+    """Bits of a number in the cache: 16 (the type that the model is loaded in), or 8 to 2. By default, where a cache
+    is given or chosen, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
@@ -437,6 +441,7 @@ CONVERSION_FLAGS = {
     "--trust-remote-code": "trust_remote_code",
     "--attention-layers": "placement.attention_layers",
     "--cache": "placement.cache",
+    "--bits": "placement.bits",
     "--context": "placement.context",
     "--window": "placement.window",
     "--attention-heads": "placement.attention_heads",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from .placement.cache import CONTEXTS, cache_bytes
+from .placement.cache import CONTEXTS, break_even, cache_bytes
 from .placement.config import hybrid_config
 from .placement.placement import Decision, Placement, Undecided, window_in_words
 from .resolve import Resolved
@@ -74,6 +74,11 @@ class Plan:
         return sum(math.prod(self.weights.checkpoint.tensors[name].shape) for name in used)
 
     @property
+    def more_weights(self) -> int:
+        """Bytes by which the hybrid's weights exceed the teacher's."""
+        return (self.parameters_after - self.parameters_before) * self.dtype.itemsize
+
+    @property
     def bytes_to_write(self) -> int:
         """Size of the hybrid's weights on disk."""
         return self.parameters_after * self.dtype.itemsize
@@ -106,13 +111,15 @@ class Plan:
             "dropped": dict(self.weights.dropped),
             "parameters": {"teacher": self.parameters_before, "hybrid": self.parameters_after},
             "bytes_to_write": self.bytes_to_write,
-            "state_bytes": cache_bytes(self.config, 0, self.dtype)[1],
+            "state_bytes": cache_bytes(self.config, 0)[1],
+            "bits": self.placement.bits.config_fields(),
             "expected_peak_memory_bytes": self.expected_peak_memory(),
             "expected_alignment": None if self.alignment_cost is None else self.alignment_cost._asdict(),
             "cache_bytes": {
-                name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length, self.dtype), strict=True))
+                name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length), strict=True))
                 for name, length in CONTEXTS.items()
             },
+            "break_even": {f"{bits} bits": break_even(self.config, self.more_weights, bits) for bits in (16, 8)},
             "decided": self.resolved.decided(),
             "notes": list(self.notes),
         }
@@ -259,8 +266,11 @@ def describe(plan: Plan) -> str:
         share = size["hybrid"] / size["teacher"]
         lines.append(
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
-            f"({share:.1%})"
+            f"({share:.1%} of bfloat16's)"
         )
+    if s["mixer_layers"]:
+        lines.append(f"bits        {plan.placement.bits}")
+        lines.append(f"memory      {in_words(s['break_even'])}")
     if s["mixer"] != "none" and s["mixer_layers"]:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the states, at any length")
     if heads:
@@ -270,6 +280,15 @@ def describe(plan: Plan) -> str:
         lines.append(f"dropped     {names[0]}{f' and {count - 1} more' if count > 1 else ''}: {reason}")
     lines += [f"note        {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def in_words(break_even: dict[str, int | None]) -> str:
+    """Describe from how many tokens on a hybrid takes less memory than its teacher, weights included."""
+    parts = []
+    for cache, tokens in break_even.items():
+        when = "at no length" if tokens is None else f"from {tokens:,} tokens on"
+        parts.append(f"{when} less in all than the teacher with a cache of {cache}")
+    return ", ".join(parts)
 
 
 def describe_decided(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from .options import AlignmentOptions, ConversionOptions, PublishedOutputOptions, differences, parse_size
 from .placement.cache import attention_bytes, teacher_bytes
 from .placement.config import mixer_fields
-from .placement.placement import Heads, Hybrid, Layer, Mixer
+from .placement.placement import CacheBits, Heads, Hybrid, Layer, Mixer
 from .placement.presets import attention_layers, counted_heads, kept_heads
 from .teachers.teacher import public_name
 from .teachers.weights import TeacherWeights
@@ -23,6 +23,9 @@ from .weights.writer import output_dtype
 
 BLOCK = 16
 """Tokens by which windows move, where they allow it."""
+FULL_BITS, WINDOW_BITS = (6, 4), 8
+"""Bits of keys and of values in full attention, and of both in windows, where a budget decides. Far keys need more
+than values, and near tokens more than far ones (docs/results/quality_tables.md)."""
 SHARE = 0.5
 """Share of the layers that keep attention where nothing says which or how many."""
 
@@ -58,6 +61,8 @@ class Resolved:
     salient: int
     rank: int | None
     """Mean rank of the output maps; None where it is as high as a share of the teacher's weights allows."""
+    bits: CacheBits
+    """Bits of a number in the cache."""
     mixer: dict[str, Any]
     """Fields of the hybrid's configuration that say what the mixers are."""
     initial_decay: float
@@ -99,6 +104,7 @@ class Resolved:
         """Values that were decided rather than said, each with its reason, as plain data."""
         values = vars(self) | self.mixer
         values |= {"sequence_length": self.sequence_length, "dtype": str(self.dtype).removeprefix("torch.")}
+        values |= {"bits": str(self.bits)}
         return {name: {"value": values[name], "reason": reason} for name, reason in self.reasons.items()}
 
 
@@ -129,12 +135,13 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
         num_heads=num_heads,
         own_windows=own,
         context=placement.context,
-        cache_bytes=_cache_bytes(options, weights, dtype),
+        cache_bytes=_cache_bytes(options, weights),
         window=placement.window,
         block=_block(options),
         sinks=placement.sinks,
         salient=options.salient,
         rank=rank,
+        bits=_bits(options, choice, config.head_dim),
         mixer=mixer_fields(config, options.mixer),
         initial_decay=options.mixer.initial_decay,
         export_ready=options.mixer.export_ready,
@@ -211,7 +218,18 @@ def refuse_heads_of(windows: Collection[int], heads: Heads) -> None:
         )
 
 
-def _cache_bytes(options: ConversionOptions, weights: TeacherWeights, dtype: torch.dtype) -> int | None:
+def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
+    """Choose the bits of a number in the cache: few where a budget decides what the cache holds."""
+    asked = options.placement.bits
+    if asked is not None:
+        return CacheBits((asked, asked), (asked, asked))
+    if choice != "budget" or head_dim % 2:
+        return CacheBits()
+    full = FULL_BITS if head_dim % 16 == 0 else (WINDOW_BITS, WINDOW_BITS)
+    return CacheBits(full, (WINDOW_BITS, WINDOW_BITS))
+
+
+def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | None:
     """Count the bytes of cache that one sequence may take.
 
     The default is a share of what the teacher's layers take that see everything; its own windows stay beside that.
@@ -226,8 +244,8 @@ def _cache_bytes(options: ConversionOptions, weights: TeacherWeights, dtype: tor
     windows = weights.windows(context)
     own = 0
     if options.placement.cache is None and 0 < len(windows) < config.num_hidden_layers:
-        own = len(windows) * attention_bytes(config, "sliding_attention", context, dtype)
-    return int(own + asked * (teacher_bytes(config, context, dtype) - own))
+        own = len(windows) * attention_bytes(config, "sliding_attention", context)
+    return int(own + asked * (teacher_bytes(config, context) - own))
 
 
 def _block(options: ConversionOptions) -> int | None:
@@ -271,10 +289,13 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
     reasons = {}
     if resolved.choice == "budget":
         reasons["choice"] = "layers, heads and windows are chosen together within the cache"
+        if placement.bits is None:
+            reasons["bits"] = "far keys need more than values, near tokens more than far ones"
     if resolved.share is not None and placement.attention_layers is None:
         reasons["share"] = "half of the layers by default, since neither which nor how many was said"
     if isinstance(options.cache, float | int):
-        reasons["cache_bytes"] = f"{options.cache:.4g} of the teacher's cache at {resolved.context:,} tokens"
+        share = f"{options.cache:.4g} of the teacher's cache in bfloat16"
+        reasons["cache_bytes"] = f"{share} at {resolved.context:,} tokens"
     if placement.cache is None and options.cache is not None:
         beside = " (and what its own windows take)" if resolved.own_windows else ""
         said = "by default, since nothing was said about layers, window, heads or mixer"

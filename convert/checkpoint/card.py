@@ -113,7 +113,7 @@ def with_figures(text: str, rows: dict[str, str]) -> str:
 def write_card(plan: Plan, name: str, folder: Path, licence: Licence) -> None:
     """Write README.md and its pictures into the folder of a model that will be called `name`."""
     make_card(plan, name, licence).save(folder / "README.md")
-    save_pictures(plan.config, plan.dtype, folder)
+    save_pictures(plan.config, folder)
 
 
 def _kind_tags(summary: dict[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ from math import log2, log10
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from ..placement.cache import cache_bytes
@@ -22,10 +21,10 @@ KINDS = {
 }
 
 
-def save_pictures(config: PreTrainedConfig, dtype: torch.dtype, folder: Path) -> None:
+def save_pictures(config: PreTrainedConfig, folder: Path) -> None:
     """Write layers.png and cache.png of a hybrid into a folder."""
     layers_picture(config).savefig(folder / LAYERS)
-    cache_picture(config, dtype).savefig(folder / CACHE)
+    cache_picture(config).savefig(folder / CACHE)
 
 
 def head_kinds(config: PreTrainedConfig) -> list[list[str]]:
@@ -65,11 +64,11 @@ def layers_picture(config: PreTrainedConfig) -> Any:
     return figure
 
 
-def cache_picture(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def cache_picture(config: PreTrainedConfig) -> Any:
     """Bytes of the cache against the context's length, teacher and hybrid, both axes logarithmic."""
     exponents = range(8, 18)
     # logarithms on linear axes: matplotlib's logarithmic axes take several times as long to draw
-    sizes = [[log10(max(size, 1)) for size in cache_bytes(config, 2**k, dtype)] for k in exponents]
+    sizes = [[log10(max(size, 1)) for size in cache_bytes(config, 2**k)] for k in exponents]
     figure, axes = new_figure(2.4, (0.12, 0.2, 0.85, 0.72))
     for values, color, name in zip(zip(*sizes, strict=True), (TEACHER_COLOR, HYBRID_COLOR), ("teacher", "this model"),
                                    strict=True):  # fmt: skip

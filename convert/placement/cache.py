@@ -5,11 +5,13 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba.rounding import Rounding
 
+CACHE_DTYPE = torch.bfloat16
+"""Type in which caches are counted, whatever the weights are stored in: a model may be loaded in any."""
 CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 """Tokens at which sizes are shown."""
 
 
-def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tuple[int, int]:
+def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACHE_DTYPE) -> tuple[int, int]:
     """Bytes one sequence of `length` tokens keeps while generating: the teacher's, and the hybrid's.
 
     Keys and values in `dtype`, the hybrid's in its bits; recurrent states in float32.
@@ -32,7 +34,32 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> tu
     return sum(whole[kind] for kind in teacher_types), hybrid
 
 
-def teacher_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> int:
+def break_even(config: PreTrainedConfig, more_weights: int, bits: int = 16) -> int | None:
+    """Smallest number of tokens of one sequence at which a hybrid takes less memory in all than its teacher.
+
+    Args:
+        more_weights: bytes by which the hybrid's weights exceed the teacher's.
+        bits: bits of the teacher's cache. At 8, each key and each value has a scale in 16 bits.
+
+    Returns:
+        None if there is no such number below 2^30.
+    """
+    share = Rounding(bits, config.head_dim).width(CACHE_DTYPE) / Rounding(16, config.head_dim).width(CACHE_DTYPE)
+
+    def is_less(length: int) -> bool:
+        teacher, hybrid = cache_bytes(config, length)
+        return hybrid + more_weights < share * teacher
+
+    low, high = 0, 2**30
+    if not is_less(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_less(middle) else (middle, high)
+    return high
+
+
+def teacher_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACHE_DTYPE) -> int:
     """Bytes one sequence keeps in a hybrid all of whose layers are attention, which are the teacher's."""
     return sum(attention_bytes(config, kind, length, dtype) for kind in config.layer_types)
 
@@ -67,7 +94,11 @@ def state_bytes(config: PreTrainedConfig, layer: int) -> int:
 
 
 def attention_bytes(
-    config: PreTrainedConfig, layer_type: str, length: int, dtype: torch.dtype, rounded: bool = False
+    config: PreTrainedConfig,
+    layer_type: str,
+    length: int,
+    dtype: torch.dtype = CACHE_DTYPE,
+    rounded: bool = False,
 ) -> int:
     """Bytes of a layer that keeps its attention, `rounded` to the hybrid's bits or not.
 

@@ -5,7 +5,7 @@ hybrid's configuration. Nothing turns it into text that would have to be parsed 
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Literal
@@ -43,6 +43,29 @@ class Hybrid:
     """Rank of the map that is added to the teacher's output projection."""
 
 
+@dataclass(frozen=True)
+class CacheBits:
+    """Bits of a number in the cache, of keys and of values; 16 stands for the model's own type."""
+
+    full: tuple[int, int] = (16, 16)
+    """In full attention, kept heads included."""
+    window: tuple[int, int] = (16, 16)
+    """In the windows of hybrid layers and in those that the teacher has itself."""
+
+    def config_fields(self) -> dict[str, int | list[int]]:
+        """The fields of the hybrid's configuration that store them."""
+        pairs = {"full_attention_bits": self.full, "window_bits": self.window}
+        return {name: keys if keys == values else [keys, values] for name, (keys, values) in pairs.items()}
+
+    def __str__(self) -> str:
+        parts = []
+        for where, (keys, values) in (("full attention", self.full), ("windows", self.window)):
+            parts.append(
+                f"{keys} in {where}" if keys == values else f"{keys} for keys and {values} for values in {where}"
+            )
+        return ", ".join(parts)
+
+
 Layer = Attention | Mixer | Hybrid
 Heads = Mapping[int, Sequence[int]]
 """Query heads by layer."""
@@ -50,9 +73,10 @@ Heads = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True)
 class Placement:
-    """One entry per layer. Hybrid layers may differ in their windows, kept heads and ranks."""
+    """One entry per layer, and the bits of the cache. Hybrid layers may differ in windows, kept heads and ranks."""
 
     layers: tuple[Layer, ...]
+    bits: CacheBits = CacheBits()
 
     def __post_init__(self):
         hybrids = (layer for layer in self.layers if isinstance(layer, Hybrid))
@@ -82,15 +106,16 @@ class Placement:
 
     def keeping(self, attention_layers: Collection[int]) -> "Placement":
         """Return a placement with attention in these layers, too."""
-        return Placement(tuple(Attention() if i in attention_layers else x for i, x in enumerate(self.layers)))
+        return self._with_layers(Attention() if i in attention_layers else x for i, x in enumerate(self.layers))
+
+    def _with_layers(self, layers: Iterable[Layer]) -> "Placement":
+        return dataclasses.replace(self, layers=tuple(layers))
 
     def with_full_heads(self, heads: Heads) -> "Placement":
         """Return a placement with other kept heads; heads of layers that are not hybrid are left out."""
-        return Placement(
-            tuple(
-                dataclasses.replace(layer, full_heads=tuple(heads.get(i, ()))) if isinstance(layer, Hybrid) else layer
-                for i, layer in enumerate(self.layers)
-            )
+        return self._with_layers(
+            dataclasses.replace(layer, full_heads=tuple(heads.get(i, ()))) if isinstance(layer, Hybrid) else layer
+            for i, layer in enumerate(self.layers)
         )
 
     @property
@@ -101,12 +126,12 @@ class Placement:
     def with_windows(self, windows: Mapping[int, int]) -> "Placement":
         """Return a placement with windows of these widths in these hybrid layers."""
         layers = enumerate(self.layers)
-        return Placement(tuple(dataclasses.replace(x, window=windows[i]) if i in windows else x for i, x in layers))
+        return self._with_layers(dataclasses.replace(x, window=windows[i]) if i in windows else x for i, x in layers)
 
     def with_ranks(self, ranks: Mapping[int, int]) -> "Placement":
         """Return a placement with output maps of these ranks in these hybrid layers."""
         layers = enumerate(self.layers)
-        return Placement(tuple(dataclasses.replace(x, rank=ranks[i]) if i in ranks else x for i, x in layers))
+        return self._with_layers(dataclasses.replace(x, rank=ranks[i]) if i in ranks else x for i, x in layers)
 
     def config_fields(self, teacher_layer_types: Sequence[str]) -> dict[str, Any]:
         """The fields of the hybrid's configuration that store it."""
@@ -117,7 +142,7 @@ class Placement:
         fields = {
             "layer_types": [kinds.get(type(layer), teacher) for layer, teacher in layers],
             "hybrid_full_heads": heads if any(heads) else None,
-        }
+        } | self.bits.config_fields()
         if hybrid is not None:
             widths = [self.windows.get(i, 0) for i in range(len(self.layers))]
             same = len(set(self.windows.values())) == 1
@@ -151,7 +176,8 @@ class Placement:
                 layers.append(dataclasses.replace(hybrid, **own))
             else:
                 layers.append(Mixer() if kind == "linear_attention" else Attention())
-        return cls(tuple(layers))
+        fields = (config.full_attention_bits, config.window_bits)
+        return cls(tuple(layers), CacheBits(*(tuple(x) if isinstance(x, list) else (x, x) for x in fields)))
 
 
 Undecided = Literal["layers", "heads", "windows"]
@@ -173,9 +199,9 @@ class Decision:
         return bool(self.undecided)
 
 
-def everywhere(layer: Layer, num_layers: int) -> Placement:
+def everywhere(layer: Layer, num_layers: int, bits: CacheBits = CacheBits()) -> Placement:
     """Put one kind of layer everywhere."""
-    return Placement((layer,) * num_layers)
+    return Placement((layer,) * num_layers, bits)
 
 
 def window_in_words(window: int | Mapping[int, int]) -> str:

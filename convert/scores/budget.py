@@ -9,7 +9,7 @@ state) stays as it is, and the others take what is left. Layers that have a wind
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..placement.cache import cache_bytes, teacher_bytes
+from ..placement.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes
 from ..placement.config import hybrid_config
 from ..placement.placement import Attention, Layer, Mixer, Placement, everywhere
 from ..placement.presets import query_heads
@@ -46,7 +46,7 @@ class Budget:
     @cached_property
     def whole(self) -> int:
         """Bytes of cache that a sequence takes in the teacher."""
-        return teacher_bytes(self.weights.config, self.resolved.context, self.resolved.dtype)
+        return teacher_bytes(self.weights.config, self.resolved.context)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +61,7 @@ class Budget:
         # the layers that keep most are counted, so that whichever are chosen, the budget holds
         order = sorted(free, key=lambda i: kinds[i])
         for count in range(len(free), -1, -1):
-            placement = everywhere(replacement, len(kinds)).keeping({*others, *order[:count]})
+            placement = everywhere(replacement, len(kinds), self.resolved.bits).keeping({*others, *order[:count]})
             nbytes = self._bytes_of(placement)
             if nbytes <= self.nbytes:
                 return count
@@ -136,7 +136,8 @@ class Budget:
         narrow = dict.fromkeys(placement.windows, 2 * self.block)
         bytes_of = self._bytes_of(placement.with_windows(narrow))
         # a column holds a key and a value for each head, and one salience, counted as if for a layer of one head
-        per_column = 2 * self.weights.config.head_dim * self.resolved.dtype.itemsize + 4
+        window_bits = placement.bits.config_fields()["window_bits"]
+        per_column = pair_bytes(self.weights.config, window_bits, CACHE_DTYPE) + 4
         return 2 * self.block * sum(heads.values()) + max(self.nbytes - bytes_of, 0) // per_column
 
     def _heads_budget(self) -> float:
@@ -148,7 +149,7 @@ class Budget:
     def _placed(self, kept: list[KVHead], window: int) -> Placement:
         heads = (*self.given_heads, *kept)
         whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
-        base = everywhere(self.resolved.hybrid_layer(window), self.shape[0])
+        base = everywhere(self.resolved.hybrid_layer(window), self.shape[0], self.resolved.bits)
         heads_kept = base.with_full_heads(query_heads(list(heads), self.shared))
         return heads_kept.keeping({*whole, *self.resolved.own_windows})
 
@@ -159,7 +160,7 @@ class Budget:
         if not placement.replaced_layers:
             return self.whole
         config = hybrid_config(self.weights, placement, self.resolved.mixer)
-        return cache_bytes(config, self.resolved.context, self.resolved.dtype)[1]
+        return cache_bytes(config, self.resolved.context)[1]
 
     @staticmethod
     def _most(nbytes, limit: float, highest: int) -> int:

@@ -83,7 +83,7 @@ def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
 def _keeping(kept: Sequence[int], resolved: Resolved, num_layers: int) -> Placement:
     """Replace all other layers; beside windows the teacher's own stay."""
     own = resolved.own_windows if resolved.has_windows else ()
-    return everywhere(resolved.replacement, num_layers).keeping({*kept, *own})
+    return everywhere(resolved.replacement, num_layers, resolved.bits).keeping({*kept, *own})
 
 
 def _with_heads(decision: Decision, budget: Budget, aligner: "Aligner | None") -> Decision:

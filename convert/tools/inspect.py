@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
 from ..placement.cache import CONTEXTS, cache_bytes
-from ..placement.placement import window_in_words
+from ..placement.placement import Placement, window_in_words
 from ..weights.reader import open_weights, read_json
 from ..weights.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
 from ..weights.writer import human_bytes
@@ -66,7 +66,8 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())
     attention = {"teacher_layer_types": ["full_attention"] * config.num_hidden_layers}
     config.conversion = attention | (config.conversion or {})  # the cache's size is compared with the teacher's
-    sizes = {name: cache_bytes(config, length, dtype) for name, length in CONTEXTS.items()}
+    report["bits"] = str(Placement.of(config).bits)
+    sizes = {name: cache_bytes(config, length) for name, length in CONTEXTS.items()}
     report["cache_bytes"] = {name: {"all_attention": all_, "this_model": own} for name, (all_, own) in sizes.items()}
     return report
 
@@ -98,6 +99,7 @@ def describe_model(report: dict[str, Any]) -> Group:
         held = f"{window['sinks']} sinks, {window['salient']} salient tokens"
         line = f"{window_in_words(window['tokens'])} tokens, {held}, {state}; "
         facts.add_row("window", f"{line}{report['full_heads']} query heads keep full attention")
+    facts.add_row("cache", f"bits of a number: {report['bits']}")
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")
     for key, value in report["provenance"].items():
         if key != "teacher_layer_types" and value not in (None, {}):

@@ -54,7 +54,7 @@ def placed(spent):
     """The placement by RANKED, and what it takes as the plan counts it."""
     placement = spent.placement([pair for pair in RANKED if pair not in spent.given_heads])
     plan = make_plan(spent.weights, Decision(placement), spent.resolved)
-    return placement, cache_bytes(plan.config, CONTEXT, torch.float32)[1]
+    return placement, cache_bytes(plan.config, CONTEXT)[1]
 
 
 def kept_kv_heads(placement):
@@ -75,7 +75,7 @@ def test_a_placement_keeps_within_the_budget_and_uses_it(cache, saved_teacher):
     if hybrid.window < spent.longest_window:  # one block more and it would be too much
         wider = placement.with_windows(dict.fromkeys(placement.windows, hybrid.window + hybrid.block))
         config = hybrid_config(spent.weights, wider, spent.resolved.mixer)
-        assert cache_bytes(config, CONTEXT, torch.float32)[1] > spent.nbytes
+        assert cache_bytes(config, CONTEXT)[1] > spent.nbytes
 
 
 def test_more_cache_keeps_more_heads(saved_teacher):
@@ -146,10 +146,11 @@ def test_the_teachers_own_windows_stay(name, cache, saved_teacher, tmp_path):
     assert plan.placement.full_heads.keys() <= others and plan.placement.hybrid.window > 8
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     seen = model(random_ids(1, CONTEXT)).past_key_values
-    taken = cache_bytes(plan.config, CONTEXT, torch.float32)
-    kept = 0 if cache else 2 * attention_bytes(plan.config, "sliding_attention", CONTEXT, torch.float32)
+    taken = cache_bytes(plan.config, CONTEXT)
+    kept = 0 if cache else 2 * attention_bytes(plan.config, "sliding_attention", CONTEXT)
     assert cache_nbytes(seen) == taken[1] <= share * (taken[0] - kept) + kept
-    whole = AutoModelForCausalLM.from_pretrained(teacher)(random_ids(1, CONTEXT), use_cache=True).past_key_values
+    whole = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
+    whole = whole(random_ids(1, CONTEXT), use_cache=True).past_key_values
     assert cache_nbytes(whole) == taken[0]
 
 
@@ -183,7 +184,7 @@ def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
     assert decision.placement == everywhere(Attention(), 4)
     assert not decision.needs_scores
     assert "every layer has a window of 8 tokens" in describe(plan_conversion(options))
-    asked = options_of(folder, cache=0.8, d_state=1, text="sampled", tokens=5120)
+    asked = options_of(folder, cache=0.85, d_state=1, text="sampled", tokens=5120)
     placement = decide_placement(budget_of(asked)).placement
     assert placement.attention_layers == (1, 3)
     assert placement.replaced_layers == (0, 2) and placement.hybrid is None
@@ -200,7 +201,7 @@ def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
 
 
 def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configuration_stores(saved_teacher, tmp_path):
-    """Scores take minutes of a large teacher, and which heads they choose changes no bytes."""
+    """Scores take minutes of a large teacher, and which heads they choose hardly changes the bytes."""
     plans, doing = [], []
 
     def on_plan(plan):
@@ -216,7 +217,9 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
     assert doing == ["plan", "reading text, rows", "scoring heads, layers", "measuring layers", "plan",
                      "aligning, layers", "writing, MB"]  # fmt: skip
     assert plans[0].notes and not plan.notes
-    assert plans[0].summary()["cache_bytes"] == plans[1].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
+    assert plans[1].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
+    sizes = [one.summary()["cache_bytes"]["4k"]["hybrid"] for one in plans]
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
     layers = plan.placement.windows
     assert plans[1].placement == plan.placement.with_ranks(dict.fromkeys(layers, 4))
     ranks = json.loads((tmp_path / "out" / "alignment.json").read_text())["ranks"]
@@ -228,7 +231,7 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
     best_of_kv = {(layer, kv): max(of[2 * kv : 2 * kv + 2]) for layer, of in enumerate(scores) for kv in range(2)}
     kept = kept_kv_heads(plan.placement)
     assert min(best_of_kv[pair] for pair in kept) >= max(best_of_kv[pair] for pair in best_of_kv.keys() - kept)
-    teacher, hybrid = cache_bytes(plan.config, CONTEXT, torch.float32)
+    teacher, hybrid = cache_bytes(plan.config, CONTEXT)
     assert hybrid <= 0.4 * teacher
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = random_ids(1, 40)
@@ -329,7 +332,7 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
     text, shown = describe(plan), plan.summary()
     assert "window" in text and "full heads" in text and "is decided by scores" in text
     assert shown["window"] > 1 and shown["attention_heads"]
-    teacher, hybrid = cache_bytes(plan.config, CONTEXT, torch.float32)
+    teacher, hybrid = cache_bytes(plan.config, CONTEXT)
     assert hybrid <= 0.5 * teacher
 
 
@@ -394,8 +397,8 @@ def test_a_window_that_hides_nothing_is_none(name, saved_teacher, tmp_path):
         (tmp_path / which / "config.json").write_text(json.dumps(config | {"sliding_window": width}))
     # with no budget of its own, which a teacher of windows alone refuses
     asked = {which: make_options(str(tmp_path / which), "o") for which in folders}
-    asked["within"] = make_options(str(tmp_path / "within"), "o", context=context, cache=0.5)
-    asked["nominal"] = make_options(str(tmp_path / "nominal"), "o", context=context, cache=0.5)
+    asked["within"] = make_options(str(tmp_path / "within"), "o", context=context, cache=0.25)
+    asked["nominal"] = make_options(str(tmp_path / "nominal"), "o", context=context, cache=0.25)
     plans = {}
     for which, options in asked.items():  # what it costs, which takes a second to measure, left out
         made = budget_of(options)

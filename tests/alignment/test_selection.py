@@ -173,22 +173,22 @@ def test_nothing_is_measured_where_nothing_is_to_choose(two_layer_teacher, tmp_p
 
 
 def test_budget_in_bytes(saved_teacher, tmp_path):
-    """As many attention layers as fit: at 1,000 tokens a layer keeps 128 kB, a mixer 1.6 kB."""
+    """As many attention layers as fit: at 1,000 tokens a layer keeps 64 kB, a mixer 1.6 kB."""
     folder = str(saved_teacher("llama-gqa"))
-    for cache, context, attention in (("300KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("300KB", 100, 4)):
+    for cache, context, attention in (("150KB", 1000, 2), ("1MB", 1000, 4), ("10KB", 1000, 0), ("150KB", 100, 4)):
         plan = plan_conversion(make_options(folder, "o", align="none", cache=cache, context=context))
         assert plan.config.layer_types.count("full_attention") == attention, (cache, context)
-    convert(folder, tmp_path / "out", cache="300KB", context=1000, export_ready=True, **ALIGNED)
+    convert(folder, tmp_path / "out", cache="150KB", context=1000, export_ready=True, **ALIGNED)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"].count("full_attention") == 2
     with pytest.raises(ValueError, match="too little.* states alone take"):
         plan_conversion(make_options(folder, "o", align="none", cache="1KB"))
 
 
 def test_budget_in_bytes_with_windows(saved_teacher):
-    """At 1,000 tokens a layer keeps 128 kB, and one with a window of 8 some 2.7 kB. Windows of the teacher stay."""
+    """At 1,000 tokens a layer keeps 64 kB, and one with a window of 8 some 1.9 kB. Windows of the teacher stay."""
     folder, own = str(saved_teacher("llama-gqa")), str(saved_teacher("gemma3"))
     windows = dict(align="none", window=8, context=1000)
-    for cache, attention in (("300KB", 2), ("1MB", 4), ("12KB", 0)):
+    for cache, attention in (("150KB", 2), ("1MB", 4), ("12KB", 0)):
         plan = plan_conversion(make_options(folder, "o", cache=cache, **windows))
         assert plan.config.layer_types.count("full_attention") == attention, cache
         assert plan.config.layer_types.count("hybrid") == 4 - attention, cache

@@ -26,7 +26,7 @@ def test_layers_that_are_not_hybrid():
 def test_pictures_are_600_pixels_wide(tmp_path):
     config = make_student().config
     config.conversion = {"teacher_layer_types": ["full_attention"] * 4}
-    save_pictures(config, torch.float32, tmp_path)
+    save_pictures(config, tmp_path)
     for name in (LAYERS, CACHE):
         content = (tmp_path / name).read_bytes()
         assert content[:4] == b"\x89PNG" and int.from_bytes(content[16:20], "big") == 600
@@ -35,9 +35,9 @@ def test_pictures_are_600_pixels_wide(tmp_path):
 def test_the_cache_is_the_plans():
     config = make_student().config
     config.conversion = {"teacher_layer_types": ["full_attention"] * 4}
-    axes = cache_picture(config, torch.float32).axes[0]
+    axes = cache_picture(config).axes[0]
     teacher, hybrid = (10 ** line.get_ydata()[4] for line in axes.lines[:2])
-    assert (teacher, hybrid) == pytest.approx(cache_bytes(config, 4096, torch.float32))
+    assert (teacher, hybrid) == pytest.approx(cache_bytes(config, 4096))
     assert axes.texts[0].get_text() == f"{hybrid / teacher:.0%}"
 
 

@@ -28,9 +28,9 @@ OF_MIXER = {"mixer_d_state", "mixer_rotary", "mixer_norm", "mixer_activation"}
 @pytest.mark.parametrize(
     "said, values, decided",
     [
-        ({}, dict(choice="budget", block=16, salient=16, window=None), {"choice", "cache_bytes"} | WINDOWED),
-        (dict(cache="100KB"), dict(choice="budget", cache_bytes=100_000), {"choice"} | WINDOWED),
-        (dict(cache="1MB", window=32, block=8, salient=2, rank=1), dict(block=8), {"choice", "sequence_length"}),
+        ({}, dict(choice="budget", block=16, salient=16, window=None), {"choice", "cache_bytes", "bits"} | WINDOWED),
+        (dict(cache="100KB"), dict(choice="budget", cache_bytes=100_000), {"choice", "bits"} | WINDOWED),
+        (dict(cache="1MB", window=32, block=8, salient=2, rank=1), dict(block=8), {"choice", "bits", "sequence_length"}),
         (dict(window=12), dict(choice="share", share=0.5, block=4, salient=16), {"share"} | WINDOWED),
         (dict(window=12, align="none"), dict(salient=0, rank=0), {"share", "block", "salient", "rank"}),
         (dict(window=32, mixer="none"), dict(salient=0, rank=None), {"share", "block", "salient", "sequence_length"}),
@@ -57,9 +57,9 @@ def test_the_cache_is_counted_in_bytes(saved_teacher):
     for name in ("llama-gqa", "gemma3"):
         folder = saved_teacher(name)
         plan = plan_conversion(make_options(str(folder), "o", attention_layers="all"))
-        whole, _ = cache_bytes(plan.config, 4096, torch.float32)
+        whole, _ = cache_bytes(plan.config, 4096)
         assert resolved(folder, cache=0.25).cache_bytes == whole // 4
-        own = 2 * 7 * 2 * plan.config.num_key_value_heads * plan.config.head_dim * 4 if name == "gemma3" else 0
+        own = 2 * 7 * 2 * plan.config.num_key_value_heads * plan.config.head_dim * 2 if name == "gemma3" else 0
         assert resolved(folder).cache_bytes == int(own + 0.15 * (whole - own))
         assert ("its own windows" in resolved(folder).reasons["cache_bytes"]) == bool(own)
 
