@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
+from .io.writer import output_dtype
+from .layout.cache import attention_bytes, teacher_bytes
+from .layout.config import mixer_fields
+from .layout.placement import Heads, Hybrid, Layer, Mixer
+from .layout.presets import attention_layers, counted_heads, kept_heads
 from .options import AlignmentOptions, ConversionOptions, PublishedOutputOptions, differences, parse_size
-from .placement.cache import attention_bytes, teacher_bytes
-from .placement.config import mixer_fields
-from .placement.placement import Heads, Hybrid, Layer, Mixer
-from .placement.presets import attention_layers, counted_heads, kept_heads
 from .teachers.teacher import public_name
 from .teachers.weights import TeacherWeights
-from .weights.writer import output_dtype
 
 BLOCK = 16
 """Tokens by which windows move, where they allow it."""

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from convert import convert
-from convert.alignment.divergence import kl_of_logits
-from convert.alignment.probes import copy_probe
+from convert.fit.divergence import kl_of_logits
+from convert.fit.probes import copy_probe
 from modeling_llamba import LlambaForCausalLM
 from recipes.demo import HELD_OUT, MAX_NEW_TOKENS, PROMPTS
 from recipes.evaluation.load_elsewhere import ProjectNotInstalled, answer, run_elsewhere

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..placement.cache import cache_bytes
+from ..layout.cache import cache_bytes
 
 LAYERS, CACHE, KL = "layers.png", "cache.png", "kl.png"
 TEACHER_COLOR, HYBRID_COLOR = "#4a5568", "#dd6b20"

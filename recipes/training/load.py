@@ -21,10 +21,10 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 import modeling_llamba  # noqa: F401  registers the classes, so that a hybrid loads with the installed code
 import modeling_phimamba  # noqa: F401
-from convert.alignment.distillation.trainer import check_vocabulary_sizes
 from convert.checkpoint.load import cause, check_whole, load_tokenizer
+from convert.io.students import STUDENTS
 from convert.teachers.teacher import first_line
-from convert.weights.students import STUDENTS
+from convert.train.distillation.trainer import check_vocabulary_sizes
 
 from .arguments import TeacherArguments
 

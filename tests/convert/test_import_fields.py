@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from convert.formats.export import plan_export
 from convert.formats.import_ import plan_import
-from convert.weights.students import tensor_shapes
+from convert.io.students import tensor_shapes
 from tests import published as p
 from tests.convert.test_bad_input import check_one_line_error, run_as_is
 from tests.convert.test_export import HOLDABLE

@@ -8,9 +8,9 @@ import torch
 
 from convert.cli import main
 from convert.dry_run import plan_conversion
+from convert.layout.cache import cache_bytes
+from convert.layout.placement import Hybrid, Mixer
 from convert.options import make_options
-from convert.placement.cache import cache_bytes
-from convert.placement.placement import Hybrid, Mixer
 from convert.plan import describe_decided, make_plan
 from convert.resolve import resolve
 from convert.scores.budget import Budget
