@@ -80,9 +80,9 @@ def convert_command(options: ConversionOptions, switches: Switches) -> None:
 
         _print(plan_conversion(options), describe_decided, as_json, quiet)
         return
+    from .io.writer import human_bytes
     from .pipeline import run
     from .plan import describe_seconds, plan_printer
-    from .weights.writer import human_bytes
 
     print_plan = plan_printer(lambda text: console.print(printable(text), markup=False))
     with progress_bars(quiet) as progress:
@@ -99,7 +99,7 @@ def convert_command(options: ConversionOptions, switches: Switches) -> None:
 
 
 def mohawk_command(options: MohawkOptions, switches: Switches) -> None:
-    from .alignment.mohawk.train import train_existing
+    from .train.mohawk.train import train_existing
 
     with progress_bars(switches["quiet"]) as progress:
         report = train_existing(options, progress)

@@ -5,8 +5,8 @@ It imports none of transformers' models, which take seconds; what takes scores o
 
 import dataclasses
 
-from .alignment.cost import alignment_cost
 from .errors import during
+from .fit.cost import alignment_cost
 from .options import ConversionOptions
 from .plan import Plan, make_plan
 from .resolve import resolve

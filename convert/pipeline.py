@@ -11,23 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .alignment.aligner import Aligner, Alignment
-from .alignment.mohawk.stages import check_stages
-from .alignment.mohawk.train import train_written
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
-from .checkpoint.folder import OutputFolder, check_apart
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import Licence, SideFiles, read_licence, read_side_files, write_side_files
 from .dry_run import checked, costed, open_teacher
 from .errors import during
+from .fit.aligner import Aligner, Alignment
+from .io.folder import OutputFolder, check_apart
+from .io.writer import Progress, plan_shards, write_and_hash
+from .layout.placement import Decision
 from .options import ConversionOptions, make_options, parse_size
-from .placement.placement import Decision
 from .plan import Plan, make_plan
 from .resolve import resolve
 from .scores.budget import Budget
 from .scores.decide import decide_placement
-from .weights.writer import Progress, plan_shards, write_and_hash
+from .train.mohawk.stages import check_stages
+from .train.mohawk.train import train_written
 
 
 def convert(model: str | None = None, output: str | os.PathLike | None = None, /, **options: Any) -> Plan:

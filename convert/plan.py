@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from .placement.cache import CONTEXTS, break_even, cache_bytes
-from .placement.config import hybrid_config
-from .placement.placement import Decision, Placement, Undecided, window_in_words
+from .io.reader import BLOCK_BYTES, TensorInfo
+from .io.rules import Rule, moved
+from .io.students import layer_letters
+from .io.writer import human_bytes
+from .layout.cache import CONTEXTS, break_even, cache_bytes
+from .layout.config import hybrid_config
+from .layout.placement import Decision, Placement, Undecided, window_in_words
 from .resolve import Resolved
 from .teachers.teacher import Teacher, declared_layer_types
 from .teachers.weights import TeacherWeights
-from .weights.reader import BLOCK_BYTES, TensorInfo
-from .weights.rules import Rule, moved
-from .weights.students import layer_letters
-from .weights.writer import human_bytes
 
 EVENLY = "which {} keep their attention is decided by scores during the run; those shown are as many, evenly placed"
 UNDECIDED: dict[Undecided, str] = {

@@ -17,7 +17,7 @@ factor 1 / sqrt(D) (or the teacher's own):
 
 Were the keys and values of the state jointly Gaussian and all of a key slow, softmax over them would return `far` with
 the log mass log m + q . mean k + q^T Cov(k, k) q / 2. They are not, so c0, c1, alpha, beta of each
-head and the low-rank map up(down(.)) are fitted (convert/alignment). (.)_f is the part of a product in plane f of the
+head and the low-rank map up(down(.)) are fitted (convert/fit). (.)_f is the part of a product in plane f of the
 rotary embedding or in a dimension that is not rotated, so that the mass depends on distances alone. W_o is the
 teacher's own, and g = 0 for the first (n + 1) E tokens of a sequence: there the layer is its teacher's attention.
 Kept heads are full attention for every token.

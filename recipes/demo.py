@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from convert.alignment.probes import needle_probe, plain_tokens
 from convert.checkpoint.load import load_model, prompt_tokenizer
 from convert.cli import progress_bars
+from convert.fit.probes import needle_probe, plain_tokens
+from convert.io.writer import human_bytes
 from convert.options import make_options
 from convert.pipeline import run
 from convert.plan import describe_seconds, plan_printer
 from convert.teachers.teacher import embedded_teacher
-from convert.weights.writer import human_bytes
 
 from .evaluation.load_elsewhere import answer, run_elsewhere
 from .evaluation.metrics import Reader, figures, per_token, reader

@@ -28,10 +28,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from convert.alignment.text import documents, token_rows
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.checkpoint.load import load_model, prompt_tokenizer
 from convert.cli import progress_bars
+from convert.fit.text import documents, token_rows
 from convert.options import make_options
 from convert.pipeline import run
 from convert.teachers.teacher import embedded_teacher

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from convert import convert
-from convert.checkpoint.folder import MARKER, TRAINING_WORK, OutputFolder, make_work, remove_made, remove_work
-from convert.placement.placement import Placement
-from convert.weights.students import model_class
+from convert.io.folder import MARKER, TRAINING_WORK, OutputFolder, make_work, remove_made, remove_work
+from convert.io.students import model_class
+from convert.layout.placement import Placement
 
 from . import sft
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse

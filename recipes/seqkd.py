@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
 from convert.checkpoint.load import prompt_tokenizer
+from convert.io.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
 from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes

@@ -15,7 +15,7 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig, get_peft_config
 
-from convert.alignment.distillation.trainer import DistilledSFTTrainer
+from convert.train.distillation.trainer import DistilledSFTTrainer
 
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
 from .training.chat_format import faithful_answers

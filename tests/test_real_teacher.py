@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from convert import convert
-from convert.alignment.divergence import kl_of_logits
-from convert.alignment.probes import copy_probe
 from convert.checkpoint.load import prompt_tokenizer
+from convert.fit.divergence import kl_of_logits
+from convert.fit.probes import copy_probe
 from convert.teachers.teacher import gguf_tokenizer
 from modeling_llamba import LlambaForCausalLM
 from recipes.demo import HELD_OUT, MAX_NEW_TOKENS, PROMPTS

@@ -1,1 +1,1 @@
-"""The folder a conversion writes: put in place whole, with its card, and read again."""
+"""Files of a hybrid beside its weights: card, code, tokenizer; and how a checkpoint is read again."""

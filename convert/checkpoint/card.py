@@ -7,10 +7,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..placement.placement import window_in_words
+from ..io.students import layer_letters
+from ..io.writer import human_bytes
+from ..layout.placement import window_in_words
 from ..plan import Plan
-from ..weights.students import layer_letters
-from ..weights.writer import human_bytes
 from .code import NEEDED
 from .pictures import save_pictures
 from .tokenizer import Licence

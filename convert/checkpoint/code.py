@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from ..weights.students import model_class
+from ..io.students import model_class
 
 NEEDED = "transformers>=5.16.1,<6"
 """Versions of libraries that load a checkpoint, as in pyproject.toml, which a test compares."""

@@ -11,7 +11,7 @@ import httpx2
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
-from .folder import MARKER
+from ..io.folder import MARKER
 
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 """Files of an earlier upload that are removed, because with other shards they would win over the new ones."""

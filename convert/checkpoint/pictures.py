@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..placement.cache import cache_bytes
+from ..layout.cache import cache_bytes
 
 LAYERS, CACHE, KL = "layers.png", "cache.png", "kl.png"
 TEACHER_COLOR, HYBRID_COLOR = "#4a5568", "#dd6b20"

@@ -14,9 +14,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from modeling_llamba.ship_code import code_files
 
 from ..errors import during
+from ..io.reader import Checkpoint, GgufCheckpoint, read_json
+from ..io.students import STUDENTS
 from ..teachers.teacher import LICENCE_FILES, TOKENIZER_FILES, Teacher, first_line, load_tokenizer
-from ..weights.reader import Checkpoint, GgufCheckpoint, read_json
-from ..weights.students import STUDENTS
 
 PROBES = (
     "The 3 quick brown foxes, 1234567 of them, jumped over 0.5 dogs in 2026!",

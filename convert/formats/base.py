@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_config import LARGEST_SIZE
 
-from ..weights.reader import Checkpoint, TensorInfo
+from ..io.reader import Checkpoint, TensorInfo
 from .parts import Table, moved
 
 ANY = object()

@@ -18,14 +18,14 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from modeling_llamba.hybrid_config import SOFT_CAPS
 
+from ..io.reader import open_weights, read_json
+from ..io.students import STUDENTS, meta_shapes
+from ..io.writer import Progress, output_dtype
+from ..layout.cache import num_states
 from ..options import ExportOptions
-from ..placement.cache import num_states
 from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors, public_name
-from ..weights.reader import open_weights, read_json
-from ..weights.students import STUDENTS, meta_shapes
-from ..weights.writer import Progress, output_dtype
 from .parts import Fill, Part, Parts, Table, make_rules, moved
 from .transfer import PROJECT, TransferPlan, find_checkpoint, write_checkpoint
 

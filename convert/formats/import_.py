@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint.code import add_code
 from ..checkpoint.tokenizer import has_tokenizer
+from ..io.reader import open_weights, read_json
+from ..io.students import STUDENTS, tensor_shapes
+from ..io.writer import Progress, output_dtype
 from ..options import ImportOptions
 from ..teachers import get_family
 from ..teachers.teacher import Teacher, config_errors, find_teacher, public_name
-from ..weights.reader import open_weights, read_json
-from ..weights.students import STUDENTS, tensor_shapes
-from ..weights.writer import Progress, output_dtype
 from .base import ForeignCheckpoint, Format
 from .goombalab import GOOMBALAB
 from .llamba import LLAMBA

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..weights.reader import BLOCK_BYTES, Checkpoint, TensorInfo
-from ..weights.rules import Rule
+from ..io.reader import BLOCK_BYTES, Checkpoint, TensorInfo
+from ..io.rules import Rule
 
 
 @dataclass(frozen=True)

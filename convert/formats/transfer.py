@@ -12,7 +12,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from ..checkpoint.code import NEEDED, versions
-from ..checkpoint.folder import OutputFolder, check_apart
 from ..checkpoint.pictures import CACHE, LAYERS, save_pictures
 from ..checkpoint.tokenizer import (
     Licence,
@@ -24,12 +23,13 @@ from ..checkpoint.tokenizer import (
     write_side_files,
 )
 from ..errors import during
+from ..io.folder import OutputFolder, check_apart
+from ..io.reader import Checkpoint
+from ..io.rules import Rule
+from ..io.students import layer_letters
+from ..io.writer import Progress, human_bytes, plan_shards, write_and_hash, write_shards
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, cached_repository, download_model
-from ..weights.reader import Checkpoint
-from ..weights.rules import Rule
-from ..weights.students import layer_letters
-from ..weights.writer import Progress, human_bytes, plan_shards, write_and_hash, write_shards
 
 CARD = """---
 {{ card_data }}

@@ -9,13 +9,13 @@ state) stays as it is, and the others take what is left. Layers that have a wind
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..placement.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes
-from ..placement.config import hybrid_config
-from ..placement.placement import Attention, Layer, Mixer, Placement, everywhere
-from ..placement.presets import query_heads
+from ..io.writer import human_bytes
+from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes
+from ..layout.config import hybrid_config
+from ..layout.placement import Attention, Layer, Mixer, Placement, everywhere
+from ..layout.presets import query_heads
 from ..resolve import Resolved
 from ..teachers.weights import TeacherWeights
-from ..weights.writer import human_bytes
 
 KVHead = tuple[int, int]
 """Layer and key/value head."""

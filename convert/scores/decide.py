@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
-from ..placement.placement import Attention, Decision, Placement, Undecided, everywhere
-from ..placement.presets import evenly_of, query_heads, uniform_attention_layers, whole_groups
+from ..io.students import tensor_shapes
+from ..layout.placement import Attention, Decision, Placement, Undecided, everywhere
+from ..layout.presets import evenly_of, query_heads, uniform_attention_layers, whole_groups
 from ..resolve import Resolved
-from ..weights.students import tensor_shapes
 from .budget import Budget, KVHead
 
 if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
-    from ..alignment.aligner import Aligner
+    from ..fit.aligner import Aligner
 
 RANK_SHARE, MEAN_RANK = 0.015, 32
 """Share of the teacher's weights that output maps may add, and their highest mean rank."""

@@ -16,18 +16,18 @@ import torch
 
 from modeling_llamba.hybrid_model import finish_logits
 
-from ..alignment.activations import ActivationStream
-from ..alignment.aligner import Aligner
-from ..alignment.closed_form import held_out_error
-from ..alignment.divergence import kl_of_hidden
-from ..alignment.hybrid_fit import fit_salience
-from ..alignment.probes import Probe, copy_probe, plain_tokens
-from ..alignment.teacher_model import TeacherModel, replaced
+from ..fit.activations import ActivationStream
+from ..fit.aligner import Aligner
+from ..fit.closed_form import held_out_error
+from ..fit.divergence import kl_of_hidden
+from ..fit.hybrid_fit import fit_salience
+from ..fit.probes import Probe, copy_probe, plain_tokens
+from ..fit.teacher_model import TeacherModel, replaced
+from ..io.writer import Progress
+from ..layout.config import mixer_fields
+from ..layout.placement import Hybrid, Mixer, Placement, everywhere
 from ..options import SALIENT, MixerOptions, PlacementOptions, parse_size
-from ..placement.config import mixer_fields
-from ..placement.placement import Hybrid, Mixer, Placement, everywhere
 from ..resolve import block_of
-from ..weights.writer import Progress
 from .retrieval import retrieval_scores
 
 ROWS = 4

@@ -12,9 +12,9 @@ window.
 
 import torch
 
-from ..alignment.probes import needle_probe, plain_tokens
-from ..alignment.teacher_model import TeacherModel, attention_rows
-from ..weights.writer import Progress
+from ..fit.probes import needle_probe, plain_tokens
+from ..fit.teacher_model import TeacherModel, attention_rows
+from ..io.writer import Progress
 from .budget import KVHead
 
 ROWS = 4

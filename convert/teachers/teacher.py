@@ -30,7 +30,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from modeling_llamba.hybrid_config import check_numbers
 
-from ..weights.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json
+from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json
 from . import get_family
 from .base import COMMON_FIELDS, TeacherFamily
 

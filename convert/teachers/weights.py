@@ -2,7 +2,7 @@
 
 The teacher's names are translated to those of a hybrid that keeps every layer's attention ("canonical" names): a pure
 renaming, apart from fused matrices, which are row slices. Of a replaced layer the canonical attention tensors then
-become the mixer's (`weights/mapping.py`).
+become the mixer's (`io/mapping.py`).
 """
 
 import copy
@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..weights.mapping import LayerMapping, fold_out_bias
-from ..weights.reader import Checkpoint, TensorInfo
-from ..weights.rules import Rule, Source, Stack
-from ..weights.students import STUDENTS, mixer_shapes, tensor_shapes
+from ..io.mapping import LayerMapping, fold_out_bias
+from ..io.reader import Checkpoint, TensorInfo
+from ..io.rules import Rule, Source, Stack
+from ..io.students import STUDENTS, mixer_shapes, tensor_shapes
 from .base import TeacherFamily
 from .teacher import Teacher, config_errors, hybrid_fields
 

@@ -6,10 +6,10 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from ..formats.export import NATIVE_CLASSES, obstacles
+from ..io.students import STUDENTS
 from ..teachers import FAMILIES
 from ..teachers.base import TeacherFamily
 from ..teachers.teacher import hybrid_fields
-from ..weights.students import STUDENTS
 
 REAL_WEIGHTS = {"llama": "SmolLM2-135M-Instruct"}
 """Teachers whose own weights the tests convert; every family is tested on small random ones."""

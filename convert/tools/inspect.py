@@ -13,11 +13,11 @@ from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
-from ..placement.cache import CONTEXTS, cache_bytes
-from ..placement.placement import Placement, window_in_words
-from ..weights.reader import open_weights, read_json
-from ..weights.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
-from ..weights.writer import human_bytes
+from ..io.reader import open_weights, read_json
+from ..io.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
+from ..io.writer import human_bytes
+from ..layout.cache import CONTEXTS, cache_bytes
+from ..layout.placement import Placement, window_in_words
 
 MIXER_FIELDS = (
     "num_heads", "num_kv_heads", "head_dim", "d_state", "d_conv", "activation", "norm", "rotary", "backend",

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from convert.io.rules import Rule
+from convert.io.writer import plan_shards, write_shards
 from convert.pipeline import convert
 from convert.teachers.qwen3_moe import QWEN3_MOE
 from convert.teachers.weights import expert_pieces
-from convert.weights.rules import Rule
-from convert.weights.writer import plan_shards, write_shards
 
 from .measure import Report, Table, forget_peak, in_own_process, status_bytes
 

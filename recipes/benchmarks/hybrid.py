@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from convert.checkpoint.load import load_model
+from convert.layout.presets import query_heads
 from convert.pipeline import convert
-from convert.placement.presets import query_heads
 from convert.teachers.teacher import embedded_teacher
 
 from ..evaluation.speed import fill_cache

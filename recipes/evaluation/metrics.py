@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from convert.alignment.divergence import CHUNK_TOKENS, kl_of_logits
+from convert.fit.divergence import CHUNK_TOKENS, kl_of_logits
 from modeling_llamba.hybrid_model import finish_logits
 
 FIRST_EDGE = 16

@@ -1,6 +1,6 @@
 """Recall of a model, by length and by distance: copying, associative recall, a needle and a passkey in text.
 
-The first three are of random tokens (convert/alignment/probes.py), which no knowledge helps to guess; the passkey is
+The first three are of random tokens (convert/fit/probes.py), which no knowledge helps to guess; the passkey is
 said in words. An answer is right where the likeliest token is the true one, given the true tokens before it.
 """
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from convert.alignment.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
-from convert.alignment.text import beginning_of_text
+from convert.fit.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
+from convert.fit.text import beginning_of_text
 
 from .metrics import Reader
 

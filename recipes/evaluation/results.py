@@ -14,10 +14,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from convert.checkpoint.card import KL_ROW, RECALL_ROW, with_figures
-from convert.checkpoint.folder import note_made, write_beside
 from convert.checkpoint.pictures import KL, kl_picture
+from convert.io.folder import note_made, write_beside
+from convert.io.writer import human_bytes
 from convert.teachers.teacher import public_name
-from convert.weights.writer import human_bytes
 
 from ..training.save import EVALUATION, eval_results, new_card
 from .recall import relative_recall

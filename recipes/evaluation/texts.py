@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from convert.alignment.text import documents, token_rows
+from convert.fit.text import documents, token_rows
 
 SHIPPED = "shipped"
 PYTHON_DOCS = "python-docs"

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-from convert.alignment.distillation.loss import Divergence, LossWeights
 from convert.options import Trainable, parse_size
+from convert.train.distillation.loss import Divergence, LossWeights
 
 
 @dataclass

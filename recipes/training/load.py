@@ -18,10 +18,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
-from convert.alignment.distillation.trainer import check_vocabulary_sizes
 from convert.checkpoint.load import prompt_tokenizer, read_model
+from convert.io.students import STUDENTS
 from convert.teachers.teacher import first_line, read_tokenizer
-from convert.weights.students import STUDENTS
+from convert.train.distillation.trainer import check_vocabulary_sizes
 
 from .arguments import TeacherArguments
 

@@ -18,17 +18,22 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
-from convert.alignment.distillation.trainer import (  # fmt: skip
+from convert.checkpoint.hub import prepare_repository, upload
+from convert.cli import console, one_line_errors
+from convert.io.folder import (
+    TRAINING_WORK,
+    OutputFolder,
+    check_apart,
+    remove_work,
+)
+from convert.options import parse_size
+from convert.teachers.teacher import public_name
+from convert.train.distillation.trainer import (  # fmt: skip
     last_whole_checkpoint,
     set_trainable,
     train_and_evaluate,
     whole_model,
 )
-from convert.checkpoint.folder import TRAINING_WORK, OutputFolder, check_apart, remove_work
-from convert.checkpoint.hub import prepare_repository, upload
-from convert.cli import console, one_line_errors
-from convert.options import parse_size
-from convert.teachers.teacher import public_name
 
 from .arguments import RunArguments
 from .load import check_completions, conversion_of, load_splits, load_student, side_files

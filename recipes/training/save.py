@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
-from convert.checkpoint.folder import OutputFolder
 from convert.checkpoint.pictures import CACHE, LAYERS
+from convert.io.folder import OutputFolder
 
 RECORD, PLOT = "training.json", "training.png"
 SECTION = "## Training"

@@ -8,15 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.alignment.aligner import Aligner
-from convert.alignment.cost import Rates, cost_of
-from convert.alignment.mohawk.layerwise import run_key
 from convert.dry_run import plan_conversion
+from convert.fit.aligner import Aligner
+from convert.fit.cost import Rates, cost_of
+from convert.layout.cache import attention_bytes, cache_bytes
+from convert.layout.config import hybrid_config
+from convert.layout.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
 from convert.options import make_options
 from convert.pipeline import run
-from convert.placement.cache import attention_bytes, cache_bytes
-from convert.placement.config import hybrid_config
-from convert.placement.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
 from convert.plan import describe, make_plan
 from convert.resolve import resolve
 from convert.scores.budget import Budget
@@ -24,6 +23,7 @@ from convert.scores.decide import decide_placement
 from convert.scores.layer_costs import POWER, spread_windows
 from convert.teachers.teacher import find_teacher, teacher_layer_types
 from convert.teachers.weights import TeacherWeights
+from convert.train.mohawk.layerwise import run_key
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import config_of
@@ -302,9 +302,7 @@ def test_windows_of_layers_with_fewer_heads_cost_less(block, columns):
 
 def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
     """What lies beyond a window that the budget chooses has to be long, unless the length is said."""
-    monkeypatch.setattr(
-        "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
-    )
+    monkeypatch.setattr("convert.fit.text.sample_rows", lambda model, length, count, seed: random_ids(count, length))
     folder, text = str(saved_teacher("llama-gqa")), dict(text="sampled", tokens=5120)
     within, layers = text | dict(cache=0.5), text | dict(attention_layers=0.5)
     window = layers | dict(window=32)
@@ -327,7 +325,7 @@ def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_
 
 
 def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch):
-    monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)
+    monkeypatch.setattr("convert.io.reader.SafetensorsCheckpoint.read_rows", None)
     plan = plan_conversion(options_of(saved_teacher("llama-gqa")))
     text, shown = describe(plan), plan.summary()
     assert "window" in text and "full heads" in text and "is decided by scores" in text

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from convert import convert
-from convert.alignment.activations import ActivationStream
-from convert.alignment.closed_form import (
+from convert.fit.activations import ActivationStream
+from convert.fit.closed_form import (
     LayerData,
     features,
     fit_layer,
@@ -16,11 +16,11 @@ from convert.alignment.closed_form import (
     normal_equations,
     solve_out_proj,
 )
-from convert.alignment.fit import FitCache, fit_mixers
-from convert.alignment.mohawk.train import load_hybrid
+from convert.fit.fit import FitCache, fit_mixers
+from convert.io.mapping import set_decay
+from convert.layout.placement import Attention, Hybrid, Placement
 from convert.options import FitOptions
-from convert.placement.placement import Attention, Hybrid, Placement
-from convert.weights.mapping import set_decay
+from convert.train.mohawk.train import load_hybrid
 from modeling_llamba.hybrid_attention import causal_bias
 from tests.alignment.tiny import config_of, layer_data, rows, teacher_model
 from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
@@ -149,7 +149,7 @@ def test_stream_equals_the_teacher(saved_teacher, name):
 
 def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
     """Interrupted after two layers, the second run fits only the others and ends the same."""
-    import convert.alignment.fit as align
+    import convert.fit.fit as align
 
     model, ids = teacher_model(saved_teacher("llama-gqa")), rows(12)
     whole = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(None, {}), 10**9)
@@ -204,7 +204,7 @@ def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
 def test_other_blocks_are_aligned(name, two_layer_teacher, tmp_path, monkeypatch):
     """Beside a window, as by default; the layer's own error falls, and KL with it."""
     monkeypatch.setattr(  # sampling takes most of the time
-        "convert.alignment.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
+        "convert.fit.text.sample_rows", lambda model, length, count, seed: random_ids(count, length)
     )
     options = {"window": 4, "sinks": 1, "attention_layers": "0"}
     aligned = {"text": "sampled", "tokens": 3072}

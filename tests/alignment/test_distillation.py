@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from convert import convert
-from convert.alignment.distillation.trainer import DistilledSFTTrainer, last_whole_checkpoint
-from convert.alignment.mohawk.distillation import distil
-from convert.alignment.mohawk.stages import Stages
-from convert.alignment.mohawk.train import load_hybrid
 from convert.options import (
     AlignmentOptions,
     DistillationOptions,
     HiddenStateOptions,
     make_options,
 )
+from convert.train.distillation.trainer import DistilledSFTTrainer, last_whole_checkpoint
+from convert.train.mohawk.distillation import distil
+from convert.train.mohawk.stages import Stages
+from convert.train.mohawk.train import load_hybrid
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.students import make_student
 
@@ -89,7 +89,7 @@ def test_a_share_is_between_none_and_all():
 
 CORE_ONLY = """
 import sys
-import convert.cli, convert.pipeline, convert.alignment.mohawk.train
+import convert.cli, convert.pipeline, convert.train.mohawk.train
 print(sorted({"trl", "datasets", "matplotlib"} & set(sys.modules)))
 """
 

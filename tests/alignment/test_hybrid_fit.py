@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from convert.alignment.activations import ActivationStream
-from convert.alignment.closed_form import fit_hybrid_layer, held_out_error
-from convert.alignment.fit import FitCache, fit_mixers
-from convert.alignment.hybrid_fit import (
+from convert.fit.activations import ActivationStream
+from convert.fit.closed_form import fit_hybrid_layer, held_out_error
+from convert.fit.fit import FitCache, fit_mixers
+from convert.fit.hybrid_fit import (
     attention_received,
     cut_map,
     fit_mass,
@@ -17,9 +17,9 @@ from convert.alignment.hybrid_fit import (
     set_map,
     state_log_mass,
 )
-from convert.alignment.probes import copy_probe, with_recall
+from convert.fit.probes import copy_probe, with_recall
+from convert.layout.placement import Attention, Hybrid, Placement, everywhere
 from convert.options import FitOptions
-from convert.placement.placement import Attention, Hybrid, Placement, everywhere
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.hybrid_attention import theory_mass, unpadded
 from tests.alignment.tiny import config_of, rows, teacher_model
@@ -80,7 +80,7 @@ def evicted_tokens(salience, t):
 @pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3", "gemma2"])
 @torch.no_grad()
 def test_the_teachers_attention_in_blocks_is_the_whole(name, saved_teacher, monkeypatch):
-    monkeypatch.setattr("convert.alignment.hybrid_fit.QUERIES", 5)
+    monkeypatch.setattr("convert.fit.hybrid_fit.QUERIES", 5)
     layer, data = layer_and_data(saved_teacher(name))
     layer.salience.normal_(generator=torch.Generator().manual_seed(0))
     u, _ = data.batch(range(2))
@@ -277,7 +277,7 @@ def test_fits_are_kept_for_a_run_that_goes_on(rank, saved_teacher, tmp_path, mon
     model.follow(config_of(model.weights, placement))
     cache = FitCache(tmp_path, {"a": 1})
     fitted = fit_mixers(model, [1, 2], ids, 2, FitOptions(), cache, 10**9)
-    monkeypatch.setattr("convert.alignment.fit.fit_hybrid_layer", None)
+    monkeypatch.setattr("convert.fit.fit.fit_hybrid_layer", None)
     resumed = fit_mixers(model, [1, 2], ids, 2, FitOptions(), FitCache(tmp_path, {"a": 1}), 10**9)
     for number, (layer, report) in fitted.items():
         assert resumed[number][1] == report

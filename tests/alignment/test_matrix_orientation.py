@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from convert.alignment.mohawk import orientation as matrix_orientation
-from convert.alignment.mohawk.orientation import matrix_orientation_loss, mixer_rows
-from convert.alignment.teacher_model import attention_rows
+from convert.fit.teacher_model import attention_rows
+from convert.train.mohawk import orientation as matrix_orientation
+from convert.train.mohawk.orientation import matrix_orientation_loss, mixer_rows
 from tests.alignment.tiny import LENGTH, teacher_model
 
 NAMES = ["llama-gqa", "mistral-window", "qwen3", "phi"]

@@ -12,17 +12,7 @@ import yaml
 from transformers import TrainerCallback
 
 from convert import convert
-from convert.alignment.divergence import kl_of_logits
-from convert.alignment.mohawk.distillation import distil
-from convert.alignment.mohawk.layerwise import (
-    Activations,
-    LayerwiseStage,
-    hidden_state_loss,
-    orientation_loss,
-    split_layers,
-)
-from convert.alignment.mohawk.stages import Stages, check_stages, only_stages
-from convert.alignment.mohawk.train import load_hybrid, train_existing
+from convert.fit.divergence import kl_of_logits
 from convert.options import (
     AlignmentOptions,
     DistillationOptions,
@@ -31,6 +21,16 @@ from convert.options import (
     OrientationOptions,
     OutputOptions,
 )
+from convert.train.mohawk.distillation import distil
+from convert.train.mohawk.layerwise import (
+    Activations,
+    LayerwiseStage,
+    hidden_state_loss,
+    orientation_loss,
+    split_layers,
+)
+from convert.train.mohawk.stages import Stages, check_stages, only_stages
+from convert.train.mohawk.train import load_hybrid, train_existing
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.helpers.command import run_as_is

@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 
-import convert.alignment.fit as fitting
-import convert.weights.writer as writer
+import convert.fit.fit as fitting
+import convert.io.writer as writer
 from convert import convert, plan_conversion
-from convert.alignment.divergence import kl_of_logits
-from convert.alignment.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
-from convert.alignment.teacher_model import replaced
+from convert.fit.divergence import kl_of_logits
+from convert.fit.probes import associative_probe, copy_probe, needle_probe, plain_tokens, with_needles
+from convert.fit.teacher_model import replaced
 from convert.options import make_options
 from convert.scores.layer_costs import LOOKING_UP, cheapest_by_kl
 from tests.alignment.tiny import LENGTH, rows, teacher_model

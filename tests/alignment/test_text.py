@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert import convert
-from convert.alignment.aligner import Aligner
-from convert.alignment.text import (
+from convert.fit.aligner import Aligner
+from convert.fit.text import (
     DEFAULT_TEXT,
     beginning_of_text,
     calibration_rows,
@@ -102,7 +102,7 @@ def test_default_text_ships_and_is_enough_for_the_default(smollm2_gguf):
     import tomllib
 
     project = tomllib.loads((DEFAULT_TEXT.parents[2] / "pyproject.toml").read_text())
-    assert "alignment/*.jsonl" in project["tool"]["setuptools"]["package-data"]["convert"]
+    assert "fit/*.jsonl" in project["tool"]["setuptools"]["package-data"]["convert"]
 
 
 def test_sampled_text_is_the_models_own(saved_teacher):

@@ -3,11 +3,11 @@
 import torch
 from transformers import PreTrainedConfig
 
-from convert.alignment.closed_form import LayerData
-from convert.alignment.teacher_model import TeacherModel
+from convert.fit.closed_form import LayerData
+from convert.fit.teacher_model import TeacherModel
+from convert.layout.config import hybrid_config, mixer_fields
+from convert.layout.placement import Placement, everywhere
 from convert.options import MixerOptions, make_options
-from convert.placement.config import hybrid_config, mixer_fields
-from convert.placement.placement import Placement, everywhere
 from convert.resolve import resolve
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights

@@ -20,8 +20,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GptOssConfig
 
-from convert.checkpoint.folder import MARKER, OutputFolder, mark
 from convert.cli import progress_bars
+from convert.io.folder import MARKER, OutputFolder, mark
 from tests.helpers.command import check_one_line_error, nothing_left, run, run_as_is
 from tests.helpers.tokenizers import tokenizer
 from tests.teachers import TEACHERS, TINY
@@ -222,7 +222,7 @@ def test_output_not_writable(teacher, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     code = (
-        "import sys; from pathlib import Path; from convert.checkpoint.folder import check_output\n"
+        "import sys; from pathlib import Path; from convert.io.folder import check_output\n"
         "check_output(Path(sys.argv[1]), False)"
     )
     prefix = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
@@ -285,14 +285,14 @@ def test_a_disk_that_fills_in_the_work_folder(memory, file, saved_teacher, small
     assert bool(kept) == (memory == "4GB") and not list(small.glob(".activations*"))
     resize("1M")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("convert.alignment.fit.FitCache.drop", lambda cache: None)
+        patch.setattr("convert.fit.fit.FitCache.drop", lambda cache: None)
         assert run(saved_teacher("llama-gqa"), tmp_path / "out", *flags).returncode == 0
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in kept.items())
 
 
 INTERRUPTED = """
 import os, signal, sys, time
-import convert.cli, convert.pipeline, convert.weights.writer as writer
+import convert.cli, convert.pipeline, convert.io.writer as writer
 folder, write_all = sys.argv[1], writer._write_all
 for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
     if os.fork():
@@ -470,7 +470,7 @@ def test_a_file_that_is_called_like_the_lock_stays(content, locks, tmp_path, mon
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_out_is_looked_at_again_before_it_is_replaced(exchanges, tmp_path, monkeypatch):
     if not exchanges:
-        monkeypatch.setattr("convert.checkpoint.folder._exchange", lambda one, other: False)
+        monkeypatch.setattr("convert.io.folder._exchange", lambda one, other: False)
     out = tmp_path / "out"
 
     def write(content, overwrite, meanwhile=lambda: None):

@@ -1,10 +1,9 @@
 """The pictures of a model card."""
 
 import pytest
-import torch
 
 from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
-from convert.placement.cache import cache_bytes
+from convert.layout.cache import cache_bytes
 from tests.students import make_student, student_config
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from convert import cli, convert, plan_conversion
 from convert.checkpoint.load import load_model
+from convert.layout.cache import cache_bytes
 from convert.options import (
     ConversionOptions,
     conversion_parser,
@@ -22,7 +23,6 @@ from convert.options import (
     options_page,
     parse_size,
 )
-from convert.placement.cache import cache_bytes
 from modeling_llamba import LlambaForCausalLM
 from tests.helpers.command import check_one_line_error, run, run_as_is
 from tests.helpers.tokenizers import tokenizer
@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "options.md"
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)  # reading a weight would fail
+    monkeypatch.setattr("convert.io.reader.SafetensorsCheckpoint.read_rows", None)  # reading a weight would fail
 
     def dry(*flags):
         done = run_as_is(saved_teacher("llama-gqa"), tmp_path / "out", "--dry-run", *flags)

@@ -7,8 +7,8 @@ import pytest
 from transformers.activations import ACT2FN
 
 from convert.dry_run import plan_conversion
+from convert.io.students import meta_shapes, model_class, tensor_shapes
 from convert.options import make_options
-from convert.weights.students import meta_shapes, model_class, tensor_shapes
 from modeling_llamba.hybrid_config import ACTIVATIONS
 from tests.students import MIXERS, PATTERNS, student_config
 from tests.teachers import TEACHERS

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import convert.weights.mapping as mixer_mapping
+import convert.io.mapping as mixer_mapping
 from convert import convert
 from convert.dry_run import plan_conversion
 from convert.options import make_options
@@ -90,7 +90,7 @@ def test_in_float64(name, saved_teacher, tmp_path):
 @every_teacher
 def test_the_plan_of_the_default(name, saved_teacher, monkeypatch):
     """Without reading a weight. No default is a hybrid without a state, and none has more cache than its teacher."""
-    monkeypatch.setattr("convert.weights.reader.SafetensorsCheckpoint.read_rows", None)
+    monkeypatch.setattr("convert.io.reader.SafetensorsCheckpoint.read_rows", None)
     plan = plan_conversion(make_options(str(saved_teacher(name)), "out"))
     kinds, own = plan.config.layer_types, teacher_layer_types(make_teacher(name).config)
     kept = [i for i, kind in enumerate(own) if kind == "sliding_attention"]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from convert.alignment.teacher_model import TeacherModel
+from convert.fit.teacher_model import TeacherModel
 from convert.teachers import FAMILIES
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights

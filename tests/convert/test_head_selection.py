@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.alignment.probes import needle_probe
 from convert.dry_run import plan_conversion
+from convert.fit.probes import needle_probe
+from convert.layout.cache import cache_bytes
+from convert.layout.presets import counted_heads, kept_heads, query_heads, whole_groups
 from convert.options import make_options
-from convert.placement.cache import cache_bytes
-from convert.placement.presets import counted_heads, kept_heads, query_heads, whole_groups
 from convert.scores.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.alignment.tiny import teacher_model

@@ -7,8 +7,8 @@ import torch
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from convert import cli, convert
-from convert.checkpoint.folder import MARKER
 from convert.checkpoint.load import load_config, load_model
+from convert.io.folder import MARKER
 from convert.teachers.teacher import download_model, public_name
 from convert.tools.generate import recorded_teacher
 from modeling_llamba import LlambaForCausalLM

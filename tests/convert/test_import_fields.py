@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from convert.formats.export import plan_export
 from convert.formats.import_ import plan_import
-from convert.weights.students import tensor_shapes
+from convert.io.students import tensor_shapes
 from tests import published as p
 from tests.convert.transfer import exporting, importing
 from tests.helpers.command import check_one_line_error, run_as_is

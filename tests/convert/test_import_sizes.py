@@ -8,8 +8,8 @@ import torch
 from convert.formats.base import ForeignCheckpoint
 from convert.formats.import_ import recognise
 from convert.formats.parts import make_rules
-from convert.weights.reader import TensorInfo
-from convert.weights.students import STUDENTS, tensor_shapes
+from convert.io.reader import TensorInfo
+from convert.io.students import STUDENTS, tensor_shapes
 
 
 class Headers:

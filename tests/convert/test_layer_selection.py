@@ -2,7 +2,7 @@
 
 import pytest
 
-from convert.placement.presets import (
+from convert.layout.presets import (
     PUBLISHED_ATTENTION_LAYERS,
     attention_layers,
     pattern_attention_layers,

@@ -1,17 +1,20 @@
 """Values that a conversion goes by: decided once, each with the reason where the user did not give it."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from convert.cli import main
 from convert.dry_run import plan_conversion
+from convert.layout.cache import cache_bytes
+from convert.layout.placement import Hybrid, Mixer
 from convert.options import make_options
-from convert.placement.cache import cache_bytes
-from convert.placement.placement import Hybrid, Mixer
-from convert.plan import describe_decided
+from convert.plan import describe_decided, make_plan
 from convert.resolve import resolve
+from convert.scores.budget import Budget
+from convert.scores.decide import decide_placement
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
 
@@ -30,7 +33,11 @@ OF_MIXER = {"mixer_d_state", "mixer_rotary", "mixer_norm", "mixer_activation"}
     [
         ({}, dict(choice="budget", block=16, salient=16, window=None), {"choice", "cache_bytes", "bits"} | WINDOWED),
         (dict(cache="100KB"), dict(choice="budget", cache_bytes=100_000), {"choice", "bits"} | WINDOWED),
-        (dict(cache="1MB", window=32, block=8, salient=2, rank=1), dict(block=8), {"choice", "bits", "sequence_length"}),
+        (
+            dict(cache="1MB", window=32, block=8, salient=2, rank=1),
+            dict(block=8),
+            {"choice", "bits", "sequence_length"},
+        ),
         (dict(window=12), dict(choice="share", share=0.5, block=4, salient=16), {"share"} | WINDOWED),
         (dict(window=12, align="none"), dict(salient=0, rank=0), {"share", "block", "salient", "rank"}),
         (dict(window=32, mixer="none"), dict(salient=0, rank=None), {"share", "block", "salient", "sequence_length"}),
@@ -62,6 +69,22 @@ def test_the_cache_is_counted_in_bytes(saved_teacher):
         own = 2 * 7 * 2 * plan.config.num_key_value_heads * plan.config.head_dim * 2 if name == "gemma3" else 0
         assert resolved(folder).cache_bytes == int(own + 0.15 * (whole - own))
         assert ("its own windows" in resolved(folder).reasons["cache_bytes"]) == bool(own)
+
+
+def test_a_teachers_configuration_stays_as_it_was_read(saved_teacher, tmp_path):
+    """Also where its weights show that the head is not tied, as it says, and every hybrid goes by the weights."""
+    shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher")
+    config = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    teacher = find_teacher(str(tmp_path / "teacher"))
+    before = teacher.config.to_dict()
+    weights = TeacherWeights.of(teacher)
+    assert not weights.config.tie_word_embeddings
+    options = make_options(str(tmp_path / "teacher"), "o", context=400, cache=0.4)
+    decision = decide_placement(Budget(weights, resolve(options, weights)))
+    hybrid = make_plan(weights, decision, resolve(options, weights)).config
+    assert not hybrid.tie_word_embeddings and "hybrid" in hybrid.layer_types
+    assert teacher.config.to_dict() == before and before["tie_word_embeddings"]
 
 
 def test_replaced_layers_hold_what_was_asked_for(saved_teacher):

@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert, plan_conversion
-from convert.alignment.mohawk.train import train_existing, with_sequence_length
 from convert.cli import parser_of
+from convert.layout.cache import cache_bytes
+from convert.layout.placement import Placement
 from convert.options import MohawkOptions, OutputOptions, make_options
-from convert.placement.cache import cache_bytes
-from convert.placement.placement import Placement
 from convert.plan import describe
 from convert.resolve import block_of
 from convert.scores.decide import MEAN_RANK, RANK_SHARE
 from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
+from convert.train.mohawk.train import train_existing, with_sequence_length
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.hybrid_cache import cache_nbytes

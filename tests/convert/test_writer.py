@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.weights.reader import (
+from convert.io.reader import (
     GgufCheckpoint,
     PickledCheckpoint,
     SafetensorsCheckpoint,
@@ -19,8 +19,8 @@ from convert.weights.reader import (
     is_finite,
     open_weights,
 )
-from convert.weights.rules import Rule
-from convert.weights.writer import plan_shards, write_shards
+from convert.io.rules import Rule
+from convert.io.writer import plan_shards, write_shards
 from recipes.benchmarks.conversion import copy_convert_copy, synthetic_llama
 from recipes.benchmarks.measure import in_own_process
 from tests.teachers import make_teacher, random_ids

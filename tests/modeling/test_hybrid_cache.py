@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import modeling_llamba.hybrid_cache as hybrid_cache
-from convert.placement.cache import cache_bytes
+from convert.layout.cache import cache_bytes
 from modeling_llamba.hybrid_cache import HybridLayer, cache_length, cache_nbytes, fit_cache, new_cache
 from tests.students import MIXERS, make_student, student_config
 from tests.teachers import random_ids
@@ -195,7 +195,7 @@ def test_a_copy_of_a_cache_goes_its_own_way():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_bytes_are_those_of_the_plan(variant, dtype):
-    """From the first token on the same, but for the keys of kept heads; as convert/placement counts them."""
+    """From the first token on the same, but for the keys of kept heads; as convert/layout counts them."""
     teacher = {"teacher_layer_types": ["full_attention"] * 2}
     model = make_student(pattern="beside-only", dtype=dtype, conversion=teacher, **VARIANTS[variant])
     cache, ids, sizes = model.new_cache(), random_ids(1, 60), []

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from convert.alignment.distillation import loss as module
-from convert.alignment.distillation.loss import (
+from convert.train.distillation import loss as module
+from convert.train.distillation.loss import (
     IGNORED,
     LossWeights,
     add_distillation_head,

@@ -16,7 +16,7 @@ TWO_PROCESSES = """
 import json, sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from convert.alignment.distillation.loss import LossWeights, add_distillation_head, add_hidden_output, head_of
+from convert.train.distillation.loss import LossWeights, add_distillation_head, add_hidden_output, head_of
 from recipes import dpo, sft
 from tests.students import make_student
 from tests.teachers import make_teacher, random_ids

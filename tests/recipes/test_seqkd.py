@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from convert.checkpoint.folder import mark
+from convert.io.folder import mark
 from recipes import seqkd
 from recipes.training.load import load_named, load_splits
 from tests.recipes.tiny_chat import REASONING, STRICT, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid

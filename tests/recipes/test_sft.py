@@ -10,9 +10,9 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from convert.alignment.distillation.loss import divergence
-from convert.alignment.distillation.trainer import DistilledSFTTrainer
-from convert.checkpoint.folder import OutputFolder
+from convert.io.folder import OutputFolder
+from convert.train.distillation.loss import divergence
+from convert.train.distillation.trainer import DistilledSFTTrainer
 from recipes import progressive_sft, sft
 from recipes.training import run
 from recipes.training.run import script

@@ -76,16 +76,17 @@ ORDER = (
     "errors",
     "memory",
     "options",
-    "weights",
+    "io",
     "teachers",
-    "placement",
+    "layout",
     "resolve",
     "plan",
     "checkpoint",
-    "alignment",
-    "alignment.distillation",
+    "fit",
     "scores",
-    "alignment.mohawk",
+    "train",
+    "train.distillation",
+    "train.mohawk",
     "formats",
     "dry_run",
     "pipeline",
@@ -126,7 +127,7 @@ def test_folders_of_convert_have_an_order():
                 seen.add((own, part))
                 where = f"{path.relative_to(ROOT)}:{line}"
                 assert ORDER.index(part) < ORDER.index(own), f"{where}: {part} comes after {own}"
-    assert {("scores", "alignment"), ("plan", "placement"), ("dry_run", "formats")} <= seen  # it is not blind
+    assert {("scores", "fit"), ("plan", "layout"), ("dry_run", "formats")} <= seen  # it is not blind
 
 
 @pytest.mark.parametrize("package", MODELING)
@@ -182,10 +183,10 @@ def reachable(module):
 @pytest.mark.parametrize("module", ["import_", "export"])
 def test_import_and_export_need_neither_alignment_nor_the_conversion(module):
     modules = reachable(f"convert.formats.{module}")
-    assert {"convert.formats.transfer", "convert.weights.writer", "convert.teachers.qwen2"} <= modules
-    unwanted = ("convert.alignment", "convert.pipeline", "convert.plan")
+    assert {"convert.formats.transfer", "convert.io.writer", "convert.teachers.qwen2"} <= modules
+    unwanted = ("convert.fit", "convert.pipeline", "convert.plan")
     assert not [name for name in modules if name.startswith(unwanted)]
-    assert "convert.alignment.closed_form" in reachable("convert.pipeline")  # the graph is not blind
+    assert "convert.fit.closed_form" in reachable("convert.pipeline")  # the graph is not blind
 
 
 def test_models_and_tokenizers_are_loaded_in_one_place():

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from ..io.rules import Rule
+from ..io.writer import Progress
+from ..layout.config import hybrid_config
+from ..layout.placement import Placement
 from ..memory import keep_free_memory, return_free_memory
 from ..options import FitOptions, differences, parse_size
-from ..placement.config import hybrid_config
-from ..placement.placement import Placement
 from ..plan import Plan
 from ..resolve import Resolved
 from ..teachers.teacher import public_name
 from ..teachers.weights import TeacherWeights
-from ..weights.rules import Rule
-from ..weights.writer import Progress
 from .fit import FitCache, Fits, fit_mixers
 from .hybrid_fit import cut_map, ranks_within
 from .probes import plain_tokens, with_recall

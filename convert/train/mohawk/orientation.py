@@ -17,7 +17,7 @@ from torch import nn
 
 from modeling_llamba.ssd import repeat_groups
 
-from ..teacher_model import attention_rows
+from ...fit.teacher_model import attention_rows
 
 
 def matrix_orientation_loss(

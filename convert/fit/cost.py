@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from ..io.students import tensor_shapes
 from ..options import parse_size
 from ..plan import Cost, Plan
-from ..weights.students import tensor_shapes
 from .closed_form import BATCH_SEQUENCES
 from .hybrid_fit import GRAM_BLOCKS, QUERIES, RIDGES, SALIENCE_SEQUENCES
 from .teacher_model import usable_device

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
+from ...fit.probes import plain_tokens, with_needles
+from ...fit.teacher_model import TeacherModel
+from ...io.writer import Progress
+from ...layout.placement import Placement
 from ...options import AlignmentOptions
-from ...placement.placement import Placement
-from ...weights.writer import Progress
-from ..probes import plain_tokens, with_needles
-from ..teacher_model import TeacherModel
 from .distillation import check_can_train, distil
 from .layerwise import LayerwiseStage, StageReport, append_jsonl, hidden_state_loss, orientation_loss, split_layers
 from .orientation import check_has_matrix_per_head

@@ -19,17 +19,17 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_figures
-from ...checkpoint.folder import MARKER, OutputFolder, check_apart
 from ...checkpoint.load import check_whole
+from ...fit.aligner import Aligner
+from ...fit.teacher_model import TeacherModel
+from ...fit.text import CalibrationRows, calibration_rows
+from ...io.folder import MARKER, OutputFolder, check_apart
+from ...io.rules import Rule
+from ...io.students import STUDENTS, model_class
+from ...io.writer import Progress, plan_shards, write_shards
 from ...options import AlignmentOptions, MohawkOptions, parse_size
 from ...teachers.teacher import find_teacher
 from ...teachers.weights import TeacherWeights
-from ...weights.rules import Rule
-from ...weights.students import STUDENTS, model_class
-from ...weights.writer import Progress, plan_shards, write_shards
-from ..aligner import Aligner
-from ..teacher_model import TeacherModel
-from ..text import CalibrationRows, calibration_rows
 from .stages import STAGES, Stages, only_stages
 
 

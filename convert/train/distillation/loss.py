@@ -18,7 +18,7 @@ from torch import nn
 
 from modeling_llamba.hybrid_model import finish_logits
 
-from ..divergence import kl_of_log_probs
+from ...fit.divergence import kl_of_log_probs
 
 CHUNK_ELEMENTS = 2**23
 IGNORED = -100

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from ...checkpoint.folder import write_beside
+from ...fit.teacher_model import TeacherModel, replaced
+from ...io.folder import write_beside
+from ...io.writer import Progress
 from ...options import HiddenStateOptions, OrientationOptions, StageOptions
-from ...weights.writer import Progress
-from ..teacher_model import TeacherModel, replaced
 from .orientation import matrix_orientation_loss
 
 MAX_GRAD_NORM = 1.0

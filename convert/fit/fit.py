@@ -19,11 +19,11 @@ from torch import nn
 
 from modeling_llamba.hybrid_attention import HybridAttention
 
-from ..checkpoint.folder import write_beside
+from ..io.folder import write_beside
+from ..io.reader import is_finite
+from ..io.writer import Progress
 from ..memory import return_free_memory
 from ..options import FitOptions
-from ..weights.reader import is_finite
-from ..weights.writer import Progress
 from .activations import ActivationStream
 from .closed_form import LayerFit, fit_hybrid_layer, fit_layer
 from .hybrid_fit import set_map

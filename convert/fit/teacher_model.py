@@ -16,11 +16,11 @@ from modeling_llamba.hybrid_attention import HybridAttention, unpadded
 from modeling_llamba.mixers import make_mixer
 from modeling_llamba.rotary import apply_rotary, local_rotary_embedding, rotary_embedding
 
+from ..io.reader import Checkpoint
+from ..io.rules import Rule, moved
+from ..io.students import model_class
 from ..options import MixerOptions
 from ..teachers.weights import TeacherWeights
-from ..weights.reader import Checkpoint
-from ..weights.rules import Rule, moved
-from ..weights.students import model_class
 
 
 def usable_device(name: str) -> torch.device:

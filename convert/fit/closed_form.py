@@ -18,8 +18,8 @@ from torch import nn
 
 from modeling_llamba.hybrid_attention import HybridAttention
 
+from ..io.mapping import set_decay
 from ..options import FitOptions
-from ..weights.mapping import set_decay
 from .hybrid_fit import SALIENCE_SEQUENCES, fit_hybrid, fit_salience, set_map
 
 BATCH_SEQUENCES = 2

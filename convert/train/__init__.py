@@ -1,0 +1,1 @@
+"""Training of hybrids by gradients: distillation, and MOHAWK's stages."""

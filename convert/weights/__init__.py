@@ -1,1 +1,0 @@
-"""Read a teacher's checkpoint, map its tensors to the hybrid's, and write them as shards."""
