@@ -158,7 +158,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
 
 def refuse_windows_everywhere(options: ConversionOptions, weights: TeacherWeights, in_all: bool) -> None:
     """Refuse windows that are asked for where every layer of the teacher has its own."""
-    asked = options.placement.window, options.placement.attention_heads, options.layout.cache
+    asked = options.placement.window, options.placement.attention_heads, options.placement.cache
     if in_all and options.has_windows and asked != (None,) * 3:
         raise ValueError(
             f"Every layer of this teacher has a window of {weights.config.sliding_window} tokens, so its cache is of "
@@ -243,7 +243,7 @@ def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | N
     context = options.placement.context
     windows = weights.windows(context)
     own = 0
-    if options.layout.cache is None and 0 < len(windows) < config.num_hidden_layers:
+    if options.placement.cache is None and 0 < len(windows) < config.num_hidden_layers:
         own = len(windows) * attention_bytes(config, "sliding_attention", context)
     return int(own + asked * (teacher_bytes(config, context) - own))
 
@@ -268,7 +268,7 @@ def _said(options: ConversionOptions, heads: Heads | None) -> dict[str, Any]:
     if isinstance(options.placement.attention_heads, str):  # a path of this machine, it may be
         said["placement"]["attention_heads"] = heads
     if "text" in said.get("alignment", {}):
-        said["alignment"]["text"] = public_name(options.fit.text)
+        said["alignment"]["text"] = public_name(options.alignment.text)
     return {name: value for name, value in said.items() if name not in ("model", "output")}
 
 

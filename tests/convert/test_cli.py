@@ -76,7 +76,7 @@ def test_plan_figures_are_right(saved_teacher):
         )
         held += sum(t.numel() * t.element_size() for t in tensors)
     assert cache_bytes(plan.config, 50, torch.float32)[1] == held
-    assert plan.summary()["state_bytes"] == cache_bytes(plan.config, 0, torch.float32)[1] > 0
+    assert plan.summary()["state_bytes"] == cache_bytes(plan.config, 0)[1] > 0
 
 
 def test_json_and_quiet(saved_teacher, tmp_path):
