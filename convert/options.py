@@ -29,7 +29,7 @@ from jsonargparse.typing import ClosedUnitInterval, restricted_number_type
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-DEFAULT_CACHE = 0.15
+DEFAULT_CACHE = 0.08
 SALIENT = 16
 MAPPING = "names with values"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -59,7 +59,7 @@ class PlacementOptions:
     what replacing each layer costs; with a window it is one of the layers that have none in the teacher."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's in bfloat16 (0.25), or bytes
-    (50MB). Layers, heads and window are then chosen together. By default 0.15, unless layers, a window, heads or
+    (50MB). Layers, heads and window are then chosen together. By default 0.08, unless layers, a window, heads or
     another mixer are given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""

@@ -88,7 +88,7 @@ def _rounded(vector: torch.Tensor, bits: int) -> torch.Tensor:
     largest = 2 ** (bits - 1) - 1
     found = []
     for numbers in (rotation @ vector).split(group):
-        scale = (numbers.abs().max() / largest).half().double()
+        scale = (numbers.abs().max() / largest).clamp(min=2**-14).half().double()
         found += [scale * min(max((number / scale).round(), -largest), largest) for number in numbers]
     return rotation @ torch.stack(found)
 

@@ -157,7 +157,7 @@ def _write(
     notes = "\n".join(f"- {note}" for note in plan.notes)
     pictures = needed = ""
     if plan.provenance is not None:  # a hybrid of ours, whose layers and cache can be drawn
-        save_pictures(plan.config, plan.dtype, folder)
+        save_pictures(plan.config, folder)
         needed = f" It loads with `{NEEDED}`."
         pictures = f"![layers and heads]({LAYERS})\n![cache against length]({CACHE})"
     title = Path(options.output.folder).name

@@ -135,7 +135,7 @@ def with_window(folder, copy, window):
 def test_the_teachers_own_windows_stay(name, cache, saved_teacher, tmp_path):
     """The budget goes to the other layers, whose heads alone can see everything, and the bytes are the cache's own.
     By default the share is of the others' cache."""
-    share, own = cache or 0.15, 8 if cache else 150
+    share, own = cache or 0.08, 8 if cache else 150
     teacher = with_window(saved_teacher(name), tmp_path / "teacher", own)
     plan = convert(str(teacher), tmp_path / "out", **SEARCH | {"cache": cache})
     assert plan.placement.hybrid.state and plan.placement.hybrid.salient
@@ -360,10 +360,10 @@ SAID = (
 
 @pytest.mark.parametrize("said", SAID, ids=lambda said: next(iter(said)))
 def test_a_small_share_of_the_cache_where_nothing_is_said_of_the_layers(said):
-    assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.15
+    assert make_options("m", "o", tokens=9999, dtype="float32").cache == 0.08
     assert make_options("m", "o", **said).cache is None
-    assert make_options("m", "o", sinks=2).cache == 0.15
-    assert make_options("m", "o", shared_state=True).cache == 0.15
+    assert make_options("m", "o", sinks=2).cache == 0.08
+    assert make_options("m", "o", shared_state=True).cache == 0.08
     with pytest.raises(ValueError, match=r"placement.sinks has no effect without a window"):
         make_options("m", "o", sinks=2, shared_state=True)
 

@@ -100,7 +100,7 @@ def test_the_plan_of_the_default(name, saved_teacher, monkeypatch):
         return
     assert plan.placement.hybrid.state and plan.config.mixer != "none"
     for size in plan.summary()["cache_bytes"].values():
-        assert size["hybrid"] < 0.15 * size["teacher"]
+        assert size["hybrid"] < 0.1 * size["teacher"]
     assert "salient tokens and a state" in describe(plan)
 
 
