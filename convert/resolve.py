@@ -223,7 +223,12 @@ def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
     asked = options.placement.bits
     if asked is not None:
         return CacheBits((asked, asked), (asked, asked))
-    if choice != "budget" or head_dim % 2:
+    return few_bits(head_dim) if choice == "budget" else CacheBits()
+
+
+def few_bits(head_dim: int) -> CacheBits:
+    """Bits of a number in the cache where a budget decides, as few as heads of this size allow."""
+    if head_dim % 2:
         return CacheBits()
     full = FULL_BITS if head_dim % 16 == 0 else (WINDOW_BITS, WINDOW_BITS)
     return CacheBits(full, (WINDOW_BITS, WINDOW_BITS))

@@ -30,8 +30,8 @@ def fill_cache(cache: Cache, length: int) -> None:
     for layer in cache.layers:
         growing = getattr(layer, "kept", layer)  # of a hybrid layer, the kept heads
         if isinstance(growing, DynamicLayer) and growing.is_initialized:
-            batch, heads, held, dim = growing.keys.shape
-            growing.update(*(torch.randn(batch, heads, length - held, dim) for _ in range(2)))
+            more = length - growing.keys.shape[2]
+            growing.update(*(t[:, :, -1:].expand(-1, -1, more, -1) for t in (growing.keys, growing.values)))
         if isinstance(layer, HybridLayer):
             more = length - layer.length
             assert more % layer.shape.block == 0, "the open block is as full as it was"
