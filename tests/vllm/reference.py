@@ -51,7 +51,8 @@ CASES = {
     "experts": dict(pattern="experts"),
     "mamba1": dict(mixer="mamba1"),
 }
-CONVERTED = "converted by default"
+CONVERTED = "converted within a budget"
+ROUNDED = "converted by default, in few bits"
 HOLDABLE = dict(
     mixer="mamba2", mixer_norm="head", mixer_activation="silu", mixer_rotary=False, mixer_decay_bias=False,
     sliding_window=None, hybrid_full_heads=None,
@@ -82,13 +83,15 @@ def make_converted(folder: Path, prompts: list[list[int]]) -> None:
     sizes = TINY | {"hidden_size": 128, "max_position_embeddings": 1024}
     LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.1)).save_pretrained(folder / "teacher")
     chat_tokenizer().save_pretrained(folder / "teacher")
-    convert(
-        str(folder / "teacher"), str(folder / CONVERTED), cache=0.4, context=600, text="sampled", tokens=8192,
-        alignment={"sequence_length": 512},
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(folder / CONVERTED, dtype=torch.float32)
-    assert any(model.config.hybrid_full_heads) and model.config.mixer != "none"
-    refer(model, folder / CONVERTED, prompts)
+    for name, cache, bits in ((CONVERTED, 0.4, 16), (ROUNDED, 0.2, None)):
+        convert(
+            str(folder / "teacher"), str(folder / name), cache=cache, bits=bits, context=600, text="sampled",
+            tokens=8192, alignment={"sequence_length": 512},
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        assert any(model.config.hybrid_full_heads) and model.config.mixer != "none"
+        assert (model.config.window_bits < 16) == (name == ROUNDED)
+        refer(model, folder / name, prompts)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.vllm.conftest import ROOT, SETTINGS, reference
-from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS
+from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED
 
 pytestmark = pytest.mark.vllm
 REFUSED = {"experts": "Experts are not served", "mamba1": "mamba1 is not served"}
@@ -58,6 +58,14 @@ def assert_equal(outputs, references):
 def test_tokens_and_log_probabilities_are_transformers(name, engine, models, prompts):
     """Ragged prompts of 1 to 600 tokens, ten requests in three slots."""
     assert_equal(greedy(engine(name, **IN_PIECES), prompts), expected(models, name))
+
+
+def test_few_bits_round_as_in_transformers(engine, models, prompts):
+    """But for numbers that lie between two codes, which the last digit of a float32 decides."""
+    outputs = [output.outputs[0] for output in greedy(engine(ROUNDED, **IN_PIECES), prompts)]
+    wrong, worst = differences(outputs, expected(models, ROUNDED))
+    assert wrong <= 0.05 * NEW_TOKENS * len(prompts)
+    assert worst < 0.02, worst
 
 
 @pytest.mark.parametrize("name", COMPILED)
