@@ -482,6 +482,12 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length, past_key_values, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if generation_config.cache_implementation == "quantized":
+            raise ValueError(
+                "A hybrid needs no cache_implementation='quantized': the bits of its cache are in its configuration "
+                f"(full_attention_bits {self.config.full_attention_bits}, window_bits {self.config.window_bits}); "
+                "leave it out."
+            )
         given = model_kwargs.get("past_key_values")
         if isinstance(given, Cache):
             fit_cache(given, self.config)

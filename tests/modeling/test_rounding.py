@@ -94,6 +94,11 @@ def test_gradients_pass_the_rounding():
     assert all(by_name[f"model.layers.{i}.self_attn.k_proj.weight"].abs().max() > 0 for i in (0, 1))
 
 
+def test_a_quantised_cache_of_transformers_is_refused():
+    with pytest.raises(ValueError, match=r"needs no cache_implementation='quantized'.*full_attention_bits \[6, 4\]"):
+        make_student(**MIXED).generate(random_ids(1, 5), cache_implementation="quantized", max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
