@@ -39,6 +39,6 @@ def test_each_table_stands_on_a_page():
 
 def test_a_figure_is_shown_as_it_is_written():
     quality = dict(entries("quality"))
-    assert str(quality["default/web, a window/256–512"]["value"]) == "0.000"
-    assert "| needles found | the default | 79 % |" in render("quality", "recall")
-    assert "| 548.4 | | 6,040 |" in render("readme", "quality")
+    assert str(quality["default/web, a window, 15 % in 16 bits/256–512"]["value"]) == "0.000"
+    assert "| needles found | 15 % in 16 bits | 79 % |" in render("quality", "recall")
+    assert "| 138.6 | | 3,020 |" in render("readme", "quality")
