@@ -259,7 +259,10 @@ class HybridAttention(nn.Module):
             query = _of_heads(query, self.windowed, self.shared)
             sink_query = None if sink_query is None else _of_heads(sink_query, self.windowed, self.shared)
             key, value = (_of_heads(t, self.windowed) for t in (key, value))
-        rows = self.shape.key_rounding.encode(key), self.shape.value_rounding.encode(value)
+        if self.shape.key_rounding == self.shape.value_rounding and self.shape.key_rounding.rounds:
+            rows = self.shape.key_rounding.encode(torch.stack([key, value])).unbind()  # of one token, calls cost most
+        else:
+            rows = self.shape.key_rounding.encode(key), self.shape.value_rounding.encode(value)
         return Projected(query, sink_query, key, value, salience, *rows)
 
     def rounded(self, projected: Projected) -> Projected:
