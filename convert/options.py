@@ -454,7 +454,6 @@ CONVERSION_FLAGS = {
     "--dtype": "output.dtype",
     "--overwrite": "output.overwrite",
     "--push-to-hub": "output.push_to_hub",
-    "--private": "output.private",
 }
 """Flags that `--help` lists; every other option is set in YAML, or by its dotted name."""
 

@@ -270,7 +270,7 @@ def describe(plan: Plan) -> str:
         )
     if s["mixer_layers"]:
         lines.append(f"bits        {plan.placement.bits}")
-        lines.append(f"memory      {in_words(s['break_even'])}")
+        lines.append(f"memory      {break_even_in_words(s['break_even'])}")
     if s["mixer"] != "none" and s["mixer_layers"]:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the states, at any length")
     if heads:
@@ -282,7 +282,7 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def in_words(break_even: dict[str, int | None]) -> str:
+def break_even_in_words(break_even: dict[str, int | None]) -> str:
     """Describe from how many tokens on a hybrid takes less memory than its teacher, weights included."""
     parts = []
     for cache, tokens in break_even.items():

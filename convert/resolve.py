@@ -44,7 +44,7 @@ class Resolved:
     share: float | None
     """Share of the replaceable layers that keep attention; None where something else decides."""
     heads: Heads | None
-    """Query heads that are named to see everything; None where at most their number is given."""
+    """Query heads that are named to keep full attention; None where at most their number is given."""
     num_heads: int | None
     """Number of key/value heads asked for beside those named; None where nothing was said of heads."""
     own_windows: tuple[int, ...]
@@ -210,7 +210,7 @@ def _kept_heads(
 
 
 def refuse_heads_of(windows: Collection[int], heads: Heads) -> None:
-    """Refuse heads that are to see everything in layers which have a window in the teacher, and so keep it."""
+    """Refuse kept heads in layers that have a window in the teacher, which they keep."""
     if hidden := sorted(heads.keys() & set(windows)):
         raise ValueError(
             f"attention_heads names heads of layer {hidden[0]}, which has a sliding window in the teacher; leave out "
@@ -237,7 +237,7 @@ def few_bits(head_dim: int) -> CacheBits:
 def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | None:
     """Count the bytes of cache that one sequence may take.
 
-    The default is a share of what the teacher's layers take that see everything; its own windows stay beside that.
+    The default is a share of what the teacher's layers of full attention take; its own windows stay beside that.
     """
     asked = options.cache
     if asked is None:
@@ -270,7 +270,7 @@ def _said(options: ConversionOptions, heads: Heads | None) -> dict[str, Any]:
     """Collect the options that are not their defaults, without what names this machine or the output."""
     alignment = dataclasses.replace(options.alignment, work_dir=None)
     said = differences(dataclasses.replace(options, alignment=alignment))
-    if isinstance(options.placement.attention_heads, str):  # a path of this machine, it may be
+    if isinstance(options.placement.attention_heads, str):  # it may be a path of this machine
         said["placement"]["attention_heads"] = heads
     if "text" in said.get("alignment", {}):
         said["alignment"]["text"] = public_name(options.alignment.text)

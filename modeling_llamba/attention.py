@@ -101,6 +101,8 @@ def attend_rounded(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax attention to keys and values as a cache holds them, rounded or not.
 
+    Gradients pass to the new tokens' keys and values where a cache ends with these, as all but static ones do.
+
     Args:
         attend: attention of queries (B, H, L, D) to keys and values (B, K, T, D), which returns (B, L, H, D) and
             probabilities or None.

@@ -259,11 +259,14 @@ class HybridAttention(nn.Module):
             query = _of_heads(query, self.windowed, self.shared)
             sink_query = None if sink_query is None else _of_heads(sink_query, self.windowed, self.shared)
             key, value = (_of_heads(t, self.windowed) for t in (key, value))
-        if self.shape.key_rounding == self.shape.value_rounding and self.shape.key_rounding.rounds:
-            rows = self.shape.key_rounding.encode(torch.stack([key, value])).unbind()  # of one token, calls cost most
-        else:
-            rows = self.shape.key_rounding.encode(key), self.shape.value_rounding.encode(value)
-        return Projected(query, sink_query, key, value, salience, *rows)
+        return Projected(query, sink_query, key, value, salience, *self.rows_of(key, value))
+
+    def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (B, K, L, D) of heads with a window as a cache holds them."""
+        of_keys, of_values = self.shape.key_rounding, self.shape.value_rounding
+        if of_keys == of_values and of_keys.rounds:
+            return of_keys.encode(torch.stack([key, value])).unbind()  # of one token, calls cost most
+        return of_keys.encode(key), of_values.encode(value)
 
     def rounded(self, projected: Projected) -> Projected:
         """With keys and values as their rows hold them."""

@@ -401,7 +401,7 @@ def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torc
     heads, (K, shared) = heads.transpose(1, 2), attention.kv_groups
     queries, key, value = heads.split([heads.shape[1] - 2 * K, K, K], dim=1)
     query, *sink_query = queries.split(K * shared, dim=1)
-    rows = attention.shape.key_rounding.encode(key), attention.shape.value_rounding.encode(value)
+    rows = attention.rows_of(key, value)
     return Projected(query, sink_query[0] if sink_query else None, key, value, salience, *rows)
 
 

@@ -201,7 +201,7 @@ def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
 
 
 def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configuration_stores(saved_teacher, tmp_path):
-    """Scores take minutes of a large teacher, and which heads they choose hardly changes the bytes."""
+    """Scores take minutes of a large teacher, and which heads they choose changes no bytes."""
     plans, doing = [], []
 
     def on_plan(plan):
@@ -212,14 +212,12 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
         if doing[-1] != what:
             doing.append(what)
 
-    options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH, rank=4)
+    options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH, rank=4, bits=16)
     plan = run(options, on_plan, progress)
     assert doing == ["plan", "reading text, rows", "scoring heads, layers", "measuring layers", "plan",
                      "aligning, layers", "writing, MB"]  # fmt: skip
     assert plans[0].notes and not plan.notes
-    assert plans[1].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
-    sizes = [one.summary()["cache_bytes"]["4k"]["hybrid"] for one in plans]
-    assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
+    assert plans[0].summary()["cache_bytes"] == plans[1].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     layers = plan.placement.windows
     assert plans[1].placement == plan.placement.with_ranks(dict.fromkeys(layers, 4))
     ranks = json.loads((tmp_path / "out" / "alignment.json").read_text())["ranks"]

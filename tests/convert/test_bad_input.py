@@ -359,7 +359,7 @@ def test_interrupted_half_way(teacher, tmp_path):
         (["--mixer.d_state", "0"], ["d_state must be a whole number above 0, not 0"]),
         (["--mixer", "mamba1", "--mixer.d_state", "5"], ["multiple"]),
         (["--output.max_shard_size", "lots"], ["'lots' is not a size"]),
-        (["--private"], ["push_to_hub"]),
+        (["--output.private", "true"], ["push_to_hub"]),
         (["--revision", "main"], ["local", "revision"]),
         (["--gguf-file", "x.gguf"], ["no file x.gguf"]),
         (["--push-to-hub", "me/model"], ["token"]),

@@ -213,7 +213,7 @@ def test_help_is_short_and_quick():
     named = [name for name in cli.COMMANDS if f"convert-to-hybrid {name} " in done.stdout]
     assert done.returncode == 0 and named == [name for name in cli.COMMANDS if name != "convert"]
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  -")]
-    assert len(shown) <= 25 and set(cli.CONVERSION_FLAGS) <= set(shown)
+    assert len(shown) <= 24 and set(cli.CONVERSION_FLAGS) <= set(shown)
     assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
 
 

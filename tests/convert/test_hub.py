@@ -34,7 +34,7 @@ def connected(hub, tmp_path, monkeypatch):
 
 def test_pull_convert_push_and_pull_again(connected, tmp_path, monkeypatch):
     hub = connected
-    done = run("org/teacher", tmp_path / "out", "--push-to-hub", "me/hybrid", "--private",
+    done = run("org/teacher", tmp_path / "out", "--push-to-hub", "me/hybrid", "--output.private", "true",
                   "--output.max_shard_size", "60KB")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert hub.private["me/hybrid"]
@@ -76,7 +76,7 @@ def test_pushing_again_leaves_no_stale_weights_and_never_publishes(connected, tm
         assert done.returncode == 0, done.stderr
     weights = {p.name for p in (connected.root / "me" / "again").glob("*.safetensors")}
     assert weights == {p.name for p in (tmp_path / "1").glob("*.safetensors")} and "model.safetensors" not in weights
-    done = run("org/teacher", tmp_path / "2", "--push-to-hub", "me/again", "--private")
+    done = run("org/teacher", tmp_path / "2", "--push-to-hub", "me/again", "--output.private", "true")
     assert done.returncode == 1 and "exists and is public" in done.stderr, done.stderr
     assert not (tmp_path / "2").exists()
 

@@ -72,13 +72,15 @@ def test_a_prompt_is_its_steps_and_its_chunks():
         torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
 
-@torch.no_grad()
-def test_a_static_cache_holds_rows_too():
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_static_cache_holds_rows_too(recording):
+    """Also where a gradient might be wanted, as in a pass without `torch.no_grad`."""
     model = make_student(**MIXED).double().eval()
     ids = random_ids(1, 40)
-    expected = model(ids, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=64)
-    found = [model(part, past_key_values=cache).logits for part in ids.split(20, dim=1)]
+    with torch.set_grad_enabled(recording):
+        expected = model(ids, use_cache=False).logits
+        found = [model(part, past_key_values=cache).logits for part in ids.split(20, dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), expected)
     assert cache.layers[0].keys.dtype == torch.uint8
 
