@@ -77,8 +77,8 @@ class PlacementOptions:
     """Mean rank of the map that layers with a state add to the teacher's output projection. By default as high as
     1.5 % of the teacher's weights allow, and at most 32."""
     bits: CacheBit | None = None
-    """Bits of a number in the cache: 16 (the type that the model is loaded in), or 8 to 2. By default, where a cache
-    is given or chosen, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
+    """Bits of a number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, where a
+    cache is given or chosen, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""

@@ -16,7 +16,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybri
 QK_NORMS = (None, "rms", "layer", "all_heads")
 ROPES = ("main", "local", "none")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
-CACHE_BITS = (16, 8, 7, 6, 5, 4, 3, 2)
+CACHE_BITS = (16, 8, 6, 4, 2)
 ROPE_NUMBERS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -132,8 +132,8 @@ class HybridConfig(PreTrainedConfig):
         hybrid_state_planes: planes of each key, those that the rotary embedding turns slowest, that the state keeps;
             all of them by default. Dimensions that are not rotated are kept in any case.
         full_attention_bits: bits of a key's or value's number in the cache of full attention, that of kept heads
-            included: 16 (the model's own type), 8 to 2; as a list, those of keys and those of values. window_bits: the
-            same for hybrid layers' windows, sinks and salient tokens, and for sliding attention.
+            included: 16 (the model's own type), 8, 6, 4 or 2; as a list, those of keys and those of values.
+        window_bits: the same for hybrid layers' windows, sinks and salient tokens, and for sliding attention.
         hybrid_rank: rank of the map that a hybrid layer adds to o_proj, 0 for none; a list, with an entry for every
             layer, where they differ.
         hybrid_full_heads: for each layer, the query heads of a hybrid layer that keep full attention: all that share a

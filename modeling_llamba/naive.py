@@ -85,10 +85,10 @@ def _rounded(vector: torch.Tensor, bits: int) -> torch.Tensor:
     signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(part)] for i in range(part)])
     rotation = torch.block_diag(*[signs.double() / part**0.5] * (size // part))
     group = size if bits > 4 else math.gcd(size, 32)
-    largest = 2 ** (bits - 1) - 1
+    largest, shift = 2 ** (bits - 1) - 1, 2 ** (8 - bits)
     found = []
     for numbers in (rotation @ vector).split(group):
-        scale = (numbers.abs().max() / largest).clamp(min=2**-14).half().double()
+        scale = shift * (numbers.abs().max() / (largest * shift)).clamp(min=2**-14 / shift).half().double()
         found += [scale * min(max((number / scale).round(), -largest), largest) for number in numbers]
     return rotation @ torch.stack(found)
 

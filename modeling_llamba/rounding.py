@@ -3,12 +3,15 @@
 Since no row depends on another, blocks open, caches are cropped and beams change places as with unrounded tensors.
 Keys have a few dimensions with large values, which a common scale would leave no precision for the others. So a vector
 is first multiplied by a Hadamard matrix, which spreads them over all dimensions (QuaRot, arXiv 2404.00456). Of the
-result each group of numbers has a scale in float16, the largest magnitude over the largest code, and integer codes:
+result each group of numbers has integer codes, which are signed, and a scale in float16:
 
-    row = [scales, codes]
+    row = [scales, codes]        scale = largest magnitude of the group / (largest code * shift), shift = 2^(8 - bits)
 
-Codes of 8 bits are bytes. Others are non-negative and cut into parts of 4, 2 and 1 bits, such as 6 = 4 + 2, the lowest
-first. A byte holds 8 / p parts of p bits, which come from numbers D p / 8 apart.
+Codes stand in the upper bits of a byte, where they are `shift` times as large. So few operations take them out:
+
+    8 bits   a byte each
+    4, 2     byte i holds the codes i + j W of all j, the lowest bits those of j = 0; W is the number of bytes
+    6        3/4 of the codes in the upper bits of a byte each; of the last quarter 2 bits in each of three bytes
 
 Softmax attention is the same for rotated queries, keys and values as for unrotated ones, up to the rotation of its
 output; what is stored need not be rotated back to be attended to.
@@ -24,6 +27,8 @@ import torch
 
 GROUP = 32
 """Numbers with one scale, at four bits or less; at more, all numbers of a vector have one."""
+SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
+"""Scale of codes of 8 bits at least; of codes of fewer bits, smaller by their shift."""
 WHOLE = 16
 """Bits that stand for the model's own type, in which nothing is rounded."""
 
@@ -51,11 +56,6 @@ class Rounding(NamedTuple):
         return 1 if self.bits > 4 else self.dim // math.gcd(self.dim, GROUP)
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Bits of the parts of a code, the lowest first."""
-        return tuple(size for size in (8, 4, 2, 1) if self.bits & size)
-
-    @property
     def largest(self) -> int:
         """Largest code; the least is its negative."""
         return 2 ** (self.bits - 1) - 1
@@ -74,54 +74,75 @@ class Rounding(NamedTuple):
         """Rows (..., W) uint8 of vectors (..., D), or the vectors themselves where nothing is rounded."""
         if not self.rounds:
             return t
-        wide = t.detach().to(torch.promote_types(t.dtype, torch.float32))
-        groups = self.rotate(wide).unflatten(-1, (self.groups, -1))
-        scale = torch.linalg.vector_norm(groups, ord=math.inf, dim=-1, keepdim=True) / self.largest
+        groups = self.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+        if self.groups > 1:
+            groups = groups.view(*t.shape[:-1], self.groups, -1)
+        shift = 2 ** (8 - self.bits)
+        scale = torch.linalg.vector_norm(groups, ord=math.inf, dim=-1, keepdim=True)
         # a vector of zeros has codes of 0, whatever its scale
-        scale = scale.clamp(min=torch.finfo(torch.float16).smallest_normal).half()
-        codes = (groups / scale.to(groups.dtype)).round_().flatten(-2)
-        row = [scale.flatten(-2).view(torch.uint8)]
-        if self.bits == 8:
-            return torch.cat([*row, codes.to(torch.int8).view(torch.uint8)], dim=-1)
-        codes = (codes + self.largest).to(torch.uint8)
-        for size in self.parts:
-            part = codes & (1 << size) - 1
-            shifted = [piece << size * i for i, piece in enumerate(part.chunk(8 // size, dim=-1))]
-            row.append(functools.reduce(torch.bitwise_or, shifted))
-            codes = codes >> size
-        return torch.cat(row, dim=-1)
+        scale = scale.div_(self.largest * shift).clamp_(min=SMALLEST_SCALE / shift).half()
+        codes = groups / scale.to(groups.dtype)
+        if shift > 1:
+            codes.div_(shift)
+        codes = pack(codes.round_().to(torch.int8).view(t.shape), self.bits)
+        return torch.cat([scale.view(*t.shape[:-1], -1).view(torch.int8), codes], dim=-1).view(torch.uint8)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype, rotated: bool = False) -> torch.Tensor:
         """Vectors (..., D) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
         if not self.rounds:
             return rows
         wide = torch.promote_types(dtype, torch.float32)
-        first = self.groups * torch.float16.itemsize
+        groups = self.groups
+        first = groups * torch.float16.itemsize
         scale = rows[..., :first].view(torch.float16).to(wide)
-        if self.bits == 8:
-            codes = rows[..., first:].view(torch.int8).to(wide)
+        vectors = unpack(rows[..., first:], self.bits).view(torch.int8).to(wide)
+        if groups == 1:
+            vectors.mul_(scale)
         else:
-            codes = self._unpacked(rows[..., first:]).to(wide).sub_(self.largest)
-        codes.unflatten(-1, (self.groups, -1)).mul_(scale[..., None])
-        return (codes if rotated else self.rotate(codes)).to(dtype)
-
-    def _unpacked(self, packed: torch.Tensor) -> torch.Tensor:
-        """Codes (..., D) of the bytes that hold their parts."""
-        codes, first, shift = None, 0, 0
-        for size in self.parts:
-            last = first + self.dim * size // 8
-            part = packed[..., first:last].contiguous()  # on a CPU what follows is three times as fast then
-            pieces = [part >> size * i & (1 << size) - 1 for i in range(8 // size)]
-            part = torch.cat(pieces, dim=-1) << shift
-            codes = part if codes is None else codes | part
-            first, shift = last, shift + size
-        return codes
+            vectors.view(*scale.shape, -1).mul_(scale[..., None])
+        return (vectors if rotated else self.rotate(vectors)).to(dtype)
 
     def round(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Vectors (..., D) as their rows hold them; gradients pass as if nothing were rounded."""
         if not self.rounds:
             return t
         return t + (self.decode(rows, t.dtype) - t).detach() if t.requires_grad else self.decode(rows, t.dtype)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes (..., D bits / 8) that hold codes (..., D) of so many bits, int8."""
+    if bits == 8:
+        return codes
+    if bits == 6:
+        size = codes.shape[-1] // 4
+        last = codes[..., 3 * size :]
+        cut = torch.cat([last >> 4, last >> 2, last], dim=-1)
+        return (codes[..., : 3 * size] << 2).bitwise_or_(cut.bitwise_and_(3))
+    pieces = codes.chunk(8 // bits, dim=-1)
+    packed = pieces[-1]
+    for piece in reversed(pieces[:-1]):
+        packed = (packed << bits) | (piece & (1 << bits) - 1)
+    return packed
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes (..., D) in the upper bits of a byte each, of bytes (..., D bits / 8) uint8."""
+    if bits == 8:
+        return packed
+    packed = packed.contiguous()  # on a CPU what follows is three times as fast then
+    if bits == 6:
+        # where only shifts are, bits that do not belong to a code fall out of the byte
+        high, middle, low = (packed & 3).chunk(3, dim=-1)
+        last = high << 2
+        last |= middle
+        last <<= 2
+        last |= low
+        last <<= 2
+        return torch.cat([packed & 0b11111100, last], dim=-1)
+    upper = 256 - (1 << 8 - bits)
+    pieces = [packed << 8 - bits]
+    pieces += [(packed << shift) & upper for shift in range(8 - 2 * bits, 0, -bits)]
+    return torch.cat([*pieces, packed & upper], dim=-1)
 
 
 @functools.lru_cache(maxsize=16)

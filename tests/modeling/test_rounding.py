@@ -40,10 +40,10 @@ def test_rows_hold_what_the_rounding_says(bits, dim):
 def test_more_bits_round_less():
     vectors = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     errors = []
-    for bits in (2, 3, 4, 5, 6, 7, 8):
+    for bits in (2, 4, 6, 8):
         rounding = Rounding(bits, 64)
         errors.append((rounding.decode(rounding.encode(vectors), torch.float32) - vectors).norm() / vectors.norm())
-    assert all(finer < 0.7 * coarser for coarser, finer in zip(errors, errors[1:], strict=False))
+    assert all(finer < 0.4 * coarser for coarser, finer in zip(errors, errors[1:], strict=False))
     assert errors[-1] < 0.01
 
 
