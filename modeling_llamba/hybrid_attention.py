@@ -54,7 +54,7 @@ from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gath
 from .flex import attend_by_flex, can_flex
 from .hybrid_step_kernel import can_run, mix_one
 from .rotary import apply_rotary
-from .rounding import Rounding
+from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
 SEGMENT = 4096
@@ -590,7 +590,7 @@ class HybridAttention(nn.Module):
         dropout = self.training and self.config.attention_dropout
         if self.mass is None or dropout or query.shape[2] > 1:
             return False
-        if self.shape.key_rounding.rounds or self.shape.value_rounding.rounds:
+        if not {self.shape.key_rounding.bits, self.shape.value_rounding.bits} <= {8, WHOLE}:
             return False
         if requested_backend(self.config.mixer_backend) == "torch":
             return False

@@ -3,7 +3,8 @@
 For a single token of each row without a gradient, `mix_one` does what lies between the layer's
 projections once the token is written into what is held: attention to window, sinks and salient tokens, the readout of
 the state, and the gate between the two. The equations are those of hybrid_attention.py, in float32; its PyTorch
-operations run wherever this does not.
+operations run wherever this does not. Keys and values in rows of 8 bits (rounding.py) become numbers in registers: the
+query is rotated before they are attended to, and the output after.
 
 Shapes: B batch, H' query heads with a window, K key/value heads with a window, R = H' / K, D head dim, N slow dims,
 P places, C columns of the window, F' and F planes and dimensions that are not rotated, of the slow part and of all.
@@ -63,13 +64,14 @@ def mix_one(
         block, sinks, places: of `BlockShape`. planes, slow_planes: of `SlowDims`.
     """
     batch, heads, _, D = query.shape
-    kv_heads, columns, slow = keys.shape[1], keys.shape[2], state.shape[-1] - 1
+    (_, kv_heads, columns, key_width), slow = keys.shape, state.shape[-1] - 1
     output, features = query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
     inputs = keys, values, salience, state, seen, query, query if sink_query is None else sink_query, mass
     with torch.cuda.device(query.device):  # Triton launches on the current one
         mix_one_kernel[(batch * heads,)](
             *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, D, slow,
-            planes, slow_planes, sinks, places, columns - places, block, *tile_of(D, columns), tile_of(D, slow)[1],
+            key_width, values.shape[3], D & -D, planes, slow_planes, sinks, places, columns - places, block,
+            *tile_of(D, columns), tile_of(D, slow)[1],
             num_warps=WARPS,
         )  # fmt: skip
     return output, features
@@ -84,9 +86,36 @@ def _(keys, values, salience, state, seen, query, *others):
 if triton is not None:
 
     @triton.jit
+    def vectors(start, column, visible, d, in_d, WIDTH: tl.constexpr):
+        """Keys or values (columns, DIMS), of rows of bytes as they are stored; 0 where nothing is visible."""
+        row = start + column * WIDTH
+        in_tile = visible[:, None] & in_d[None, :]
+        if start.dtype.element_ty == tl.uint8:
+            scale = tl.load(row.to(tl.pointer_type(tl.float16)), mask=visible, other=0.0).to(tl.float32)
+            codes = tl.load(row[:, None] + 2 + d[None, :], mask=in_tile, other=0)
+            return codes.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
+        else:
+            return tl.load(row[:, None] + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def rotated(vector, d, D: tl.constexpr, PART: tl.constexpr):
+        """A vector (DIMS,) times the matrix `hadamard` of rounding.py, of which PART is the size of a block."""
+        result = tl.zeros_like(vector)
+        for first in range(0, D, 16):
+            i = first + tl.arange(0, 16)
+            odd = (d[:, None] % PART) & (i[None, :] % PART)
+            for bits in tl.static_range(4, -1, -1):  # the parity of the bits that both numbers have
+                odd = odd ^ (odd >> (1 << bits))
+            entry = tl.where(d[:, None] // PART == i[None, :] // PART, 1.0 - 2.0 * (odd & 1), 0.0)
+            piece = tl.sum(entry * vector[:, None], axis=0)
+            result += tl.sum(tl.where(d[:, None] == i[None, :], piece[None, :], 0.0), axis=1)
+        return result / tl.sqrt(PART + 0.0)
+
+    @triton.jit
     def mix_one_kernel(
         keys, values, salience, state, seen, query, sink_query, mass, output, features, scale, softcap,
         K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+        KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PART: tl.constexpr,
         PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
         S: tl.constexpr, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
         DIMS: tl.constexpr, COLUMNS: tl.constexpr, SLOW: tl.constexpr,
@@ -94,8 +123,8 @@ if triton is not None:
         """One query head of one row."""
         at = tl.program_id(0)
         b, head, kv = at // (K * R), at % (K * R), (at // R).to(tl.int64)  # kv counts through all rows, as `at` does
-        keys += kv * (P + C) * D
-        values += kv * (P + C) * D
+        keys += kv * (P + C) * KEY_WIDTH
+        values += kv * (P + C) * VALUE_WIDTH
         state += kv * (D + 1) * (N + 1)
         salience += b * (P + C)
         mass += head * (2 + N - SLOW_PLANES + D - PLANES)
@@ -103,6 +132,9 @@ if triton is not None:
         in_d = d < D
         q = tl.load(query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale
         sink_q = tl.load(sink_query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale
+        near_q = q
+        if keys.dtype.element_ty == tl.uint8:
+            near_q, sink_q = rotated(q, d, D, PART), rotated(sink_q, d, D, PART)
 
         # softmax attention: the places that are held, and the window up to the token's own column
         number = tl.maximum(tl.load(seen + b) - 1, 0).to(tl.int32)
@@ -113,17 +145,18 @@ if triton is not None:
             rank = tl.load(salience + column, mask=column < P, other=0.0)
             visible = (column <= last) & (rank > float("-inf"))
             is_sink = (column < S) & (rank == float("inf"))
-            cells, in_tile = column[:, None] * D + d[None, :], visible[:, None] & in_d[None, :]
-            k = tl.load(keys + cells, mask=in_tile, other=0.0).to(tl.float32)
-            score = tl.sum(k * tl.where(is_sink[:, None], sink_q[None, :], q[None, :]), axis=1)
+            k = vectors(keys, column, visible, d, in_d, KEY_WIDTH)
+            score = tl.sum(k * tl.where(is_sink[:, None], sink_q[None, :], near_q[None, :]), axis=1)
             if softcap > 0:
                 score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)  # tanh
             above = tl.maximum(highest, tl.max(tl.where(visible, score, -1e30)))
             share, shrink = tl.where(visible, tl.exp(score - above), 0.0), tl.exp(highest - above)
-            v = tl.load(values + cells, mask=in_tile, other=0.0).to(tl.float32)
+            v = vectors(values, column, visible, d, in_d, VALUE_WIDTH)
             near = near * shrink + tl.sum(share[:, None] * v, axis=0)
             highest, total = above, total * shrink + tl.sum(share)
         near /= total
+        if values.dtype.element_ty == tl.uint8:
+            near = rotated(near, d, D, PART)
 
         # the readout of the state: [sum of v, sum of v k'] in each row, and [m, sum of k'] in the last
         sums = state + D * (N + 1)

@@ -12,8 +12,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
+from modeling_llamba.rounding import Rounding
+
 CAPABILITIES = (80, 90)  # A100, H100
-SHAPES = {  # K, R, D, planes, dtype of all but salience and state
+ROWS = "rows"
+SHAPES = {  # K, R, D, planes, dtype of all but salience and state; or bf16 with keys and values in rows of 8 bits
+    "SmolLM2-135M in 8 bits": (3, 3, 64, 32, ROWS),
+    "Llama-3.1-8B in 8 bits": (8, 4, 128, 64, ROWS),
+    "Gemma-2-2B in 8 bits": (4, 2, 256, 128, ROWS),
     "SmolLM2-135M": (3, 3, 64, 32, "bf16"),
     "Llama-3.2-1B": (8, 4, 64, 32, "bf16"),
     "Llama-3.1-8B": (8, 4, 128, 64, "bf16"),
@@ -43,9 +51,14 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
     slow = planes // 2
     N = D - 2 * (planes - slow)
     (dims, columns), slow_columns = kernels.tile_of(D, HELD["P"] + HELD["C"]), kernels.tile_of(D, N)[1]
-    types = dict.fromkeys(function.arg_names, f"*{dtype}")
+    types = dict.fromkeys(function.arg_names, f"*{'bf16' if dtype == ROWS else dtype}")
+    width = D
+    if dtype == ROWS:
+        types |= {"keys": "*u8", "values": "*u8"}
+        width = Rounding(8, D).width(torch.bfloat16)
     types |= {"salience": "*fp32", "state": "*fp32", "seen": "*i64", "scale": "fp32", "softcap": "fp32"}
-    constants = {"K": K, "R": R, "D": D, "N": N, "PLANES": planes, "SLOW_PLANES": slow} | HELD
+    constants = {"K": K, "R": R, "D": D, "N": N, "PART": D & -D}
+    constants |= {"KEY_WIDTH": width, "VALUE_WIDTH": width, "PLANES": planes, "SLOW_PLANES": slow} | HELD
     constants |= {"DIMS": dims, "COLUMNS": columns, "SLOW": slow_columns}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(function, {name: types[name] for name in function.arg_names}, constants)

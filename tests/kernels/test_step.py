@@ -46,6 +46,16 @@ CASES = {  # options of the layer, its dtype, the farthest a sink may be, rows o
     "far sinks, padded": (dict(hybrid_block=3, hybrid_window=6), torch.float32, 8, PADDED),
     "many salient": (dict(hybrid_salient=9), torch.float32, 8, PADDED),
     "D 6, blocks of one token": (dict(head_dim=6, hybrid_block=1, hybrid_window=3), torch.float32, None, PADDED),
+    "rows of 8 bits": (dict(window_bits=8), torch.float32, None, PADDED),
+    "rows of 8 bits, D 48, far sinks, a kept head of 6 and 4": (
+        dict(head_dim=48, window_bits=8, full_attention_bits=[6, 4], hybrid_full_heads=[[2, 3]]),
+        torch.float32, 8, False,
+    ),
+    "values alone in 8 bits, D 264, in tiles": (
+        dict(num_attention_heads=2, num_key_value_heads=1, head_dim=264, window_bits=[16, 8], hybrid_state_planes=12),
+        torch.float32, None, PADDED,
+    ),
+    "bf16, rows of 8 bits": (dict(head_dim=64, window_bits=8, hybrid_state_planes=8), BF16, None, False),
     "bf16": (dict(head_dim=64, hybrid_state_planes=8), BF16, None, False),
     "bf16, far sinks, padded": (dict(hybrid_full_heads=[[0, 1]]), BF16, 8, PADDED),
 }  # fmt: skip
