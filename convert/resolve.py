@@ -25,7 +25,7 @@ BLOCK = 16
 """Tokens by which windows move, where they allow it."""
 FULL_BITS, WINDOW_BITS = (6, 4), 8
 """Bits of keys and of values in full attention, and of both in windows, where a budget decides. Far keys need more
-than values, and near tokens more than far ones (docs/results/quality_tables.md)."""
+than values, and near tokens more than far ones (docs/results/bits.md)."""
 SHARE = 0.5
 """Share of the layers that keep attention where nothing says which or how many."""
 

@@ -5,7 +5,7 @@ of the window to a power. Within a cache budget both together say how to spend s
 where a share of the layers keeps its attention, it is those that would lose most, or that look up distant tokens.
 
 A mixer alone is not exact on the first tokens, which all later ones attend to. So a small error may ruin all that
-follows, and what counts is the divergence of the whole model (figures: docs/results/quality_tables.md).
+follows, and what counts is the divergence of the whole model (figures: docs/results/log.md).
 """
 
 import contextlib
