@@ -49,7 +49,8 @@ class PerToken(NamedTuple):
 @torch.no_grad()
 def reader(model: nn.Module) -> Reader:
     """The model's body and head where they make its logits; elsewhere the logits themselves."""
-    body, head = model.base_model, model.get_output_embeddings()
+    body = model.base_model
+    head = model.get_output_embeddings()
     probe = torch.arange(SHORTEST, device=model.device)[None] % model.config.vocab_size
     if body is not model and head is not None:
 
@@ -71,7 +72,8 @@ def per_token(
     Args:
         advance: called with the number of sequences that are done.
     """
-    parts, done = [], 0
+    parts = []
+    done = 0
     for batch in ids.split(batch_size):
         parts.append(_of_batch(model, teacher, batch))
         done += len(batch)
@@ -117,7 +119,8 @@ def figures(found: PerToken) -> Figures:
         if column is None:
             mean = width = None
         else:
-            mean, width = column.double().mean().item(), half_width(column.mean(1))
+            mean = column.double().mean().item()
+            width = half_width(column.mean(1))
             if "perplexity" in name:
                 mean = math.exp(mean)
                 width = None if width is None else mean * width
