@@ -161,11 +161,13 @@ def answer_all(
     teacher = Answerer(teaching, tokenizer, arguments) if left else None
     with open(path, "a") as file:
         for number, batch in tqdm(left, desc="answers", unit="batch"):
+            # a seed for each batch, so that a run that resumes draws what an uninterrupted one would
             set_seed((arguments.seed * 1_000_003 + number) % 2**32)
             for i, ids in zip(batch, teacher([prompts[i].ids for i in batch]), strict=True):
                 answers[i] = finished_answer(ids, tokenizer, teacher.stops)
                 file.write(json.dumps({"index": i} | answers[i]) + "\n")
             file.flush()
+            # answers take hours, and a crash of the machine loses what the system has not written
             os.fsync(file.fileno())
     return [answers[i] for i in range(len(prompts))]
 

@@ -58,6 +58,7 @@ def reader(model: nn.Module) -> Reader:
             return finish_logits(head(states), model.config)
 
         apart = finished(body(probe, use_cache=False).last_hidden_state)
+        # some models do more between body and head, so it is tried before it is believed
         if torch.allclose(apart.float(), model(probe, use_cache=False).logits.float(), rtol=1e-2, atol=1e-2):
             return Reader(lambda ids: body(ids, use_cache=False).last_hidden_state, finished)
     return Reader(lambda ids: model(ids, use_cache=False).logits, lambda logits: logits)
@@ -123,6 +124,7 @@ def figures(found: PerToken) -> Figures:
             width = half_width(column.mean(1))
             if "perplexity" in name:
                 mean = math.exp(mean)
+                # the interval of an exponential, to first order
                 width = None if width is None else mean * width
         values |= {name: mean, f"{name}_interval": width}
     return values

@@ -107,6 +107,7 @@ def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device) -> 
         ids = probe.ids[rows].to(device)
         answers = probe.answers[rows].to(device)
         before = torch.cat([answers[:, 1:], torch.zeros_like(answers[:, :1])], 1)
+        # logits are made where an answer is predicted alone, one position before it
         states = model.states(ids)[before]
         said = torch.cat([model.head(s).argmax(-1) for s in states.split(256)])
         found[rows][probe.answers[rows]] = (said == ids[answers]).cpu()

@@ -136,6 +136,7 @@ class SlotRows(HybridLayer):
         P = self.shape.places
         number = tokens.index[:, 0]
         blocks = (self.slots["salience"].shape[1] - P) // E
+        # blocks move forward as the window fills, so that the token's own is the last
         column = P + number - (number // E - blocks + 1).clamp(min=0) * E
         for name in ("keys", "values"):
             self.slots[name][self.which, :, column] = getattr(tokens, name)[:, :, 0]

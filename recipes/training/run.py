@@ -176,6 +176,7 @@ class Run:
         known = json.loads(path.read_text())["key"] if path.is_file() else None
         if checkpoint is not None and known != self.key:
             raise ValueError(f"{work} holds checkpoints of another run; delete it, or choose another output_dir.")
+        # or the key would be written before another process has read the last one
         self.state.wait_for_everyone()
         if self.state.is_main_process:
             path.write_text(json.dumps({"key": self.key}))
