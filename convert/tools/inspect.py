@@ -59,7 +59,9 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
     if "hybrid" in layers:
         windows = {i: config.window_of(i) for i, kind in enumerate(layers) if kind == "hybrid"}
-        tokens = windows if isinstance(config.hybrid_window, list) else config.hybrid_window
+        tokens = config.hybrid_window
+        if isinstance(config.hybrid_window, list):
+            tokens = windows
         report["window"] = {"tokens": tokens, "sinks": config.hybrid_sinks}
         report["window"] |= {"block": config.hybrid_block, "salient": config.hybrid_salient}
         report["window"] |= {"state": config.mixer != "none", "rank": config.hybrid_rank}
@@ -86,7 +88,8 @@ def _alignment(model: str, revision: str | None) -> dict[str, Any] | None:
 
 def describe_model(report: dict[str, Any]) -> Group:
     """The report of `inspect_model` as tables for a terminal."""
-    attention, total = len(report["attention_layers"]), len(report["layer_types"])
+    attention = len(report["attention_layers"])
+    total = len(report["layer_types"])
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", printable(f"{report['model']} ({report['model_type']}, {report['dtype']})"))
     facts.add_row("layers", f"{report['layer_map']}  ({attention} of {total} keep their attention)")
@@ -123,5 +126,6 @@ def _alignment_line(alignment: dict[str, Any] | None) -> str:
     errors = {layer: error for layer, error in errors.items() if error is not None}
     if not errors:
         return line
-    worst, mean = max(errors, key=errors.get), sum(errors.values()) / len(errors)
+    worst = max(errors, key=errors.get)
+    mean = sum(errors.values()) / len(errors)
     return f"{line}; held-out error {mean:.3f} on average, most in layer {worst} ({errors[worst]:.3f})"

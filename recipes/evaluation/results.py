@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from convert.checkpoint.card import KL_ROW, RECALL_ROW, with_figures
+from convert.checkpoint.card import KL_ROW, RECALL_ROW, renewed
 from convert.checkpoint.pictures import KL, kl_picture
 from convert.io.folder import note_made, write_beside
 from convert.io.writer import human_bytes
@@ -178,7 +178,7 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
     teacher = evaluation["teacher"]
     public = evaluation | {"teacher": teacher and public_name(teacher)}
     section = markdown(public).split("\n", 2)[2].replace("\n#", "\n##").strip()
-    text = with_figures(card.text, rows).split(EVALUATION)[0].rstrip()
+    text = renewed(card.text, rows).split(EVALUATION)[0].rstrip()
     content = "\n".join([f"---\n{card.data.to_yaml()}\n---\n{text}\n", EVALUATION, "", *picture, section, ""])
     write_beside(path, lambda partial: partial.write_text(content))
 

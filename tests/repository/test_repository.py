@@ -71,6 +71,11 @@ def test_no_test_file_imports_another():
             assert not files, f"{path.relative_to(ROOT)}:{node.lineno} imports {files[0]}"
 
 
+def test_tests_mirror_the_folders_of_convert():
+    folders = {path.name for path in (ROOT / "tests" / "convert").iterdir() if (path / "__init__.py").exists()}
+    assert folders == {path.name for path in (ROOT / "convert").iterdir() if (path / "__init__.py").exists()}
+
+
 # folders and single files of `convert`, each of which imports only from those before it
 ORDER = (
     "errors",
