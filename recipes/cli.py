@@ -66,7 +66,10 @@ COMPARE = Command(
     {**AS_JSON, **QUIET},
 )  # fmt: skip
 
+INSTALLED = COMMANDS | {"compare": COMPARE}
+"""All commands of the console script."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
-    convert.cli.main(argv, COMMANDS | {"compare": COMPARE})
+    convert.cli.main(argv, INSTALLED)

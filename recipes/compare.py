@@ -44,7 +44,7 @@ RESULTS, REPORT, PICTURE = "compare.json", "compare.md", "compare.png"
 AFTER = 128
 """Number of tokens that are judged after each context."""
 ROUNDED = {"int8 cache": OtherCache(8), "int4 cache": OtherCache(4), "int2 cache": OtherCache(2, whole=128)}
-"""As many whole tokens at 2 bits as KIVI has by default."""
+"""Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
 SPEED_TOKENS, LONG = 8, 1024
 """Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
@@ -62,7 +62,7 @@ class Method(NamedTuple):
     kind: str
     """Name of its line in the picture."""
     settings: str
-    """Everything that its figures depend on, besides what all figures depend on."""
+    """Settings that its figures depend on, besides those of all figures."""
     nbytes: Callable[[int], int]
     """Bytes of the cache of so many tokens."""
     weights: int

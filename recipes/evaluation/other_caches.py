@@ -138,7 +138,7 @@ class OtherCache:
         return shape.heads * (codes + scales * SCALE + whole)
 
     def first_whole(self, tokens: Any) -> Any:
-        """Where the tokens begin that are not rounded yet when so many are there; an int or a tensor of them."""
+        """Number of tokens that are rounded when so many are there; an int or a tensor of them."""
         past = tokens - self.whole
         return (past.clamp(min=0) if isinstance(past, torch.Tensor) else max(past, 0)) // GROUP * GROUP
 

@@ -11,8 +11,10 @@ from transformers import DynamicCache
 
 from convert.checkpoint.load import load_model
 from convert.layout.cache import cache_bytes
+from convert.options import documented
 from recipes import compare as comparison
-from recipes.cli import main
+from recipes.cli import COMPARE, main
+from recipes.demo import won_and_lost
 from recipes.evaluation.eviction import (
     REPEAT,
     Eviction,
@@ -147,6 +149,30 @@ def test_refusals(folder, tmp_path):
     assert code == 1 and "at least twice" in errors
     code, _, errors = compare(folder, tmp_path, "--quik")
     assert code == 1 and "did you mean --quick?" in errors
+
+
+def test_the_installed_command_knows_it(capsys):
+    main(["--help"])
+    assert "convert-to-hybrid compare " in capsys.readouterr().out
+    main(["compare", "--help"])
+    said = capsys.readouterr().out
+    assert all(flag in said for flag in COMPARE.flags) and "HYBRID..." in said
+    assert all(option.help.endswith(".") for option in documented(COMPARE.options))
+
+
+def test_the_demo_says_what_was_won_and_what_it_cost():
+    report = {
+        "cache_bytes": {"4k": {"teacher": 1000, "hybrid": 80}},
+        "break_even": {"16 bits": 1517},
+        "parameters": {"teacher": 1000, "hybrid": 1015},
+        "recall": {"teacher": 0.5, "hybrid": 0.25},
+        "decode_tokens_per_second": {"teacher": 10.0, "hybrid": 15.0},
+        "kl_nats_per_token": 0.0131,
+    }
+    said = won_and_lost(report)
+    for part in ("92%", "1,517 tokens", "0.013 nats", "50% to 25%", "1.5% more weights", "1.5 times"):
+        assert part in said, part
+    assert "no memory in all" in won_and_lost(report | {"break_even": {"16 bits": None}})
 
 
 def test_a_window_is_a_mask(model):
