@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .metrics import Reader
-from .other_caches import BFLOAT16, QUERIES, Call, LayerShape, attending
+from .other_caches import BFLOAT16, QUERIES, Call, LayerShape, OtherCache, attending
 
 REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 FLOAT32 = 4
@@ -56,12 +56,13 @@ def reading_scores(model: PreTrainedModel, own: Reader, tokenizer: Any, context:
         key, value = (t.repeat_interleave(heads, 1) for t in (call.key, call.value))
         parts, largest = [], key.new_zeros(kept_heads, end)
         for start in range(0, key.shape[2], QUERIES):
-            rows = slice(start, min(start + QUERIES, key.shape[2]))
-            weights = (call.score(call.query[:, :, rows], key) + call.mask[:, :, rows]).softmax(-1)
+            stop = min(start + QUERIES, key.shape[2])
+            scores = call.score(call.query[:, :, start:stop], key[:, :, :stop])
+            weights = (scores + call.mask[:, :, start:stop, :stop]).softmax(-1)
             again = weights[0, :, max(end + len(told) - start, 0) :, :end]
             if again.shape[1]:
                 largest = torch.maximum(largest, again.amax(1).view(kept_heads, heads, end).amax(1))
-            parts.append(weights @ value.float())
+            parts.append(weights @ value[:, :, :stop].float())
         found[call.layer] = largest
         return torch.cat(parts, 2)
 
@@ -94,13 +95,10 @@ class Eviction:
         length = call.key.shape[2]
         heads = call.query.shape[1] // call.key.shape[1]
         key, value = (t.float().repeat_interleave(heads, 1) for t in (call.key, call.value))
-        whole = [
-            (call.score(call.query[:1, :, start : start + QUERIES], key[:1])
-             + call.mask[:1, :, start : start + QUERIES]).softmax(-1) @ value[:1]
-            for start in range(0, length, QUERIES)
-        ]  # fmt: skip
+        tensors = (t[:1] for t in (call.query, call.key, call.value, call.mask))
+        whole = OtherCache().attend(Call(call.layer, *tensors, call.score))
         ends = [*self.kept, length]
-        parts = [torch.cat(whole, 2)[:, :, : ends[0]]]
+        parts = [whole[:, :, : ends[0]]]
         for start, stop in zip(ends, ends[1:], strict=False):
             if start == stop:
                 continue
@@ -115,7 +113,7 @@ class Eviction:
             mass, read = read_moments(query, key[:1, :, :start], value[:1, :, :start], ~kept, call.score)
             weights = torch.cat([scores, mass], -1).softmax(-1)
             parts.append(weights[..., :-1] @ columns[1] + weights[..., -1:] * read)
-        return torch.cat([torch.cat(whole, 2), torch.cat(parts, 2)])
+        return torch.cat([whole, torch.cat(parts, 2)])
 
 
 def read_moments(

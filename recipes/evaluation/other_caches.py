@@ -63,6 +63,7 @@ class Call(NamedTuple):
 
 
 Attend = Callable[[Call], torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @contextlib.contextmanager
@@ -145,27 +146,46 @@ class OtherCache:
     def attend(self, call: Call) -> torch.Tensor:
         """Attend to what the cache would hold."""
         heads = call.query.shape[1] // call.key.shape[1]
-        key, value = (t.repeat_interleave(heads, 1) for t in (call.key, call.value))
-        length, queries = key.shape[2], call.query.shape[2]
-        places = torch.arange(length, device=key.device)
+        key, value = (t.float().repeat_interleave(heads, 1) for t in (call.key, call.value))
+        rounded = (key, value)
         if self.bits < 16:
-            rounded_key, rounded_value = round_groups(key, self.bits, -2), round_groups(value, self.bits, -1)
-        parts = []
-        for start in range(0, queries, QUERIES):
-            rows = slice(start, start + QUERIES)
-            query, mask = call.query[:, :, rows], call.mask[:, :, rows, :length]
-            now = places[length - queries :][rows, None]
-            if self.window is not None:
-                forgotten = (now - places >= self.window) & (places >= SINKS)
-                mask = mask.masked_fill(forgotten, torch.finfo(mask.dtype).min)
-            scores = call.score(query, key)
-            if self.bits == 16:
-                parts.append((scores + mask).softmax(-1) @ value.float())
-                continue
-            whole = places >= self.first_whole(now + 1)
-            weights = (torch.where(whole, scores, call.score(query, rounded_key)) + mask).softmax(-1)
-            parts.append((weights * whole) @ value.float() + (weights * ~whole) @ rounded_value.float())
+            rounded = round_groups(key, self.bits, -2), round_groups(value, self.bits, -1)
+        before = key.shape[2] - call.query.shape[2]
+        parts = [
+            self._attend_rows(call, rows, before, (key, value), rounded)
+            for rows in torch.arange(call.query.shape[2], device=key.device).split(QUERIES)
+        ]
         return torch.cat(parts, 2)
+
+    def _attend_rows(self, call: Call, rows: torch.Tensor, before: int, whole: Pair, rounded: Pair) -> torch.Tensor:
+        """Attend with some queries, to the columns that any of them sees.
+
+        Args:
+            before: number of tokens before the first query. whole, rounded: keys and values (B, H, L, D).
+        """
+        now = rows[:, None] + before
+        first, last = now[0].item(), now[-1].item()
+        oldest = 0 if self.window is None else max(first - self.window + 1, 0)
+        columns = torch.arange(last + 1, device=rows.device)
+        columns = columns[(columns < SINKS) | (columns >= oldest)]
+        query, mask = call.query[:, :, rows], call.mask[:, :, rows][..., columns]
+        if self.window is not None:
+            forgotten = (now - columns >= self.window) & (columns >= SINKS)
+            mask = mask.masked_fill(forgotten, torch.finfo(mask.dtype).min)
+        if self.bits == 16:
+            key, value = (t[:, :, columns] for t in whole)
+            return (call.score(query, key) + mask).softmax(-1) @ value
+        # columns before `low` are rounded for all of these queries, those from `high` on for none
+        low, high = ((columns < self.first_whole(place + 1)).sum().item() for place in (first, last))
+        is_whole = columns >= self.first_whole(now + 1)
+        old_key, old_value = (t[:, :, columns[:high]] for t in rounded)
+        key, value = (t[:, :, columns[low:]] for t in whole)
+        old_scores, scores = call.score(query, old_key), call.score(query, key)
+        either = torch.where(is_whole[:, low:high], scores[..., : high - low], old_scores[..., low:])
+        scores = torch.cat([old_scores[..., :low], either, scores[..., high - low :]], -1)
+        weights = (scores + mask).softmax(-1)
+        of_whole = (weights[..., low:] * is_whole[:, low:]) @ value
+        return of_whole + (weights[..., :high] * ~is_whole[:, :high]) @ old_value
 
 
 def group_of(channels: int) -> int:
