@@ -48,6 +48,7 @@ ROUNDED = {"int8 cache": OtherCache(8), "int4 cache": OtherCache(4), "int2 cache
 SPEED_TOKENS, LONG = 8, 1024
 """Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
+"""Sizes of a quick comparison."""
 EVICTED = ("eviction", "eviction and moments")
 COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#4a5568")
 LEAST = 1e-5
@@ -243,6 +244,12 @@ def same_tokenizer(options: CompareOptions) -> PreTrainedTokenizerBase:
     return own
 
 
+def sized(options: CompareOptions) -> CompareOptions:
+    """The options with the sizes of a quick comparison, if it is one, in the place of those left at their defaults."""
+    small = {name: size for name, size in QUICK.items() if getattr(options, name) == getattr(CompareOptions, name)}
+    return dataclasses.replace(options, **small) if options.quick else options
+
+
 def compare(options: CompareOptions, progress: Callable[[str, int, int], None] = lambda *_: None) -> dict[str, Any]:
     """Measure what is not measured yet, write it all, and return it.
 
@@ -250,8 +257,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None] =
         ValueError: something cannot be measured; what was finished before is kept.
     """
     keep_free_memory()
-    if options.quick:
-        options = dataclasses.replace(options, quick=False, first=min(options.first, QUICK["length"] // 2), **QUICK)
+    options = sized(options)
     if len(set(options.hybrids)) < len(options.hybrids):
         raise ValueError("A hybrid is named twice.")
     common = {

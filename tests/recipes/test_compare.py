@@ -13,7 +13,7 @@ from convert.checkpoint.load import load_model
 from convert.layout.cache import cache_bytes
 from convert.options import documented
 from recipes import compare as comparison
-from recipes.cli import COMPARE, main
+from recipes.cli import COMPARE, CompareOptions, main
 from recipes.demo import won_and_lost
 from recipes.evaluation.eviction import (
     REPEAT,
@@ -149,6 +149,12 @@ def test_refusals(folder, tmp_path):
     assert code == 1 and "at least twice" in errors
     code, _, errors = compare(folder, tmp_path, "--quik")
     assert code == 1 and "did you mean --quick?" in errors
+
+
+def test_a_quick_comparison_keeps_what_is_named():
+    quick = comparison.sized(CompareOptions(teacher="t", quick=True, rows=5))
+    assert (quick.length, quick.rows, quick.speed) == (2048, 5, (512, 4096))
+    assert comparison.sized(CompareOptions(teacher="t")) == CompareOptions(teacher="t")
 
 
 def test_the_installed_command_knows_it(capsys):
