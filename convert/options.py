@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import os
 import re
 import types
@@ -32,6 +33,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 DEFAULT_CACHE = 0.08
 SALIENT = 16
 MAPPING = "names with values"
+LIST = "a list"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LARGEST = 10**12
 MAX_YAML_BYTES = 2**20
@@ -624,7 +626,8 @@ class OptionParser:
         options_class: the dataclass.
         flags: what the command line offers, each flag with the dotted name of its field. Every other field can be set
             in the YAML file, or by its dotted name (`--alignment.fit.refine_steps 0`), but `--help` does not list it.
-        positionals: the arguments without a flag, each with the dotted name of its field.
+        positionals: the arguments without a flag, each with the dotted name of its field. The last may be a list,
+            which takes all that follow or none.
         switches: flags of the command itself, with their help.
     """
 
@@ -668,14 +671,17 @@ class OptionParser:
         """
         given, config, places = [], None, list(self.positionals.values())
         names = {spelling: switch.split()[-1] for switch in self.switches for spelling in switch.split()}
-        on, parts = dict.fromkeys(names.values(), False), iter(argv)
+        on, parts, listed = dict.fromkeys(names.values(), False), iter(argv), []
         for part in parts:
             flag, equals, value = part.partition("=")
             name = self.flags.get(flag, flag[2:])
             if not part.startswith("-"):
                 if not places:
                     raise ValueError(f"There is one argument too many: {part!r}.")
-                given.append(f"--{places.pop(0)}={part}")
+                if self.options[places[0]].kind.startswith(LIST):
+                    listed.append(part)
+                else:
+                    given.append(f"--{places.pop(0)}={part}")
             elif part in names:
                 on[names[part]] = True
             elif flag != "--config" and name not in self.options:
@@ -695,12 +701,14 @@ class OptionParser:
                     given.append(f"--{name}.{value}")
                 else:
                     raise ValueError(f"{flag} needs NAME=VALUE, not {value!r}.")
+        if listed:
+            given.append(f"--{places[0]}={json.dumps(listed)}")
         with self._one_line_errors():
             base = None if config is None else self._from_file(config)
         with self._one_line_errors({name: flag for flag, name in self.flags.items()}):
             made = self._made(self.parser.parse_args(given, namespace=base))
         for metavar, name in self.positionals.items():
-            if not functools.reduce(getattr, name.split("."), made):
+            if not functools.reduce(getattr, name.split("."), made) and not self.options[name].kind.startswith(LIST):
                 raise ValueError(f"No {metavar} given: {self.prog} {' '.join(self.positionals)}.")
         return made, {flag[2:].replace("-", "_"): switch for flag, switch in on.items()}
 
@@ -813,7 +821,7 @@ def _kind(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(str(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"a list, each item {_kind(typing.get_args(hint)[0])}"
+        return f"{LIST}, each item {_kind(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kinds = [_kind(part) for part in typing.get_args(hint) if part is not types.NoneType]
         return " or ".join(kind for kind in kinds if kind != "a whole number" or "a number" not in kinds)

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..io.students import layer_letters
 from ..io.writer import human_bytes
 from ..layout.placement import window_in_words
-from ..plan import Plan
+from ..plan import Plan, break_even_in_words
 from .code import NEEDED
 from .pictures import save_pictures
 from .tokenizer import Licence
@@ -53,6 +53,8 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 {{ cache_rows }}
 
 ![cache against context length](cache.png)
+
+{{ memory }}
 
 ## Provenance
 
@@ -178,6 +180,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         window=f", H {beside}softmax attention to {seen}" if seen else "",
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
+        memory=f"Memory, weights included: {break_even_in_words(summary['break_even'])}." if replaced else "",
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
         alignment_note=alignment_note(conversion["align"], summary["window"], summary["state"])
         if replaced
