@@ -195,6 +195,7 @@ def test_without_a_teacher(folder, tmp_path):
         (("--chance", "tiny_choice=1.5"), "from 0 to below 1"),
         (("--lengths", "0"), "--lengths must be 8 or more"),
         (("--sequences", "0"), "--sequences must be 1 or more"),
+        (("--tasks", "ruler", "--ruler-lengths", "512"), "--ruler-lengths must be 1024 or more"),
         (("--recall-lengths", "16"), "--recall-lengths must be 64 or more"),
         (("--depths", "1.5"), "from 0 to 1"),
         (("--contexts", "0"), "must be 1 or more"),
@@ -451,7 +452,9 @@ def test_greedy_agreement_and_repetition():
     assert found["greedy_agreement"] == pytest.approx((0.5 + 1) / 2)
     assert found["repetition"] == pytest.approx((0 + 4 / 5) / 2)
     assert found["tokens_alike"] == 8 and found["cut_off"] == 0
-    assert judge([comma], [[5, 6, 7, 8]], [[5, 6, 2]], chat_tokenizer(), 4)["cut_off"] == 1
+    assert found["equal_answers"] == 0.5 and found["length_ratio"] == 1
+    longer = judge([comma], [[5, 6, 7, 8]], [[5, 6, 2]], chat_tokenizer(), 4)
+    assert longer["cut_off"] == 1 and longer["equal_answers"] == 0 and longer["length_ratio"] == pytest.approx(4 / 3)
     assert found["instructions"] == {"model": 1.0, "teacher": 1.0, "count": 1}
     assert found["answers"][0]["model_followed"] is None and found["answers"][1]["model"] == " ".join(["w9"] * 8)
 
