@@ -63,7 +63,9 @@ def generators() -> SimpleNamespace:
         with patch("nltk.download"), contextlib.redirect_stdout(io.StringIO()):
             from lm_eval.tasks.ruler import common_utils, cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
     except ImportError as error:
-        raise ValueError("RULER needs lm-eval: pip install 'convert-to-hybrid[eval]'.") from error
+        raise ValueError(
+            "RULER needs lm-eval, nltk, scipy and wonderwords: pip install 'convert-to-hybrid[eval]'."
+        ) from error
     return SimpleNamespace(
         common=common_utils, cwe=cwe_utils, fwe=fwe_utils, niah=niah_utils, needles=prepare_niah, vt=vt_utils
     )

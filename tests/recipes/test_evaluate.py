@@ -61,6 +61,9 @@ def folder(tmp_path_factory):
     lost = {"dataset_kwargs": {"data_files": {"test": str(folder / "gone.jsonl")}}}
     for name, task in (("tiny_choice", common | choice), ("lost_choice", common | choice | lost)):
         (folder / f"tasks/{name}.yaml").write_text(yaml.safe_dump({"task": name} | task))
+    poor = "task: poor_choice\ninclude: tiny_choice.yaml\nprocess_docs: !function poor.documents\n"
+    (folder / "tasks/poor_choice.yaml").write_text(poor)
+    (folder / "tasks/poor.py").write_text("import no_such_package\n\ndocuments = no_such_package.documents\n")
     return folder
 
 
@@ -190,6 +193,10 @@ def test_without_a_teacher(folder, tmp_path):
         (("--tasks", "tiny_choice", "--parts", "text"), "--parts leaves them out"),
         (("--tasks", "no_such_task"), "There is no task no_such_task"),
         (("--tasks", "lost_choice", "--include-path", "{}/tasks", "--parts", "tasks"), "lost_choice cannot be run"),
+        (
+            ("--tasks", "poor_choice", "--include-path", "{}/tasks", "--parts", "tasks"),
+            "poor_choice cannot be run: No module named 'no_such_package'",
+        ),
         (("--tasks", "tiny_choice", "--include-path", "{}/nothing"), "is not a folder"),
         (("--tasks", "tiny_choice", "--chance", "0.5"), "TASK=NUMBER"),
         (("--chance", "tiny_choice=1.5"), "from 0 to below 1"),
