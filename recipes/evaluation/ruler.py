@@ -144,11 +144,12 @@ def _check_length(lm_eval: SimpleNamespace, task: str, tokenizer: Any, length: i
     """Refuse a length that the shortest row exceeds: lm-eval would look for a shorter one forever."""
 
     def check(room: int, *texts: str) -> None:
-        if length < SHORTEST or sum(_tokens(tokenizer, text) for text in texts) > room:
+        if sum(_tokens(tokenizer, text) for text in texts) > room:
             raise ValueError(f"{task} does not fit into {length} tokens of this tokenizer; name a greater length.")
 
+    if length < SHORTEST:
+        raise ValueError(f"RULER takes lengths of {SHORTEST} tokens or more; got {length}.")
     room = length - ANSWER_TOKENS[task] - MARGIN
-    check(room)
     if task == "ruler_vt":
         check(EXAMPLE_TOKENS - ANSWER_TOKENS[task] - MARGIN, _variable_row(lm_eval.vt, FEWEST_IN_EXAMPLE, True))
         example = _example(lm_eval.vt, tokenizer)
@@ -203,7 +204,11 @@ def ruler(
     batch_size: int = 8,
     seed: int = 0,
 ) -> dict[int, dict[str, float]]:
-    """The mean score by length and task, of all `TASKS` or some."""
+    """The mean score by length and task, of all `TASKS` or some.
+
+    Args:
+        batch_size: rows read at once, padded on the left; 1 for a cache that counts places from the first token.
+    """
     unknown = sorted(set(tasks or ()) - set(TASKS))
     if unknown:
         raise ValueError(f"RULER has no {', '.join(unknown)} here; there are {', '.join(TASKS)}.")
