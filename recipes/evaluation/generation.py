@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from convert.checkpoint.load import encode
 from convert.tools.generate import sampling
 
 from .metrics import Advance
 
+Enough = Callable[[int, list[int]], bool]
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue? Answer in one sentence.",
@@ -105,6 +106,16 @@ def repetition(tokens: list[int], n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+def _stop(enough: Enough, first: int, begin: int) -> Callable[..., torch.Tensor]:
+    """Tell `generate` which rows need not go on, of a batch from prompt `first` on with answers from token `begin`."""
+
+    def stop(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        answers = enumerate(ids[:, begin:].tolist(), first)
+        return torch.tensor([enough(prompt, answer) for prompt, answer in answers], device=ids.device)
+
+    return stop
+
+
 @torch.no_grad()
 def continuations(
     model: PreTrainedModel,
@@ -116,11 +127,13 @@ def continuations(
     temperature: float = 0.0,
     seed: int = 0,
     chat: bool = True,
+    enough: Enough = lambda prompt, answer: False,
 ) -> list[list[int]]:
     """The answer to each prompt, the end-of-text token included; in batches padded on the left.
 
     Args:
         chat: the prompts are a user's messages where there is a chat template; if not, each is a text to go on with.
+        enough: whether an answer so far, given with the number of its prompt, need not go on; padding may follow it.
     """
     said: list[list[int]] = []
     torch.manual_seed(seed)
@@ -135,6 +148,7 @@ def continuations(
             num_beams=1,
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
+            stopping_criteria=StoppingCriteriaList([_stop(enough, start, inputs["input_ids"].shape[1])]),
         )
         for row in ids[:, inputs["input_ids"].shape[1] :].tolist():
             last = next((i for i, token in enumerate(row) if token in ends), len(row))

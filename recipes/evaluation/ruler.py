@@ -189,10 +189,15 @@ def ruler_scores(
         advance: called with the number of rows that are answered.
     """
     asked = ruler_rows(task, tokenizer, length, rows, seed)
-    prompts, tokens = [row.prompt for row in asked], ANSWER_TOKENS[task]
-    said = continuations(model, tokenizer, prompts, tokens, batch_size, advance, chat=False)
-    answers = tokenizer.batch_decode(said, skip_special_tokens=True)
-    return [score(answer, row) for answer, row in zip(answers, asked, strict=True)]
+
+    def score_of(row: int, tokens: list[int]) -> float:
+        return score(tokenizer.decode(tokens, skip_special_tokens=True), asked[row])
+
+    said = continuations(
+        model, tokenizer, [row.prompt for row in asked], ANSWER_TOKENS[task], batch_size, advance, chat=False,
+        enough=lambda row, tokens: score_of(row, tokens) == 1,  # which nothing that follows takes back
+    )  # fmt: skip
+    return [score_of(row, tokens) for row, tokens in enumerate(said)]
 
 
 def ruler(

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes import evaluate as evaluation
+from recipes.evaluation.generation import continuations
 from recipes.evaluation.ruler import (
     ANSWER_TOKENS,
     ESSAYS,
@@ -135,6 +136,22 @@ def test_scores_of_a_model(tokenizer):
     assert ruler_scores(half, tokenizer, asked[0], LENGTH, ROWS) == [1, 0.25, 0]
     with pytest.raises(ValueError, match="RULER has no niah_4 here"):
         ruler(perfect, tokenizer, [LENGTH], 1, ["niah_4"])
+
+
+def test_an_answer_that_says_all_is_cut(tokenizer):
+    """No score changes by it."""
+    tiny = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **tiny)).eval()
+    prompts = ["A letter", "Three words are", "One"]
+    whole, cut = (
+        continuations(model, tokenizer, prompts, 12, batch_size=2, chat=False, **how)
+        for how in ({}, {"enough": lambda prompt, tokens: len(tokens) >= 3 + prompt})
+    )
+    assert [len(answer) for answer in whole] == [12] * 3
+    for number, (answer, shorter) in enumerate(zip(whole, cut, strict=True)):
+        assert shorter[: 3 + number] == answer[: 3 + number]
+        assert set(shorter[3 + number :]) <= {tokenizer.pad_token_id}
 
 
 def test_a_length_without_room_is_refused(tokenizer):
