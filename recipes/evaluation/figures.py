@@ -22,6 +22,7 @@ PAGES = {
     RESULTS / "shares.md": "quality",
     RESULTS / "bits.md": "quality",
     RESULTS / "mohawk.md": "quality",
+    RESULTS / "ablations.md": "quality",
     RESULTS / "performance.md": "performance",
     RESULTS / "gpu.md": "performance",
 }
