@@ -79,7 +79,8 @@ class Command:
 
 
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
-    as_json, quiet = switches["json"], switches["quiet"]
+    as_json = switches["json"]
+    quiet = switches["quiet"]
     if switches["dry_run"]:
         from .dry_run import plan_conversion
         from .plan import describe_decided
@@ -224,7 +225,8 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
         sys.stdout.write(f"convert-to-hybrid {importlib.metadata.version('convert-to-hybrid')}\n")
         return
     name = argv.pop(0) if word in commands else "convert"
-    command, verbose = commands[name], bool({"-v", "--verbose"} & set(argv))
+    command = commands[name]
+    verbose = bool({"-v", "--verbose"} & set(argv))
     with one_line_errors(verbose):
         set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
         nearest = [known for known in commands if len(word) > 1 and known.startswith(word)]

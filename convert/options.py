@@ -316,7 +316,9 @@ class ConversionOptions:
     output: PublishedOutputOptions = field(default_factory=PublishedOutputOptions)
 
     def __post_init__(self):
-        placement, alignment, mixer = self.placement, self.alignment, self.mixer
+        placement = self.placement
+        alignment = self.alignment
+        mixer = self.mixer
         for name, value in (("model", self.model), ("output folder", self.output.folder)):
             if not value:
                 raise ValueError(f"No {name} given: convert-to-hybrid MODEL OUT, or in the YAML file.")
@@ -361,7 +363,8 @@ class ConversionOptions:
     def _refuse_without_effect(self) -> None:
         """Refuse options that nothing here would read."""
         changed = differences(self)
-        of_placement, of_alignment = changed.get("placement", {}), changed.get("alignment", {})
+        of_placement = changed.get("placement", {})
+        of_alignment = changed.get("alignment", {})
         if self.alignment.method == "none":
             unread = {f"alignment.{name}": "an alignment" for name in of_alignment if name != "method"}
         else:
@@ -384,7 +387,8 @@ class ConversionOptions:
     @property
     def cache(self) -> float | str | None:
         """The cache budget: the one given, or the default where nothing is said about what layers hold."""
-        placement, mixer = self.placement, self.mixer
+        placement = self.placement
+        mixer = self.mixer
         said = (placement.attention_layers, placement.window, placement.attention_heads)
         told_nothing = said == (None,) * 3 and mixer.kind == MixerOptions.kind
         if placement.cache is None and told_nothing and self.alignment.method == "closed-form":
@@ -404,8 +408,11 @@ class ConversionOptions:
     @property
     def salient(self) -> int:
         """Number of tokens that layers with a window attend to after they have left it."""
-        asked, fitted = self.placement.salient, self.alignment.method != "none" and self.mixer.kind != "none"
-        return asked if asked is not None else SALIENT if fitted and self.has_windows else 0
+        asked = self.placement.salient
+        fitted = self.alignment.method != "none" and self.mixer.kind != "none"
+        if asked is not None:
+            return asked
+        return SALIENT if fitted and self.has_windows else 0
 
     @property
     def names_layers(self) -> bool:
@@ -639,7 +646,10 @@ class OptionParser:
         switches: Mapping[str, str] = MappingProxyType({}),
         prog: str = "convert-to-hybrid",
     ):
-        self.options_class, self.flags, self.positionals, self.switches = options_class, flags, positionals, switches
+        self.options_class = options_class
+        self.flags = flags
+        self.positionals = positionals
+        self.switches = switches
         self.prog = prog
         self.options = {option.name: option for option in documented(options_class)}
         self.parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
@@ -669,9 +679,13 @@ class OptionParser:
         Raises:
             ValueError: an unknown option, a value of the wrong kind, an unreadable YAML file, or a contradiction.
         """
-        given, config, places = [], None, list(self.positionals.values())
+        given = []
+        config = None
+        places = list(self.positionals.values())
         names = {spelling: switch.split()[-1] for switch in self.switches for spelling in switch.split()}
-        on, parts, listed = dict.fromkeys(names.values(), False), iter(argv), []
+        on = dict.fromkeys(names.values(), False)
+        parts = iter(argv)
+        listed = []
         for part in parts:
             flag, equals, value = part.partition("=")
             name = self.flags.get(flag, flag[2:])
@@ -805,7 +819,8 @@ def documented(options_class: type, prefix: str = "") -> tuple[Documented, ...]:
     for cls in reversed(options_class.__mro__[:-1]):
         parsed = docstring_parser.parse_from_object(cls)
         texts |= {item.arg_name: " ".join((item.description or "").split()) for item in parsed.params}
-    found, hints = [], typing.get_type_hints(options_class)
+    found = []
+    hints = typing.get_type_hints(options_class)
     for item in dataclasses.fields(options_class):
         if dataclasses.is_dataclass(hints[item.name]):
             found += documented(hints[item.name], f"{prefix}{item.name}.")
