@@ -49,7 +49,7 @@ class LayerShape(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a layer attends with: query (B, H, Q, D), key and value (B, G, L, D), mask (B or 1, 1, Q, L) to add.
+    """Tensors a layer attends with: query (B, H, Q, D), key and value (B, G, L, D), mask (B or 1, 1, Q, L) to add.
 
     score: queries and keys of one head each (..., Q, D) and (..., L, D) to scores (..., Q, L).
     """
