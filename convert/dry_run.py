@@ -5,6 +5,7 @@ It imports none of transformers' models, which take seconds; what takes scores o
 
 import dataclasses
 
+from .checkpoint.tokenizer import SideFiles, read_side_files
 from .errors import during
 from .fit.cost import alignment_cost
 from .options import ConversionOptions
@@ -17,20 +18,27 @@ from .teachers.weights import TeacherWeights
 
 
 def plan_conversion(options: ConversionOptions) -> Plan:
-    """Plan what `run` would do; reads the configuration and the headers of the weights only.
+    """Plan what `run` would do; reads the files beside the weights, and the headers of the weights only.
 
     Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
     """
     with during(f"reading {options.model}"):
-        weights = open_teacher(options, with_weights=False)
+        weights, _ = open_teacher(options, with_weights=False)
     resolved = resolve(options, weights)
     return costed(checked(make_plan(weights, decide_placement(Budget(weights, resolved)), resolved)))
 
 
-def open_teacher(options: ConversionOptions, with_weights: bool = True) -> TeacherWeights:
-    """Find the teacher and give every tensor of it a place; `with_weights=False` leaves safetensors on the Hub."""
-    found = find_teacher(options.model, options.revision, options.gguf_file, options.trust_remote_code, with_weights)
-    return TeacherWeights.of(found)
+def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple[TeacherWeights, SideFiles]:
+    """Find the teacher, give every tensor of it a place, and read the files beside its weights that come along.
+
+    `with_weights=False` leaves safetensors on the Hub.
+    """
+    trusted = options.trust_remote_code
+    weights = TeacherWeights.of(
+        find_teacher(options.model, options.revision, options.gguf_file, trusted, with_weights)
+    )
+    side_files, notes = read_side_files(weights.teacher, trusted, weights.config.model_type)
+    return dataclasses.replace(weights, notes=notes), side_files
 
 
 def checked(plan: Plan) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.hub import prepare_repository, upload
-from .checkpoint.tokenizer import Licence, SideFiles, read_licence, read_side_files, write_side_files
+from .checkpoint.tokenizer import Licence, SideFiles, read_licence, write_side_files
 from .dry_run import checked, costed, open_teacher
 from .errors import during
 from .fit.aligner import Aligner, Alignment
@@ -22,7 +22,7 @@ from .io.folder import OutputFolder, check_apart
 from .io.writer import Progress, plan_shards, write_and_hash
 from .layout.placement import Decision
 from .options import ConversionOptions, make_options, parse_size
-from .plan import Plan, make_plan
+from .plan import Plan, dropped_in_words, make_plan
 from .resolve import resolve
 from .scores.budget import Budget
 from .scores.decide import decide_placement
@@ -68,13 +68,9 @@ def run(
     watch = Stopwatch()
     with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
         with during(f"reading {options.model}"):
-            weights = open_teacher(options)
+            weights, side_files = open_teacher(options)
         resolved = resolve(options, weights)
         check_apart(output, weights.teacher.folder)
-        trusted = resolved.trust_remote_code
-        model_type = weights.config.model_type
-        side_files, notes = read_side_files(weights.teacher, trusted, model_type)
-        weights = dataclasses.replace(weights, notes=notes)
         licence = read_licence(weights.teacher, weights.checkpoint)
         push_to = resolved.output.push_to_hub
         repository = None
@@ -177,6 +173,6 @@ def provenance(plan: Plan, alignment: Alignment | None) -> dict[str, Any]:
         "align": "none" if alignment is None else plan.resolved.alignment.method,
         "calibration": {} if alignment is None else {k: alignment.report[k] for k in ("text", "tokens")},
         "options": plan.resolved.said,
-        "notes": list(plan.weights.notes) or None,
+        "notes": [*plan.notes, *(f"dropped {text}" for text in dropped_in_words(plan))] or None,
         "versions": versions(),
     }

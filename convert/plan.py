@@ -276,9 +276,7 @@ def describe(plan: Plan) -> str:
         lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the states, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads that keep full attention)")
-    for reason, count in Counter(s["dropped"].values()).items():
-        names = [name for name, why in s["dropped"].items() if why == reason]
-        lines.append(f"dropped     {names[0]}{f' and {count - 1} more' if count > 1 else ''}: {reason}")
+    lines += [f"dropped     {text}" for text in dropped_in_words(plan)]
     lines += [f"note        {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -293,6 +291,17 @@ def _replacement_in_words(s: dict[str, Any]) -> str:
         kept = f", {s['sinks']} sinks and {s['salient']} salient tokens"
     state = " and a state" if s["state"] else ""
     return f"a window of {window_in_words(s['window'])}{kept}{state}"
+
+
+def dropped_in_words(plan: Plan) -> list[str]:
+    """Name the teacher's tensors that the hybrid does without, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in plan.weights.dropped.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+        for reason, names in by_reason.items()
+    ]
 
 
 def break_even_in_words(break_even: dict[str, int | None]) -> str:

@@ -18,6 +18,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -407,6 +408,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     model_class: type[HybridModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init_subclass__(cls, **options):
+        """Note the class where a Trainer looks up by name whether smoothed labels are to be shifted."""
+        super().__init_subclass__(**options)
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.config_class.model_type] = cls.__name__
 
     def __init__(self, config):
         super().__init__(config)

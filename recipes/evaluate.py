@@ -29,8 +29,7 @@ from convert.checkpoint.load import load_config, load_model, locate, prompt_toke
 from convert.checkpoint.tokenizer import differing_text
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
 from convert.memory import keep_free_memory
-from convert.teachers.teacher import public_name
-from convert.tools.generate import recorded_teacher
+from convert.teachers.teacher import public_name, recorded_teacher
 
 from .evaluation.commit import project_commit
 from .evaluation.generation import PROMPTS, continuations, judge
@@ -141,7 +140,7 @@ class Options:
         """`count`, or the limit where that is smaller."""
         return count if self.limit is None else min(count, self.limit)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, teacher_revision: str | None) -> dict[str, Any]:
         """Settings that the results of each part depend on, besides those that their rows record."""
         first, own_tasks = self.sources[0], self.include_path and hash_files(Path(self.include_path), "*.yaml")
         own = {
@@ -151,32 +150,34 @@ class Options:
             "tasks": {"include_path": [self.include_path, own_tasks], "num_fewshot": self.num_fewshot},
             "speed": {"speed_tokens": self.speed_tokens},
         }
-        names = {"model": self.model, "teacher": self.teacher}
+        where = {"model": (self.model, None), "teacher": (self.teacher, teacher_revision)}
         common: dict[str, Any] = {
-            which: name and [name, fingerprint(name, self.trust_remote_code)] for which, name in names.items()
+            which: name and [name, fingerprint(name, revision, self.trust_remote_code)]
+            for which, (name, revision) in where.items()
         }
         common |= {name: getattr(self, name) for name in ("limit", "seed", "dtype", "device")}
         return {"common": common} | {part: own[part] for part in self.parts}
 
 
-def fingerprint(model: str, trust_remote_code: bool) -> str | None:
+def fingerprint(model: str, revision: str | None, trust_remote_code: bool) -> str | None:
     """Changes when a checkpoint does: names, sizes and times of a local one's files; a Hub repository's commit."""
     name, where = locate(model)
     path = Path(name)
     if not path.is_dir():
-        return getattr(load_config(model, trust_remote_code=trust_remote_code), "_commit_hash", None)
+        return getattr(load_config(model, revision, trust_remote_code), "_commit_hash", None)
     files = [path / where["gguf_file"]] if where else [*path.glob("*.safetensors"), *path.glob("*.bin")]
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
     config = path / "config.json"
     return hashlib.sha256(repr(states).encode() + (config.read_bytes() if config.is_file() else b"")).hexdigest()[:16]
 
 
-def find_teacher_of(options: Options) -> str | None:
-    """The teacher named, none, or the one the checkpoint records."""
+def find_teacher_of(options: Options) -> tuple[str | None, str | None]:
+    """The teacher named, none, or the one the checkpoint records, and the recorded commit."""
     if options.teacher is not None:
-        return None if options.teacher == "none" else options.teacher
+        return None if options.teacher == "none" else options.teacher, None
+    config = load_config(options.model, trust_remote_code=options.trust_remote_code)
     try:
-        return recorded_teacher(load_config(options.model, trust_remote_code=options.trust_remote_code))
+        return recorded_teacher(getattr(config, "conversion", None), "--teacher")
     except ValueError as error:
         raise ValueError(f"{error} Or measure the model alone: --teacher none.") from error
 
@@ -184,9 +185,10 @@ def find_teacher_of(options: Options) -> str | None:
 class Evaluation:
     """Measures model and teacher part by part; loads them when first needed, since a finished one needs neither."""
 
-    def __init__(self, options: Options, folder: ResultsFolder, progress):
+    def __init__(self, options: Options, teacher_revision: str | None, folder: ResultsFolder, progress):
         self.options, self.folder, self.progress = options, folder, progress
-        self.names = {"model": options.model} | ({} if options.teacher is None else {"teacher": options.teacher})
+        teacher = {} if options.teacher is None else {"teacher": (options.teacher, teacher_revision)}
+        self.names: dict[str, tuple[str, str | None]] = {"model": (options.model, None)} | teacher
         self.manager = None
         # before anything is computed for nothing
         if set(RULER) & set(options.tasks):
@@ -197,14 +199,14 @@ class Evaluation:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which has to read text as the teacher's does."""
-        trust, names = self.options.trust_remote_code, list(self.names.values())
-        found, *others = (prompt_tokenizer(name, trust_remote_code=trust) for name in names)
+        options = self.options
+        found, *others = (prompt_tokenizer(*where, options.trust_remote_code) for where in self.names.values())
         if others and others[0].get_vocab() != found.get_vocab():
-            raise ValueError(f"{names[1]} has another vocabulary than {names[0]}; give its own --teacher.")
+            raise ValueError(f"{options.teacher} has another vocabulary than {options.model}; give its own --teacher.")
         if others and (text := differing_text(found, others[0])) is not None:
             raise ValueError(
-                f"The tokenizers of {names[0]} and {names[1]} give other ids for {text[:40]!r}; convert the teacher "
-                "again."
+                f"The tokenizers of {options.model} and {options.teacher} give other ids for {text[:40]!r}; convert "
+                "the teacher again."
             )
         return found
 
@@ -213,8 +215,8 @@ class Evaluation:
         """`model` and, where there is one, `teacher`, which have to predict the same tokens."""
         options, _ = self.options, self.tokenizer
         found = {
-            which: load_model(name, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
-            for which, name in self.names.items()
+            which: load_model(name, options.dtype, options.device, revision, options.trust_remote_code)
+            for which, (name, revision) in self.names.items()
         }
         sizes = {model.get_output_embeddings().weight.shape[0] for model in found.values()}
         if len(sizes) > 1:
@@ -321,10 +323,11 @@ def evaluate(options: Options) -> dict[str, Any]:
         ValueError: something cannot be measured; what was finished before is kept.
     """
     keep_free_memory()
-    options = dataclasses.replace(options, teacher=find_teacher_of(options))
-    folder = ResultsFolder(place_of(options), options.settings())
+    teacher, revision = find_teacher_of(options)
+    options = dataclasses.replace(options, teacher=teacher)
+    folder = ResultsFolder(place_of(options), options.settings(revision))
     with progress_bars(quiet=False) as progress:
-        evaluation = Evaluation(options, folder, progress)
+        evaluation = Evaluation(options, revision, folder, progress)
         parts = {part: getattr(evaluation, part)() for part in PARTS if part in options.parts}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     where = versions | {"device": options.device, "threads": torch.get_num_threads()}

@@ -44,30 +44,37 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
 
 
-def read_side_files(teacher: Teacher, trust_remote_code: bool, model_type: str) -> tuple[SideFiles, tuple[str, ...]]:
+def read_side_files(
+    teacher: Teacher, trust_remote_code: bool, model_type: str, settings_from: Teacher | None = None
+) -> tuple[SideFiles, tuple[str, ...]]:
     """Read the tokenizer's files, the generation settings, and the licence.
 
     Args:
         model_type: of the checkpoint that takes them along.
+        settings_from: another model whose generation settings are taken.
 
     Returns:
-        The files, and notes on what was left out of the generation settings.
+        The files, and notes on what is not as it was: the tokenizer's files, the generation settings.
 
     Raises:
         ValueError: one of them cannot be read, or the tokenizer is code that is not trusted.
     """
     with during(f"reading the files beside the weights in {teacher.folder}"):
-        settings, notes = read_generation_config(teacher)
+        settings, left_out = read_generation_config(settings_from or teacher)
         licences = {p.name: p.read_bytes() for kind in LICENCE_FILES for p in teacher.folder.glob(kind) if p.is_file()}
-        return read_tokenizer(teacher, trust_remote_code, model_type) | settings | licences, notes
+        tokenizer, anew = read_tokenizer(teacher, trust_remote_code, model_type)
+        return tokenizer | settings | licences, (*anew, *left_out)
 
 
-def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -> SideFiles:
+def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -> tuple[SideFiles, tuple[str, ...]]:
     """Read the files from which a checkpoint of another model type loads the tokenizer that its teacher has.
 
     transformers chooses a tokenizer's class by the model type and may then leave out what tokenizer_config.json
     declares, so that the teacher's own files can make another tokenizer beside another config.json. They are tried
     there, and where they do, the tokenizer is saved anew under the class that it has.
+
+    Returns:
+        The files, and a note where the tokenizer is saved anew.
 
     Raises:
         ValueError: the tokenizer cannot be read, cannot be carried over, or is code that is not trusted.
@@ -80,7 +87,7 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
         if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
             files |= _tokenizer_code(teacher, trust_remote_code)
         if not files:
-            return files
+            return files, ()
     tokenizer = load_tokenizer(teacher, trust_remote_code)
     try:
         tokenizer(list(PROBES))
@@ -90,12 +97,15 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
         ) from error
     check_chat_template(tokenizer, folder / (teacher.gguf_file or ""))
     if files and _gives(files, tokenizer, model_type, trust_remote_code):
-        return files
+        return files, ()
+    kind = type(tokenizer).__name__
+    note = f"the tokenizer is saved anew as {kind}: the teacher's files give another one beside a {model_type} model"
+    notes = (note,) if files else ()
     files |= _saved(tokenizer)
     if _gives(files, tokenizer, model_type, trust_remote_code):
-        return files
+        return files, notes
     raise ValueError(
-        f"The tokenizer of {teacher.name} ({type(tokenizer).__name__}) loads as another one beside a model of type "
+        f"The tokenizer of {teacher.name} ({kind}) loads as another one beside a model of type "
         f"{model_type}; save it as a tokenizer.json of its own (AutoTokenizer.from_pretrained(...).save_pretrained)."
     )
 

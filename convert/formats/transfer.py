@@ -17,7 +17,6 @@ from ..checkpoint.tokenizer import (
     Licence,
     SideFiles,
     has_tokenizer,
-    read_generation_config,
     read_licence,
     read_side_files,
     write_side_files,
@@ -126,10 +125,9 @@ def write_checkpoint(
         with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
         giver = (with_tokenizer or models)[0]
         trusted = options.trust_remote_code
-        side_files, _ = read_side_files(giver, trusted, plan.config.model_type)
         with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
-        settings, notes = read_generation_config((with_settings or models)[0])
-        side_files |= settings
+        settings_from = (with_settings or models)[0]
+        side_files, notes = read_side_files(giver, trusted, plan.config.model_type, settings_from)
         plan.notes.extend(notes)
         licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})
         on_plan(plan)

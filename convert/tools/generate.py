@@ -10,13 +10,13 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from ..checkpoint.load import encode, load_model, prompt_tokenizer
 from ..errors import during
 from ..options import GenerateOptions
-from ..teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
+from ..teachers.teacher import recorded_teacher
 
 
 class PieceStreamer(TextStreamer):
@@ -29,19 +29,6 @@ class PieceStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """See `transformers.TextStreamer`."""
         self.on_text(text)
-
-
-def recorded_teacher(config: PreTrainedConfig) -> str:
-    """The teacher that a checkpoint names."""
-    conversion = getattr(config, "conversion", None) or {}
-    name = conversion.get("teacher")
-    if name is None:
-        raise ValueError("This checkpoint records no teacher; name one: --teacher MODEL.")
-    if conversion.get("teacher_revision") is not None:
-        return name
-    if name == EMBEDDED_TEACHER:
-        return str(embedded_teacher())
-    raise ValueError(f"The recorded teacher, {name}, was a local path; say where it is: --teacher MODEL.")
 
 
 def sampling(temperature: float) -> dict[str, Any]:
@@ -124,10 +111,11 @@ def answer(options: GenerateOptions) -> dict[str, float]:
         print_piece("\n")
         return {options.model: rate}
     teacher = options.teacher
-    if options.teacher == "recorded":
-        teacher = recorded_teacher(hybrid.config)
-    theirs = prompt_tokenizer(teacher, trust_remote_code=trusted)
-    other = load_model(teacher, options.dtype, options.device, trust_remote_code=trusted)
+    revision = None
+    if teacher == "recorded":
+        teacher, revision = recorded_teacher(getattr(hybrid.config, "conversion", None), "--teacher")
+    theirs = prompt_tokenizer(teacher, revision, trusted)
+    other = load_model(teacher, options.dtype, options.device, revision, trusted)
     models = {
         f"teacher ({other.config.model_type})": (other, theirs, encode(theirs, [options.prompt], chat)),
         f"hybrid ({hybrid.config.model_type})": (hybrid, tokenizer, inputs),

@@ -43,7 +43,9 @@ class TeacherArguments(TeacherLoadingArguments):
             "model that the hybrid was converted from."
         },
     )
-    teacher_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher."})
+    teacher_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the teacher. Default: the one recorded with it."}
+    )
 
 
 @dataclass

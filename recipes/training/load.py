@@ -20,7 +20,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 from convert.checkpoint.load import prompt_tokenizer, read_model
 from convert.io.students import STUDENTS
-from convert.teachers.teacher import first_line, read_tokenizer
+from convert.teachers.teacher import first_line, read_tokenizer, recorded_teacher
 from convert.train.distillation.trainer import check_vocabulary_sizes
 
 from .arguments import TeacherArguments
@@ -64,14 +64,6 @@ def side_files(name: str, revision: str | None = None) -> Path:
         raise ValueError(f"{name} does not load: {first_line(error)}") from error
 
 
-def teacher_name(arguments: TeacherArguments, source: Path | None) -> str:
-    """Name of the teacher: the one in the arguments, or the model that the hybrid was converted from."""
-    name = arguments.teacher_model_name_or_path or (conversion_of(source) if source else {}).get("teacher")
-    if name is None:
-        raise ValueError(f"{source} does not say what it was converted from; name teacher_model_name_or_path.")
-    return name
-
-
 def load_teacher(
     arguments: TeacherArguments,
     source: Path | None = None,
@@ -90,8 +82,11 @@ def load_teacher(
     Raises:
         ValueError: no teacher is known, it does not load, or it does not predict the student's tokens.
     """
-    name = teacher_name(arguments, source)
-    where = {"revision": arguments.teacher_revision, "trust_remote_code": trust_remote_code}
+    name, revision = arguments.teacher_model_name_or_path, arguments.teacher_revision
+    if name is None:
+        name, recorded = recorded_teacher(conversion_of(source) if source else None, "teacher_model_name_or_path")
+        revision = revision or recorded
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
     options: dict[str, Any] = {"dtype": arguments.teacher_dtype}
     if arguments.teacher_load_in_8bit or arguments.teacher_load_in_4bit:
         if importlib.util.find_spec("bitsandbytes") is None:
@@ -102,8 +97,7 @@ def load_teacher(
     try:
         teacher = read_model(name, **where, **options)
     except ValueError as error:
-        hint = "" if arguments.teacher_model_name_or_path else " Name teacher_model_name_or_path if it has moved."
-        raise ValueError(f"The teacher does not load: {error}{hint}") from error
+        raise ValueError(f"The teacher does not load: {error}") from error
     if student is not None:
         check_vocabulary_sizes(student, teacher)
         try:

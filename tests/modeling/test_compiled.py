@@ -85,6 +85,19 @@ def test_one_graph_of_a_model_for_three_lengths():
     compare(lambda ids: model(ids, use_cache=False).logits, list(model.parameters()), inputs, [1, 1, 1], "eager")
 
 
+def test_packed_rows_are_compiled_in_parts():
+    """Their number of blocks follows from what they hold, where the graph ends; the numbers are the same."""
+    model = make_student(pattern="beside-only", **ONE_LAYER)
+    compiled = torch.compile(model, backend="aot_eager")
+    for lengths in ((20, 30), (9, 31), (45, 5)):
+        ids, position_ids = random_ids(2, sum(lengths)), torch.cat([torch.arange(length) for length in lengths])
+        results = []
+        for call in (model, compiled):
+            logits = call(ids, position_ids=position_ids.expand(2, -1), use_cache=False).logits
+            results.append((logits, *torch.autograd.grad(logits.logsumexp(-1).sum(), list(model.parameters()))))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_and_its_gradients(name):
     """In one graph with that of the backward pass."""

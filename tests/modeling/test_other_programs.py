@@ -6,7 +6,15 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import (
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 from trl import RewardConfig, RewardTrainer
 
@@ -78,6 +86,15 @@ def test_attentions_that_are_left_out_are_said(caplog):
     assert sum("2 of 3 layers are mixers or hybrid layers" in message for message in caplog.messages) == 1
     with pytest.raises(ValueError, match="no layer of this model has a matrix of attention probabilities"):
         make_student(pattern="beside-only")(ids, output_attentions=True)
+
+
+@pytest.mark.parametrize("family, pattern", [("llamba", "every"), ("phimamba", "beside")])
+def test_smoothed_labels_are_those_of_the_next_tokens(family, pattern, tmp_path):
+    """transformers' Trainer shifts them for the classes that it knows by name."""
+    model, ids = make_student(family, pattern=pattern), random_ids(2, 12)
+    arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    found = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    torch.testing.assert_close(found, LabelSmoother(0.1)(model(ids), ids, shift_labels=True))
 
 
 @pytest.mark.parametrize("family, pattern", [("llamba", "every"), ("phimamba", "beside")])

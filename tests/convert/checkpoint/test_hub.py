@@ -7,13 +7,16 @@ import torch
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from convert import cli, convert
-from convert.checkpoint.load import load_config, load_model
+from convert.checkpoint.load import load_config
 from convert.io.folder import MARKER
 from convert.teachers.teacher import download_model, public_name
-from convert.tools.generate import recorded_teacher
 from modeling_llamba import LlambaForCausalLM
+from recipes import evaluate
+from recipes.training.arguments import TeacherArguments
+from recipes.training.load import load_teacher
 from tests.doubles.hub import COMMIT, HubServer
 from tests.helpers.command import run
+from tests.helpers.tokenizers import tokenizer
 from tests.teachers import make_teacher, random_ids
 
 
@@ -21,6 +24,7 @@ from tests.teachers import make_teacher, random_ids
 def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     make_teacher("llama-gqa").save_pretrained(folder / "org" / "teacher", max_shard_size="50KB")
+    tokenizer().save_pretrained(folder / "org" / "teacher")
     torch.save(make_teacher("llama-gqa").state_dict(), folder / "pytorch_model.bin")
     with HubServer(folder) as server:
         yield server
@@ -61,7 +65,29 @@ def test_a_folder_of_the_hubs_cache_is_known_by_its_repository(connected, tmp_pa
     config = load_config(str(tmp_path / "out"))
     assert config.conversion["teacher"] == "org/teacher" and config.conversion["teacher_revision"] == COMMIT
     assert "base_model: org/teacher" in (tmp_path / "out" / "README.md").read_text()
-    assert load_model(recorded_teacher(config)).config.model_type == "llama"
+
+
+def generate_beside(hybrid, output):
+    cli.main(["generate", str(hybrid), "--prompt", "w1", "--max-new-tokens", "1", "--teacher", "recorded"])
+
+
+def evaluate_beside(hybrid, output):
+    evaluate.main([str(hybrid), "--parts", "speed", "--contexts", "8", "--speed-tokens", "2", "--output", str(output)])
+
+
+def train_beside(hybrid, output):
+    load_teacher(TeacherArguments(), hybrid)
+
+
+@pytest.mark.parametrize("use", [generate_beside, evaluate_beside, train_beside])
+def test_the_recorded_teacher_is_that_of_its_commit(use, connected, tmp_path, monkeypatch):
+    """Whatever its repository holds by now."""
+    convert("org/teacher", tmp_path / "out", align="none")
+    connected.connect(monkeypatch, tmp_path / "another-cache")
+    connected.requests.clear()
+    use(tmp_path / "out", tmp_path / "results")
+    asked = [request.split("/")[4] for request in connected.requests if "/org/teacher/resolve/" in request]
+    assert set(asked) == {COMMIT}
 
 
 @pytest.mark.parametrize("path", ["models--org--teacher/snapshots/main", f"teacher/snapshots/{COMMIT}"])

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from convert import convert
 from convert.cli import main
 from convert.plan import break_even_in_words
+from convert.teachers.teacher import recorded_teacher
 from convert.tools.chat import Conversation
 from convert.tools.env import environment
-from convert.tools.generate import recorded_teacher
 from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaForCausalLM
 from tests.helpers.before import BEFORE
@@ -166,11 +166,9 @@ def test_generate_says_what_the_model_says(checkpoints):
 
 
 def test_the_recorded_teacher(smollm2_gguf):
-    config = student_config()
-    config.conversion = {"teacher": "org/name", "teacher_revision": "abc"}
-    assert recorded_teacher(config) == "org/name"
-    config.conversion = {"teacher": smollm2_gguf.name, "teacher_revision": None}
-    assert recorded_teacher(config) == str(smollm2_gguf)
+    assert recorded_teacher({"teacher": "org/name", "teacher_revision": "abc"}, "--teacher") == ("org/name", "abc")
+    embedded = {"teacher": smollm2_gguf.name, "teacher_revision": None}
+    assert recorded_teacher(embedded, "--teacher") == (str(smollm2_gguf), None)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +199,8 @@ def test_damaged_weights_are_one_line(checkpoints, tmp_path):
 
 
 def test_no_teacher_recorded(checkpoints):
-    with pytest.raises(ValueError, match="records no teacher"):
-        recorded_teacher(student_config())
+    with pytest.raises(ValueError, match="records no teacher; name one: --teacher"):
+        recorded_teacher(None, "--teacher")
     tokenizer().save_pretrained(checkpoints / "found")
     done = use("generate", checkpoints / "found", "--prompt", "w3", "--teacher", "recorded")
     assert done.returncode == 1 and "records no teacher" in done.stderr
