@@ -115,14 +115,19 @@ def continuations(
     advance: Advance = lambda done: None,
     temperature: float = 0.0,
     seed: int = 0,
+    chat: bool = True,
 ) -> list[list[int]]:
-    """The answer to each prompt, the end-of-text token included; in batches padded on the left."""
+    """The answer to each prompt, the end-of-text token included; in batches padded on the left.
+
+    Args:
+        chat: the prompts are a user's messages where there is a chat template; if not, each is a text to go on with.
+    """
     said: list[list[int]] = []
     torch.manual_seed(seed)
     end = model.generation_config.eos_token_id
     ends = set(end) if isinstance(end, (list, tuple)) else {end}
     for start in range(0, len(prompts), batch_size):
-        inputs = encode(tokenizer, list(prompts[start : start + batch_size]), chat=True)
+        inputs = encode(tokenizer, list(prompts[start : start + batch_size]), chat=chat)
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         ids = model.generate(
             **inputs,
@@ -162,7 +167,9 @@ def judge(
     return {
         "prompts": len(prompts),
         "greedy_agreement": sum(agreement) / len(agreement) if agreement else None,
+        "equal_answers": sum(a == b for a, b in pairs) / len(pairs) if pairs else None,
         "tokens_alike": alike[len(alike) // 2] if alike else None,
+        "length_ratio": sum(map(len, model)) / sum(map(len, teacher)) if pairs else None,
         "cut_off": sum(len(a) == max_new_tokens > len(b) for a, b in pairs) if pairs else None,
         "repetition": repeated["model"],
         "teacher_repetition": repeated["teacher"],

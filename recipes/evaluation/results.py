@@ -44,10 +44,11 @@ SECTIONS = {
         ("probe", "length", "distance", "teacher", "model", "samples"),
     ),
     "generation": (
-        "Share of each answer, and median number of tokens, in common with the teacher's; answers cut off where the "
-        "teacher's end; repeated 4-grams; share of the instructions followed.",
-        ("prompts", "greedy_agreement", "tokens_alike", "cut_off", "teacher_repetition", "repetition",
-         "instructions", "teacher_following", "model_following"),
+        "Share of each answer in common with the teacher's, share of equal answers, median number of tokens before "
+        "the first difference, tokens over the teacher's; answers cut off where the teacher's end; repeated 4-grams; "
+        "share of the instructions followed.",
+        ("prompts", "greedy_agreement", "equal_answers", "tokens_alike", "length_ratio", "cut_off",
+         "teacher_repetition", "repetition", "instructions", "teacher_following", "model_following"),
     ),
     "tasks": (
         "Relative: (model − chance) / (teacher − chance) ± one standard error; – where the teacher is at chance.",
@@ -141,7 +142,7 @@ def _table(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
 
 def _cell(row: Row, column: str) -> str:
     """A figure, with its interval or standard error where the row has one; – where there is none."""
-    value, width = row[column], row.get(f"{column}_interval", row.get(f"{column}_error"))
+    value, width = row.get(column), row.get(f"{column}_interval", row.get(f"{column}_error"))
     if value is None:
         return "–"
     if column.endswith("_bytes"):
