@@ -33,7 +33,7 @@ from convert.teachers.teacher import public_name
 from .cli import CompareOptions, main
 from .evaluate import fingerprint
 from .evaluation.commit import project_commit
-from .evaluation.eviction import Scores, moment_bytes, pairs_of_bytes, read_after, reading_scores
+from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
 from .evaluation.metrics import PerToken, Reader, per_token, reader
 from .evaluation.other_caches import (
     BFLOAT16,
@@ -119,7 +119,7 @@ class Comparison:
         def scores_of(context: torch.Tensor) -> Scores:
             key = context.cpu().numpy().tobytes()
             if key not in known:
-                known[key] = reading_scores(self.teacher, self.own, self.tokenizer, context)
+                known[key] = reading_scores(self.teacher, self.own, self.shapes, self.tokenizer, context)
                 self.progress("contexts read again", len(known), max(len(known), contexts))
             return known[key]
 
@@ -138,10 +138,10 @@ class Comparison:
                 cache = window_of_bytes(self.shapes, nbytes, bits)
                 if cache is not None:
                     yield self._other(f"{kind}, as {short}", kind, cache)
-            if any(shape.limit is not None for shape in self.shapes):
-                continue  # a context that is read again is out of sight of a layer with a window
+            if all(shape.limit is not None for shape in self.shapes):
+                continue  # there is nothing to evict
             for kind, moments in zip(EVICTED, (False, True), strict=True):
-                pairs = pairs_of_bytes(self.shapes, nbytes, moments)
+                pairs = pairs_of_bytes(self.shapes, nbytes, moments, self.options.length)
                 if pairs is not None:
                     yield self._eviction(f"{kind}, as {short}", kind, pairs, moments)
 
@@ -160,10 +160,8 @@ class Comparison:
                       lambda ends: reader(made()), lambda: nullcontext(made()))  # fmt: skip
 
     def _eviction(self, name: str, kind: str, pairs: int, moments: bool) -> Method:
-        pair = (self.shapes[0].key_dim + self.shapes[0].value_dim) * BFLOAT16
-        heads, more = sum(shape.heads for shape in self.shapes), moment_bytes(self.shapes) if moments else 0
         return Method(
-            name, kind, f"{pairs} {moments}", lambda n: min(n * heads, pairs) * pair + more, self.weights,
+            name, kind, f"{pairs} {moments}", lambda n: kept_bytes(self.shapes, pairs, moments, n), self.weights,
             lambda ends: read_after(self.teacher, self.own, self.context_scores, ends, pairs, moments),
         )  # fmt: skip
 

@@ -8,6 +8,8 @@ What was evicted can be summed up as MomentKV does (arXiv 2606.01563): number, m
 covariance, for each head, stand for one more column, to first order. Nothing is fitted. MomentKV's own rule of
 eviction is not used here.
 
+Layers with a window of their own are left alone: a context that is read again is out of their sight.
+
 One pass over a text in two copies judges the tokens after several contexts. The first copy attends to everything,
 as a prompt is read; of the second, tokens after a context attend to what is kept of the first copy and to each other.
 
@@ -27,24 +29,33 @@ from .other_caches import BFLOAT16, QUERIES, Call, LayerShape, OtherCache, atten
 REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 FLOAT32 = 4
 """Bytes of a number of the moments."""
-Scores = list[torch.Tensor]
-"""Scores (G, C) of every layer."""
+Scores = list[torch.Tensor | None]
+"""Scores (G, C) of every layer; None of a layer with a window."""
+Kept = list[torch.Tensor | None]
+"""For every layer, whether a pair is kept (G, C); None of a layer with a window, which keeps all."""
 
 
-def moment_bytes(shapes: list[LayerShape]) -> int:
-    """Bytes of number, means and covariance in all heads."""
-    return sum(s.heads * (1 + s.key_dim + s.value_dim + s.key_dim * s.value_dim) * FLOAT32 for s in shapes)
-
-
-def pairs_of_bytes(shapes: list[LayerShape], nbytes: int, moments: bool) -> int | None:
-    """Number of pairs, of all heads together, that fit into so many bytes; None if not even the moments do."""
-    left = nbytes - (moment_bytes(shapes) if moments else 0)
+def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int) -> int:
+    """Bytes of a sequence of `length` tokens of which so many pairs are kept, of all heads together."""
+    limited = [shape for shape in shapes if shape.limit is not None]
+    evicting = [shape for shape in shapes if shape.limit is None]
     pair = (shapes[0].key_dim + shapes[0].value_dim) * BFLOAT16
+    size = OtherCache().nbytes(limited, length) + min(pairs, length * sum(s.heads for s in evicting)) * pair
+    numbers = sum(s.heads * (1 + s.key_dim + s.value_dim + s.key_dim * s.value_dim) for s in evicting)
+    return size + (numbers * FLOAT32 if moments else 0)
+
+
+def pairs_of_bytes(shapes: list[LayerShape], nbytes: int, moments: bool, length: int) -> int | None:
+    """Number of pairs that fit into so many bytes at `length` tokens; None if not a single one does."""
+    pair = (shapes[0].key_dim + shapes[0].value_dim) * BFLOAT16
+    left = nbytes - kept_bytes(shapes, 0, moments, length)
     return left // pair if left >= pair else None
 
 
 @torch.no_grad()
-def reading_scores(model: PreTrainedModel, own: Reader, tokenizer: Any, context: torch.Tensor) -> Scores:
+def reading_scores(
+    model: PreTrainedModel, own: Reader, shapes: list[LayerShape], tokenizer: Any, context: torch.Tensor
+) -> Scores:
     """KVzip's scores of a context (C,): the largest weight of each pair while the context is read again."""
     told = tokenizer(REPEAT, add_special_tokens=False, return_tensors="pt").input_ids[0].to(context.device)
     end = len(context)
@@ -68,16 +79,16 @@ def reading_scores(model: PreTrainedModel, own: Reader, tokenizer: Any, context:
 
     with attending(model, attend):
         own.states(torch.cat([context, told, context])[None])
-    return [found[layer] for layer in sorted(found)]
+    return [found[layer] if shape.limit is None else None for layer, shape in enumerate(shapes)]
 
 
-def keep_highest(scores: Scores, pairs: int) -> list[torch.Tensor]:
-    """Pairs that are kept (G, C) of every layer: those of the highest scores."""
-    flat = torch.cat([layer.flatten() for layer in scores])
+def keep_highest(scores: Scores, pairs: int) -> Kept:
+    """Pairs that are kept of every layer: those of the highest scores."""
+    flat = torch.cat([layer.flatten() for layer in scores if layer is not None])
     kept = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
     kept[flat.topk(min(pairs, len(flat))).indices] = True
-    parts = kept.split([layer.numel() for layer in scores])
-    return [part.view_as(layer) for part, layer in zip(parts, scores, strict=True)]
+    parts = iter(kept.split([layer.numel() for layer in scores if layer is not None]))
+    return [None if layer is None else next(parts).view_as(layer) for layer in scores]
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Eviction:
     kept: for each end of a context (C), in rising order, the pairs that are kept of every layer.
     """
 
-    kept: dict[int, list[torch.Tensor]]
+    kept: dict[int, Kept]
     moments: bool
 
     def attend(self, call: Call) -> torch.Tensor:
@@ -104,10 +115,12 @@ class Eviction:
                 continue
             query = call.query[1:, :, start:stop]
             columns = [torch.cat([t[:1, :, :start], t[1:, :, start:stop]], 2) for t in (key, value)]
-            kept = self.kept[start][call.layer].repeat_interleave(heads, 0)
             scores = call.score(query, columns[0]) + call.mask[:1, :, start:stop, :stop]
-            scores[..., :start].masked_fill_(~kept[None, :, None], -torch.inf)
-            if not self.moments:
+            kept = self.kept[start][call.layer]
+            if kept is not None:
+                kept = kept.repeat_interleave(heads, 0)
+                scores[..., :start].masked_fill_(~kept[None, :, None], -torch.inf)
+            if kept is None or not self.moments:
                 parts.append(scores.softmax(-1) @ columns[1])
                 continue
             mass, read = read_moments(query, key[:1, :, :start], value[:1, :, :start], ~kept, call.score)

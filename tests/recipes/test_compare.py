@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from recipes.evaluation.eviction import (
     REPEAT,
     Eviction,
     keep_highest,
-    moment_bytes,
+    kept_bytes,
     pairs_of_bytes,
     read_after,
     read_moments,
@@ -40,7 +41,7 @@ from recipes.evaluation.other_caches import (
 )
 from recipes.evaluation.texts import PYTHON_CODE, TextSource
 from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
-from tests.teachers import make_teacher, random_ids
+from tests.teachers import TEACHERS, make_teacher, random_ids
 
 LENGTH, FIRST = 128, 32
 
@@ -280,14 +281,17 @@ def test_bytes(model):
     budget = OtherCache().nbytes(wide, 700)
     assert window_of_bytes(wide, budget).window == 700 - SINKS
     assert 1.5 < window_of_bytes(wide, budget, 8).window / 700 < 16 / 9
-    assert pairs_of_bytes(wide, budget, False) == 700 * 6
-    assert pairs_of_bytes(wide, budget, True) == 700 * 6 - moment_bytes(wide) // 256 - 1
-    assert window_of_bytes(wide, 100) is None and pairs_of_bytes(wide, 1000, True) is None
+    assert pairs_of_bytes(wide, budget, False, 4096) == 700 * 6
+    moments = 6 * (1 + 64 + 64 + 64 * 64) * 4
+    assert pairs_of_bytes(wide, budget, True, 4096) == (budget - moments) // 256
+    assert kept_bytes(limited, 50, True, 4096) == OtherCache().nbytes(limited[:1], 100) + 50 * 256 + moments // 2
+    assert kept_bytes(wide, 10**6, False, 20) == OtherCache().nbytes(wide, 20)
+    assert window_of_bytes(wide, 100) is None and pairs_of_bytes(wide, 1000, True, 4096) is None
 
 
 def test_scores_are_the_largest_weights_of_a_second_reading(model):
     tokenizer, context = chat_tokenizer(), random_ids(1, 30)[0]
-    found = reading_scores(model, reader(model), tokenizer, context)
+    found = reading_scores(model, reader(model), layer_shapes(model), tokenizer, context)
     told = tokenizer(REPEAT, add_special_tokens=False, return_tensors="pt").input_ids[0]
     twice = torch.cat([context, told, context])[None]
     model.set_attn_implementation("eager")
@@ -304,6 +308,23 @@ def test_the_highest_scores_are_kept():
     kept = keep_highest(scores, 4)
     assert [layer.tolist() for layer in kept] == [[[True, False, False], [True, False, True]], [[False, True, False]]]
     assert all(layer.all() for layer in keep_highest(scores, 100))
+    assert keep_highest([None, *scores], 4)[0] is None
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_any_teacher_takes_another_cache(name):
+    """A cache that holds everything changes nothing, a smaller one does."""
+    model, ids = make_teacher(name), random_ids(1, 80)
+    own, shapes, tokenizer = reader(model), layer_shapes(model), chat_tokenizer()
+    scores_of = partial(reading_scores, model, own, shapes, tokenizer)
+    readers = [[read_with(model, own, OtherCache(window=width).attend) for width in (80, 3)]]
+    if any(shape.limit is None for shape in shapes):
+        readers.append([read_after(model, own, scores_of, [40], pairs, False) for pairs in (10**6, 8)])
+    with torch.no_grad():
+        expected = own.states(ids)
+        for whole, smaller in readers:
+            torch.testing.assert_close(whole.states(ids), expected, rtol=1e-3, atol=1e-4)
+            assert (smaller.states(ids) - expected).abs().max() > 1e-3
 
 
 def test_what_follows_a_context_sees_what_is_kept_of_it(model):
