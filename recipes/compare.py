@@ -272,7 +272,7 @@ def sized(options: CompareOptions) -> CompareOptions:
     return dataclasses.replace(options, **small) if options.quick else options
 
 
-def compare(options: CompareOptions, progress: Callable[[str, int, int], None] = lambda *_: None) -> dict[str, Any]:
+def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """Measure what is not measured yet, write it all, and return it.
 
     Raises:

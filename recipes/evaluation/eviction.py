@@ -27,8 +27,6 @@ from .metrics import Reader
 from .other_caches import BFLOAT16, QUERIES, Call, LayerShape, OtherCache, attending
 
 REPEAT = "\n\nRepeat the previous context exactly.\n\n"
-FLOAT32 = 4
-"""Bytes of a number of the moments."""
 Scores = list[torch.Tensor | None]
 """Scores (G, C) of every layer; None of a layer with a window."""
 Kept = list[torch.Tensor | None]
@@ -42,7 +40,7 @@ def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int)
     pair = (shapes[0].key_dim + shapes[0].value_dim) * BFLOAT16
     size = OtherCache().nbytes(limited, length) + min(pairs, length * sum(s.heads for s in evicting)) * pair
     numbers = sum(s.heads * (1 + s.key_dim + s.value_dim + s.key_dim * s.value_dim) for s in evicting)
-    return size + (numbers * FLOAT32 if moments else 0)
+    return size + (numbers * BFLOAT16 if moments else 0)
 
 
 def pairs_of_bytes(shapes: list[LayerShape], nbytes: int, moments: bool, length: int) -> int | None:

@@ -49,7 +49,7 @@ class LayerShape(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a layer attends with: query (B, H, Q, D), key and value (B, G, L, D), mask (B or 1, 1, Q, L) to add.
+    """Tensors a layer attends with: query (B, H, Q, D), key and value (B, G, L, D), mask (B or 1, 1, Q, L) to add.
 
     score: queries and keys of one head each (..., Q, D) and (..., L, D) to scores (..., Q, L).
     """
@@ -214,9 +214,9 @@ def round_groups(t: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 def window_of_bytes(shapes: list[LayerShape], nbytes: int, bits: int = 16) -> OtherCache | None:
     """A window with sinks of at most so many bytes at any length, and hardly fewer; None if there is none."""
-    low, high = 0, 2**24
+    low, high, whole = 0, 2**24, 0  # eight bits lose nothing, not even of the last tokens
     while high - low > 1:
         middle = (low + high) // 2
-        fits = OtherCache(bits, window=middle).nbytes(shapes, 2**25) <= nbytes
+        fits = OtherCache(bits, whole, middle).nbytes(shapes, 2**25) <= nbytes
         low, high = (middle, high) if fits else (low, middle)
-    return OtherCache(bits, window=low) if low else None
+    return OtherCache(bits, whole, low) if low else None

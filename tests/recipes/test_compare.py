@@ -280,9 +280,9 @@ def test_bytes(model):
     assert OtherCache().nbytes(limited, 1000) == OtherCache().nbytes(wide[:1], 1100)
     budget = OtherCache().nbytes(wide, 700)
     assert window_of_bytes(wide, budget).window == 700 - SINKS
-    assert 1.5 < window_of_bytes(wide, budget, 8).window / 700 < 16 / 9
+    assert 1.7 < window_of_bytes(wide, budget, 8).window / 700 < 16 / 9
     assert pairs_of_bytes(wide, budget, False, 4096) == 700 * 6
-    moments = 6 * (1 + 64 + 64 + 64 * 64) * 4
+    moments = 6 * (1 + 64 + 64 + 64 * 64) * 2
     assert pairs_of_bytes(wide, budget, True, 4096) == (budget - moments) // 256
     assert kept_bytes(limited, 50, True, 4096) == OtherCache().nbytes(limited[:1], 100) + 50 * 256 + moments // 2
     assert kept_bytes(wide, 10**6, False, 20) == OtherCache().nbytes(wide, 20)
