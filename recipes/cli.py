@@ -35,6 +35,10 @@ class CompareOptions:
     """First position that is judged, and number of tokens between the contexts that are evicted."""
     speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
     """Numbers of tokens at which speed is measured."""
+    ruler: tuple[PositiveInt, ...] = ()
+    """Numbers of tokens at which RULER's tasks are answered, by all but eviction; hours on a CPU."""
+    ruler_rows: PositiveInt = 8
+    """Number of rows of each of RULER's tasks."""
     dtype: str = "float32"
     """auto, float32, bfloat16 or float16."""
     device: str = "cpu"
@@ -61,7 +65,7 @@ COMPARE = Command(
     CompareOptions,
     compare_command,
     {"TEACHER": "teacher", "HYBRID...": "hybrids"},
-    {"--out": "output", **flags_of("text", "quick", "length", "rows", "speed", "dtype", "device",
+    {"--out": "output", **flags_of("text", "quick", "length", "rows", "speed", "ruler", "dtype", "device",
                                    "trust_remote_code")},
     {**AS_JSON, **QUIET},
 )  # fmt: skip

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +35,17 @@ from .evaluate import fingerprint
 from .evaluation.commit import project_commit
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
 from .evaluation.metrics import PerToken, Reader, per_token, reader
-from .evaluation.other_caches import BFLOAT16, OtherCache, layer_shapes, read_with, window_of_bytes
+from .evaluation.other_caches import (
+    BFLOAT16,
+    OtherCache,
+    attending,
+    layer_shapes,
+    read_with,
+    window_of_bytes,
+)
 from .evaluation.recall import hits, questions, scores
 from .evaluation.results import ResultsFolder
+from .evaluation.ruler import TASKS, generators, ruler
 from .evaluation.speed import speed
 from .evaluation.texts import TextSource
 
@@ -70,6 +79,8 @@ class Method(NamedTuple):
     """Bytes of the weights in bfloat16."""
     reader: Callable[[Sequence[int]], Reader]
     """Makes the reader of single texts in which contexts end at these places."""
+    model: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
+    """Opens the model that answers with this cache; none for eviction, which has to be told where contexts end."""
 
 
 class Comparison:
@@ -116,7 +127,8 @@ class Comparison:
 
     def methods(self) -> Iterator[Method]:
         """The teacher, its cache in few bits, and each hybrid with a window and an eviction of the same bytes."""
-        yield self._other("teacher", "teacher", OtherCache(), lambda ends: self.reference)
+        whole = self._other("teacher", "teacher", OtherCache())
+        yield whole._replace(reader=lambda ends: self.reference, model=lambda: nullcontext(self.teacher))
         for name, cache in ROUNDED.items():
             yield self._other(name, "rounded cache", cache)
         for name, config in self.configs.items():
@@ -133,16 +145,19 @@ class Comparison:
                 if pairs is not None:
                     yield self._eviction(f"{kind}, as {short}", kind, pairs, moments)
 
-    def _other(self, name: str, kind: str, cache: OtherCache, make: Any = None) -> Method:
-        make = make or (lambda ends: read_with(self.teacher, self.own, cache.attend))
-        return Method(name, kind, repr(cache), lambda n: cache.nbytes(self.shapes, n), self.weights, make)
+    def _other(self, name: str, kind: str, cache: OtherCache) -> Method:
+        return Method(
+            name, kind, repr(cache), lambda n: cache.nbytes(self.shapes, n), self.weights,
+            lambda ends: read_with(self.teacher, self.own, cache.attend),
+            lambda: attending(self.teacher, cache.attend),
+        )  # fmt: skip
 
     def _hybrid(self, name: str, short: str, config: PreTrainedConfig) -> Method:
         made = functools.cache(lambda: load(self.options, name))
         settings = f"{name} {fingerprint(name, self.options.trust_remote_code)}"
         weights = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * BFLOAT16
         return Method(short, "hybrid", settings, lambda n: cache_bytes(config, n)[1], weights,
-                      lambda ends: reader(made()))  # fmt: skip
+                      lambda ends: reader(made()), lambda: nullcontext(made()))  # fmt: skip
 
     def _eviction(self, name: str, kind: str, pairs: int, moments: bool) -> Method:
         return Method(
@@ -184,6 +199,15 @@ class Comparison:
             said = hits(method.reader([end]), question.probe, 1, self.teacher.device)
             found[question.name] = scores(question, said)[0]["model"]
             self.progress(f"{method.name}, recall", done, len(asked))
+        return found
+
+    def ruler(self, method: Method, length: int) -> dict[str, float]:
+        """Scores of RULER's tasks at one length; each row alone, since other caches count from the first token."""
+        found = {}
+        with method.model() as model:
+            for done, task in enumerate(TASKS, 1):
+                found |= ruler(model, self.tokenizer, [length], self.options.ruler_rows, [task], 1)[length]
+                self.progress(f"{method.name}, RULER at {length:,} tokens", done, len(TASKS))
         return found
 
     def speed(self, context: int) -> list[Row]:
@@ -262,7 +286,10 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         "teacher": [options.teacher, fingerprint(options.teacher, options.trust_remote_code)],
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
     } | {name: getattr(options, name) for name in ("length", "rows", "first", "dtype", "device")}
-    folder = ResultsFolder(Path(options.output), {"common": common, "method": {}, "speed": {"steps": SPEED_TOKENS}})
+    parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}}
+    folder = ResultsFolder(Path(options.output), {"common": common, "method": {}} | parts)
+    if options.ruler:
+        generators()  # before anything is computed for nothing
     comparison = Comparison(options, progress)
     found: dict[str, Any] = {
         "teacher": public_name(options.teacher),
@@ -275,7 +302,10 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     }  # fmt: skip
     for method in comparison.methods():
         cell = f"{method.name} {method.settings}"
-        found["methods"].append(folder.cell("method", cell, comparison.measure, method))
+        row = folder.cell("method", cell, comparison.measure, method)
+        lengths = options.ruler if method.model else ()
+        row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
+        found["methods"].append(row)
         write(folder.path, found)
     hybrids = [f"{name} {fingerprint(name, options.trust_remote_code)}" for name in options.hybrids]
     for context in options.speed:
@@ -347,6 +377,17 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         *table(["cache", *CONTEXTS, "weights", *(f"all, {name}" for name in CONTEXTS)], memory),
     ]  # fmt: skip
+    answered = [row for row in methods if row["ruler"]]
+    if answered:
+        lengths = list(answered[0]["ruler"])
+        lines += ["", f"RULER, mean score of {len(TASKS)} tasks:", ""]
+        lines += table(
+            ["cache", *(f"{int(length):,} tokens" for length in lengths)],
+            [
+                [row["name"], *(f"{sum(row['ruler'][n].values()) / len(row['ruler'][n]):.1%}" for n in lengths)]
+                for row in answered
+            ],
+        )
     if found["speed"]:
         speeds = [
             [f"{row['context']:,}", row["which"], f"{row['prefill_tokens_per_second']:,.0f}",

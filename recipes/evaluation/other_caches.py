@@ -67,8 +67,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @contextlib.contextmanager
-def attending(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
-    """Let all layers of a model attend by `attend`, which returns (B, H, Q, D)."""
+def attending(model: PreTrainedModel, attend: Attend) -> Iterator[PreTrainedModel]:
+    """Let all layers of a model, which it yields, attend by `attend`, which returns (B, H, Q, D).
+
+    Sequences must not be padded on the left where `attend` counts places from the first token.
+    """
 
     def interface(module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **_: Any):
         if s_aux is not None:
@@ -88,7 +91,7 @@ def attending(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
     if model.config._attn_implementation != NAME:
         raise ValueError(f"{type(model).__name__} has an attention of its own, which no other cache can be put into.")
     try:
-        yield
+        yield model
     finally:
         model.set_attn_implementation(before)
 

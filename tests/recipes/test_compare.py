@@ -62,6 +62,21 @@ def model():
     return make_teacher("qwen3")
 
 
+@pytest.fixture
+def quick_ruler(monkeypatch):
+    """Replaces RULER, whose rows are longer than tiny models take, by an answer to a prompt."""
+
+    def answers(model, tokenizer, lengths, rows, tasks, batch_size):
+        assert batch_size == 1 and len(tasks) == 1
+        ids = torch.arange(lengths[0])[None] % 100
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return {lengths[0]: dict.fromkeys(tasks, out[0, lengths[0] :].float().mean().item() / 128)}
+
+    monkeypatch.setattr(comparison, "ruler", answers)
+    monkeypatch.setattr(comparison, "generators", lambda: None)
+
+
 def compare(folder, out, *arguments, hybrids=("hybrid",)):
     """The exit code of the command, what it printed, and its errors."""
     models = [str(folder / name) for name in ("teacher", *hybrids)]
@@ -140,6 +155,17 @@ def test_what_was_finished_is_kept(folder, tmp_path, monkeypatch):
     code, said, errors = compare(folder, tmp_path)
     assert code == 0, errors
     assert len(measured) == len(set(measured)) == 9 and "| int4 cache |" in said
+
+
+def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
+    """Answers differ where the cache does; eviction has none."""
+    code, said, errors = compare(folder, tmp_path, "--ruler", "[100]", "--json")
+    assert code == 0, errors
+    scores = {row["name"]: row["ruler"].get("100", {}).get("ruler_vt") for row in json.loads(said)["methods"]}
+    assert scores["teacher"] == scores["int8 cache"] != scores["hybrid"]
+    assert scores["window, as hybrid"] != scores["teacher"]
+    assert scores["eviction, as hybrid"] is None and len({*scores.values()}) > 2
+    assert "| cache | 100 tokens |" in (tmp_path / "compare.md").read_text()
 
 
 def test_refusals(folder, tmp_path):
