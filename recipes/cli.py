@@ -30,7 +30,7 @@ class CompareOptions:
     length: Context = 4096
     """Number of tokens of a row."""
     rows: PositiveInt = 2
-    """Number of rows of each text and of each recall probe."""
+    """Number of rows of each text."""
     first: Context = 512
     """First position that is judged, and number of tokens between the contexts that are evicted."""
     speed: tuple[PositiveInt, ...] = (512, 4096, 16384)

@@ -54,6 +54,8 @@ AFTER = 128
 """Number of tokens that are judged after each context."""
 ROUNDED = {"int8 cache": OtherCache(8), "int4 cache": OtherCache(4), "int2 cache": OtherCache(2, whole=128)}
 """Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
+RECALL_ROWS, NEEDLE_DEPTH = 4, 0.2
+"""Number of texts of each probe of recall; place of the needle, from 0 (the beginning) to 1."""
 SPEED_TOKENS, LONG = 8, 1024
 """Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
@@ -190,9 +192,10 @@ class Comparison:
         return {"rows": len(ids), "everywhere": everywhere, "after_contexts": summary(found, after)}
 
     def recall(self, method: Method) -> dict[str, float]:
-        """Share of random tokens that are found again, copied and by association; the question comes after all."""
-        prose = self.sources[0].rows(self.tokenizer, self.options.length // 2, 2 * self.options.rows)
-        asked = questions(prose, self.tokenizer, self.teacher.config.vocab_size, [], seed=0)
+        """Share of random tokens that are found again, copied and hidden in text; the question comes after all."""
+        prose = self.sources[0].rows(self.tokenizer, self.options.length // 2, RECALL_ROWS)
+        asked = questions(prose, self.tokenizer, self.teacher.config.vocab_size, [NEEDLE_DEPTH], seed=0)
+        asked = [question for question in asked if question.name in ("copy", "needle")]
         found = {}
         for done, question in enumerate(asked, 1):
             end = question.probe.answers[0].nonzero()[0].item() - 1
@@ -344,7 +347,7 @@ def markdown(found: dict[str, Any]) -> str:
     for row in methods:
         kl = [shown(mean_of(row, "everywhere", name)) for name in ("kl", "kl_median", "kl_999")]
         share = f"{row['share']:.1%}"
-        recall = f"{row['recall']['copy']:.0%}, {row['recall']['associative']:.0%}"
+        recall = f"{row['recall']['copy']:.0%}, {row['recall']['needle']:.0%}"
         after = shown(mean_of(row, "after_contexts", "kl"))
         where = "after_contexts" if row["kind"] in EVICTED else "everywhere"
         quality.append([row["name"], share, *kl, after, shown(mean_of(row, where, "agreement"), ".1%"), recall])
@@ -364,7 +367,8 @@ def markdown(found: dict[str, Any]) -> str:
         f"share is of a cache in bfloat16 at {tokens} tokens. KL from the teacher, in nats per token, is a mean over "
         f"{', '.join(labels)}: from position {first} on, and on the {min(AFTER, first)} tokens after each of the "
         f"contexts of {first}, {2 * first}, ... tokens, where alone eviction is judged; what follows comes on "
-        f"top of its bytes. Recall of random tokens {settings['length'] // 4:,} back: copied, associated.",
+        f"top of its bytes. Recall of random tokens: copied, {settings['length'] // 4:,} back, and hidden in text, "
+        f"about {round((1 - NEEDLE_DEPTH) * settings['length'] / 2):,} back.",
         "",
         *table(["cache", "share", "KL", "median", "99.9 %", "KL after contexts", "same likeliest token", "recall"],
                quality),
