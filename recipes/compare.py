@@ -156,7 +156,7 @@ class Comparison:
 
     def _hybrid(self, name: str, short: str, config: PreTrainedConfig) -> Method:
         made = functools.cache(lambda: load(self.options, name))
-        settings = f"{name} {fingerprint(name, self.options.trust_remote_code)}"
+        settings = f"{name} {fingerprint(name, None, self.options.trust_remote_code)}"
         weights = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * BFLOAT16
         return Method(short, "hybrid", settings, lambda n: cache_bytes(config, n)[1], weights,
                       lambda ends: reader(made()), lambda: nullcontext(made()))  # fmt: skip
@@ -286,7 +286,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     if len(set(options.hybrids)) < len(options.hybrids):
         raise ValueError("A hybrid is named twice.")
     common = {
-        "teacher": [options.teacher, fingerprint(options.teacher, options.trust_remote_code)],
+        "teacher": [options.teacher, fingerprint(options.teacher, None, options.trust_remote_code)],
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
     } | {name: getattr(options, name) for name in ("length", "rows", "first", "dtype", "device")}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}}
@@ -310,7 +310,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
         found["methods"].append(row)
         write(folder.path, found)
-    hybrids = [f"{name} {fingerprint(name, options.trust_remote_code)}" for name in options.hybrids]
+    hybrids = [f"{name} {fingerprint(name, None, options.trust_remote_code)}" for name in options.hybrids]
     for context in options.speed:
         found["speed"] += folder.cell("speed", f"{context} {hybrids}", comparison.speed, context)
         write(folder.path, found)
