@@ -4,7 +4,12 @@ import importlib.util
 import sys
 from pathlib import Path
 
-SIGNS = {"convert": "pipeline.py", "modeling_llamba": "hybrid_model.py", "modeling_phimamba": "modeling_phimamba.py"}
+SIGNS = {
+    "convert": "pipeline.py",
+    "modeling_llamba": "hybrid_model.py",
+    "modeling_phimamba": "modeling_phimamba.py",
+    "recipes": "compare.py",
+}
 """Packages, and a file that only this project's have."""
 
 
@@ -19,7 +24,7 @@ def main() -> None:
                 "it apart from others: pipx install, uv tool install, or a virtual environment of its own."
             )
     try:
-        from convert.cli import main as run
+        from recipes.cli import main as run
 
         run()
     except KeyboardInterrupt:  # before the command could say so itself

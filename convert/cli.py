@@ -1,6 +1,7 @@
 """The commands: from arguments to options, and from errors to one line. No other logic.
 
-convert-to-hybrid MODEL OUT converts; the other commands have names.
+convert-to-hybrid MODEL OUT converts; the other commands have names. What is installed knows one more, `compare`
+(recipes/cli.py).
 """
 
 import contextlib
@@ -71,9 +72,15 @@ class Command:
     flags: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, str] = field(default_factory=dict)
 
+    def parser(self, name: str) -> OptionParser:
+        """Reads the options of the command, which is called so."""
+        prog = "convert-to-hybrid" if name == "convert" else f"convert-to-hybrid {name}"
+        return OptionParser(self.options, self.flags, self.positionals, {**self.switches, **VERBOSE}, prog)
+
 
 def convert_command(options: ConversionOptions, switches: Switches) -> None:
-    as_json, quiet = switches["json"], switches["quiet"]
+    as_json = switches["json"]
+    quiet = switches["quiet"]
     if switches["dry_run"]:
         from .dry_run import plan_conversion
         from .plan import describe_decided
@@ -197,38 +204,38 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def other_commands() -> str:
+def other_commands(commands: Mapping[str, Command]) -> str:
     """A line for each command but the first, for its help."""
-    others = {name: command.options.__doc__.split("\n")[0] for name, command in COMMANDS.items() if name != "convert"}
+    others = {name: command.options.__doc__.split("\n")[0] for name, command in commands.items() if name != "convert"}
     lines = "\n".join(f"  convert-to-hybrid {name:<9} {what}" for name, what in others.items())
     return f"\nother commands, each with its own --help:\n{lines}\n"
 
 
 @functools.cache
 def parser_of(name: str) -> OptionParser:
-    """Reads the options of a command."""
-    command, prog = COMMANDS[name], "convert-to-hybrid" if name == "convert" else f"convert-to-hybrid {name}"
-    return OptionParser(command.options, command.flags, command.positionals, {**command.switches, **VERBOSE}, prog)
+    """Reads the options of one of COMMANDS."""
+    return COMMANDS[name].parser(name)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; ends the process with 0, 1 for an error, or 130 for an interruption."""
+def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:
+    """Run a command; ends the process with 0, 1 for an error, or 130 for an interruption."""
     argv = list(sys.argv[1:] if argv is None else argv)
     word = argv[0] if argv else ""
     if word == "--version":
         sys.stdout.write(f"convert-to-hybrid {importlib.metadata.version('convert-to-hybrid')}\n")
         return
-    name = argv.pop(0) if word in COMMANDS else "convert"
-    command, verbose = COMMANDS[name], bool({"-v", "--verbose"} & set(argv))
+    name = argv.pop(0) if word in commands else "convert"
+    command = commands[name]
+    verbose = bool({"-v", "--verbose"} & set(argv))
     with one_line_errors(verbose):
         set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
-        nearest = [command for command in COMMANDS if len(word) > 1 and command.startswith(word)]
-        nearest += difflib.get_close_matches(word, COMMANDS, 1)
+        nearest = [known for known in commands if len(word) > 1 and known.startswith(word)]
+        nearest += difflib.get_close_matches(word, commands, 1)
         if name != word and nearest and not os.path.exists(word):
             raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
-        parser = parser_of(name)
+        parser = command.parser(name)
         if {"-h", "--help"} & set(argv) or (not argv and command.positionals):
-            sys.stdout.write(parser.help() + (other_commands() if name == "convert" else ""))
+            sys.stdout.write(parser.help() + (other_commands(commands) if name == "convert" else ""))
             return
         options, switches = parser.from_command_line(argv)
         command.run(options, switches)

@@ -22,7 +22,8 @@ def during(what: str) -> Iterator[None]:
 
 def message_of(error: Exception) -> str:
     """Describe an error in one line; an unexpected one comes with its type and the step that failed."""
-    text, kind = " ".join(str(error).split()), type(error).__name__
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
     notes = getattr(error, "__notes__", ())
     doing = next((f", {note}" for note in notes if note.startswith("while ")), "")
     kept = next((f"; {note}" for note in notes if note.startswith(KEPT)), "")

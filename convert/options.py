@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import os
 import re
 import types
@@ -32,6 +33,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 DEFAULT_CACHE = 0.08
 SALIENT = 16
 MAPPING = "names with values"
+LIST = "a list"
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LARGEST = 10**12
 MAX_YAML_BYTES = 2**20
@@ -314,7 +316,9 @@ class ConversionOptions:
     output: PublishedOutputOptions = field(default_factory=PublishedOutputOptions)
 
     def __post_init__(self):
-        placement, alignment, mixer = self.placement, self.alignment, self.mixer
+        placement = self.placement
+        alignment = self.alignment
+        mixer = self.mixer
         for name, value in (("model", self.model), ("output folder", self.output.folder)):
             if not value:
                 raise ValueError(f"No {name} given: convert-to-hybrid MODEL OUT, or in the YAML file.")
@@ -359,7 +363,8 @@ class ConversionOptions:
     def _refuse_without_effect(self) -> None:
         """Refuse options that nothing here would read."""
         changed = differences(self)
-        of_placement, of_alignment = changed.get("placement", {}), changed.get("alignment", {})
+        of_placement = changed.get("placement", {})
+        of_alignment = changed.get("alignment", {})
         if self.alignment.method == "none":
             unread = {f"alignment.{name}": "an alignment" for name in of_alignment if name != "method"}
         else:
@@ -382,7 +387,8 @@ class ConversionOptions:
     @property
     def cache(self) -> float | str | None:
         """The cache budget: the one given, or the default where nothing is said about what layers hold."""
-        placement, mixer = self.placement, self.mixer
+        placement = self.placement
+        mixer = self.mixer
         said = (placement.attention_layers, placement.window, placement.attention_heads)
         told_nothing = said == (None,) * 3 and mixer.kind == MixerOptions.kind
         if placement.cache is None and told_nothing and self.alignment.method == "closed-form":
@@ -402,8 +408,11 @@ class ConversionOptions:
     @property
     def salient(self) -> int:
         """Number of tokens that layers with a window attend to after they have left it."""
-        asked, fitted = self.placement.salient, self.alignment.method != "none" and self.mixer.kind != "none"
-        return asked if asked is not None else SALIENT if fitted and self.has_windows else 0
+        asked = self.placement.salient
+        fitted = self.alignment.method != "none" and self.mixer.kind != "none"
+        if asked is not None:
+            return asked
+        return SALIENT if fitted and self.has_windows else 0
 
     @property
     def names_layers(self) -> bool:
@@ -624,7 +633,8 @@ class OptionParser:
         options_class: the dataclass.
         flags: what the command line offers, each flag with the dotted name of its field. Every other field can be set
             in the YAML file, or by its dotted name (`--alignment.fit.refine_steps 0`), but `--help` does not list it.
-        positionals: the arguments without a flag, each with the dotted name of its field.
+        positionals: the arguments without a flag, each with the dotted name of its field. The last may be a list,
+            which takes all that follow or none.
         switches: flags of the command itself, with their help.
     """
 
@@ -636,7 +646,10 @@ class OptionParser:
         switches: Mapping[str, str] = MappingProxyType({}),
         prog: str = "convert-to-hybrid",
     ):
-        self.options_class, self.flags, self.positionals, self.switches = options_class, flags, positionals, switches
+        self.options_class = options_class
+        self.flags = flags
+        self.positionals = positionals
+        self.switches = switches
         self.prog = prog
         self.options = {option.name: option for option in documented(options_class)}
         self.parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False)
@@ -666,16 +679,23 @@ class OptionParser:
         Raises:
             ValueError: an unknown option, a value of the wrong kind, an unreadable YAML file, or a contradiction.
         """
-        given, config, places = [], None, list(self.positionals.values())
+        given = []
+        config = None
+        places = list(self.positionals.values())
         names = {spelling: switch.split()[-1] for switch in self.switches for spelling in switch.split()}
-        on, parts = dict.fromkeys(names.values(), False), iter(argv)
+        on = dict.fromkeys(names.values(), False)
+        parts = iter(argv)
+        listed = []
         for part in parts:
             flag, equals, value = part.partition("=")
             name = self.flags.get(flag, flag[2:])
             if not part.startswith("-"):
                 if not places:
                     raise ValueError(f"There is one argument too many: {part!r}.")
-                given.append(f"--{places.pop(0)}={part}")
+                if self.options[places[0]].kind.startswith(LIST):
+                    listed.append(part)
+                else:
+                    given.append(f"--{places.pop(0)}={part}")
             elif part in names:
                 on[names[part]] = True
             elif flag != "--config" and name not in self.options:
@@ -695,12 +715,14 @@ class OptionParser:
                     given.append(f"--{name}.{value}")
                 else:
                     raise ValueError(f"{flag} needs NAME=VALUE, not {value!r}.")
+        if listed:
+            given.append(f"--{places[0]}={json.dumps(listed)}")
         with self._one_line_errors():
             base = None if config is None else self._from_file(config)
         with self._one_line_errors({name: flag for flag, name in self.flags.items()}):
             made = self._made(self.parser.parse_args(given, namespace=base))
         for metavar, name in self.positionals.items():
-            if not functools.reduce(getattr, name.split("."), made):
+            if not functools.reduce(getattr, name.split("."), made) and not self.options[name].kind.startswith(LIST):
                 raise ValueError(f"No {metavar} given: {self.prog} {' '.join(self.positionals)}.")
         return made, {flag[2:].replace("-", "_"): switch for flag, switch in on.items()}
 
@@ -797,7 +819,8 @@ def documented(options_class: type, prefix: str = "") -> tuple[Documented, ...]:
     for cls in reversed(options_class.__mro__[:-1]):
         parsed = docstring_parser.parse_from_object(cls)
         texts |= {item.arg_name: " ".join((item.description or "").split()) for item in parsed.params}
-    found, hints = [], typing.get_type_hints(options_class)
+    found = []
+    hints = typing.get_type_hints(options_class)
     for item in dataclasses.fields(options_class):
         if dataclasses.is_dataclass(hints[item.name]):
             found += documented(hints[item.name], f"{prefix}{item.name}.")
@@ -813,7 +836,7 @@ def _kind(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(str(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"a list, each item {_kind(typing.get_args(hint)[0])}"
+        return f"{LIST}, each item {_kind(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kinds = [_kind(part) for part in typing.get_args(hint) if part is not types.NoneType]
         return " or ".join(kind for kind in kinds if kind != "a whole number" or "a number" not in kinds)

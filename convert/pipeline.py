@@ -63,7 +63,9 @@ def run(
         ValueError: bad options, teacher or weights.
         OSError: the disk.
     """
-    output, watch = Path(os.path.realpath(Path(options.output.folder).expanduser())), Stopwatch()
+    # links are followed once, so that the folder that is compared and locked is the one that is written
+    output = Path(os.path.realpath(Path(options.output.folder).expanduser()))
+    watch = Stopwatch()
     with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
         with during(f"reading {options.model}"):
             weights, side_files = open_teacher(options)
@@ -71,14 +73,20 @@ def run(
         check_apart(output, weights.teacher.folder)
         licence = read_licence(weights.teacher, weights.checkpoint)
         push_to = resolved.output.push_to_hub
-        repository = None if push_to is None else prepare_repository(push_to, resolved.output.private)
+        repository = None
+        if push_to is not None:
+            repository = prepare_repository(push_to, resolved.output.private)
         watch.over("opening")
+        # before the fit, which takes minutes
         if resolved.alignment.method == "mohawk":
             check_stages(resolved.alignment, resolved.mixer["mixer"], resolved.has_windows)
         aligned = resolved.alignment.method != "none"
-        aligner = Aligner(weights, resolved, progress, owner.make_work()) if aligned else None
+        aligner = None
+        if aligned:
+            aligner = Aligner(weights, resolved, progress, owner.make_work())
         with during(f"fitting the mixers for {output}"):
             budget = Budget(weights, resolved)
+            # without scores at first, so that what cannot be is refused in seconds
             decision = decide_placement(budget)
             plan = costed(checked(make_plan(weights, decision, resolved)))
             on_plan(plan)
@@ -89,10 +97,13 @@ def run(
                 plan = dataclasses.replace(decided, alignment_cost=plan.alignment_cost)
                 on_plan(plan)
             watch.over("placement")
-            alignment = aligner.align(plan) if aligner is not None and plan.placement.replaced_layers else None
+            alignment = None
+            if aligner is not None and plan.placement.replaced_layers:
+                alignment = aligner.align(plan)
+            # the fit chooses the rank of each output map
             if alignment is not None and alignment.placement != plan.placement:
-                aligned = make_plan(weights, Decision(alignment.placement), resolved)
-                plan = dataclasses.replace(aligned, alignment_cost=plan.alignment_cost)
+                ranked = make_plan(weights, Decision(alignment.placement), resolved)
+                plan = dataclasses.replace(ranked, alignment_cost=plan.alignment_cost)
             watch.over("alignment")
         with during(f"writing {output}"), owner.staged() as folder:
             write(plan, alignment, side_files, licence, folder, progress, watch)
@@ -117,7 +128,8 @@ class Stopwatch:
     def over(self, stage: str) -> None:
         """This stage has come to its end."""
         now = time.perf_counter()
-        self.seconds[stage], self._last = round(now - self._last, 1), now
+        self.seconds[stage] = round(now - self._last, 1)
+        self._last = now
 
 
 def write(

@@ -86,19 +86,19 @@ class Plan:
     def summary(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`, the card and the console."""
         kinds = Counter(rule.kind for rule in self.rules)
-        hybrid, widths = self.placement.hybrid, set(self.placement.windows.values())
-        return {
+        hybrid = self.placement.hybrid
+        of_hybrid: dict[str, Any] = dict.fromkeys(("block", "rank", "salient", "window", "sinks"))
+        if hybrid is not None:
+            of_hybrid = {name: getattr(hybrid, name) for name in of_hybrid} | {"rank": self.config.hybrid_rank}
+        if len(set(self.placement.windows.values())) > 1:
+            of_hybrid["window"] = self.placement.windows
+        return of_hybrid | {
             "teacher": self.teacher.name,
             "revision": self.teacher.revision,
             "teacher_family": self.teacher.family.model_type,
             "student_family": self.config.model_type,
             "mixer": self.config.mixer,
             "state": hybrid is not None and hybrid.state,
-            "block": None if hybrid is None else hybrid.block,
-            "rank": None if hybrid is None else self.config.hybrid_rank,
-            "salient": None if hybrid is None else hybrid.salient,
-            "window": None if hybrid is None else hybrid.window if len(widths) == 1 else self.placement.windows,
-            "sinks": None if hybrid is None else hybrid.sinks,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
             "layer_types": self.config.layer_types,
             "attention_layers": list(self.placement.attention_layers),
@@ -185,6 +185,7 @@ def plan_printer(say: Callable[[str], None]) -> Callable[[Plan], None]:
     said: set[str] = set()
 
     def news(plan: Plan) -> None:
+        # scores and the fit change a few lines of a plan, and only these are shown again
         lines = [line for line in describe(plan).splitlines() if line not in said]
         said.update(lines)
         if lines:
@@ -197,7 +198,8 @@ def _wide_windows(weights: TeacherWeights, placement: Placement, context: int) -
     """Notes on windows of the teacher that hide nothing, so that their layers are converted like all others."""
     config = weights.teacher.config
     declared = {i for i, kind in enumerate(declared_layer_types(config)) if kind == "sliding_attention"}
-    width, replaced = getattr(config, "sliding_window", None), declared & set(placement.replaced_layers)
+    width = getattr(config, "sliding_window", None)
+    replaced = declared & set(placement.replaced_layers)
     if not replaced:
         return []
     if width >= config.max_position_embeddings:
@@ -233,8 +235,10 @@ def _far(placement: Placement, resolved: Resolved) -> list[str]:
 
 def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) -> list[Rule]:
     """The teacher's own order, so that files are read front to back; what has no source stays with its module."""
+    # a dictionary of tensors is in the order of the files
     position = {name: index for index, name in enumerate(teacher)}
-    keys, last = {}, 0
+    keys = {}
+    last = 0
     for target, rule in rules.items():
         last = min((position[name] for name in rule.sources), default=last)
         keys[target] = last
@@ -245,10 +249,7 @@ def describe(plan: Plan) -> str:
     """The plan in a few lines for the console."""
     s = plan.summary()
     layers = layer_letters(s["layer_types"])
-    kept = f", {s['sinks']} sinks and {s['salient']} salient tokens" if s["salient"] else f" and {s['sinks']} sinks"
-    state = " and a state" if s["state"] else ""
-    window = f"a window of {window_in_words(s['window'])}{kept}{state}" if s["window"] else ""
-    replacement = window or (s["mixer"] if s["mixer_layers"] else "every layer kept")
+    replacement = _replacement_in_words(s)
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
     kind = "hybrid" if s["window"] else "mixer"
@@ -280,6 +281,18 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _replacement_in_words(s: dict[str, Any]) -> str:
+    if not s["mixer_layers"]:
+        return "every layer kept"
+    if not s["window"]:
+        return s["mixer"]
+    kept = f" and {s['sinks']} sinks"
+    if s["salient"]:
+        kept = f", {s['sinks']} sinks and {s['salient']} salient tokens"
+    state = " and a state" if s["state"] else ""
+    return f"a window of {window_in_words(s['window'])}{kept}{state}"
+
+
 def dropped_in_words(plan: Plan) -> list[str]:
     """Name the teacher's tensors that the hybrid does without, by the reason."""
     by_reason: dict[str, list[str]] = {}
@@ -295,7 +308,9 @@ def break_even_in_words(break_even: dict[str, int | None]) -> str:
     """Describe from how many tokens on a hybrid takes less memory than its teacher, weights included."""
     parts = []
     for cache, tokens in break_even.items():
-        when = "at no length" if tokens is None else f"from {tokens:,} tokens on"
+        when = f"from {tokens:,} tokens on"
+        if tokens is None:
+            when = "at no length"
         parts.append(f"{when} less in all than the teacher with a cache of {cache}")
     return ", ".join(parts)
 

@@ -25,7 +25,7 @@ BLOCK = 16
 """Tokens by which windows move, where they allow it."""
 FULL_BITS, WINDOW_BITS = (6, 4), 8
 """Bits of keys and of values in full attention, and of both in windows, where a budget decides. Far keys need more
-than values, and near tokens more than far ones (docs/results/quality_tables.md)."""
+than values, and near tokens more than far ones (docs/results/bits.md)."""
 SHARE = 0.5
 """Share of the layers that keep attention where nothing says which or how many."""
 
@@ -285,7 +285,9 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
     """
     placement = options.placement
     fitted = resolved.alignment.method != "none"
-    of_type = {"dtype": "the teacher's own"} if options.output.dtype == "auto" else {}
+    of_type = {}
+    if options.output.dtype == "auto":
+        of_type = {"dtype": "the teacher's own"}
     if resolved.choice == "teacher":
         own = f"every layer has a window of {config.sliding_window} tokens in the teacher and keeps it"
         return {"choice": own} | of_type
@@ -302,7 +304,9 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
         share = f"{options.cache:.4g} of the teacher's cache in bfloat16"
         reasons["cache_bytes"] = f"{share} at {resolved.context:,} tokens"
     if placement.cache is None and options.cache is not None:
-        beside = " (and what its own windows take)" if resolved.own_windows else ""
+        beside = ""
+        if resolved.own_windows:
+            beside = " (and what its own windows take)"
         said = "by default, since nothing was said about layers, window, heads or mixer"
         reasons["cache_bytes"] += f"{beside} {said}"
     reasons |= _reasons_of_windows(resolved, options) if resolved.has_windows else _reasons_of_mixer(resolved, options)
@@ -335,7 +339,9 @@ def _reasons_of_mixer(resolved: Resolved, options: ConversionOptions) -> dict[st
     if mixer.d_state is None:
         reasons["mixer_d_state"] = "the default of mamba1" if mixer.kind == "mamba1" else "the head dimension"
     if mixer.rotary is None:
-        size = "as large as a head" if resolved.mixer["mixer_rotary"] else "smaller than a head"
+        size = "smaller than a head"
+        if resolved.mixer["mixer_rotary"]:
+            size = "as large as a head"
         reasons["mixer_rotary"] = f"the state is {size}"
     if mixer.norm is None:
         reasons["mixer_norm"] = f"the default of {mixer.kind}"

@@ -49,7 +49,8 @@ class Layout(NamedTuple):
     @classmethod
     def behind_window(cls, shape: BlockShape, key: torch.Tensor) -> "Layout":
         """The blocks after the first n + 1, for new tokens with keys (B, K, L, D) that begin their sequences."""
-        E, length = shape.block, key.shape[2]
+        E = shape.block
+        length = key.shape[2]
         first = shape.whole_blocks + 1
         blocks = first + _in_groups(length - shape.window, E)
         present = torch.ones(key.shape[0], shape.places + blocks * E, dtype=torch.bool, device=key.device)
@@ -59,8 +60,11 @@ class Layout(NamedTuple):
     @classmethod
     def continued(cls, shape: BlockShape, held: Held, key: torch.Tensor, start: int) -> "Layout":
         """All blocks of new tokens, whose first has the number `start` in every row."""
-        E, n, length = shape.block, shape.whole_blocks, key.shape[2]
-        offset, before = start % E, min(start // E, n) * E
+        E = shape.block
+        n = shape.whole_blocks
+        length = key.shape[2]
+        offset = start % E
+        before = min(start // E, n) * E
         blocks = _in_groups(offset + length, E)
         present = torch.arange((n + blocks) * E, device=key.device) >= n * E - before
         filled = held.salience[:, : shape.places] > -torch.inf
@@ -85,7 +89,8 @@ class Layout(NamedTuple):
     @classmethod
     def packed(cls, shape: BlockShape, index: torch.Tensor, seq_idx: torch.Tensor) -> "Layout":
         """All blocks of packed sequences seq_idx (B, L), each of which begins a block; index as in `gathered`."""
-        E, real = shape.block, index >= 0
+        E = shape.block
+        real = index >= 0
         starts = sequence_starts(seq_idx)
         starts[:, 0] = True
         last = real & (F.pad(starts[:, 1:] | ~real[:, 1:], (0, 1), value=True))
@@ -102,7 +107,8 @@ class Layout(NamedTuple):
 
     @classmethod
     def _from_source(cls, shape: BlockShape, blocks: int, source: torch.Tensor, slot: torch.Tensor, held: int):
-        context, columns = shape.whole_blocks * shape.block, source.shape[1]
+        context = shape.whole_blocks * shape.block
+        columns = source.shape[1]
         target = torch.where(slot >= 0, slot + shape.places + context, columns)
         new = torch.arange(held, held + slot.shape[1], device=slot.device).expand_as(slot)
         source = F.pad(source, (0, 1)).scatter(1, target, new)[:, :-1]
@@ -223,7 +229,8 @@ class Layout(NamedTuple):
     def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """0 where a query of a group attends to a column of `columns_of_groups`, else the least number of the type,
         (B, G, m, E, P + n E + m E)."""
-        E, rows = self.shape.block, self.group * self.shape.block
+        E = self.shape.block
+        rows = self.group * self.shape.block
         block = self.block_of_query().view(-1, rows)[..., None]  # (G, m E, 1)
         holders = holders[:, :: self.group]
         of_holders = F.pad(until, (1, 0)).gather(1, holders.flatten(1) + 1).view(holders.shape)
@@ -242,7 +249,9 @@ class Layout(NamedTuple):
 
     def states(self, held: Held, keys: torch.Tensor, values: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
         """The sums of the state while each mixed block is open, (B, M, K, D + 1, N + 1)."""
-        P, E, slow = self.shape.places, self.shape.block, self.shape.slow
+        P = self.shape.places
+        E = self.shape.block
+        slow = self.shape.slow
         left = slice(P, P + self.leaving * E)
         blocks = (t[:, :, left].unflatten(2, (self.leaving, E)).transpose(1, 2) for t in (keys, values))
         present = self.present[:, left].unflatten(1, (self.leaving, E))

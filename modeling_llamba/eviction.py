@@ -34,7 +34,8 @@ class SlowDims(NamedTuple):
         """(..., D) to (..., N)."""
         if self.slow_planes == self.planes:
             return t
-        first, second = self.planes - self.slow_planes, 2 * self.planes - self.slow_planes
+        first = self.planes - self.slow_planes
+        second = 2 * self.planes - self.slow_planes
         return torch.cat([t[..., first : self.planes], t[..., second:]], dim=-1)
 
     def put(self, t: torch.Tensor) -> torch.Tensor:
@@ -61,8 +62,10 @@ class BlockShape(NamedTuple):
     def of(cls, config, layer: int) -> "BlockShape":
         """The shape that a hybrid's configuration gives to a layer."""
         slow = None if config.mixer == "none" else SlowDims(config.rotary_planes, config.state_planes(layer))
-        block, sinks = config.hybrid_block, config.hybrid_sinks
-        places, roundings = sinks + config.hybrid_salient, Rounding.of_pair(config.window_bits, config.head_dim)
+        block = config.hybrid_block
+        sinks = config.hybrid_sinks
+        places = sinks + config.hybrid_salient
+        roundings = Rounding.of_pair(config.window_bits, config.head_dim)
         return cls(block, config.window_of(layer) // block - 1, sinks, places, slow, *roundings)
 
     @property
@@ -104,9 +107,11 @@ class Held(NamedTuple):
     @classmethod
     def within_window(cls, shape: BlockShape, tokens: "NewTokens") -> "Held":
         """After tokens that begin a sequence, hold no padding, and are all in the window."""
-        length, empty = tokens.keys.shape[2], cls.empty(shape, tokens)
+        length = tokens.keys.shape[2]
+        empty = cls.empty(shape, tokens)
         columns = slice(shape.places, shape.places + length)
-        empty.keys[:, :, columns], empty.values[:, :, columns] = tokens.keys, tokens.values
+        empty.keys[:, :, columns] = tokens.keys
+        empty.values[:, :, columns] = tokens.values
         empty.salience[:, columns] = tokens.salience
         return empty._replace(seen=empty.seen + length)
 
@@ -149,7 +154,8 @@ class State(NamedTuple):
         """The means and covariance in sums (..., K, D + 1, N + 1)."""
         count = sums[..., -1, 0]
         mean = sums / count.clamp(min=1)[..., None, None]
-        value_mean, key_mean = mean[..., :-1, 0], mean[..., -1, 1:]
+        value_mean = mean[..., :-1, 0]
+        key_mean = mean[..., -1, 1:]
         covariance = mean[..., :-1, 1:] - value_mean[..., None] * key_mean[..., None, :]
         return cls(count.clamp(min=1).log(), count < 0.5, value_mean, key_mean, covariance)
 
@@ -271,7 +277,8 @@ def salient_before(
             there is none.
         first_column: (B, 1 + blocks), in packed rows: each time, the first column of the sequence that asks.
     """
-    batch, columns = salience.shape[0], torch.arange(salience.shape[1], device=salience.device)
+    batch = salience.shape[0]
+    columns = torch.arange(salience.shape[1], device=salience.device)
     width = max(places, block)
     initial = F.pad(columns[:places], (width - places, 0), value=-1).expand(batch, 1, -1)
     leaving = F.pad(columns[places:].view(blocks, block), (width - block, 0), value=-1).expand(batch, -1, -1)
@@ -286,8 +293,10 @@ def salient_before(
         score, order = score.sort(dim=-1, descending=True, stable=True)
         return candidates.gather(-1, order[..., :places]).masked_fill(score[..., :places] == -torch.inf, -1)
 
-    best, reach = most_salient(best), 1
+    best = most_salient(best)
+    reach = 1
     while reach <= blocks:
         earlier = F.pad(best[:, :-reach], (0, 0, reach, 0), value=-1)
-        best, reach = most_salient(torch.cat([earlier, best], dim=-1)), 2 * reach
+        best = most_salient(torch.cat([earlier, best], dim=-1))
+        reach = 2 * reach
     return best

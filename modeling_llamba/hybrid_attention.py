@@ -127,11 +127,13 @@ class Readout(NamedTuple):
     """A state as the queries of each head read it, in float32 or wider; q is not scaled here.
 
     constant (..., K, r): c0 + c1 log m, -inf while the state is empty. linear (..., K, r, D): what the log mass takes
-    from q itself, alpha times the mean of k'. value_mean (..., K, D). covariance (..., K, D, D): q times it is C q'.
+    from q itself, alpha times the mean of k'. quadratic (K, 1, r, 1, D): beta. value_mean (..., K, D).
+    covariance (..., K, D, D): q times it is C q'.
     """
 
     constant: torch.Tensor
     linear: torch.Tensor
+    quadratic: torch.Tensor
     value_mean: torch.Tensor
     covariance: torch.Tensor
 
@@ -420,8 +422,7 @@ class HybridAttention(nn.Module):
         """
         shape, dtype = query.shape, output.dtype
         query = query.to(readout.linear.dtype)
-        beta = self.mass_of_heads(query.dtype)[3] * self.scaling**2
-        linear = torch.addcmul(readout.linear[..., None, :], query, beta.view(shape[-5], 1, shape[-3], 1, -1))
+        linear = torch.addcmul(readout.linear[..., None, :], query, readout.quadratic)
         mass = (linear * query).sum(-1) + readout.constant[..., None]
         gate = torch.sigmoid(mass - log_mass)[..., None]
         far = torch.baddbmm(
@@ -436,14 +437,15 @@ class HybridAttention(nn.Module):
     def readout(self, state: State) -> Readout:
         """The readout of a state (..., K, .)."""
         slow, (K, r) = self.shape.slow, self.kv_groups
-        c0, c1, alpha, _ = self.mass_of_heads(state.key_mean.dtype)
+        c0, c1, alpha, beta = self.mass_of_heads(state.key_mean.dtype)
         middle = (1,) * (state.log_count.ndim - 3)  # between the heads and what is of each head
         c0, c1 = (t.view(K, *middle, r) for t in (c0, c1))
         constant = c0 + c1 * state.log_count[..., None]
         constant = constant.masked_fill(state.empty[..., None], -torch.inf)
         linear = state.key_mean[..., None, :] * (alpha * self.scaling).view(K, *middle, r, -1)
         covariance = slow.put(state.covariance * self.scaling).mT
-        return Readout(constant, slow.put(linear), state.value_mean, covariance)
+        quadratic = (beta * self.scaling**2).view(K, 1, r, 1, -1)
+        return Readout(constant, slow.put(linear), quadratic, state.value_mean, covariance)
 
     def mass_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """c0 and c1 (H',), alpha (H', N) and beta (H', D): one number for both dimensions of a plane."""

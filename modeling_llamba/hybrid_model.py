@@ -52,7 +52,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.layer_type, self.rope = config.layer_types[layer_idx], config.rope_of(layer_idx)
+        self.layer_type = config.layer_types[layer_idx]
+        self.rope = config.rope_of(layer_idx)
         if self.layer_type in ("linear_attention", "hybrid"):
             self.mixer = make_mixer(config, layer_idx)
         else:
@@ -68,7 +69,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         **kwargs,
     ) -> torch.Tensor:
         """The sequence mixer's output (B, L, hidden) for its input (B, L, hidden)."""
-        mask, position_embeddings = masks[self.layer_type], position_embeddings[self.rope]
+        mask = masks[self.layer_type]
+        position_embeddings = position_embeddings[self.rope]
         if self.layer_type == "linear_attention":
             return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
         if self.layer_type == "hybrid":
@@ -204,7 +206,8 @@ class ScaledEmbedding(nn.Embedding):
 
 def finish_logits(logits: torch.Tensor, config) -> torch.Tensor:
     """Scale and cap what the head gives, as a configuration says: a hybrid's, or one of transformers'."""
-    scaling, cap = getattr(config, "logits_scaling", 1.0), getattr(config, "final_logit_softcapping", None)
+    scaling = getattr(config, "logits_scaling", 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
     logits = logits if scaling == 1 else logits / scaling
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -221,7 +224,8 @@ class HybridModel(HybridPreTrainedModel):
         self.embed_dropout = nn.Dropout(config.embd_pdrop)
         self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
         self.norm = self.make_norm(config)
-        self.rotary_emb, self.local_rotary_emb = rotary_embedding(config), local_rotary_embedding(config)
+        self.rotary_emb = rotary_embedding(config)
+        self.local_rotary_emb = local_rotary_embedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -320,7 +324,8 @@ class HybridModel(HybridPreTrainedModel):
         """One mask per layer type that occurs."""
         if isinstance(attention_mask, dict):
             return attention_mask
-        padding_mask, given_positions = None, position_ids
+        padding_mask = None
+        given_positions = position_ids
         if mask_2d is not None:
             # A single token may be padding, too, where a prompt is fed token by token.
             padding_mask = mask_2d[:, -inputs_embeds.shape[1] :]
@@ -329,7 +334,8 @@ class HybridModel(HybridPreTrainedModel):
             # transformers finds packed sequences by restarting positions and only without a mask: padding becomes a
             # sequence of its own, and the positions those of the sequences, whatever the caller numbered.
             seq_idx = seq_idx if mask_2d is None else seq_idx.masked_fill(mask_2d == 0, -1)
-            position_ids, attention_mask = positions_in_sequence(seq_idx), None
+            position_ids = positions_in_sequence(seq_idx)
+            attention_mask = None
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         full_heads = any(self.config.hybrid_full_heads or ())
         masks = {
@@ -346,7 +352,8 @@ class HybridModel(HybridPreTrainedModel):
         masks["linear_attention"] = padding_mask
         if "hybrid" in self.config.layer_types:
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
-            past, start = cache_length(past_key_values), None
+            past = cache_length(past_key_values)
+            start = None
             certain = isinstance(past, int) and (past == 0 or not is_torchdynamo_compiling())
             if mask_2d is None and seq_idx is None and certain:
                 start = past
@@ -472,7 +479,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: these tokens are needed, and `input_ids` has the new ones alone.
         """
-        past, given = cache_length(past_key_values), input_ids.shape[1]
+        past = cache_length(past_key_values)
+        given = input_ids.shape[1]
         length = past + (given if next_sequence_length is None else next_sequence_length)
         for rope in (self.config.rope_parameters, self.config.local_rope_parameters):
             if rope is None or rope["rope_type"] != "longrope":
@@ -484,7 +492,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                         "as input_ids, with a cache or without, and no prefill_chunk_size."
                     )
                 past_key_values.reset()
-                past, next_sequence_length = 0, None
+                past = 0
+                next_sequence_length = None
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length, past_key_values, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):

@@ -33,9 +33,12 @@ class Mamba1(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.num_heads, self.num_groups = config.mixer_num_heads, config.mixer_num_kv_heads
-        self.head_dim, self.d_state = config.mixer_head_dim, config.mixer_d_state
-        self.inner_size, self.x_size = self.num_heads * self.head_dim, self.num_groups * self.head_dim
+        self.num_heads = config.mixer_num_heads
+        self.num_groups = config.mixer_num_kv_heads
+        self.head_dim = config.mixer_head_dim
+        self.d_state = config.mixer_d_state
+        self.inner_size = self.num_heads * self.head_dim
+        self.x_size = self.num_groups * self.head_dim
         self.sizes = [self.inner_size, self.x_size, self.x_size, self.inner_size, config.mixer_dt_rank]
         self.in_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.mixer_in_bias)
         self.conv1d = ShortConv(self.inner_size, config.mixer_d_conv, config.mixer_activation, config)
@@ -64,7 +67,8 @@ class Mamba1(nn.Module):
         dt = self.dt_proj(dt)
         dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32)))
         if mask is not None:  # a step of size zero neither decays the state nor adds to it
-            x, dt = x * mask, dt * mask.to(dt.dtype)
+            x = x * mask
+            dt = dt * mask.to(dt.dtype)
         B = B.unflatten(-1, (self.num_groups, self.head_dim))
         C = C.unflatten(-1, (self.num_heads, self.head_dim))
         if self.B_norm is not None:

@@ -50,11 +50,14 @@ class SSDMixer(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.num_heads, self.num_groups = config.mixer_num_heads, config.mixer_num_kv_heads
-        self.head_dim, self.d_state = config.mixer_head_dim, config.mixer_d_state
+        self.num_heads = config.mixer_num_heads
+        self.num_groups = config.mixer_num_kv_heads
+        self.head_dim = config.mixer_head_dim
+        self.d_state = config.mixer_d_state
         self.num_states = self.num_groups if config.mixer_shared_state else self.num_heads
         self.inner_size = self.num_heads * self.head_dim
-        self.x_size, self.B_size = self.num_groups * self.head_dim, self.num_groups * self.d_state
+        self.x_size = self.num_groups * self.head_dim
+        self.B_size = self.num_groups * self.d_state
         self.C_size = self.num_heads * self.d_state
         self.conv_size = self.x_size + self.B_size + self.C_size
         in_size = self.conv_size + self.inner_size + self.num_states
@@ -104,12 +107,14 @@ class SSDMixer(nn.Module):
         self, streams: Streams, state: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the recurrence from `state` (B, T, P, N): y (B, L, H, P) and the final state, float32 or wider."""
-        (x, B), log_a = self._stepped_x(streams), streams.log_a
+        (x, B) = self._stepped_x(streams)
+        log_a = streams.log_a
         if state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], streams.C[:, 0])
             y = y[:, None]
         else:
-            size, backend = self.config.mixer_chunk_size, requested_backend(self.config.mixer_backend)
+            size = self.config.mixer_chunk_size
+            backend = requested_backend(self.config.mixer_backend)
             y, state = ssd_scan(x, log_a, B, streams.C, state, seq_idx, size, backend)
         return self._skip(y, streams), state
 
@@ -173,7 +178,8 @@ def convolve_with_cache(
     """Convolve (B, L, C), continuing from and updating the inputs the cache remembers."""
     if cache is None:
         return conv(x, seq_idx)
-    past, records = conv_state(cache, layer_idx), getattr(cache.layers[layer_idx], "record_past", False)
+    past = conv_state(cache, layer_idx)
+    records = getattr(cache.layers[layer_idx], "record_past", False)
     continues = past is not None
     if continues and x.shape[1] == 1 and not records and conv.steps_in_place(x):
         return conv(x, None, past, in_place=True)

@@ -54,12 +54,14 @@ class LlambaDecoderLayer(HybridDecoderLayer):
     def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.mlp = Qwen3MoeSparseMoeBlock(config) if config.has_experts(layer_idx) else LlambaMLP(config)
-        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        before = config.norm_placement != "after"
+        after = config.norm_placement != "before"
         self.input_layernorm = make_norm(config) if before else nn.Identity()
         self.mixer_out_norm = make_norm(config) if after else nn.Identity()
         self.post_attention_layernorm = make_norm(config) if before else nn.Identity()  # Llama's name for the MLP's
         self.mlp_out_norm = make_norm(config) if after else nn.Identity()
-        self.resid_dropout, self.multiplier = nn.Dropout(config.resid_pdrop), config.residual_multiplier
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        self.multiplier = config.residual_multiplier
 
     def forward(self, hidden_states: torch.Tensor, **mixer_inputs) -> torch.Tensor:
         """(B, L, hidden) -> (B, L, hidden); the keyword arguments are those of `mix`."""

@@ -24,11 +24,13 @@ def local_rotary_embedding(config) -> nn.Module | None:
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_dim_axis: int) -> torch.Tensor:
     """Rotate the first cos.shape[-1] features of x; `head_dim_axis` is where the head dimension stands in x."""
-    cos, sin = cos.unsqueeze(head_dim_axis), sin.unsqueeze(head_dim_axis)
+    cos = cos.unsqueeze(head_dim_axis)
+    sin = sin.unsqueeze(head_dim_axis)
     rotary_dim = cos.shape[-1]
     if rotary_dim == x.shape[-1]:
         return x * cos + _rotate_half(x) * sin
-    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated = x[..., :rotary_dim]
+    rest = x[..., rotary_dim:]
     return torch.cat((rotated * cos + _rotate_half(rotated) * sin, rest), dim=-1)
 
 

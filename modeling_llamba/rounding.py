@@ -145,9 +145,14 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([*pieces, packed & upper], dim=-1)
 
 
-@functools.lru_cache(maxsize=16)
+@torch.compiler.assume_constant_result  # else a compiled model would make it at every call
 def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An orthogonal symmetric matrix (D, D) of Hadamard matrices of the largest power of two that divides D."""
+    return _hadamard(dim, dtype, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # a tensor of inference mode could not be used in training afterwards
         matrix = torch.ones(1, 1, dtype=torch.float64)
         while dim % (2 * len(matrix)) == 0:

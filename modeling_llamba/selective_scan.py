@@ -111,11 +111,16 @@ def _segment(x, dt, B, C, keep, A, state, chunk_size):
         return padded.view(batch, T, Q, *t.shape[2:])
 
     # Padding has dt = 0 and keep = 1: it leaves the state alone.
-    x, dt, B, C, keep = chunks(x), chunks(dt), chunks(B), chunks(C), chunks(keep, 1.0)
+    x = chunks(x)
+    dt = chunks(dt)
+    B = chunks(B)
+    C = chunks(C)
+    keep = chunks(keep, 1.0)
     A = A.view(G, D // G, N)
     local = x.new_zeros(batch, T, G, D // G, N)
     carried = torch.ones_like(local)
-    local_y, decays = [], []
+    local_y = []
+    decays = []
     for q in range(Q):
         step = dt[:, :, q].view(batch, T, G, D // G, 1)
         decay = (step * A).exp() * keep[:, :, q, :, None, None]

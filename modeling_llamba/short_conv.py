@@ -62,7 +62,8 @@ class ShortConv(nn.Module):
                 channels_last, weight, self.bias, seq_idx=seq, activation=self._kernel_activation
             ).mT
         dtype = torch.promote_types(x.dtype, torch.float32)
-        taps, bias = self.weight.to(dtype)[:, 0].T, self.bias.to(dtype)
+        taps = self.weight.to(dtype)[:, 0].T
+        bias = self.bias.to(dtype)
         if seq_idx is not None:
             y = self._packed(x.to(dtype), taps, seq_idx)
         else:

@@ -93,7 +93,8 @@ def ssd_recurrence(
     """
     T, H = log_a.shape[-1], C.shape[2]
     x, B = repeat_groups(x.double(), T), repeat_groups(B.double(), T)
-    log_a, C = reset_at_boundaries(log_a.double(), seq_idx), C.double()
+    log_a = reset_at_boundaries(log_a.double(), seq_idx)
+    C = C.double()
     if initial_state is None:
         state = x.new_zeros(x.shape[0], T, x.shape[-1], B.shape[-1])
     else:
@@ -115,7 +116,9 @@ def ssd_matrix(
     Returns:
         M (B, H, L, L) with y = M x per head, in the dtype of C.
     """
-    H, L, rows = C.shape[2], log_a.shape[1], C.shape[1]
+    H = C.shape[2]
+    L = log_a.shape[1]
+    rows = C.shape[1]
     total = reset_at_boundaries(log_a.double(), seq_idx).cumsum(1).transpose(1, 2)  # (B, T, L)
     upper = torch.ones(rows, L, dtype=torch.bool, device=log_a.device).triu(1 + L - rows)
     decay = (total[..., L - rows :, None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()
@@ -138,9 +141,12 @@ def ssd_step(
     """
     batch, T, P, N = state.shape
     x, log_a, B, C = (t if t.dtype == state.dtype else t.to(state.dtype) for t in (x, log_a, B, C))
-    G, shared = x.shape[1], T // x.shape[1]
+    G = x.shape[1]
+    shared = T // x.shape[1]
     decay = log_a.exp().view(batch, G, shared, 1, 1)
-    x, B, by_group = x.view(batch, G, 1, P, 1), B.view(batch, G, 1, 1, N), state.view(batch, G, shared, P, N)
+    x = x.view(batch, G, 1, P, 1)
+    B = B.view(batch, G, 1, 1, N)
+    by_group = state.view(batch, G, shared, P, N)
     if is_recorded(state, x, log_a, B, C):
         state = (decay * by_group + x * B).view(batch, T, P, N)
     else:
@@ -211,8 +217,11 @@ def chunked_scan(
     Returns:
         y (B, L, H, P) and the final state.
     """
-    (batch, _, G, P), T, dtype = x.shape, log_a.shape[-1], log_a.dtype
-    state, outputs = log_a.new_zeros(batch, T, P, B.shape[-1]) if state is None else state, []
+    (batch, _, G, P) = x.shape
+    T = log_a.shape[-1]
+    dtype = log_a.dtype
+    state = log_a.new_zeros(batch, T, P, B.shape[-1]) if state is None else state
+    outputs = []
     chunks = zip(*(t.split(chunk_size, dim=1) for t in (x, log_a, B, C)), strict=True)
     for x_chunk, log_a_chunk, B_chunk, C_chunk in chunks:
         Q = x_chunk.shape[1]
@@ -266,7 +275,8 @@ def is_recorded(*tensors: torch.Tensor | None) -> bool:
 
 def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
     """mamba_ssm's kernel computes S = exp(dt A) S + dt x B: with A = -1 and dt = -log_a, x has to be divided by dt."""
-    H, shared = C.shape[2], C.shape[2] // log_a.shape[-1]
+    H = C.shape[2]
+    shared = C.shape[2] // log_a.shape[-1]
     log_a = log_a.repeat_interleave(shared, dim=-1)
     if initial_state is not None:
         initial_state = initial_state.repeat_interleave(shared, dim=1)
@@ -297,7 +307,8 @@ def _fla_scan(x, log_a, B, C, initial_state, seq_idx):
     g = log_a.float().repeat_interleave(shared, dim=-1)
     if initial_state is not None:
         initial_state = initial_state.float().repeat_interleave(shared, dim=1)
-    offsets, first = None, None
+    offsets = None
+    first = None
     if seq_idx is not None:
         starts = sequence_starts(seq_idx)
         starts[:, 0] = True

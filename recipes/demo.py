@@ -71,6 +71,7 @@ def main(output: Path) -> dict:
         "loaded_class": hybrid["class"],
         "align": plan.config.conversion["align"],
         "cache_bytes": summary["cache_bytes"],
+        "break_even": summary["break_even"],
         "state_bytes": summary["state_bytes"],
         "held_out_tokens": ids.shape[1],
         "kl_nats_per_token": compared["kl"],
@@ -96,12 +97,27 @@ def main(output: Path) -> dict:
     table.add_row("KL to the teacher, nats per token", "0", f"{report['kl_nats_per_token']:.3f}")
     console.print(table)
     console.print(
-        "Every layer was fitted to the attention it replaces; nothing was trained end to end. More figures: "
-        f"`python -m recipes.evaluate {output}`.",
+        "Every layer was fitted to the attention it replaces; nothing was trained end to end. Beside other caches: "
+        f"`convert-to-hybrid compare {gguf} {output}`.",
         style="yellow",
     )
+    console.print(won_and_lost(report), style="bold", highlight=False)
     (output.parent / f"{output.name}.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def won_and_lost(report: dict) -> str:
+    """Say in one sentence what a hybrid takes less of, and what it costs."""
+    cache, parameters, recall = report["cache_bytes"]["4k"], report["parameters"], report["recall"]
+    rates, even = report["decode_tokens_per_second"], report["break_even"]["16 bits"]
+    won = f"Won: {1 - cache['hybrid'] / cache['teacher']:.0%} of the cache at 4k tokens, and "
+    won += "no memory in all" if even is None else f"memory in all from {even:,} tokens on"
+    faster = rates["hybrid"] / rates["teacher"]
+    return (
+        f"{won}; lost: {report['kl_nats_per_token']:.3f} nats of KL per token, {recall['teacher']:.0%} to "
+        f"{recall['hybrid']:.0%} of recall, {parameters['hybrid'] / parameters['teacher'] - 1:.1%} more weights; "
+        f"decoding after {LONG:,} tokens is {faster:.1f} times as fast."
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ from .evaluation.generation import PROMPTS, continuations, judge
 from .evaluation.metrics import SHORTEST, Reader, by_position, figures, per_token, reader
 from .evaluation.recall import hits, questions, scores
 from .evaluation.results import ResultsFolder, markdown, update_card
+from .evaluation.ruler import ESSAYS, generators, ruler_scores
+from .evaluation.ruler import SHORTEST as SHORTEST_RULER
+from .evaluation.ruler import TASKS as RULER
 from .evaluation.speed import speed
 from .evaluation.tasks import run_task, side_by_side, task_manager
 from .evaluation.texts import PYTHON_DOCS, SHIPPED, TextSource, hash_files
@@ -62,12 +66,13 @@ class Options:
     text: list[str] = option([SHIPPED], f"{SHIPPED}, {PYTHON_DOCS}, a file, or a Hub data set's name:config:split.")
     text_column: str = option("text", "Column of a data set that holds the text.")
     lengths: list[int] = option([512], "Numbers of tokens per sequence.")
-    sequences: int = option(8, "Number of sequences of each text or recall probe at each length.")
+    sequences: int = option(8, "Number of sequences of each text, recall probe or RULER task at each length.")
     recall_lengths: list[int] | None = option(None, "Numbers of tokens per recall probe. Default: --lengths.")
     depths: list[float] = option([0.1, 0.5, 0.9], "Where needle and passkey are hidden: 0 is first, 1 is last.")
     max_new_tokens: int = option(64, "Largest number of tokens of an answer.")
     temperature: float = option(0.0, "Sampling temperature of the answers; 0 decodes greedily.")
-    tasks: list[str] | None = option(None, "Names of lm-eval tasks.")
+    tasks: list[str] | None = option(None, "Names of lm-eval tasks; ruler and the tasks of it need no network.")
+    ruler_lengths: list[int] = option([1024, 2048, 4096, 8192], "Numbers of tokens of a row of RULER with its answer.")
     include_path: str | None = option(None, "Folder with lm-eval tasks of your own as YAML files.")
     num_fewshot: int | None = option(None, "Number of examples before each question of a task.")
     chance: list[str] = option([], "TASK=0.25: the score of guessing, where a task does not tell it.")
@@ -90,6 +95,8 @@ class Options:
         for name, value in fill.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        named = [RULER if task == "ruler" else (task,) for task in self.tasks]
+        object.__setattr__(self, "tasks", list(dict.fromkeys(chain.from_iterable(named))))
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown or not self.parts:
             raise ValueError(f"--parts takes some of {', '.join(PARTS)}; got {', '.join(unknown) or 'none'}.")
@@ -103,6 +110,8 @@ class Options:
             raise ValueError(f"--lengths must be {SHORTEST} or more.")
         if "recall" in self.parts and min(self.recall_lengths) < SHORTEST_RECALL:
             raise ValueError(f"--recall-lengths must be {SHORTEST_RECALL} or more; without, --lengths count.")
+        if min(self.ruler_lengths, default=0) < SHORTEST_RULER:
+            raise ValueError(f"--ruler-lengths must be {SHORTEST_RULER} or more.")
         if not all(0 <= depth <= 1 for depth in self.depths) or len(set(self.depths)) < len(self.depths):
             raise ValueError("--depths must be different numbers from 0 to 1.")
         for name in COUNTS:
@@ -181,8 +190,11 @@ class Evaluation:
         teacher = {} if options.teacher is None else {"teacher": (options.teacher, teacher_revision)}
         self.names: dict[str, tuple[str, str | None]] = {"model": (options.model, None)} | teacher
         self.manager = None
-        if "tasks" in options.parts:  # before anything is computed for nothing
-            self.manager = task_manager(options.tasks, options.include_path)
+        # before anything is computed for nothing
+        if set(RULER) & set(options.tasks):
+            generators()
+        if of_lm_eval := [task for task in options.tasks if task not in RULER]:
+            self.manager = task_manager(of_lm_eval, options.include_path)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -210,6 +222,8 @@ class Evaluation:
         if len(sizes) > 1:
             raise ValueError(f"{options.model} and {options.teacher} differ in vocabulary: {sorted(sizes)} tokens.")
         lengths = {"text": options.lengths, "recall": options.recall_lengths, "speed": options.contexts}
+        if set(RULER) & set(options.tasks):
+            lengths["tasks"] = options.ruler_lengths
         longest = max((max(of_part) for part, of_part in lengths.items() if part in options.parts), default=0)
         for which, model in found.items():
             known = getattr(model.config, "max_position_embeddings", None)
@@ -261,7 +275,7 @@ class Evaluation:
         said = {w: self.folder.cell("generation", w, self._said, w, prompts) for w in self.names}
         answers = said["model"], said.get("teacher")
         return self.folder.cell(
-            "generation", "judged", lambda: judge(prompts, *answers, self.tokenizer, self.options.max_new_tokens)
+            "generation", "compared", lambda: judge(prompts, *answers, self.tokenizer, self.options.max_new_tokens)
         )
 
     def _said(self, which: str, prompts: list[str]) -> list[list[int]]:
@@ -271,17 +285,26 @@ class Evaluation:
         return continuations(model, self.tokenizer, prompts, *how)
 
     def tasks(self) -> list[dict[str, Any]]:
-        """A row per task and metric."""
-        rows = []
-        for done, task in enumerate(self.options.tasks, 1):
-            found = {w: self.folder.cell("tasks", f"{task} {w}", self._task, task, w) for w in self.names}
-            rows += side_by_side(found["model"], found.get("teacher"), self.options.chances)
-            self.progress("tasks", done, len(self.options.tasks))
+        """A row per task and metric; the metrics of RULER are its lengths."""
+        o, rows = self.options, []
+        asked = [(task, n) for task in o.tasks for n in (o.ruler_lengths if task in RULER else (None,))]
+        for done, (task, length) in enumerate(asked, 1):
+            cell = task if length is None else f"{task} {length} {o.capped(o.sequences)}"
+            found = {w: self.folder.cell("tasks", f"{cell} {w}", self._task, task, length, w) for w in self.names}
+            rows += side_by_side(found["model"], found.get("teacher"), o.chances)
+            self.progress("tasks", done, len(asked))
         return rows
 
-    def _task(self, task: str, which: str) -> dict[str, Any]:
+    def _task(self, task: str, length: int | None, which: str) -> dict[str, Any]:
         o, model = self.options, self.models[which]
-        return run_task(self.manager, task, model, self.tokenizer, o.batch_size, o.limit, o.num_fewshot, o.seed)
+        if length is None:
+            return run_task(self.manager, task, model, self.tokenizer, o.batch_size, o.limit, o.num_fewshot, o.seed)
+        count = o.capped(o.sequences)
+        advance = partial(self.progress, f"{task}, {length} tokens, {which}", total=count)
+        values = ruler_scores(model, self.tokenizer, task, length, count, o.batch_size, o.seed, advance)
+        metric = f"{length},{SHIPPED}" if task in ESSAYS else str(length)
+        score = {"value": sum(values) / len(values), "better": True, "values": values}
+        return {task: {"documents": count, "chance": None, "chances": None, "metrics": {metric: score}}}
 
     def speed(self) -> list[dict[str, Any]]:
         """Rows per context, batch and model."""

@@ -156,7 +156,9 @@ def push_and_pull(model: Path, repository: str, folder: Path) -> dict[str, Any]:
 def main(folder: Path, push_to_hub: str | None) -> dict[str, Any]:
     """Run the steps whose results are missing; returns everything that was measured."""
     logging.set_verbosity_error()
-    gguf, started, folder = embedded_teacher(), time.perf_counter(), folder.absolute()
+    gguf = embedded_teacher()
+    started = time.perf_counter()
+    folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     prepare_data(gguf, folder)
     hybrid, finetuned, preferred = (folder / name for name in ("hybrid", "sft", "dpo"))

@@ -90,7 +90,8 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
     )
     if run_arguments.data_chunk is not None:
         raise ValueError("data_chunk is set for each step; leave it out.")
-    lender_folder, output = Path(model_config.model_name_or_path or ""), Path(config.output_dir).expanduser().resolve()
+    lender_folder = Path(model_config.model_name_or_path or "")
+    output = Path(config.output_dir).expanduser().resolve()
     lender, _ = load_student(model_config)
     if not lender_folder.is_dir():
         raise ValueError("model_name_or_path must be a folder here; download the hybrid first.")
@@ -100,12 +101,16 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
     work = output.with_name(f"{output.name}.steps")
     check_same_run(work, [plan, arguments, attention_from])
     if not (work / "attention" / "config.json").is_file():
-        origin, revision = attention_from, None
+        origin = attention_from
+        revision = None
         if origin is None:
-            origin, revision = teaching.teacher_model_name_or_path, teaching.teacher_revision
+            origin = teaching.teacher_model_name_or_path
+            revision = teaching.teacher_revision
         convert(origin, work / "attention", attention_layers="all", align="none", revision=revision)
     attention, _ = load_student(dataclasses.replace(model_config, model_name_or_path=str(work / "attention")))
-    reports, before, mixers = [], None, set()
+    reports = []
+    before = None
+    mixers = set()
     for number, added in enumerate(plan, 1):
         mixers |= set(added)
         last = number == len(plan)
@@ -131,7 +136,8 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
 
 def check_same_run(work: Path, what: list) -> None:
     """Raise ValueError where the steps in `work` are those of other arguments."""
-    path, key = work / "run.json", json.dumps(what)
+    path = work / "run.json"
+    key = json.dumps(what)
     if path.is_file() and path.read_text() != key:
         raise ValueError(f"{work} holds the steps of another run; delete it, or choose another output_dir.")
     make_work(work)

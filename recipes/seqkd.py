@@ -114,7 +114,8 @@ def read_prompts(
     rows: Any, tokenizer: PreTrainedTokenizerBase, arguments: SeqKDArguments
 ) -> tuple[list[Prompt], dict[str, int]]:
     """The questions in the data, each once, and how many rows were left out for which reason."""
-    prompts, seen = [], set()
+    prompts = []
+    seen = set()
     counts = {"duplicates": 0, "too long": 0, "empty": 0}
     for number, row in enumerate(rows):
         if len(prompts) == arguments.max_prompts:
@@ -146,7 +147,9 @@ def answer_all(
     work: Path,
 ) -> list[dict[str, Any]]:
     """{"text", "finished"} for each prompt; what `work` already holds is not asked again."""
-    key, path, marker = run_key(prompts, teaching, arguments), work / "answers.jsonl", work / "run.txt"
+    key = run_key(prompts, teaching, arguments)
+    path = work / "answers.jsonl"
+    marker = work / "run.txt"
     if path.is_file() and (not marker.is_file() or marker.read_text() != key):
         raise ValueError(f"{work} holds answers of another run; delete it or choose another output_dir.")
     marker.write_text(key)
@@ -158,11 +161,13 @@ def answer_all(
     teacher = Answerer(teaching, tokenizer, arguments) if left else None
     with open(path, "a") as file:
         for number, batch in tqdm(left, desc="answers", unit="batch"):
+            # a seed for each batch, so that a run that resumes draws what an uninterrupted one would
             set_seed((arguments.seed * 1_000_003 + number) % 2**32)
             for i, ids in zip(batch, teacher([prompts[i].ids for i in batch]), strict=True):
                 answers[i] = finished_answer(ids, tokenizer, teacher.stops)
                 file.write(json.dumps({"index": i} | answers[i]) + "\n")
             file.flush()
+            # answers take hours, and a crash of the machine loses what the system has not written
             os.fsync(file.fileno())
     return [answers[i] for i in range(len(prompts))]
 
@@ -178,7 +183,8 @@ def run_key(prompts: list[Prompt], teaching: TeacherArguments, arguments: SeqKDA
 
 def read_answers(path: Path) -> dict[int, dict[str, Any]]:
     """The answers written before an interruption, by prompt; a line cut short at the end is removed."""
-    answers, whole = {}, 0
+    answers = {}
+    whole = 0
     if not path.is_file():
         return answers
     content = path.read_bytes()
@@ -206,7 +212,8 @@ class Answerer:
     """The teacher, which answers batches of prompts by `generate`, padded on the left."""
 
     def __init__(self, teaching: TeacherArguments, tokenizer: PreTrainedTokenizerBase, arguments: SeqKDArguments):
-        self.tokenizer, self.arguments = tokenizer, arguments
+        self.tokenizer = tokenizer
+        self.arguments = arguments
         self.model = load_teacher(teaching, None, arguments.trust_remote_code)
         if not (teaching.teacher_load_in_4bit or teaching.teacher_load_in_8bit):
             self.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -266,7 +273,8 @@ def split_rows(
 
 def card(report: dict[str, Any], arguments: SeqKDArguments, teaching: TeacherArguments, source: str) -> str:
     """The README.md of the data."""
-    teacher_name, source_name = public_name(teaching.teacher_model_name_or_path), public_name(source)
+    teacher_name = public_name(teaching.teacher_model_name_or_path)
+    source_name = public_name(source)
     how = f"sampled at temperature {arguments.temperature}" if arguments.temperature else "greedy"
     files = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name, n in report["rows"].items() if n)
     left_out = ", ".join(f"{n} {why}" for why, n in report["left out"].items())

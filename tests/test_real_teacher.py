@@ -133,7 +133,7 @@ def test_lm_eval_runs_on_the_folder(half, tmp_path):
     assert 0 <= json.loads(results.read_text())["results"]["tiny_choice"]["acc,none"] <= 1
 
 
-@pytest.mark.slow  # tiny teachers: tests/alignment/test_closed_form.py
+@pytest.mark.slow  # tiny teachers: tests/convert/fit/test_closed_form.py
 @pytest.mark.parametrize("layers, tokens, steps", [((12,), 2560, 0), ((12, 24, 27), 5120, 8)])
 @torch.no_grad()
 def test_closed_form_makes_it_a_language_model(layers, tokens, steps, teacher, tokenizer, smollm2_gguf, tmp_path):

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..io.students import layer_letters
 from ..io.writer import human_bytes
 from ..layout.placement import window_in_words
-from ..plan import Plan
+from ..plan import Plan, break_even_in_words
 from .code import NEEDED
 from .pictures import save_pictures
 from .tokenizer import Licence
@@ -53,6 +53,8 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 {{ cache_rows }}
 
 ![cache against context length](cache.png)
+
+{{ memory }}
 
 ## Provenance
 
@@ -102,8 +104,16 @@ def alignment_note(align: str, window: Any, state: bool) -> str:
     return UNFITTED_STATE_NOTE if align == "none" else FITTED_STATE_NOTE
 
 
-def with_figures(text: str, rows: dict[str, str]) -> str:
-    """A card's text with these rows of its first table as given, where it has them."""
+def renewed(text: str, rows: dict[str, str], note: str | None = None) -> str:
+    """A card's text with new figures and a new paragraph on how the weights came about.
+
+    Only what this project wrote is replaced: the rest of a card is its user's, who may have rewritten it.
+
+    Args:
+        rows: rows of the first table, by their names. note: the paragraph; None leaves it.
+    """
+    for known in NOTES if note is not None else ():
+        text = text.replace(known, note)
     for row, figure in rows.items():
         line = f"| {row} | {figure} |"
         text = re.sub(rf"^\| {re.escape(row)} \|.*$", lambda _, line=line: line, text, flags=re.MULTILINE)
@@ -130,11 +140,14 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
     Args:
         licence: what the teacher's card says of its licence, which the hybrid's weights inherit.
     """
-    summary, conversion = plan.summary(), plan.config.conversion
+    summary = plan.summary()
+    conversion = plan.config.conversion
     replaced = summary["mixer_layers"]
-    replacement, beside = f"a {summary['mixer']} mixer", ""
+    replacement = f"a {summary['mixer']} mixer"
+    beside = ""
     if summary["state"]:
-        replacement, beside = "attention to a window and a state", "a state beside "
+        replacement = "attention to a window and a state"
+        beside = "a state beside "
     elif summary["window"]:
         replacement = "attention to a window"
     seen = ""
@@ -167,6 +180,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         window=f", H {beside}softmax attention to {seen}" if seen else "",
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
+        memory=f"Memory, weights included: {break_even_in_words(summary['break_even'])}." if replaced else "",
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
         alignment_note=alignment_note(conversion["align"], summary["window"], summary["state"])
         if replaced

@@ -44,8 +44,10 @@ def layers_picture(config: PreTrainedConfig) -> Any:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    columns, kinds = head_kinds(config), list(KINDS)
-    layers, heads = len(columns), len(columns[0])
+    columns = head_kinds(config)
+    kinds = list(KINDS)
+    layers = len(columns)
+    heads = len(columns[0])
     rows = min(0.17 * heads, 2.4)
     height = rows + 0.95
     figure, axes = new_figure(height, (0.09, 0.42 / height, 0.89, rows / height))

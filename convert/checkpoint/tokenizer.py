@@ -79,7 +79,8 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
     Raises:
         ValueError: the tokenizer cannot be read, cannot be carried over, or is code that is not trusted.
     """
-    folder, files = teacher.folder, {}
+    folder = teacher.folder
+    files = {}
     if teacher.gguf_file is None:
         paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
         files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
@@ -140,7 +141,9 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, place: Path) -> None
     """Refuse a chat template that is no template, without running it."""
     templates = tokenizer.chat_template
     try:
-        for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
+        if isinstance(templates, str):
+            templates = {"default": templates}
+        for template in (templates or {}).values():
             _compile_jinja_template(template)
     # jinja's, and Python's own about what is no text or nested too deeply
     except (TemplateError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
@@ -183,7 +186,10 @@ def read_generation_config(teacher: Teacher) -> tuple[SideFiles, tuple[str, ...]
     if not own:
         path = teacher.folder / (teacher.gguf_file or "config.json")
     try:
-        given = read_json(path) if own else GenerationConfig.from_model_config(teacher.config).to_diff_dict()
+        if own:
+            given = read_json(path)
+        else:
+            given = GenerationConfig.from_model_config(teacher.config).to_diff_dict()
         notes = {name: why for name, (value, why) in OF_TRAINING.items() if given.get(name) is value}
         kept = {name: value for name, value in given.items() if name not in notes}
         notes |= dict.fromkeys(_ignored_settings(kept), "`generate` ignores it beside the other settings")
@@ -228,7 +234,9 @@ def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> Licence:
         return {}
     parts = path.read_text(errors="replace").split("---\n", 2)
     try:
-        head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+        head = None
+        if len(parts) == 3 and not parts[0].strip():
+            head = yaml.safe_load(parts[1])
     except yaml.YAMLError as error:
         raise ValueError(
             f"The head of {path}, which names the licence, is not valid YAML; mend or remove it."

@@ -32,10 +32,15 @@ class ActivationStream:
     ):
         if not 0 < held_out < len(ids):
             raise ValueError(f"{len(ids)} calibration sequences cannot be split into fitting and {held_out} held-out.")
-        self.teacher, self.ids, self.held_out = teacher, ids, held_out
+        self.teacher = teacher
+        self.ids = ids
+        self.held_out = held_out
         shape = (*ids.shape, teacher.config.hidden_size)
+        # the stream in float32, the attention's input and output in bfloat16
         on_disk = ids.numel() * shape[-1] * (4 + 2 + 2) > memory
-        self._folder = tempfile.TemporaryDirectory(dir=folder, prefix=".activations-") if on_disk else None
+        self._folder = None
+        if on_disk:
+            self._folder = tempfile.TemporaryDirectory(dir=folder, prefix=".activations-")
         self.hidden = self._array("hidden", shape, torch.float32)
         self.u = self._array("u", shape, torch.bfloat16)
         self.y = self._array("y", shape, torch.bfloat16)
@@ -45,7 +50,8 @@ class ActivationStream:
     def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._folder is None:
             return torch.empty(shape, dtype=dtype)
-        path, size = Path(self._folder.name, name), torch.Size(shape).numel()
+        path = Path(self._folder.name, name)
+        size = torch.Size(shape).numel()
         with during(f"making room for activations in {path}"), open(path, "wb") as file:
             if hasattr(os, "posix_fallocate"):  # or a disk that fills would end the process without a word
                 os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
@@ -66,7 +72,8 @@ class ActivationStream:
                 hidden = self.hidden[rows].to(self.teacher.device)
                 output = block(hidden, **self.teacher.block_inputs(hidden))
                 ((u, y),) = seen
-                self.u[rows], self.y[rows] = u.cpu(), y.cpu()
+                self.u[rows] = u.cpu()
+                self.y[rows] = y.cpu()
                 self.hidden[rows] = output.cpu()  # last: without a norm before the attention, u lies in there
                 seen.clear()
         finally:

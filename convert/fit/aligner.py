@@ -69,7 +69,10 @@ class Aligner:
         progress: Progress = lambda what, done, total: None,
         work: Path | None = None,
     ):
-        self.weights, self.resolved, self.progress, self.work = weights, resolved, progress, work
+        self.weights = weights
+        self.resolved = resolved
+        self.progress = progress
+        self.work = work
         keep_free_memory(LARGEST_KEPT)
         self.model = TeacherModel(weights, resolved.alignment.device, resolved.initial_decay, resolved.seed)
         self.report: dict[str, Any] = {}
@@ -91,7 +94,8 @@ class Aligner:
     @functools.cached_property
     def text(self) -> CalibrationRows:
         """Rows of the calibration text as they stand there."""
-        alignment, length = self.resolved.alignment, self.resolved.sequence_length
+        alignment = self.resolved.alignment
+        length = self.resolved.sequence_length
         held_out = alignment.held_out_sequences
         num_fitting = max(alignment.tokens // length - held_out, 0)
         if num_fitting < 1:
@@ -123,7 +127,8 @@ class Aligner:
 
     def fit(self, layers: list[int], settings: FitOptions) -> Fits:
         """Fit mixers for these layers; what has been fitted with the same settings is read from the work folder."""
-        held_out, memory = self.resolved.alignment.held_out_sequences, self.resolved.alignment.activation_memory
+        held_out = self.resolved.alignment.held_out_sequences
+        memory = self.resolved.alignment.activation_memory
         self._caches.append(self.cache(settings))
         return fit_mixers(
             self.model, layers, self.ids, held_out, settings, self._caches[-1], parse_size(memory),
@@ -165,6 +170,7 @@ class Aligner:
     def cache(self, settings: FitOptions) -> FitCache:
         """Open the cache of the fits that depend on these settings and on the kind of mixer."""
         config = self.model.mixer_config.to_dict()
+        # by size and time, since hashing reads every byte of the weights
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.checkpoint.files]
         key = {
             "teacher": [self.weights.teacher.public_name, self.weights.teacher.revision, files],

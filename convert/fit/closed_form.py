@@ -77,7 +77,8 @@ class LayerData:
 
     def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:
         """u and y of some sequences in float32 on the mixer's device."""
-        device, index = self.rotary[0].device, torch.as_tensor(rows)
+        device = self.rotary[0].device
+        index = torch.as_tensor(rows)
         return self.u[index].to(device, torch.float32), self.y[index].to(device, torch.float32)
 
 
@@ -103,9 +104,11 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int
         with torch.enable_grad():  # whatever the caller does around us
             refine(candidate.requires_grad_(True), data, settings, seed)
         with torch.no_grad():
+            # the steps moved the features, so the best out_proj for them is another one
             error, _ = solve_out_proj(candidate, data, settings.ridges)
         if error < solved:
-            refined, mixer = error, candidate
+            refined = error
+            mixer = candidate
     return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined)
 
 
@@ -129,7 +132,8 @@ def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> LayerFit:
     if layer.mass is None:
         error = held_out_error(layer, data)
         return LayerFit(None, None, error, error, error)
-    fitting, judging = _batches(data.fitting()), _batches(data.judging())
+    fitting = _batches(data.fitting())
+    judging = _batches(data.judging())
     parts = (map(data.batch, batches) for batches in (fitting[::2], fitting[1::2], judging))
     mapped, fitted = fit_hybrid(layer, *parts, data.rotary)
     error = min(fitted.errors.values())
@@ -140,16 +144,21 @@ def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> LayerFit:
 @torch.no_grad()
 def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple[float | None, nn.Module]:
     """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
-    best_error, best, best_mixer = math.inf, None, mixer
+    best_error = math.inf
+    best = None
+    best_mixer = mixer
     for decay in settings.decays:
         candidate = copy.deepcopy(mixer)
         if not set_decay(candidate, decay):
             break
+        # nothing to compare, so the solve is left to the caller
         if len(settings.decays) == 1:
             return decay, candidate
         error, _ = solve_out_proj(candidate, data, settings.ridges)
         if error < best_error:
-            best_error, best, best_mixer = error, decay, candidate
+            best_error = error
+            best = decay
+            best_mixer = candidate
     return best, best_mixer
 
 
@@ -180,18 +189,25 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     prior = _augmented(out)
     squares = gram.diagonal()[: out.in_features]
     scale = squares.mean().expand_as(squares)
+    # kept, since every ridge is judged on the same features
     judged = [_pair(mixer, data, rows) for rows in _batches(data.judging())]
-    best_error, best_ridge, best = _error_of(prior, judged), None, prior
+    best_error = _error_of(prior, judged)
+    best_ridge = None
+    best = prior
     for ridge in ridges:
+        # a bias has no reason to be small; what is left of the penalty keeps the matrix regular
         bias = 1e-6 * scale.mean().expand(len(gram) - out.in_features)
         penalty = ridge * torch.cat([scale, bias])
+        # reports a failure instead of raising it, so that a larger ridge gets its turn
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
         if info.item():
             continue
         weights = torch.cholesky_solve(moment + penalty[:, None] * prior, factor)
         error = _error_of(weights, judged)
         if error < best_error:
-            best_error, best_ridge, best = error, ridge, weights
+            best_error = error
+            best_ridge = ridge
+            best = weights
     out.weight.copy_(best[: out.in_features].T)
     if out.bias is not None:
         out.bias.copy_(best[out.in_features])
@@ -203,12 +219,14 @@ def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, t
     gram = moment = 0.0
     for rows in _batches(data.fitting()):
         F, y = _pair(mixer, data, rows)
-        gram, moment = gram + F.T @ F, moment + F.T @ y
+        gram = gram + F.T @ F
+        moment = moment + F.T @ y
     return gram, moment
 
 
 def _pair(mixer: nn.Module, data: LayerData, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
     u, y = data.batch(rows)
+    # products of features have the square of their condition number, too much for float32
     F = features(mixer, u, data.rotary).flatten(0, 1).double()
     if mixer.out_proj.bias is not None:
         F = torch.cat([F, F.new_ones(len(F), 1)], 1)
@@ -233,7 +251,10 @@ def _batches(rows: range) -> list[range]:
 @torch.no_grad()
 def held_out_error(mixer: nn.Module, data: LayerData) -> float:
     """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit, of a hybrid layer behind its window."""
-    error, total, start = 0.0, 0.0, mixer.shape.window if isinstance(mixer, HybridAttention) else 0
+    error = 0.0
+    total = 0.0
+    # tokens whose whole past lies in the window come out exact, and would dilute the error
+    start = mixer.shape.window if isinstance(mixer, HybridAttention) else 0
     for rows in _batches(data.judging()):
         u, y = data.batch(rows)
         error += ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().item()
@@ -245,16 +266,20 @@ def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -
     """A fixed number of AdamW steps on the mixer, in place, on its squared error."""
     generator = torch.Generator().manual_seed(seed)
     squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
+    # the loss becomes relative to the targets, so that one learning rate fits every layer
     scale = len(data.fitting()) / max(sum(squares), TINY)
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=REFINE_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
-    steps, order = settings.refine_steps, []
+    steps = settings.refine_steps
+    order = []
     for step in range(steps):
-        warm, left = (step + 1) / (0.1 * steps), 1 - step / steps
+        warm = (step + 1) / (0.1 * steps)
+        left = 1 - step / steps
         optimizer.param_groups[0]["lr"] = REFINE_LEARNING_RATE * min(1.0, warm) * left
         if len(order) < REFINE_SEQUENCES:
             order = torch.randperm(len(data.fitting()), generator=generator).tolist()
-        rows, order = order[:REFINE_SEQUENCES], order[REFINE_SEQUENCES:]
+        rows = order[:REFINE_SEQUENCES]
+        order = order[REFINE_SEQUENCES:]
         u, y = data.batch(rows)
         loss = (mixer(u, data.rotary) - y).pow(2).mean() * scale
         optimizer.zero_grad()

@@ -43,7 +43,8 @@ class Rates(NamedTuple):
 
 def alignment_cost(plan: Plan) -> Cost | None:
     """Estimate a closed-form fit of layers with a state on this machine; None for any other alignment."""
-    hybrid, alignment = plan.placement.hybrid, plan.resolved.alignment
+    hybrid = plan.placement.hybrid
+    alignment = plan.resolved.alignment
     if alignment.method != "closed-form" or hybrid is None or not hybrid.state:
         return None
     device = usable_device(alignment.device)
@@ -52,23 +53,36 @@ def alignment_cost(plan: Plan) -> Cost | None:
 
 def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     """Estimate seconds and peak bytes from measured rates and from the memory that the process takes already."""
-    config, alignment, L = plan.config, plan.resolved.alignment, plan.resolved.sequence_length
-    T, behind = alignment.tokens // L * L, SALIENCE_SEQUENCES * L
-    layers, fitted, M = config.num_hidden_layers, config.layer_types.count("hybrid"), config.hidden_size
+    config = plan.config
+    alignment = plan.resolved.alignment
+    L = plan.resolved.sequence_length
+    T = alignment.tokens // L * L
+    behind = SALIENCE_SEQUENCES * L
+    layers = config.num_hidden_layers
+    fitted = config.layer_types.count("hybrid")
+    M = config.hidden_size
     H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     W = statistics.mean(plan.placement.windows.values())
-    A, E, N, block = H * D, 3 * H * D, config.state_keys(layers - 1), met_by_a_token(plan.weights.config)
+    A = H * D
+    E = 3 * H * D
+    N = config.state_keys(layers - 1)
+    block = met_by_a_token(plan.weights.config)
     mass = 2 + N - config.state_planes(layers - 1) + D - config.rotary_planes
+    # the teacher's blocks: two operations a parameter, and full attention
     streaming = T * (2 * block + 2 * L * A)
+    # projections, window and readout, true scores behind the window, normal equations of the mass
     reading = T * (2 * M * (A + 2 * K * D) + A * (8 * W + 4 * N) + L * A + 2 * H * mass**2)
+    # the Gram matrix, blocks above the diagonal left out, and the moments
     solving = 2 * T * E * ((GRAM_BLOCKS + 1) / (2 * GRAM_BLOCKS) * E + M)
     salience = behind * (L * A + 2 * M * (A + 2 * K * D))
+    # for each ridge a factor, a solution and its eigenvectors; the Gram matrix of the salience
     double = len(RIDGES) * (E**3 / 3 + 4 * E**2 * M + 12 * M**3) + 4 * behind * M**2
     scores = PASSES * H * (T * (L / 2 + 2 * W) + behind * L / 2)
     of_layer = (reading + solving + salience) / rates.single + double / rates.double + scores / rates.elements
     seconds = OVERHEAD * (layers * streaming / rates.single + fitted * of_layer)
     activations = min(8 * T * M, parse_size(alignment.activation_memory))
     kept = 4 * T * (3 * A + 2 * K * D + M)
+    # what one batch of sequences takes beside that
     at_a_time = 4 * BATCH_SEQUENCES * L * (12 * A + 3 * QUERIES * H)
     teacher = 4 * (2 * block + config.vocab_size * M)
     return Cost(seconds, resident + teacher + activations + kept + at_a_time + 36 * E**2)
@@ -89,14 +103,16 @@ def met_by_a_token(config: PreTrainedConfig) -> int:
 def measured_rates(device: torch.device, width: int) -> Rates:
     """Measure the best rates of this machine."""
     a, b = (torch.rand(ROWS, width, device=device) for _ in range(2))
-    many, products = torch.rand(2**22, device=device), 2 * ROWS**2 * width
+    many = torch.rand(2**22, device=device)
+    products = 2 * ROWS**2 * width
     single = products / _seconds(lambda: a @ b.mT, device)
     a, b = a.double(), b.double()
     return Rates(single, products / _seconds(lambda: a @ b.mT, device), len(many) / _seconds(many.exp, device))
 
 
 def _seconds(what: Callable[[], torch.Tensor], device: torch.device) -> float:
-    best, begin = math.inf, time.perf_counter()
+    best = math.inf
+    begin = time.perf_counter()
     while (started := time.perf_counter()) - begin < MEASURED_FOR or math.isinf(best):
         what()
         if device.type == "cuda":

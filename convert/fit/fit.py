@@ -80,6 +80,7 @@ class FitCache:
         path = self._path(f"layer-{layer:03d}.safetensors")
         write_beside(path, lambda path: save_file(state, path))
         if not any(tensor.is_cuda for tensor in mixer.state_dict().values()):
+            # mapped from the file, so that the fits of all layers need not fit into memory
             mixer.load_state_dict(load_file(path), assign=True)
 
     def drop(self) -> None:
@@ -117,6 +118,7 @@ def fit_mixers(
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:
         return fitted
+    # the stream has to pass the layers that are fitted already, too
     with contextlib.closing(ActivationStream(teacher, ids, held_out, memory, folder)) as stream:
         for layer in range(max(missing) + 1):
             progress("aligning, layers", layer, max(missing) + 1)

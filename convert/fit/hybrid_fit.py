@@ -119,15 +119,18 @@ def fit_hybrid(
 
 def _best_map(gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: float) -> OutputMap:
     """The output map by reduced-rank ridge regression, with the ridge whose map of the highest rank is best."""
-    scale, best = gram.diagonal().mean(), None
+    scale = gram.diagonal().mean()
+    best = None
     rank = min(max(RANKS), moment.shape[1], moment.shape[0])
     for ridge in RIDGES:
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag((ridge * scale).expand(len(gram))))
         if info.item():
             continue
         solution = torch.cholesky_solve(moment, factor)
+        # reduced-rank regression: the best map of rank r keeps the r main directions of the fitted outputs
         explained = solution.T @ (gram @ solution)
         energy, directions = torch.linalg.eigh(explained)
+        # eigh sorts upwards; turned round, the first r columns are the map of rank r
         directions = directions[:, -rank:].flip(1)
         # the middle of the map as large as a unit vector, so that a step of training moves both parts alike
         size = (energy[-rank:].flip(0).clamp(min=0) / gram.diagonal().sum()).sqrt().clamp(min=1e-12)
@@ -153,6 +156,7 @@ def set_map(layer: HybridAttention, down: torch.Tensor, up: torch.Tensor) -> Non
     if len(down) == 0:
         layer.down = layer.up = None
         return
+    # no weights are drawn that the next line replaces
     with torch.device("meta"):
         layer.down, layer.up = (nn.Linear(w.shape[1], w.shape[0], bias=False) for w in (down, up))
     layer.down.weight, layer.up.weight = (nn.Parameter(w.contiguous(), requires_grad=False) for w in (down, up))
@@ -170,8 +174,10 @@ def ranks_within(errors: dict[int, dict[int, float]], mean: float) -> dict[int, 
     Args:
         errors: by layer and rank.
     """
-    ranks, left = dict.fromkeys(errors, 0), mean * len(errors)
+    ranks = dict.fromkeys(errors, 0)
+    left = mean * len(errors)
     while True:
+        # a step may jump over ranks that gain nothing by themselves
         steps = [
             ((of_rank[ranks[layer]] - error) / (rank - ranks[layer]), layer, rank)
             for layer, of_rank in errors.items()
@@ -195,7 +201,9 @@ def _projected(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> tuple
             "sinks and salient tokens, so there is nothing to fit; set sequence_length higher."
         )
     projected = layer.project(u, rotary, unpadded(u))
-    of_kept = layer.attend_kept(projected, None, None) if layer.kept else None
+    of_kept = None
+    if layer.kept:
+        of_kept = layer.attend_kept(projected, None, None)
     return layer.rounded(layer.select_windowed(projected)), of_kept
 
 
@@ -221,7 +229,8 @@ def _mixed(layer: HybridAttention, u, y, projected, of_kept, near: Near, layout:
 
 def _gram(F: torch.Tensor) -> torch.Tensor:
     """F^T F of F (n, E), whose blocks above the diagonal are those below it."""
-    parts, rows = F.chunk(GRAM_BLOCKS, dim=1), []
+    parts = F.chunk(GRAM_BLOCKS, dim=1)
+    rows = []
     for i, part in enumerate(parts):
         rows.append([part.T @ other for other in parts[: i + 1]])
     return torch.cat(
@@ -236,7 +245,11 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
     Args:
         batches: the layer's inputs (B, L, D).
     """
-    sinks, gram, moment, inputs, targets = layer.shape.sinks, 0.0, 0.0, [], []
+    sinks = layer.shape.sinks
+    gram = 0.0
+    moment = 0.0
+    inputs = []
+    targets = []
     for u in batches:
         behind = u.shape[1] - layer.shape.window
         last = behind - behind // 8  # the attention of few queries to a token says little
@@ -248,9 +261,13 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
         received = attention_received(layer, u, rotary)
         inputs.append(u[:, sinks:last].flatten(0, 1).double())
         targets.append((received[:, sinks:last] + FLOOR).log().flatten().double())
-    centre, level = torch.cat(inputs).mean(0), torch.cat(targets).mean()
+    # centred in place of an intercept, which the salience does without: a constant changes no order of tokens
+    centre = torch.cat(inputs).mean(0)
+    level = torch.cat(targets).mean()
     for u, target in zip(inputs, targets, strict=True):
-        gram, moment = gram + (u - centre).T @ (u - centre), moment + (u - centre).T @ (target - level)
+        gram = gram + (u - centre).T @ (u - centre)
+        moment = moment + (u - centre).T @ (target - level)
+    # the least float keeps inputs that are all alike solvable
     penalty = SALIENCE_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
     solution = torch.linalg.solve(gram + penalty * torch.eye(len(gram), device=gram.device), moment)
     layer.salience.copy_(solution)
@@ -259,13 +276,15 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
 
 def attention_received(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """The attention to each token (B, L) that has left the window, a mean over the queries, summed over the heads."""
-    shape, length = layer.shape, u.shape[1]
+    shape = layer.shape
+    length = u.shape[1]
     received = u.new_zeros(u.shape[:2])
     block = torch.arange(length, device=u.device) // shape.block
     projected = layer.rounded(layer.select_windowed(layer.project(u, rotary, unpadded(u))))
     for rows, scores in _scores(layer, projected.query, projected.key, 0):
         left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
         received[:, : scores.shape[-1]] += (scores.softmax(-1).sum(1) * left).sum(1)
+    # the first query that finds the token outside of its window
     leaves = (block + shape.whole_blocks + 1) * shape.block
     return received / (length - leaves).clamp(min=1)
 
@@ -278,22 +297,25 @@ def fit_mass(layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layou
         log_mass = layout.to_tokens(layout.in_order(near.log_mass))  # (B, L', H')
         mass = state_log_mass(layer, projected, near, layout)
         gate = torch.sigmoid(mass - log_mass)
-        # an error of the log mass changes the gate by g (1 - g) times it
+        # an error of the log mass changes the gate by g (1 - g) times it; a state that is empty has none
         weight = (gate * (1 - gate) + FLOOR) * mass.isfinite()
         weighted = features * weight[..., None]
         gram = gram + torch.einsum("blhf,blhg->hfg", weighted, features).double()
+        # an infinite mass has weight 0, but 0 times infinity would be nan
         moment = moment + torch.einsum("blhf,blh->hf", weighted, mass.masked_fill(~mass.isfinite(), 0)).double()
     diagonal = gram.diagonal(dim1=1, dim2=2)
     penalty = MASS_RIDGE * diagonal
     penalty[:, :2] *= MASS_RIDGE  # an offset and the number of tokens, which are all but free
     penalty += torch.finfo(torch.float32).tiny
+    # drawn to the theory's mass, which the layer has so far, and not to zero
     solution = torch.linalg.solve(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double())
     layer.mass.copy_(solution)
 
 
 def state_log_mass(layer: HybridAttention, projected: Projected, near: Near, layout: Layout) -> torch.Tensor:
     """Log-sum-exp of the true scores of the tokens in the state (B, L', H'), -inf where there are none."""
-    start, length = layer.shape.window, projected.query.shape[2]
+    start = layer.shape.window
+    length = projected.query.shape[2]
     until = near.until[:, layer.shape.places :]
     block = torch.arange(length, device=until.device) // layer.shape.block
     parts = []
@@ -308,7 +330,8 @@ def _scores(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The teacher's own scores (B, H', rows, columns so far) of some queries at a time, from the one numbered `start`
     on, and which these are."""
-    heads, length = query.shape[1], query.shape[2]
+    heads = query.shape[1]
+    length = query.shape[2]
     key = repeat_groups(key.transpose(1, 2), heads).transpose(1, 2)
     number = torch.arange(length, device=key.device)
     for rows in number[start:].split(QUERIES):

@@ -51,7 +51,8 @@ def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int =
     """
     rows, length = prose.shape
     needle = _random(vocabulary, rows, width, seed)
-    ids, place = prose.clone(), length // 8 if place is None else place
+    ids = prose.clone()
+    place = length // 8 if place is None else place
     ids[:, place : place + width] = needle
     ids[:, -width:] = needle
     answers = torch.zeros_like(ids, dtype=torch.bool)
@@ -69,7 +70,8 @@ def with_recall(ids: torch.Tensor, vocabulary: range, seed: int, begin: int = 0)
     Args:
         begin: number of first tokens that stay, such as BOS.
     """
-    changed, text = ids.clone(), ids[:, begin:]
+    changed = ids.clone()
+    text = ids[:, begin:]
     half = text.shape[1] // 2
     for turn, i in enumerate(range(len(ids) - 1, -1, -RECALL_EVERY)):
         if turn % 2:
@@ -85,7 +87,9 @@ def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) 
     Such a row holds one needle of L / 4 tokens, or two half as long, and so on to needles of 8 tokens: each anywhere
     in its own stretch of the text, and all asked for in another order. Short ones teach to look up, long ones to copy.
     """
-    generator, length, changed = _generator(seed), ids.shape[1], ids.clone()
+    generator = _generator(seed)
+    length = ids.shape[1]
+    changed = ids.clone()
     for i in torch.randperm(len(ids), generator=generator)[: round(share * len(ids))].tolist():
         halvings = max(length // 4 // SHORTEST_NEEDLE, 1).bit_length()
         count = 2 ** int(torch.randint(halvings, (), generator=generator))

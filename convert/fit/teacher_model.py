@@ -55,9 +55,13 @@ class TeacherModel:
         seed: int = 0,
     ):
         self.device = usable_device(device)
-        self.weights, self.initial_decay, self.seed = weights, initial_decay, seed
-        self.checkpoint, self.config = weights.checkpoint, weights.config
+        self.weights = weights
+        self.initial_decay = initial_decay
+        self.seed = seed
+        self.checkpoint = weights.checkpoint
+        self.config = weights.config
         self._is_whole = False
+        # without memory: a part is filled when it is asked for
         with torch.device("meta"):
             self.model = model_class(self.config.model_type)(self.config).eval().requires_grad_(False)
         self.model.model.rotary_emb = rotary_embedding(self.config).to(self.device)
@@ -100,6 +104,7 @@ class TeacherModel:
             self._loaded(f"model.layers.{layer}")
         self._loaded("model.norm")
         if self.config.tie_word_embeddings:
+            # loading it by its own name would hold the embedding twice
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
             if self.model.lm_head.bias is not None:
                 self._fill("lm_head.bias")
@@ -158,7 +163,8 @@ def layer_type(mixer: nn.Module) -> str:
 
 def tensor_of(rule: Rule, checkpoint: Checkpoint) -> torch.Tensor:
     """Compute the tensor that a rule writes, in float32."""
-    value, done = torch.empty(math.prod(rule.shape)), 0
+    value = torch.empty(math.prod(rule.shape))
+    done = 0
     for block in rule.blocks(checkpoint):
         value[done : done + block.numel()] = block.reshape(-1)
         done += block.numel()
@@ -180,9 +186,11 @@ def attention_rows(
         u: (B, L, D). first: the row to begin with.
     """
     shape = (*u.shape[:-1], -1, attention.head_dim)
-    query, key = attention.q_proj(u).view(shape), attention.k_proj(u).view(shape)
+    query = attention.q_proj(u).view(shape)
+    key = attention.k_proj(u).view(shape)
     if attention.q_norm is not None:
-        query, key = attention.q_norm(query), attention.k_norm(key)
+        query = attention.q_norm(query)
+        key = attention.k_norm(key)
     query, key = (apply_rotary(t.transpose(1, 2), *rotary, head_dim_axis=1) for t in (query, key))
     key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
     position = torch.arange(u.shape[1], device=u.device)
@@ -204,7 +212,8 @@ def replaced(model: nn.Module, mixers: dict[int, nn.Module]) -> Iterator[nn.Modu
     layers = model.model.layers
     before = {layer: layers[layer].layer_type for layer in mixers}
     for layer, mixer in mixers.items():
-        layers[layer].mixer, layers[layer].layer_type = mixer, layer_type(mixer)
+        layers[layer].mixer = mixer
+        layers[layer].layer_type = layer_type(mixer)
     try:
         yield model
     finally:

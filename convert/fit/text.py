@@ -68,7 +68,9 @@ def documents(source: str, column: str = "text") -> Iterator[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    files = sorted(f for f in path.rglob("*") if f.suffix in LOADERS) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in LOADERS)
     kinds = {file.suffix for file in files}
     if not files or len(kinds) > 1 or not kinds <= LOADERS.keys():
         raise ValueError(f"{path} must be a {', '.join(LOADERS)} file or a folder with files of one of these kinds.")
@@ -79,7 +81,8 @@ def _files(path: Path) -> list[Path]:
 
 def beginning_of_text(tokenizer: Any) -> list[int]:
     """Return the token ids that a tokenizer puts before every text, such as BOS."""
-    bare, whole = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
+    bare = tokenizer("a", add_special_tokens=False).input_ids
+    whole = tokenizer("a").input_ids
     return whole[: whole.index(bare[0])] if bare and bare[0] in whole else []
 
 
@@ -94,7 +97,9 @@ def token_rows(
     ids: list[int] = []
     begin = beginning_of_text(tokenizer)
     own = length - len(begin)
-    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    separator = [tokenizer.eos_token_id]
+    if tokenizer.eos_token_id is None:
+        separator = []
     for text in texts:
         ids += tokenizer(text, add_special_tokens=False).input_ids + separator
         if len(ids) >= count * own:
@@ -115,6 +120,7 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
     """Draw (count, length) token ids from the model itself at temperature 1, the start token first: no data needed."""
     config = model.config
     start = next((t for t in (config.bos_token_id, config.eos_token_id) if isinstance(t, int)), 0)
+    # `generate` takes no generator, so that the process's own is set and given back
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:

@@ -58,7 +58,9 @@ class Section:
         for name, value in self.values.items():
             if name in understood or value is None or (name in harmless and harmless[name] in (ANY, value)):
                 continue
-            only = f"; only {json.dumps(harmless[name])} is supported" if name in harmless else ""
+            only = ""
+            if name in harmless:
+                only = f"; only {json.dumps(harmless[name])} is supported"
             shown = json.dumps(value)[:60]
             raise ValueError(f"{self.file}: {self.path}{name} is {shown}, which this project does not know{only}.")
         return self
@@ -184,7 +186,9 @@ def head_and_embedding(source: ForeignCheckpoint, embedding: str, config: PreTra
     """The rows of `Format.table` for the embedding and the head, and what is left out of them."""
     table: Table = {"model.embed_tokens.weight": moved(embedding)}
     if config.tie_word_embeddings:
-        dropped = {"lm_head.weight": "tied to the embedding"} if "lm_head.weight" in source.tensors else {}
+        dropped = {}
+        if "lm_head.weight" in source.tensors:
+            dropped = {"lm_head.weight": "tied to the embedding"}
         return table, dropped
     table["lm_head.weight"] = moved("lm_head.weight")
     if config.lm_head_bias:

@@ -130,7 +130,9 @@ def check_holdable(config: PreTrainedConfig, target: str) -> None:
 
 def total_heads(source: PreTrainedConfig, expand: int | None) -> tuple[int, int]:
     """Number of heads of an exported mixer, zero ones included, and its inner width over the model's width."""
-    hidden, width = source.hidden_size, source.mixer_head_dim
+    hidden = source.hidden_size
+    width = source.mixer_head_dim
+    # the inner width is a whole multiple of the model's; heads that this adds are zero
     least = -(-source.mixer_num_heads * width // hidden)
     tried = range(least, least + width) if expand is None else [expand]
     for multiple in tried:
@@ -148,6 +150,7 @@ def native_config(source: PreTrainedConfig, target: str, expand: int | None = No
     fields = {name: getattr(source, name) for name in COPIED_FIELDS} | {
         "attention_bias": source.attention_bias or source.attention_out_bias,
         "mamba_n_heads": heads,
+        # a C of its own for each head, which only as many groups as heads allow
         "mamba_n_groups": heads,
         "mamba_d_head": source.mixer_head_dim,
         "mamba_d_state": source.mixer_d_state,
@@ -215,7 +218,9 @@ def _attention_table(source: PreTrainedConfig, config: PreTrainedConfig, prefix:
         kv = source.num_key_value_heads * source.head_dim
         rows = {"q": source.num_attention_heads * source.head_dim, "k": kv, "v": kv, "o": source.hidden_size}
         for p in "qkvo":
-            is_there = source.attention_out_bias if p == "o" else source.attention_bias
+            is_there = source.attention_bias
+            if p == "o":
+                is_there = source.attention_out_bias
             name = f"{prefix}{p}_proj.bias"
             table[name] = moved(name) if is_there else (Fill(rows[p]),)
     return table
@@ -224,7 +229,9 @@ def _attention_table(source: PreTrainedConfig, config: PreTrainedConfig, prefix:
 def _mixer_table(source: PreTrainedConfig, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
     """[z, x, B, C, dt] with as many heads of each as the exported mixer has, the missing ones zero."""
     H, G, P, N = source.mixer_num_heads, source.mixer_num_kv_heads, source.mixer_head_dim, source.mixer_d_state
-    extra, per_state = config.mamba_n_heads - H, H // num_states(source)
+    extra = config.mamba_n_heads - H
+    per_state = H // num_states(source)
+    # first rows of z, x, B, C and the steps in our in_proj
     ends = [0, H * P, H * P + G * P, H * P + G * (P + N), H * P + G * (P + N) + H * N]
 
     def streams(name: str, first: int) -> Parts:
@@ -253,7 +260,10 @@ def _mixer_table(source: PreTrainedConfig, config: PreTrainedConfig, ours: str, 
         f"{theirs}out_proj.weight": (Part(f"{ours}out_proj.weight", extra_columns=extra * P),),
     }  # fmt: skip
     if config.mamba_proj_bias:
-        gate = Part(f"{ours}z_bias") if source.mixer_gate_bias else Fill(H * P)
+        if source.mixer_gate_bias:
+            gate = Part(f"{ours}z_bias")
+        else:
+            gate = Fill(H * P)
         others = (H + extra) * (P + 2 * N + 1)
         table[f"{theirs}in_proj.bias"] = _without_empty(gate, Fill(extra * P + others))
         out = f"{ours}out_proj.bias"
@@ -305,7 +315,8 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     config = native_config(source, options.to, options.expand)
     architecture = config.architectures[0]
     shapes = meta_shapes(getattr(transformers, architecture), config)
-    checkpoint, name = open_weights(folder), Path(public_name(options.model)).name
+    checkpoint = open_weights(folder)
+    name = Path(public_name(options.model)).name
     table = export_table(source, config, options.to)
     return TransferPlan(
         source=Teacher(options.model, folder, source, get_family("llama"), commit),

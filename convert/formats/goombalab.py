@@ -82,17 +82,22 @@ def layers(source: ForeignCheckpoint) -> list[Layer]:
 
 
 def _layer(run: Section) -> Layer:
-    inner, where = run.section("Layer"), f"{run.file}: {run.path.removesuffix('.')}"
+    inner = run.section("Layer")
+    where = f"{run.file}: {run.path.removesuffix('.')}"
     block = run.get("BlockType", str) or run.get("name", str) or run.get("type", str, "")
     core = run.get("CoreType", str) or inner.get("name", str) or inner.get("type", str, "")
-    block, core = block.rpartition(".")[2], core.rpartition(".")[2]
+    block = block.rpartition(".")[2]
+    core = core.rpartition(".")[2]
     known = f"known are {', '.join((MIXER, *ATTENTION))} in {', '.join(BLOCKS)}"
     if "ssm_layer" in run.values or "attn_layer" in run.values:
         raise ValueError(f"{where} is a {block}, with a mixer and attention side by side in a layer; {known}.")
     if _plain(block) not in BLOCKS or _plain(core) not in (MIXER, *ATTENTION):
         raise ValueError(f"{where} has {core or 'unnamed'} mixers in {block or 'unnamed'} blocks; {known}.")
     block_input = run.section("block_input" if run.values.get("block_input") else "input")
-    core_input = run.section("core_input") if run.values.get("core_input") else inner.section("input")
+    if run.values.get("core_input"):
+        core_input = run.section("core_input")
+    else:
+        core_input = inner.section("input")
     block_input.only(("mlp_intermediate_size", "mlp_act_fn", "norm_epsilon"), BLOCK_HARMLESS)
     core_input.only(
         *((MIXER_SIZES, MIXER_HARMLESS) if _plain(core) == MIXER else (ATTENTION_INPUT, ATTENTION_HARMLESS))
@@ -114,7 +119,8 @@ def student(source: ForeignCheckpoint) -> str:
 
 def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     """Fields of the hybrid's configuration; what it cannot hold is a ValueError."""
-    found, kind = layers(source), student(source)
+    found = layers(source)
+    kind = student(source)
     rows, hidden = source.shape(EMBEDDING, 2)
     mixers = [layer for layer in found if layer.core == MIXER]
     model_input(source).only(("d_model", "n_layer", "norm_epsilon", "head_dim", *ROTARY), MODEL_HARMLESS)
@@ -151,7 +157,9 @@ def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohaw
     said.only(MIXER_SIZES, MIXER_HARMLESS)
     # the class of the first commit counted heads in nheads, and had another default than the released one
     unsaid = "silu" if is_mohawk or "nheads" in said.values else "identity"
-    activation = said.get("activation", str, "identity") if "activation" in said.values else unsaid
+    activation = unsaid
+    if "activation" in said.values:
+        activation = said.get("activation", str, "identity")
     if "activation" not in said.values and not is_mohawk:
         other = "silu" if unsaid == "identity" else "identity"
         source.note(
@@ -170,7 +178,10 @@ def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohaw
             f"{said.file}: {said.path}n_v_heads is {said.values['n_v_heads']}, but tensors have {heads} heads."
         )
     # mohawk's class has no expand, the other two no d_inner
-    inner = said.get("d_inner", int, hidden) if is_mohawk else said.get("expand", int, 1) * hidden
+    if is_mohawk:
+        inner = said.get("d_inner", int, hidden)
+    else:
+        inner = said.get("expand", int, 1) * hidden
     said.get("bias", bool)  # the tensors say which of the two projections have one
     return {
         "mixer": "discrete_mamba2",
@@ -201,14 +212,17 @@ def rope_parameters(said: Section, default: dict[str, Any]) -> dict[str, Any]:
 
 def _phi_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any]:
     phi = source.base or PhiConfig()
-    said, attention = Section({}, ""), [layer for layer in found if layer.core in ATTENTION]
+    said = Section({}, "")
+    attention = [layer for layer in found if layer.core in ATTENTION]
     if attention and attention[0].is_mohawk:
         said = _agreed([layer.core_input for layer in attention], (*ATTENTION_SIZES[:2], *ROTARY), "attention layers")
     elif attention and source.base is None:
         text = "attention sizes are PhiConfig's defaults (Phi-1.5's), which is what the original reads"
         source.note(text, "num_attention_heads", "num_key_value_heads", "rope_parameters")
     heads = said.get("num_attention_heads", int, phi.num_attention_heads)
-    kv_heads = heads if said.values.get("num_attention_heads") else phi.num_key_value_heads or heads
+    kv_heads = heads
+    if not said.values.get("num_attention_heads"):
+        kv_heads = phi.num_key_value_heads or heads
     return {
         "intermediate_size": source.shape("backbone.layers.0.mlp.fc1.weight", 2)[0],
         "hidden_act": "gelu_new",
@@ -221,8 +235,13 @@ def _phi_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any]:
 
 
 def _llama_block(source: ForeignCheckpoint, found: list[Layer]) -> dict[str, Any]:
-    whole, base, said = model_input(source), source.base, Section({}, "")
-    default = Qwen2Config() if found[0].block == "qwen2block" else LlamaConfig()
+    whole = model_input(source)
+    base = source.base
+    said = Section({}, "")
+    if found[0].block == "qwen2block":
+        default = Qwen2Config()
+    else:
+        default = LlamaConfig()
     qwen = any(layer.core == "qwen2attention" for layer in found)
     _agreed([layer.block_input for layer in found], ("mlp_act_fn",), "blocks")
     attention = [layer.core_input for layer in found if layer.core in ATTENTION]
@@ -275,14 +294,18 @@ def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, d
     """Map the hybrid's tensors to their sources, and list those of the checkpoint that are left out."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
     if config.model_type == "phimamba":
-        with_bias, mlp, norms = ("weight", "bias"), ("fc1", "fc2"), ("input_layernorm",)
+        with_bias = ("weight", "bias")
+        mlp = ("fc1", "fc2")
+        norms = ("input_layernorm",)
     else:
-        with_bias, mlp = ("weight",), ("gate_proj", "up_proj", "down_proj")
+        with_bias = ("weight",)
+        mlp = ("gate_proj", "up_proj", "down_proj")
         norms = ("input_layernorm", "post_attention_layernorm")
     for kind in with_bias:
         rows[f"model.norm.{kind}"] = moved(f"backbone.final_layernorm.{kind}")
     for i, layer_type in enumerate(config.layer_types):
-        ours, theirs = f"model.layers.{i}.", f"backbone.layers.{i}."
+        ours = f"model.layers.{i}."
+        theirs = f"backbone.layers.{i}."
         for name in (*norms, *(f"mlp.{part}" for part in mlp)):
             rows |= {f"{ours}{name}.{kind}": moved(f"{theirs}{name}.{kind}") for kind in with_bias}
         if layer_type == "linear_attention":
@@ -304,7 +327,9 @@ def _attention_table(config: PreTrainedConfig, ours: str, theirs: str) -> Table:
 
 def mixer_table(source: ForeignCheckpoint, config: PreTrainedConfig, ours: str, theirs: str) -> Table:
     """A discrete Mamba-2 mixer: the layout is ours, except that several heads may share one of B and C."""
-    heads, state, inner = config.mixer_num_heads, config.mixer_d_state, config.mixer_num_heads * config.mixer_head_dim
+    heads = config.mixer_num_heads
+    state = config.mixer_d_state
+    inner = config.mixer_num_heads * config.mixer_head_dim
     groups = (source.shape(f"{theirs}conv1d.weight", 3)[0] - inner) // (2 * state)
     times = heads // max(groups, 1)
     starts = [0, inner, inner + groups * state, inner + 2 * groups * state]

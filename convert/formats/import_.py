@@ -49,7 +49,9 @@ def recognise(source: ForeignCheckpoint) -> Format:
             f"{source.name} has Mamba layers under model.layers.*.mamba whose tensors this project does not know, "
             f"such as {mamba}. Supported: {SUPPORTED}."
         )
-    said = f"model_type {model_type!r}" if source.config else "no config.json"
+    said = "no config.json"
+    if source.config:
+        said = f"model_type {model_type!r}"
     raise ValueError(
         f"{source.name} is no published hybrid this project knows: {said}, tensors such as "
         f"{', '.join(list(source.tensors)[:2])}. Supported: {SUPPORTED}. "
@@ -64,8 +66,11 @@ def plan_import(options: ImportOptions) -> TransferPlan:
         ValueError: the format is unknown, or the checkpoint incomplete, quantised or contradictory.
     """
     folder, commit = find_checkpoint(options)
-    base = None if options.base is None else find_teacher(options.base, with_weights=False)
-    config, mamba_config = read_json(folder / "config.json") or {}, read_json(folder / "mamba_config.json")
+    base = None
+    if options.base is not None:
+        base = find_teacher(options.base, with_weights=False)
+    config = read_json(folder / "config.json") or {}
+    mamba_config = read_json(folder / "mamba_config.json")
     for key in ("quantization_config", "quantization", "quantization_kwargs"):
         if config.get(key):  # looked at first, since quantised weights may not even open
             raise ValueError(
@@ -133,6 +138,7 @@ def _make_config(model_type: str, fields: dict[str, Any], options: ImportOptions
             f"--set {unknown[0]}: the configuration has no such field; it has {', '.join(sorted(known))}."
         )
     fields = fields | options.fields
+    # the cache is compared with that of a teacher whose layers were all attention
     types = ["full_attention" if kind == "linear_attention" else kind for kind in fields["layer_types"]]
     with config_errors(f"{options.model} gives no valid configuration"):
         return config_class(**{"conversion": {"teacher_layer_types": types}} | fields)

@@ -25,7 +25,8 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     """Fields of the hybrid's configuration; what it cannot hold is a ValueError."""
     config, rows, hidden = source.section, *source.shape(EMBEDDING, 2)
     config.only(UNDERSTOOD, PreTrainedConfig().to_dict() | HARMLESS)
-    ssm, depth = config.section("ssm_cfg"), source.depth(config.need("n_layer", int))
+    ssm = config.section("ssm_cfg")
+    depth = source.depth(config.need("n_layer", int))
     mlp = config.section("mlp_cfg").only(("intermediate_size", "bias", "act_fn"))
     eps = config.get("norm_epsilon", float, NORM_EPS)
     if eps != NORM_EPS:

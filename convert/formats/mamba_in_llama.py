@@ -49,7 +49,10 @@ def mamba_layers(source: ForeignCheckpoint) -> list[int]:
             "copy it beside config.json."
         )
     said = source.mamba_section
-    total, kept = said.get("n_layer", int), said.need("attn_layers", list) if "attn_layers" in said.values else []
+    total = said.get("n_layer", int)
+    kept = []
+    if "attn_layers" in said.values:
+        kept = said.need("attn_layers", list)
     if any(type(layer) is not int for layer in kept):
         raise ValueError(f"{said.file}: attn_layers must be a list of layer numbers, not {kept}.")
     # that there are so many layers is looked at first: they would all be listed
@@ -69,7 +72,9 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
         "hidden_act": base.hidden_act,
     }
     for name, of_base in own.items():
-        value = "silu" if said.values.get(name) == "swish" else said.values.get(name)
+        value = "silu"
+        if said.values.get(name) != "swish":
+            value = said.values.get(name)
         if value not in (None, of_base):
             raise ValueError(f"{said.file}: {name} is {value}, but the base model's is {of_base}; ours share one.")
     with config_errors(f"{source.section.file} is not a valid {base.model_type} configuration"):
@@ -81,7 +86,10 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
             f"inference wrapper drops it (--set sliding_window={base.max_position_embeddings})",
             "sliding_window",
         )
-    mixer = _mamba2_fields(source, replaced[0]) if is_mamba2(source) else _mamba1_fields(source, replaced[0])
+    if is_mamba2(source):
+        mixer = _mamba2_fields(source, replaced[0])
+    else:
+        mixer = _mamba1_fields(source, replaced[0])
     return kept | mixer | {
         "conversion": {"teacher_layer_types": types},
         "layer_types": ["linear_attention" if i in replaced else kind for i, kind in enumerate(types)],
@@ -114,9 +122,11 @@ def _base_config(source: ForeignCheckpoint) -> PreTrainedConfig:
 
 
 def _mamba2_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
-    ssm, prefix = source.mamba_section.section("ssm_cfg"), f"model.layers.{layer}.mamba."
+    ssm = source.mamba_section.section("ssm_cfg")
+    prefix = f"model.layers.{layer}.mamba."
     ssm.only(("ngroups", "d_state"), SSM_HARMLESS | {"d_conv": source.shape(f"{prefix}conv1d.weight", 3)[-1]})
-    heads, state = ssm.need("ngroups", int), ssm.need("d_state", int)
+    heads = ssm.need("ngroups", int)
+    state = ssm.need("d_state", int)
     channels, _, taps = source.shape(f"{prefix}conv1d.weight", 3)
     return {
         "mixer": "mamba2",
@@ -135,7 +145,8 @@ def _mamba2_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
 def _mamba1_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
     prefix = f"model.layers.{layer}.mamba."
     inner, state = source.shape(f"{prefix}A_log", 2)
-    rank, taps = source.shape(f"{prefix}dt_proj.weight", 2)[1], source.shape(f"{prefix}conv1d.weight", 3)[-1]
+    rank = source.shape(f"{prefix}dt_proj.weight", 2)[1]
+    taps = source.shape(f"{prefix}conv1d.weight", 3)[-1]
     ssm = source.mamba_section.section("ssm_cfg")
     dt_rank = "auto" if ssm.values.get("dt_rank") == "auto" else rank
     ssm.only((), SSM_HARMLESS | {"d_state": state, "d_conv": taps, "dt_rank": dt_rank})
@@ -168,7 +179,8 @@ def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, d
         names = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{part}" for part in MLP)]
         rows |= {f"{prefix}{name}.weight": moved(f"{prefix}{name}.weight") for name in names}
         for part in MLP if config.mlp_bias else ():  # which the layers with a mixer have not
-            name, size = f"{prefix}mlp.{part}.bias", source.shape(f"{prefix}mlp.{part}.weight", 2)[0]
+            name = f"{prefix}mlp.{part}.bias"
+            size = source.shape(f"{prefix}mlp.{part}.weight", 2)[0]
             rows[name] = moved(name) if name in source.tensors or kind != "linear_attention" else (Fill(size),)
         if kind != "linear_attention":
             rows |= _attention_table(source, config, prefix)
@@ -186,17 +198,21 @@ def _attention_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix
         names += [f"{prefix}self_attn.{p}_proj.bias" for p in "qkv" if config.attention_bias]
         names += [f"{prefix}self_attn.o_proj.bias"] * config.attention_out_bias
         return {name: moved(name) for name in names}
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
     ends = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
     rows: Table = {f"{prefix}self_attn.{p}_proj.weight": (Part(fused, *ends[p]),) for p in "qkv"}
     return rows | {f"{prefix}self_attn.o_proj.weight": moved(f"{prefix}mha.out_proj.weight")}
 
 
 def _mamba2_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
-    mine, theirs = f"{prefix}mixer.", f"{prefix}mamba."
+    mine = f"{prefix}mixer."
+    theirs = f"{prefix}mamba."
     same = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight")
     rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in same}
-    name, inner, d = f"{theirs}in_proj.weight", config.mixer_num_heads * config.mixer_head_dim, config.mixer_head_dim
+    name = f"{theirs}in_proj.weight"
+    inner = config.mixer_num_heads * config.mixer_head_dim
+    d = config.mixer_head_dim
     width = (source.shape(name, 2)[0] - 2 * inner - config.mixer_num_heads) // 2
     times = config.mixer_num_kv_heads * d // max(width, 1)
     rows[f"{mine}in_proj.weight"] = moved(name)
@@ -208,18 +224,23 @@ def _mamba2_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: s
 
 
 def _mamba1_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
-    mine, theirs = f"{prefix}mixer.", f"{prefix}mamba."
+    mine = f"{prefix}mixer."
+    theirs = f"{prefix}mamba."
     rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in ("A_log", "D", "dt_proj.weight", "out_proj.weight")}
     # the original adds this bias in dt_proj, and once more before the softplus
     rows[f"{mine}dt_proj.bias"] = (Part(f"{theirs}dt_proj.bias", scale=2.0),)
-    state, times = config.mixer_d_state, 1
+    state = config.mixer_d_state
+    times = 1
     if source.shape(f"{theirs}conv1d.weight", 3)[0] != config.mixer_num_heads * config.mixer_head_dim:
         times = config.mixer_num_heads // config.mixer_num_kv_heads  # it convolves before it repeats
     for name in ("conv1d.weight", "conv1d.bias"):
         rows[f"{mine}{name}"] = (Part(f"{theirs}{name}", block=state, times=times),)
     apart = ("in_proj_z", "in_proj_x", "B_proj", "C_proj", "dt_proj_down")
     fused = f"{theirs}in_proj.weight"
-    whole = moved(fused) if fused in source.tensors else tuple(Part(f"{theirs}{name}.weight") for name in apart)
+    if fused in source.tensors:
+        whole = moved(fused)
+    else:
+        whole = tuple(Part(f"{theirs}{name}.weight") for name in apart)
     return rows | {f"{mine}in_proj.weight": whole}
 
 

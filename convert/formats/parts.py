@@ -31,7 +31,9 @@ class Part:
 
     def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
         """Number of rows of the target that it fills."""
-        stop = tensors[self.source].shape[0] if self.stop is None else self.stop
+        stop = self.stop
+        if self.stop is None:
+            stop = tensors[self.source].shape[0]
         return (stop - self.start) * self.times
 
     def blocks(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
@@ -40,7 +42,9 @@ class Part:
             for rows in checkpoint.blocks((self.source, self.start, self.stop)):
                 yield self._finished(rows)
             return
-        stop = checkpoint.tensors[self.source].shape[0] if self.stop is None else self.stop
+        stop = self.stop
+        if self.stop is None:
+            stop = checkpoint.tensors[self.source].shape[0]
         for first in range(self.start, stop, self.block):
             rows = self._finished(checkpoint.read(self.source, first, first + self.block))
             for _ in range(self.times):
@@ -145,8 +149,11 @@ def _misfits(target: str, parts: Parts, shape: tuple[int, ...], tensors: Mapping
 
 def _rule(target: str, shape: tuple[int, ...], parts: Parts) -> Rule:
     sources = tuple(dict.fromkeys(part.source for part in parts if isinstance(part, Part)))
-    changed = len(parts) > 1 or parts[0].changes
-    kind = "initialised" if not sources else "derived" if changed else "moved"
+    kind = "moved"
+    if not sources:
+        kind = "initialised"
+    elif len(parts) > 1 or parts[0].changes:
+        kind = "derived"
 
     def blocks(checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
         for part in parts:

@@ -117,11 +117,14 @@ def write_checkpoint(
     with OutputFolder(output, options.output.overwrite) as owner:
         with during(f"reading {options.model}"):
             plan = make_plan(options)
-        models = [plan.source] if plan.base is None else [plan.source, plan.base]
+        models = [plan.source, plan.base]
+        if plan.base is None:
+            models = [plan.source]
         for model in models:
             check_apart(output, model.folder)
         with_tokenizer = [model for model in models if model.gguf_file or has_tokenizer(model.folder)]
-        giver, trusted = (with_tokenizer or models)[0], options.trust_remote_code
+        giver = (with_tokenizer or models)[0]
+        trusted = options.trust_remote_code
         with_settings = [m for m in models if not m.gguf_file and (m.folder / "generation_config.json").is_file()]
         settings_from = (with_settings or models)[0]
         side_files, notes = read_side_files(giver, trusted, plan.config.model_type, settings_from)

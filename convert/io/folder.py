@@ -58,9 +58,14 @@ class OutputFolder:
         work_dir: str | None = None,
         kept: re.Pattern[str] = ALIGNMENT_WORK,
     ):
-        self.output, self.overwrite, self.kept = output, overwrite, kept
+        self.output = output
+        self.overwrite = overwrite
+        self.kept = kept
         self.owns_work = work_dir is None
-        self.work = output.with_name(f"{output.name}.work") if work_dir is None else Path(work_dir).expanduser()
+        if work_dir is None:
+            self.work = output.with_name(f"{output.name}.work")
+        else:
+            self.work = Path(work_dir).expanduser()
 
     def __enter__(self) -> "OutputFolder":
         check_output(self.output, self.overwrite)
@@ -110,6 +115,7 @@ class OutputFolder:
         """
         folder = self.output.with_name(f".{self.output.name}.partial-{uuid.uuid4().hex[:8]}")
         folder.mkdir()
+        # what a killed run leaves has this marker, by which the next one knows that all in it may go
         mark(folder, None)
         try:
             yield folder
@@ -312,11 +318,13 @@ def _parents_of(output: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _lock(output: Path) -> Iterator[bool]:
     """Hold the lock of OUT; False on a file system that has none, where unique names and the last check must do."""
-    path, held = output.with_name(f".{output.name}.lock"), False
+    path = output.with_name(f".{output.name}.lock")
+    held = False
     while not held:
         with contextlib.suppress(FileExistsError), open(path, "xb", buffering=0) as new:
             new.write(LOCK)
         try:
+            # a link of that name may lead to any file of the user's
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:  # its holder removed it just now
             continue

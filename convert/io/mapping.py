@@ -42,7 +42,9 @@ def compress_pair(q: torch.Tensor, k: torch.Tensor, rank: int) -> tuple[torch.Te
         C (R, rank, D') and B (rank, D'), by truncated SVD of the stacked (R D', D') products.
     """
     R, d, D = q.shape
-    left, right = torch.linalg.qr(q.double().transpose(1, 2).reshape(R * D, d)), torch.linalg.qr(k.double().T)
+    left = torch.linalg.qr(q.double().transpose(1, 2).reshape(R * D, d))
+    right = torch.linalg.qr(k.double().T)
+    # q^T k has rank d at most, so the SVD of its d x d core is that of the whole
     u, s, vh = torch.linalg.svd(left.R @ right.R.T)
     root = s[:rank].sqrt()
     C = (left.Q @ (u[:, :rank] * root)).view(R, D, rank).transpose(1, 2)
@@ -53,14 +55,23 @@ class LayerMapping:
     """The rules of one replaced layer."""
 
     def __init__(self, config, layer: int, sources: dict[str, Source], initial_decay: float, seed: int):
-        self.config, self.layer, self.seed, self.decay = config, layer, seed, initial_decay
+        self.config = config
+        self.layer = layer
+        self.seed = seed
+        self.decay = initial_decay
         self.prefix = f"model.layers.{layer}."
         attention = f"{self.prefix}self_attn."
         self.attention = {n.removeprefix(attention): s for n, s in sources.items() if n.startswith(attention)}
-        self.H, self.K = config.num_attention_heads, config.num_key_value_heads
-        self.G, self.N, self.P = config.mixer_num_kv_heads, config.mixer_d_state, config.mixer_head_dim
-        self.T = self.G if config.mixer_shared_state else config.mixer_num_heads
-        self.d, self.D = config.head_dim, config.hidden_size
+        self.H = config.num_attention_heads
+        self.K = config.num_key_value_heads
+        self.G = config.mixer_num_kv_heads
+        self.N = config.mixer_d_state
+        self.P = config.mixer_head_dim
+        self.T = config.mixer_num_heads
+        if config.mixer_shared_state:
+            self.T = self.G
+        self.d = config.head_dim
+        self.D = config.hidden_size
         self.qk_width = self.d if config.mixer == "mamba1" else self.N  # features of B and C per head
         self.has_bias = "q_proj.bias" in self.attention
         self.is_hybrid = config.layer_types[layer] == "hybrid"
@@ -82,7 +93,9 @@ class LayerMapping:
         return rules
 
     def _rule(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], Blocks]:
-        biases = ("v_proj.bias", "k_proj.bias", "q_proj.bias") if self.has_bias else ()
+        biases = ()
+        if self.has_bias:
+            biases = ("v_proj.bias", "k_proj.bias", "q_proj.bias")
         if name == "in_proj.weight":
             return ("v_proj.weight", "k_proj.weight", "q_proj.weight"), self._in_proj
         if name == "in_proj.bias":
@@ -95,9 +108,11 @@ class LayerMapping:
             return ("o_proj.bias",), lambda c: iter([self.attention["o_proj.bias"].read(c)])
         if name.startswith(("B_norm", "C_norm")):
             side, kind = name.split(".")
-            source, scale = (
-                (f"k_norm.{kind}", 1.0) if side == "B_norm" else (f"q_norm.{kind}", self.config.score_scale)
-            )
+            source = f"k_norm.{kind}"
+            scale = 1.0
+            if side == "C_norm":
+                source = f"q_norm.{kind}"
+                scale = self.config.score_scale
             return (source,), lambda c: iter([self._norm(c, source, shape) * scale])
         return (), lambda c: self._initialised(name, shape)
 
@@ -143,13 +158,17 @@ class LayerMapping:
         }
 
     def _in_proj(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.T
+        inner = self.H * self.P
+        dt_rows = self.config.mixer_dt_rank or self.T
+        # a gate with a bias is opened by that, and starts without weights
         zeros = in_blocks(inner, lambda a, b: torch.zeros(b - a, self.D), 4 * self.D)
-        gate = zeros if self.config.mixer_gate_bias else iter([self._uniform("z", (inner, self.D))])
-        # mamba1's dt_proj starts at zero, so these rows must not, or no gradient would reach either
-        steps = (
-            self._uniform("dt", (dt_rows, self.D)) if self.config.mixer == "mamba1" else torch.zeros(dt_rows, self.D)
-        )
+        gate = zeros
+        if not self.config.mixer_gate_bias:
+            gate = iter([self._uniform("z", (inner, self.D))])
+        steps = torch.zeros(dt_rows, self.D)
+        if self.config.mixer == "mamba1":
+            # its dt_proj starts at zero, so these rows must not, or no gradient would reach either
+            steps = self._uniform("dt", (dt_rows, self.D))
         if self.config.mixer != "discrete_mamba2":
             yield from gate
         yield from self._projections(checkpoint, "weight").values()
@@ -158,10 +177,15 @@ class LayerMapping:
         yield steps
 
     def _in_proj_bias(self, checkpoint: Checkpoint) -> torch.Tensor:
-        inner, dt_rows = self.H * self.P, self.config.mixer_dt_rank or self.T
-        gate, steps = torch.zeros(inner), torch.zeros(dt_rows)
+        inner = self.H * self.P
+        dt_rows = self.config.mixer_dt_rank or self.T
+        gate = torch.zeros(inner)
+        steps = torch.zeros(dt_rows)
         streams = list(self._projections(checkpoint, "bias").values())
-        in_order = [*streams, gate, steps] if self.config.mixer == "discrete_mamba2" else [gate, *streams, steps]
+        if self.config.mixer == "discrete_mamba2":
+            in_order = [*streams, gate, steps]
+        else:
+            in_order = [gate, *streams, steps]
         return torch.cat(in_order)
 
     def _initialised(self, name: str, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
@@ -193,8 +217,7 @@ class LayerMapping:
 
     def _uniform(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """torch's default for Linear, with a seed of its own so that the order of writing does not matter."""
-        layer = int(self.prefix.split(".")[2])
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 101 + len(name))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.layer * 101 + len(name))
         bound = self.D**-0.5
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 

@@ -76,12 +76,14 @@ class Checkpoint(ABC):
 
     def same_values(self, one: str, other: str) -> bool:
         """Return True if two tensors hold the same numbers."""
-        shape, bytes_of = self.tensors[one].shape, max(self.tensors[one].nbytes, self.tensors[other].nbytes)
+        shape = self.tensors[one].shape
+        bytes_of = max(self.tensors[one].nbytes, self.tensors[other].nbytes)
         if shape != self.tensors[other].shape:
             return False
         step = max(1, BLOCK_BYTES * shape[0] // max(bytes_of, 1))
         starts = range(0, shape[0], step)
         pairs = ([self.read(name, i, min(i + step, shape[0])) for name in (one, other)] for i in starts)
+        # in float64, where the same number is equal in whatever type it is stored
         return all(a.double().equal(b.double()) for a, b in pairs)
 
     @abstractmethod
@@ -94,7 +96,8 @@ class Checkpoint(ABC):
 
     def blocks(self, *ranges: tuple[str, int, int | None]) -> Iterator[torch.Tensor]:
         """Rows start..stop of one tensor after another in blocks, checked, each in place of the last."""
-        steps, buffer_bytes = [], 0
+        steps = []
+        buffer_bytes = 0
         for name, start, stop in ranges:
             rows = self._rows(name)
             stop = rows if stop is None else stop
@@ -130,13 +133,16 @@ def is_finite(values: torch.Tensor, limit: float = math.inf) -> bool:
     """Return True if there is no NaN and no number that reaches the limit."""
     if not values.is_floating_point() or values.numel() == 0:
         return True
+    # NaN is less than no limit, and aminmax hands it on
     return all(abs(extreme.item()) < limit for extreme in torch.aminmax(values))
 
 
 def check_weights(values: torch.Tensor, name: str) -> None:
     """Refuse what no trained teacher has: NaN, infinity, and numbers so large that products of weights overflow."""
     if not is_finite(values, LARGEST_WEIGHT):
-        kind = "NaN" if values.isnan().any() else f"{values.abs().max().item():.2g}, which no trained model has"
+        kind = "NaN"
+        if not values.isnan().any():
+            kind = f"{values.abs().max().item():.2g}, which no trained model has"
         raise ValueError(f"Tensor {name} of the teacher contains {kind}; the checkpoint is damaged.")
 
 
@@ -184,8 +190,10 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._open[path] = os.open(path, os.O_RDONLY)
         nbytes = (stop - start) * row_bytes
         buffer = _own_pages(nbytes) if buffer is None else buffer[:nbytes]
-        view, done = memoryview(buffer.numpy()), 0
+        view = memoryview(buffer.numpy())
+        done = 0
         while done < len(view):  # one call reads at most 2 GiB
+            # with an offset of its own, so that threads share one open file
             count = os.preadv(self._open[path], [view[done:]], offset + start * row_bytes + done)
             if count == 0:
                 raise ValueError(f"Shard {path.name} ended while {name} was read; it changed under us.")
@@ -261,7 +269,8 @@ class GgufCheckpoint(Checkpoint):
             module = names[name.removesuffix(".weight")].rpartition(".")[0]
             for e, data in enumerate(tensor.data):
                 expert = f"{module}.{e}.{GGUF_EXPERTS.search(name)[1]}_proj.weight"
-                self._stored[expert], shapes[expert] = (tensor, data), tensor.shape[:-1]
+                self._stored[expert] = (tensor, data)
+                shapes[expert] = tensor.shape[:-1]
         self.tensors = {
             name: TensorInfo(tuple(int(size) for size in reversed(shape)), torch.float32)
             for name, shape in shapes.items()
@@ -302,7 +311,9 @@ def _check_left_out(name: str, fields, architecture: str, config) -> None:
     said = {key: fields.get(f"{architecture}.{key}") for key in ("rope.scaling.type", *GGUF_FIELDS)}
     for key, field in said.items():
         value = None if field is None else field.contents()
-        has = "none" if key == "rope.scaling.type" else getattr(config, GGUF_FIELDS[key], None)
+        has = "none"
+        if key != "rope.scaling.type":
+            has = getattr(config, GGUF_FIELDS[key], None)
         if value not in (None, has):
             raise ValueError(f"{name} says {key} {value}, where transformers reads {has}; use the safetensors.")
     if config.num_hidden_layers == GGUF_OTHER_SCALE.get(architecture):

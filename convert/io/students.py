@@ -36,7 +36,8 @@ def tensor_shapes(config: PreTrainedConfig) -> Shapes:
 
 
 def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
+    inner = config.intermediate_size
     if config.layer_types[layer] in MIXER_LAYERS:
         shapes = {f"mixer.{name}": shape for name, shape in mixer_shapes(config, layer).items()}
     else:
@@ -47,7 +48,8 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
         shapes |= _linear("mlp.fc1", hidden, inner, True) | _linear("mlp.fc2", inner, hidden, True)
         return shapes | _norm("input_layernorm", config)
     if config.has_experts(layer):
-        count, width = config.num_experts, config.moe_intermediate_size
+        count = config.num_experts
+        width = config.moe_intermediate_size
         shapes |= {
             "mlp.experts.gate_up_proj": (count, 2 * width, hidden),
             "mlp.experts.down_proj": (count, hidden, width),
@@ -75,7 +77,9 @@ def _linear(name: str, width_in: int, width_out: int, bias: bool) -> Shapes:
 
 
 def _norm(name: str, config: PreTrainedConfig) -> Shapes:
-    parts = ("weight", "bias") if config.model_type == "phimamba" else ("weight",)
+    parts = ("weight",)
+    if config.model_type == "phimamba":
+        parts = ("weight", "bias")
     return {f"{name}.{part}": (config.hidden_size,) for part in parts}
 
 

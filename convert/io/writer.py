@@ -89,6 +89,7 @@ def header_bytes(rules: list[Rule], dtype: torch.dtype) -> bytes:
         }
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
+    # spaces are legal JSON, and offsets are counted from behind them
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
 
@@ -113,7 +114,9 @@ def write_shards(
         OSError: the disk is full or not writable.
     """
     workers = WORKERS if checkpoint is None or checkpoint.concurrent else 1
-    report, stop, written = threading.Lock(), threading.Event(), 0
+    report = threading.Lock()
+    stop = threading.Event()
+    written = 0
     total = sum(rule.nbytes(dtype) for shard in shards for rule in shard.rules)
 
     def reported(nbytes: int) -> None:
@@ -137,7 +140,9 @@ def write_shards(
 
 def _bytes(block: torch.Tensor, dtype: torch.dtype, rule: Rule) -> memoryview:
     if block.dtype != dtype:
-        wide, block = block, block.to(dtype)
+        # infinity before the change of type is another fault than infinity by it
+        wide = block
+        block = block.to(dtype)
         if not is_finite(block) and is_finite(wide):
             raise ValueError(
                 f"{rule.target} does not fit into {str(dtype)[6:]}; choose bfloat16 or float32 (--dtype)."
@@ -161,6 +166,7 @@ def _write_shard(
     if stop.is_set():
         return
     try:
+        # blocks have megabytes, which a buffer would only copy
         with open(folder / shard.name, "wb", buffering=0) as file:
             file.write(header_bytes(shard.rules, dtype))
             for rule in shard.rules:
@@ -180,7 +186,8 @@ def _write_shard(
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
-    done, start = 0, file.tell()
+    done = 0
+    start = file.tell()
     while done < len(data):  # an unbuffered write may stop early, at 2 GiB for one
         done += file.write(data[done:])
     if hasattr(os, "posix_fadvise"):  # has the disk begin at once, where the kernel would wait for more
@@ -221,7 +228,8 @@ def hash_files(files: list[Path], stop: threading.Event) -> dict[str, str]:
 
 
 def _sha256(path: Path, stop: threading.Event) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BLOCK_BYTES))
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while not stop.is_set() and (count := file.readinto(buffer)):
             digest.update(buffer[:count])

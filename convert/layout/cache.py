@@ -18,18 +18,19 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACH
     """
     inner = config.mixer_num_heads * config.mixer_head_dim
     recurrent = num_states(config) * config.mixer_head_dim * config.mixer_d_state * 4
+    # the convolution keeps the last inputs of x, and but for mamba1 of B and C as well
     channels = inner
     if config.mixer != "mamba1":
         channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
         channels += config.mixer_num_heads * config.mixer_d_state
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
-    states = {"linear_attention": state}
     teacher_types = config.conversion["teacher_layer_types"]
     whole = {kind: attention_bytes(config, kind, length, dtype) for kind in teacher_types}
     hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
     others = [kind for kind in config.layer_types if kind != "hybrid"]
-    rounded = {kind: attention_bytes(config, kind, length, dtype, rounded=True) for kind in teacher_types}
-    hybrid = sum(states[kind] if kind in states else rounded[kind] for kind in others)
+    own = {kind: attention_bytes(config, kind, length, dtype, rounded=True) for kind in teacher_types}
+    own["linear_attention"] = state
+    hybrid = sum(own[kind] for kind in others)
     hybrid += sum(hybrid_bytes(config, layer, length, dtype) for layer in hybrids)
     return sum(whole[kind] for kind in teacher_types), hybrid
 
@@ -50,12 +51,17 @@ def break_even(config: PreTrainedConfig, more_weights: int, bits: int = 16) -> i
         teacher, hybrid = cache_bytes(config, length)
         return hybrid + more_weights < share * teacher
 
-    low, high = 0, 2**30
+    low = 0
+    high = 2**30
     if not is_less(high):
         return None
+    # a hybrid's cache grows more slowly, so once it takes less it stays less
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if is_less(middle) else (middle, high)
+        if is_less(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -104,10 +110,14 @@ def attention_bytes(
 
     A layer with a window needs all but the window's first column.
     """
-    tokens, bits = length, config.full_attention_bits
+    tokens = length
+    bits = config.full_attention_bits
     if layer_type == "sliding_attention":
-        tokens, bits = min(length, config.sliding_window - 1), config.window_bits
-    return config.num_key_value_heads * pair_bytes(config, bits if rounded else 16, dtype) * tokens
+        tokens = min(length, config.sliding_window - 1)
+        bits = config.window_bits
+    if not rounded:
+        bits = 16
+    return config.num_key_value_heads * pair_bytes(config, bits, dtype) * tokens
 
 
 def num_states(config: PreTrainedConfig) -> int:

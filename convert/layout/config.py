@@ -16,7 +16,8 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str
     Args:
         mixer: its part that says what the mixers are (`mixer_fields`).
     """
-    hybrid, teacher_types = placement.hybrid, weights.config.layer_types
+    hybrid = placement.hybrid
+    teacher_types = weights.config.layer_types
     for layer, width in placement.windows.items():
         if teacher_types[layer] == "sliding_attention" and width > weights.config.sliding_window:
             raise ValueError(
@@ -38,9 +39,11 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
     Args:
         teacher: the configuration of the hybrid with every layer kept as attention.
     """
-    head_dim, heads = teacher.head_dim, teacher.num_attention_heads
-    default_state = min(16, head_dim) if mixer.kind == "mamba1" else head_dim
-    d_state = default_state if mixer.d_state is None else mixer.d_state
+    head_dim = teacher.head_dim
+    heads = teacher.num_attention_heads
+    d_state = mixer.d_state
+    if d_state is None:
+        d_state = min(16, head_dim) if mixer.kind == "mamba1" else head_dim
     # mamba1 cuts a head into pieces of N channels, and a piece of a rotated head is not a rotated piece
     can_rotate = d_state >= head_dim
     rotary = can_rotate if mixer.rotary is None else mixer.rotary

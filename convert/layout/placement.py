@@ -111,12 +111,16 @@ class Placement:
     def _with_layers(self, layers: Iterable[Layer]) -> "Placement":
         return dataclasses.replace(self, layers=tuple(layers))
 
+    def _with_fields(self, name: str, values: Mapping[int, Any]) -> "Placement":
+        """Return a placement with other values of a field, by hybrid layer."""
+        layers = list(self.layers)
+        for i, value in values.items():
+            layers[i] = dataclasses.replace(layers[i], **{name: value})
+        return self._with_layers(layers)
+
     def with_full_heads(self, heads: Heads) -> "Placement":
         """Return a placement with other kept heads; heads of layers that are not hybrid are left out."""
-        return self._with_layers(
-            dataclasses.replace(layer, full_heads=tuple(heads.get(i, ()))) if isinstance(layer, Hybrid) else layer
-            for i, layer in enumerate(self.layers)
-        )
+        return self._with_fields("full_heads", {i: tuple(heads.get(i, ())) for i in self.windows})
 
     @property
     def windows(self) -> dict[int, int]:
@@ -125,35 +129,38 @@ class Placement:
 
     def with_windows(self, windows: Mapping[int, int]) -> "Placement":
         """Return a placement with windows of these widths in these hybrid layers."""
-        layers = enumerate(self.layers)
-        return self._with_layers(dataclasses.replace(x, window=windows[i]) if i in windows else x for i, x in layers)
+        return self._with_fields("window", windows)
 
     def with_ranks(self, ranks: Mapping[int, int]) -> "Placement":
         """Return a placement with output maps of these ranks in these hybrid layers."""
-        layers = enumerate(self.layers)
-        return self._with_layers(dataclasses.replace(x, rank=ranks[i]) if i in ranks else x for i, x in layers)
+        return self._with_fields("rank", ranks)
 
     def config_fields(self, teacher_layer_types: Sequence[str]) -> dict[str, Any]:
         """The fields of the hybrid's configuration that store it."""
         kinds = {Mixer: "linear_attention", Hybrid: "hybrid"}
         hybrid = self.hybrid
-        heads = [list(layer.full_heads) if isinstance(layer, Hybrid) else [] for layer in self.layers]
+        number = range(len(self.layers))
+        heads = [list(self.full_heads.get(i, ())) for i in number]
         layers = zip(self.layers, teacher_layer_types, strict=True)
         fields = {
             "layer_types": [kinds.get(type(layer), teacher) for layer, teacher in layers],
             "hybrid_full_heads": heads if any(heads) else None,
         } | self.bits.config_fields()
         if hybrid is not None:
-            widths = [self.windows.get(i, 0) for i in range(len(self.layers))]
-            same = len(set(self.windows.values())) == 1
-            ranks = [layer.rank if isinstance(layer, Hybrid) else 0 for layer in self.layers]
-            one_rank = len({layer.rank for layer in self.layers if isinstance(layer, Hybrid)}) == 1
+            # one number where all layers agree, so that most configurations stay short
+            window: int | list[int] = hybrid.window
+            if len(set(self.windows.values())) > 1:
+                window = [self.windows.get(i, 0) for i in number]
+            ranks = {i: self.layers[i].rank for i in self.windows}
+            rank: int | list[int] = hybrid.rank
+            if len(set(ranks.values())) > 1:
+                rank = [ranks.get(i, 0) for i in number]
             fields |= {
-                "hybrid_window": hybrid.window if same else widths,
+                "hybrid_window": window,
                 "hybrid_block": hybrid.block,
                 "hybrid_sinks": hybrid.sinks,
                 "hybrid_salient": hybrid.salient,
-                "hybrid_rank": hybrid.rank if one_rank else ranks,
+                "hybrid_rank": rank,
             }
         return fields
 

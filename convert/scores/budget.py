@@ -65,8 +65,12 @@ class Budget:
             nbytes = self._bytes_of(placement)
             if nbytes <= self.nbytes:
                 return count
-        held = "the mixers' states alone take" if isinstance(replacement, Mixer) else "windows alone take"
-        less = "a smaller d_state" if isinstance(replacement, Mixer) else "a narrower window"
+        held = "windows alone take"
+        if isinstance(replacement, Mixer):
+            held = "the mixers' states alone take"
+        less = "a narrower window"
+        if isinstance(replacement, Mixer):
+            less = "a smaller d_state"
         raise ValueError(
             f"{human_bytes(self.nbytes)} of cache is too little: {held} {human_bytes(nbytes)}; give more or {less}."
         )
@@ -82,7 +86,8 @@ class Budget:
     @cached_property
     def longest_window(self) -> int:
         """The widest window that leaves half of a calibration sequence to fit a state on; without a state, any."""
-        context, length = self.resolved.context, self.resolved.sequence_length
+        context = self.resolved.context
+        length = self.resolved.sequence_length
         if self.resolved.has_state:
             held = self.resolved.sinks + self.resolved.salient
             context = min(context, length // 2, length - held - 1)
@@ -100,8 +105,10 @@ class Budget:
         Args:
             ranked: key/value heads that are not given, the one to keep first in front.
         """
-        fixed, count = self.resolved.window, self.resolved.num_heads
+        fixed = self.resolved.window
+        count = self.resolved.num_heads
         ranked = [pair for pair in ranked if pair[0] not in self.resolved.own_windows]
+        # enough for all that the teacher keeps, so nothing is replaced
         if fixed is None and count is None and self.nbytes >= self.whole:
             return everywhere(Attention(), self.shape[0])
         narrowest = 2 * self.block
@@ -109,7 +116,8 @@ class Budget:
             count = self._most(
                 lambda n: self._bytes(ranked[:n], fixed or narrowest), self._heads_budget(), len(ranked)
             )
-        kept, window = ranked[:count], fixed
+        kept = ranked[:count]
+        window = fixed
         if window is None:
             most = self.longest_window // self.block
             window = self.block * self._most(lambda n: self._bytes(kept, self.block * max(n, 2)), self.nbytes, most)
@@ -165,8 +173,12 @@ class Budget:
     @staticmethod
     def _most(nbytes, limit: float, highest: int) -> int:
         """The largest number up to `highest` whose bytes, which grow with it, keep within the limit."""
-        low, high = 0, highest
+        low = 0
+        high = highest
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if nbytes(middle) <= limit else (low, middle - 1)
+            if nbytes(middle) <= limit:
+                low = middle
+            else:
+                high = middle - 1
         return low

@@ -29,7 +29,8 @@ def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decisi
     Raises:
         ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
     """
-    resolved, num_layers = budget.resolved, budget.shape[0]
+    resolved = budget.resolved
+    num_layers = budget.shape[0]
     if resolved.choice == "teacher":
         width = budget.weights.config.sliding_window
         note = f"every layer has a window of {width} tokens in the teacher and keeps it"
@@ -65,7 +66,8 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
 
 def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
     """Keep the attention of a share of the layers, or of as many as the cache has room for."""
-    resolved, num_layers = budget.resolved, budget.shape[0]
+    resolved = budget.resolved
+    num_layers = budget.shape[0]
     own = resolved.own_windows if resolved.has_windows else ()
     free = [layer for layer in range(num_layers) if layer not in own]
     if resolved.share is None:
@@ -88,7 +90,9 @@ def _keeping(kept: Sequence[int], resolved: Resolved, num_layers: int) -> Placem
 
 def _with_heads(decision: Decision, budget: Budget, aligner: "Aligner | None") -> Decision:
     """Keep heads in layers with a window: those that are named, or as many as asked for."""
-    placement, heads, count = decision.placement, budget.resolved.heads, budget.resolved.num_heads
+    placement = decision.placement
+    heads = budget.resolved.heads
+    count = budget.resolved.num_heads
     undecided = decision.undecided
     if heads is None:
         free = [pair for pair in _ranked(budget, aligner) if pair[0] in placement.replaced_layers]
@@ -113,9 +117,12 @@ def with_mean_rank(placement: Placement, config: PreTrainedConfig, resolved: Res
     """
     if placement.hybrid is None or not placement.hybrid.state:
         return placement
-    rank, layers = resolved.rank, placement.windows
+    rank = resolved.rank
+    layers = placement.windows
     if rank is None:
-        width, heads = config.head_dim, config.num_attention_heads
+        width = config.head_dim
+        heads = config.num_attention_heads
+        # down reads three vectors of every head with a window, up writes one of the model's width
         of_a_rank = sum(
             3 * width * (heads - len(placement.full_heads.get(i, ()))) + config.hidden_size for i in layers
         )

@@ -5,7 +5,7 @@ of the window to a power. Within a cache budget both together say how to spend s
 where a share of the layers keeps its attention, it is those that would lose most, or that look up distant tokens.
 
 A mixer alone is not exact on the first tokens, which all later ones attend to. So a small error may ruin all that
-follows, and what counts is the divergence of the whole model (figures: docs/results/quality_tables.md).
+follows, and what counts is the divergence of the whole model (figures: docs/results/log.md).
 """
 
 import contextlib
@@ -60,7 +60,8 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
     rows = aligner.ids[-ROWS:]
     if not aligner.resolved.has_windows:  # whose rows ask for recall already
         rows = aligner.with_recall(rows)
-    errors, layers = {}, range(max(placement.windows) + 1)
+    errors = {}
+    layers = range(max(placement.windows) + 1)
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
         for layer in layers:
             aligner.progress("measuring layers", layer, len(layers))
@@ -76,11 +77,13 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
 
 def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:
     """The `count` layers that it costs most to replace; if by a window, of those that have none in the teacher."""
-    layers, resolved = range(aligner.model.num_layers), aligner.resolved
+    layers = range(aligner.model.num_layers)
+    resolved = aligner.resolved
     if not resolved.has_windows:
         aligner.follow(everywhere(Mixer(), len(layers)))
         fits = aligner.fit(list(layers), dataclasses.replace(resolved.alignment.fit, refine_steps=0))
-        mixers, rows = {layer: mixer for layer, (mixer, _) in fits.items()}, aligner.ids[-KL_ROWS:]
+        mixers = {layer: mixer for layer, (mixer, _) in fits.items()}
+        rows = aligner.ids[-KL_ROWS:]
         probe = copy_probe(plain_tokens(aligner.model.config.vocab_size), KL_ROWS, PROBE_LENGTH, resolved.seed)
         gone, costs = cheapest_by_kl(aligner.model, mixers, rows, probe, len(layers) - count, aligner.progress)
         kept = [layer for layer in layers if layer not in gone]
@@ -116,11 +119,15 @@ def cheapest_by_kl(
         mixers: a fitted one for every layer. ids: (B, L), text. probe: (B, L') tokens, some of which are to be
             recalled; it does not count where the teacher itself recalls few.
     """
-    model, gone, alone = teacher.whole(), set(), {}
-    asked, truth = probe.answers.roll(-1, 1), probe.ids[probe.answers].to(teacher.device)
+    model = teacher.whole()
+    gone = set()
+    alone = {}
+    asked = probe.answers.roll(-1, 1)
+    truth = probe.ids[probe.answers].to(teacher.device)
 
     def run(hidden: torch.Tensor, first: int, layers: set[int]) -> list[torch.Tensor]:
-        states, inputs = [hidden], teacher.block_inputs(hidden)
+        states = [hidden]
+        inputs = teacher.block_inputs(hidden)
         with replaced(model, {layer: mixers[layer] for layer in layers}):
             for block in model.model.layers[first:]:
                 states.append(block(states[-1], **inputs))
@@ -137,13 +144,16 @@ def cheapest_by_kl(
     recalled = (logits(on_probe[asked]).argmax(-1) == truth).float().mean().item()
     weight = RECALL if recalled >= LEAST_RECALL else 0.0
     for target in sorted({round(count * step / ROUNDS) for step in range(1, ROUNDS + 1)} - {0}):
-        before, costs = [run(part, 0, gone) for part in parts], {}
+        before = [run(part, 0, gone) for part in parts]
+        costs = {}
+        # blocks before the layer are as they were, so only those from it on run again
         for layer in mixers.keys() - gone:
             progress("comparing layers", len(costs), len(mixers) - len(gone))
             text, answers = (normed(run(states[layer], layer, gone | {layer})) for states in before)
             kl = kl_of_hidden(on_text.flatten(0, 1), text.flatten(0, 1), logits).mean().item()
             loss = torch.nn.functional.cross_entropy(logits(answers[asked]).float(), truth).item()
             costs[layer] = kl + weight * loss
+        # those of the first round, where nothing else is replaced
         alone = alone or costs
         progress("comparing layers", len(costs), len(costs))
         gone |= set(sorted(costs, key=lambda layer: (costs[layer], layer))[: target - len(gone)])
@@ -162,10 +172,12 @@ def spread_windows(
         longest: the widest window that there may be.
         block: what all widths are multiples of.
     """
-    mean, step = columns // sum(heads.values()), max(longest // STEPS // block, 1) * block
+    mean = columns // sum(heads.values())
+    step = max(longest // STEPS // block, 1) * block
     # with narrower ones answers leave the teacher's sooner, and long texts gain nothing
     least = max(min(mean // 2 // step * step, longest), 2 * block)
-    windows, left = dict.fromkeys(errors, least), columns - least * sum(heads.values())
+    windows = dict.fromkeys(errors, least)
+    left = columns - least * sum(heads.values())
     while True:
         wider = {}
         for layer, at in windows.items():
@@ -175,6 +187,7 @@ def spread_windows(
                 wider[layer] = gain, more
         if not wider:
             return windows
+        # of equal gains the earlier layer's, so that a run can be repeated
         best = max(wider, key=lambda layer: (wider[layer][0], -layer))
         windows[best] += wider[best][1]
         left -= wider[best][1] * heads[best]

@@ -41,21 +41,27 @@ def retrieval_scores(
     """
     place = prose.shape[1] // 8
     probe = needle_probe(prose[:ROWS], plain_tokens(teacher.config.vocab_size), seed, NEEDLE, place)
-    hidden, scores, same = teacher.embed(probe.ids), [], []
+    hidden = teacher.embed(probe.ids)
+    scores = []
+    same = []
     inputs = teacher.block_inputs(hidden)
     for layer in range(teacher.num_layers):
         progress("scoring heads, layers", layer, teacher.num_layers)
         block = teacher.block(layer)
-        u, rotary = block.input_layernorm(hidden), teacher.rotary(probe.ids.shape[1], layer)
+        u = block.input_layernorm(hidden)
+        rotary = teacher.rotary(probe.ids.shape[1], layer)
         ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)
         found = asking[..., place : place + NEEDLE]  # (rows, heads, NEEDLE, NEEDLE)
         following = found.diagonal(1, -2, -1).mean(-1)
         scores.append((found.sum(-1).amax(-1) + FOLLOWING * following).mean(0).cpu())
         at_same = found.diagonal(0, -2, -1).mean((0, -1)).cpu()
+        # looks at the same token with more than half of the attention that it pays to the needle
         same.append(at_same > found.sum(-1).mean((0, -1)).cpu() / 2)
         hidden = block(hidden, **inputs)
     progress("scoring heads, layers", teacher.num_layers, teacher.num_layers)
-    scores, same = torch.stack(scores), torch.stack(same)
+    scores = torch.stack(scores)
+    same = torch.stack(same)
+    # one head of this kind is enough: what a second one finds, the first found
     best = (scores * same).amax()
     return torch.where(same & (scores < best), scores / 2, scores)
 

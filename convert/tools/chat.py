@@ -23,7 +23,8 @@ class Conversation:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         if not tokenizer.chat_template:
             raise ValueError("This model has no chat template; continue a text with `generate --raw --prompt TEXT`.")
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self.messages: list[dict[str, str]] = []
         self.cache: Cache | None = None
         self.held: list[int] = []
@@ -46,7 +47,8 @@ class Conversation:
             streamer=PieceStreamer(self.tokenizer, on_text),
             return_dict_in_generate=True,
         )
-        self.cache, self.held = made.past_key_values, made.sequences[0, :-1].tolist()
+        self.cache = made.past_key_values
+        self.held = made.sequences[0, :-1].tolist()
         answer = self.tokenizer.decode(made.sequences[0, ids.shape[1] :], skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": answer})
         return answer

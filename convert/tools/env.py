@@ -74,10 +74,12 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
             return {"runs": "torch", "why": f"{package}: {problem}"}
         return {"runs": name, "why": f"{package} {kernels[package]['version']} on CUDA"}
 
-    scan, inference = choose("fla", "fla-core"), choose("mamba_ssm", "mamba-ssm")
+    scan = choose("fla", "fla-core")
+    inference = choose("mamba_ssm", "mamba-ssm")
     if scan["runs"] == "torch" and inference["runs"] == "mamba_ssm":
         scan = inference | {"why": f"{inference['why']}; torch where a gradient is wanted ({scan['why']})"}
-    conv, read = choose("causal_conv1d", "causal-conv1d"), choose("triton", "triton")
+    conv = choose("causal_conv1d", "causal-conv1d")
+    read = choose("triton", "triton")
     window = choose("flex_attention", "triton")
     if asked := os.environ.get(BACKEND_VARIABLE):
         from modeling_llamba.ssd import choose_backend  # which takes seconds

@@ -69,7 +69,9 @@ def generate_side_by_side(
     Returns:
         The tokens per second of each model, by its title.
     """
-    console, texts, rates = Console(), dict.fromkeys(models, ""), {}
+    console = Console()
+    texts = dict.fromkeys(models, "")
+    rates = {}
 
     def panels() -> Columns:
         width = max(console.width // len(texts) - 2, 20)
@@ -97,7 +99,8 @@ def answer(options: GenerateOptions) -> dict[str, float]:
         The tokens per second of each model, by its title.
     """
     logging.disable_progress_bar()
-    chat, trusted = not options.raw, options.trust_remote_code
+    chat = not options.raw
+    trusted = options.trust_remote_code
     tokenizer = prompt_tokenizer(options.model, options.revision, trusted)
     inputs = encode(tokenizer, [options.prompt], chat)
     with during(f"loading {options.model}"):
@@ -107,7 +110,8 @@ def answer(options: GenerateOptions) -> dict[str, float]:
         rate = generate(hybrid, tokenizer, inputs, options.max_new_tokens, options.temperature, print_piece)
         print_piece("\n")
         return {options.model: rate}
-    teacher, revision = options.teacher, None
+    teacher = options.teacher
+    revision = None
     if teacher == "recorded":
         teacher, revision = recorded_teacher(getattr(hybrid.config, "conversion", None), "--teacher")
     theirs = prompt_tokenizer(teacher, revision, trusted)

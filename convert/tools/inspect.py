@@ -1,5 +1,6 @@
 """Describe a hybrid from its configuration, its alignment.json and the headers of its weights."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from rich.console import Group
 from rich.table import Table
+from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..checkpoint.load import load_config, locate
@@ -16,8 +18,9 @@ from ..errors import during, printable
 from ..io.reader import open_weights, read_json
 from ..io.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
 from ..io.writer import human_bytes
-from ..layout.cache import CONTEXTS, cache_bytes
+from ..layout.cache import CONTEXTS, break_even, cache_bytes
 from ..layout.placement import Placement, window_in_words
+from ..plan import break_even_in_words
 
 MIXER_FIELDS = (
     "num_heads", "num_kv_heads", "head_dim", "d_state", "d_conv", "activation", "norm", "rotary", "backend",
@@ -59,7 +62,9 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
     if "hybrid" in layers:
         windows = {i: config.window_of(i) for i, kind in enumerate(layers) if kind == "hybrid"}
-        tokens = windows if isinstance(config.hybrid_window, list) else config.hybrid_window
+        tokens = config.hybrid_window
+        if isinstance(config.hybrid_window, list):
+            tokens = windows
         report["window"] = {"tokens": tokens, "sinks": config.hybrid_sinks}
         report["window"] |= {"block": config.hybrid_block, "salient": config.hybrid_salient}
         report["window"] |= {"state": config.mixer != "none", "rank": config.hybrid_rank}
@@ -69,7 +74,17 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     report["bits"] = str(Placement.of(config).bits)
     sizes = {name: cache_bytes(config, length) for name, length in CONTEXTS.items()}
     report["cache_bytes"] = {name: {"all_attention": all_, "this_model": own} for name, (all_, own) in sizes.items()}
+    if report["attention_layers"] != list(range(len(layers))):
+        more = (parameters - _parameters_of_attention(config)) * dtype.itemsize
+        report["break_even"] = {f"{bits} bits": break_even(config, more, bits) for bits in (16, 8)}
     return report
+
+
+def _parameters_of_attention(config: PreTrainedConfig) -> int:
+    """Number of parameters of the model in which every layer has the attention of its teacher."""
+    teacher = copy.deepcopy(config)
+    teacher.layer_types = config.conversion["teacher_layer_types"]
+    return sum(math.prod(shape) for shape in tensor_shapes(teacher).values())
 
 
 def _alignment(model: str, revision: str | None) -> dict[str, Any] | None:
@@ -86,7 +101,8 @@ def _alignment(model: str, revision: str | None) -> dict[str, Any] | None:
 
 def describe_model(report: dict[str, Any]) -> Group:
     """The report of `inspect_model` as tables for a terminal."""
-    attention, total = len(report["attention_layers"]), len(report["layer_types"])
+    attention = len(report["attention_layers"])
+    total = len(report["layer_types"])
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", printable(f"{report['model']} ({report['model_type']}, {report['dtype']})"))
     facts.add_row("layers", f"{report['layer_map']}  ({attention} of {total} keep their attention)")
@@ -101,6 +117,8 @@ def describe_model(report: dict[str, Any]) -> Group:
         facts.add_row("window", f"{line}{report['full_heads']} query heads keep full attention")
     facts.add_row("cache", f"bits of a number: {report['bits']}")
     facts.add_row("size", f"{report['parameters']:,} parameters, {human_bytes(report['weight_bytes'])}")
+    if "break_even" in report:
+        facts.add_row("memory", break_even_in_words(report["break_even"]))
     for key, value in report["provenance"].items():
         if key != "teacher_layer_types" and value not in (None, {}):
             facts.add_row(printable(key), printable(value if isinstance(value, str) else json.dumps(value)))
@@ -123,5 +141,6 @@ def _alignment_line(alignment: dict[str, Any] | None) -> str:
     errors = {layer: error for layer, error in errors.items() if error is not None}
     if not errors:
         return line
-    worst, mean = max(errors, key=errors.get), sum(errors.values()) / len(errors)
+    worst = max(errors, key=errors.get)
+    mean = sum(errors.values()) / len(errors)
     return f"{line}; held-out error {mean:.3f} on average, most in layer {worst} ({errors[worst]:.3f})"

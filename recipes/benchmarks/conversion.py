@@ -61,7 +61,8 @@ def synthetic_moe(folder: Path, gigabytes: float) -> None:
 
 def write_random(folder: Path, model_class: type, config: PreTrainedConfig, num_shards: int = 8) -> None:
     """Random bf16 weights of a model in shards."""
-    config.architectures, config.dtype = [model_class.__name__], torch.bfloat16
+    config.architectures = [model_class.__name__]
+    config.dtype = torch.bfloat16
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in model_class(config).state_dict().items()}
     for stack, names in expert_pieces(QWEN3_MOE, shapes, config.num_hidden_layers).items():
@@ -110,7 +111,10 @@ def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict
 
     The conversion is left in scratch/hybrid. Run it in a process of its own, so that the memory is the conversion's.
     """
-    teacher, hybrid, anonymous, done = scratch / "teacher", scratch / "hybrid", [0], threading.Event()
+    teacher = scratch / "teacher"
+    hybrid = scratch / "hybrid"
+    anonymous = [0]
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(0.005):
@@ -124,7 +128,8 @@ def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict
         convert(f"{small}/teacher", f"{small}/hybrid", align="none")
     first = plain_copy(teacher, scratch / "copy", on_disk)
     start_clean(teacher, hybrid)
-    held, anonymous_before = status_bytes("VmRSS"), status_bytes("RssAnon")
+    held = status_bytes("VmRSS")
+    anonymous_before = status_bytes("RssAnon")
     threading.Thread(target=watch, daemon=True).start()
     forget_peak()
     started = time.perf_counter()
@@ -133,7 +138,8 @@ def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict
         os.sync()
     seconds = time.perf_counter() - started
     done.set()
-    peak, most = status_bytes("VmHWM") - held, anonymous[0] - anonymous_before
+    peak = status_bytes("VmHWM") - held
+    most = anonymous[0] - anonymous_before
     copied = (first + plain_copy(teacher, scratch / "copy", on_disk)) / 2
     return {"seconds": seconds, "copy_seconds": copied, "peak": peak, "anonymous": most}
 
@@ -164,7 +170,9 @@ def rounds_in(
 
 def measure(output: Path) -> Report:
     """From and to a disk, and within memory where there is room."""
-    report, rows, found = Report(), [], {}
+    report = Report()
+    rows = []
+    found = {}
     found["disk"] = rounds_in(output / "scratch-conversion", True, 7)
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4e9 * GIGABYTES:
         found["memory"] = rounds_in(MEMORY / f"convert-to-hybrid-bench-{os.getpid()}", False, 3)

@@ -41,8 +41,11 @@ def step_timings(heads: int, calls_per_sample: int = 200) -> dict[str, Timing]:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     x, B, C = (torch.randn(1, heads, 64) for _ in range(3))
-    log_a, mine, theirs = -torch.rand(1, heads), torch.zeros(1, heads, 64, 64), torch.zeros(1, heads, 64, 64)
-    dt, A = -log_a[..., None].expand(1, heads, 64), -torch.ones(heads, 64, 64)
+    log_a = -torch.rand(1, heads)
+    mine = torch.zeros(1, heads, 64, 64)
+    theirs = torch.zeros(1, heads, 64, 64)
+    dt = -log_a[..., None].expand(1, heads, 64)
+    A = -torch.ones(heads, 64, 64)
 
     def ours() -> None:
         for _ in range(calls_per_sample):
@@ -109,7 +112,8 @@ def matrix_vector_products(model: PreTrainedModel, batch: int) -> Callable[[], N
 @torch.no_grad()
 def whole_models(models: dict[str, PreTrainedModel], report: Report) -> None:
     """Milliseconds per step of generate(), tokens per second and cache bytes for each model, context and batch."""
-    rows, alone = [], {}
+    rows = []
+    alone = {}
     for context, batch in SIZES:
         caches = {name: filled_cache(model, context, batch) for name, model in models.items()}
         sizes = {name: f"{cache_nbytes(cache) / 1e6:.1f}" for name, cache in caches.items()}
@@ -130,7 +134,8 @@ def whole_models(models: dict[str, PreTrainedModel], report: Report) -> None:
 def add_targets(alone: dict[int, dict[str, float]], report: Report) -> None:
     """Context to model to milliseconds at batch 1, as ratios."""
     without = "0 % attention"
-    shortest, longest = min(alone), max(alone)
+    shortest = min(alone)
+    longest = max(alone)
     for context in (shortest, longest):
         ratio = alone[context][without] / alone[context][PRODUCTS]
         name = f"generate, no attention, context {context}: time over its matrix-vector products"

@@ -44,7 +44,8 @@ LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 def default_hybrid(shape: dict[str, int]) -> LlambaConfig:
     """The default hybrid of a teacher: windows, salient tokens, a state, a kept head group in every fifth layer."""
-    layers, shared = shape["num_hidden_layers"], shape["num_attention_heads"] // shape["num_key_value_heads"]
+    layers = shape["num_hidden_layers"]
+    shared = shape["num_attention_heads"] // shape["num_key_value_heads"]
     return LlambaConfig(
         **shape, layer_types=["hybrid"] * layers, mixer_num_kv_heads=shape["num_key_value_heads"],
         hybrid_window=224, hybrid_sinks=4, hybrid_salient=16, hybrid_rank=64,
@@ -188,7 +189,8 @@ def training(name: str, model: nn.Module, flops: float, length: int) -> list[str
 
 def measure(output: Path, device: str = "cuda", shapes: dict | None = None, contexts: tuple = CONTEXTS) -> Report:
     """Measure everything above, in the order of worth, for as long as BUDGET lasts; tests take other arguments."""
-    started, report = time.perf_counter(), Report()
+    started = time.perf_counter()
+    report = Report()
     shapes = SHAPES if shapes is None else shapes
 
     def left(what: str) -> bool:
@@ -201,11 +203,9 @@ def measure(output: Path, device: str = "cuda", shapes: dict | None = None, cont
     report.tables.append(Table(["device", "backends"], [[where, ", ".join(backends(device))]]))
     for found in parity(device):
         report.add(*found)
-    of_scans, of_steps, of_models = (
-        Table(["scan of bf16: heads, tokens", "torch, ms", "fla", "mamba_ssm", "causal SDPA"], []),
-        Table(["training step", "ms", "TFLOP", "TFLOP/s", "peak GB beyond the weights"], []),
-        Table(["model, context", "prefill tokens/s", "ms per token", "cache MB", "peak GB"], []),
-    )
+    of_scans = Table(["scan of bf16: heads, tokens", "torch, ms", "fla", "mamba_ssm", "causal SDPA"], [])
+    of_steps = Table(["training step", "ms", "TFLOP", "TFLOP/s", "peak GB beyond the weights"], [])
+    of_models = Table(["model, context", "prefill tokens/s", "ms per token", "cache MB", "peak GB"], [])
     report.tables += [of_scans, of_steps, of_models]
     for context, (size, shape) in itertools.product(contexts, shapes.items()):
         heads = shape["num_attention_heads"]

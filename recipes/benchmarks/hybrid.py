@@ -97,7 +97,8 @@ def add_row(
 @torch.no_grad()
 def generation(models: dict[str, nn.Module], report: Report) -> None:
     """Prompts and single tokens, alone and eight at once."""
-    rows, generator = [], torch.Generator().manual_seed(0)
+    rows = []
+    generator = torch.Generator().manual_seed(0)
     sizes = [(length, 1) for length in sorted(PROMPTS.keys() | TOKENS.keys())]
     sizes += [(length, BATCH) for length in TOGETHER]
     for length, batch in sizes:
@@ -137,7 +138,8 @@ def _training_call(folder: str, which: str) -> tuple[Callable, Callable]:
 
 def training(models: dict[str, nn.Module], scratch: Path, report: Report) -> None:
     """Time and peak memory of a training step on TRAINED packed tokens."""
-    rows, calls = [], {which: training_step(model.train()) for which, model in models.items()}
+    rows = []
+    calls = {which: training_step(model.train()) for which, model in models.items()}
     add_row(rows, report, "a training step, packed", interleaved(calls, 3), TRAINING_LIMIT)
     folders = {"teacher": str(embedded_teacher()), "hybrid": str(scratch)}
     peaks = {which: in_own_process(peak_bytes, _training_call, (folder, which)) for which, folder in folders.items()}
@@ -154,7 +156,8 @@ def measure(output: Path) -> Report:
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    report, scratch = Report(), output / "scratch-hybrid"
+    report = Report()
+    scratch = output / "scratch-hybrid"
     try:
         models = load_models(scratch)
         sizes = {which: sum(p.numel() for p in model.parameters()) for which, model in models.items()}

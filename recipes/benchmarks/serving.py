@@ -44,7 +44,8 @@ def read(engine, context: int, requests: int) -> float:
     for i in range(requests):
         prompt = torch.randint(5, 40000, (context,), generator=generator).tolist()
         engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
-    started, reading = time.process_time(), {str(i) for i in range(requests)}
+    started = time.process_time()
+    reading = {str(i) for i in range(requests)}
     while reading:
         reading -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
     return time.process_time() - started

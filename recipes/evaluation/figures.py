@@ -19,6 +19,10 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = {
     ROOT / "README.md": "readme",
     RESULTS / "quality.md": "quality",
+    RESULTS / "shares.md": "quality",
+    RESULTS / "bits.md": "quality",
+    RESULTS / "mohawk.md": "quality",
+    RESULTS / "ablations.md": "quality",
     RESULTS / "performance.md": "performance",
     RESULTS / "gpu.md": "performance",
 }

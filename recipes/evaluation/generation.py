@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from convert.checkpoint.load import encode
 from convert.tools.generate import sampling
 
 from .metrics import Advance
 
+Enough = Callable[[int, list[int]], bool]
 QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue? Answer in one sentence.",
@@ -105,6 +106,16 @@ def repetition(tokens: list[int], n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+def _stop(enough: Enough, first: int, begin: int) -> Callable[..., torch.Tensor]:
+    """Tell `generate` which rows need not go on, of a batch from prompt `first` on with answers from token `begin`."""
+
+    def stop(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        answers = enumerate(ids[:, begin:].tolist(), first)
+        return torch.tensor([enough(prompt, answer) for prompt, answer in answers], device=ids.device)
+
+    return stop
+
+
 @torch.no_grad()
 def continuations(
     model: PreTrainedModel,
@@ -115,14 +126,21 @@ def continuations(
     advance: Advance = lambda done: None,
     temperature: float = 0.0,
     seed: int = 0,
+    chat: bool = True,
+    enough: Enough = lambda prompt, answer: False,
 ) -> list[list[int]]:
-    """The answer to each prompt, the end-of-text token included; in batches padded on the left."""
+    """The answer to each prompt, the end-of-text token included; in batches padded on the left.
+
+    Args:
+        chat: the prompts are a user's messages where there is a chat template; if not, each is a text to go on with.
+        enough: whether an answer so far, given with the number of its prompt, need not go on; padding may follow it.
+    """
     said: list[list[int]] = []
     torch.manual_seed(seed)
     end = model.generation_config.eos_token_id
     ends = set(end) if isinstance(end, (list, tuple)) else {end}
     for start in range(0, len(prompts), batch_size):
-        inputs = encode(tokenizer, list(prompts[start : start + batch_size]), chat=True)
+        inputs = encode(tokenizer, list(prompts[start : start + batch_size]), chat=chat)
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         ids = model.generate(
             **inputs,
@@ -130,6 +148,7 @@ def continuations(
             num_beams=1,
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
+            stopping_criteria=StoppingCriteriaList([_stop(enough, start, inputs["input_ids"].shape[1])]),
         )
         for row in ids[:, inputs["input_ids"].shape[1] :].tolist():
             last = next((i for i, token in enumerate(row) if token in ends), len(row))
@@ -162,7 +181,9 @@ def judge(
     return {
         "prompts": len(prompts),
         "greedy_agreement": sum(agreement) / len(agreement) if agreement else None,
+        "equal_answers": sum(a == b for a, b in pairs) / len(pairs) if pairs else None,
         "tokens_alike": alike[len(alike) // 2] if alike else None,
+        "length_ratio": sum(map(len, model)) / sum(map(len, teacher)) if pairs else None,
         "cut_off": sum(len(a) == max_new_tokens > len(b) for a, b in pairs) if pairs else None,
         "repetition": repeated["model"],
         "teacher_repetition": repeated["teacher"],

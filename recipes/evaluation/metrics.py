@@ -49,7 +49,8 @@ class PerToken(NamedTuple):
 @torch.no_grad()
 def reader(model: nn.Module) -> Reader:
     """The model's body and head where they make its logits; elsewhere the logits themselves."""
-    body, head = model.base_model, model.get_output_embeddings()
+    body = model.base_model
+    head = model.get_output_embeddings()
     probe = torch.arange(SHORTEST, device=model.device)[None] % model.config.vocab_size
     if body is not model and head is not None:
 
@@ -57,6 +58,7 @@ def reader(model: nn.Module) -> Reader:
             return finish_logits(head(states), model.config)
 
         apart = finished(body(probe, use_cache=False).last_hidden_state)
+        # some models do more between body and head, so it is tried before it is believed
         if torch.allclose(apart.float(), model(probe, use_cache=False).logits.float(), rtol=1e-2, atol=1e-2):
             return Reader(lambda ids: body(ids, use_cache=False).last_hidden_state, finished)
     return Reader(lambda ids: model(ids, use_cache=False).logits, lambda logits: logits)
@@ -71,7 +73,8 @@ def per_token(
     Args:
         advance: called with the number of sequences that are done.
     """
-    parts, done = [], 0
+    parts = []
+    done = 0
     for batch in ids.split(batch_size):
         parts.append(_of_batch(model, teacher, batch))
         done += len(batch)
@@ -117,9 +120,11 @@ def figures(found: PerToken) -> Figures:
         if column is None:
             mean = width = None
         else:
-            mean, width = column.double().mean().item(), half_width(column.mean(1))
+            mean = column.double().mean().item()
+            width = half_width(column.mean(1))
             if "perplexity" in name:
                 mean = math.exp(mean)
+                # the interval of an exponential, to first order
                 width = None if width is None else mean * width
         values |= {name: mean, f"{name}_interval": width}
     return values

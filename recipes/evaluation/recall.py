@@ -50,8 +50,10 @@ def questions(
     vocabulary = plain_tokens(vocabulary_size)
     first = beginning_of_text(tokenizer)
     begin = len(first)
-    half, pairs = (length - begin) // 2, (length - begin) // 4
-    copied, associative = copy_probe(vocabulary, rows, half, seed), associative_probe(vocabulary, rows, pairs, seed)
+    half = (length - begin) // 2
+    pairs = (length - begin) // 4
+    copied = copy_probe(vocabulary, rows, half, seed)
+    associative = associative_probe(vocabulary, rows, pairs, seed)
     found = [
         Question("copy", length, half, _after(first, copied), begin=begin),
         Question("associative", length, None, _after(first, associative), begin=begin),
@@ -68,14 +70,18 @@ def questions(
 
 def _after(first: list[int], probe: Probe) -> Probe:
     """A probe after the tokens that begin a text."""
-    rows, begin = len(probe.ids), len(first)
+    rows = len(probe.ids)
+    begin = len(first)
     ids = torch.tensor(first, dtype=torch.long).expand(rows, begin)
     return Probe(torch.cat([ids, probe.ids], 1), torch.nn.functional.pad(probe.answers, (begin, 0)))
 
 
 def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) -> tuple[Probe, int]:
     """Tell a five-digit number somewhere in text and ask for it at the end; the probe, and the tokens between."""
-    rows, marks, distances, length = [], [], [], prose.shape[1]
+    rows = []
+    marks = []
+    distances = []
+    length = prose.shape[1]
     begin = len(beginning_of_text(tokenizer))
     for i, text in enumerate(prose.tolist()):
         key = "".join(random.Random(f"{seed} {i}").choices("123456789", k=DIGITS))
@@ -98,8 +104,10 @@ def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device) -> 
     found = torch.zeros_like(probe.answers)
     for start in range(0, len(probe.ids), batch_size):
         rows = slice(start, start + batch_size)
-        ids, answers = probe.ids[rows].to(device), probe.answers[rows].to(device)
+        ids = probe.ids[rows].to(device)
+        answers = probe.answers[rows].to(device)
         before = torch.cat([answers[:, 1:], torch.zeros_like(answers[:, :1])], 1)
+        # logits are made where an answer is predicted alone, one position before it
         states = model.states(ids)[before]
         said = torch.cat([model.head(s).argmax(-1) for s in states.split(256)])
         found[rows][probe.answers[rows]] = (said == ids[answers]).cpu()
@@ -112,7 +120,8 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
     Args:
         model, teacher: (R, L) of each as `hits` gives it.
     """
-    answers, groups = question.probe.answers, {question.distance: question.probe.answers}
+    answers = question.probe.answers
+    groups = {question.distance: question.probe.answers}
     if question.distance is None:
         upper = 2 ** torch.ceil(torch.log2(_distances(question).clamp(min=1).double())).long()
         groups |= {distance: answers & (upper == distance) for distance in sorted(set(upper[answers].tolist()))}
@@ -145,7 +154,8 @@ def _score(found: torch.Tensor, answers: torch.Tensor, whole: bool) -> tuple[flo
 
 def _distances(question: Question) -> torch.Tensor:
     """(R, L): distance from each answer of an associative probe back to where its value was given first."""
-    probe, begin = question.probe, question.begin
+    probe = question.probe
+    begin = question.begin
     distances = torch.zeros_like(probe.ids)
     for row, (ids, answers) in enumerate(zip(probe.ids.tolist(), probe.answers.tolist(), strict=True)):
         value_of: dict[int, int] = {}

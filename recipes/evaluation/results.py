@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from convert.checkpoint.card import KL_ROW, RECALL_ROW, with_figures
+from convert.checkpoint.card import KL_ROW, RECALL_ROW, renewed
 from convert.checkpoint.pictures import KL, kl_picture
 from convert.io.folder import note_made, write_beside
 from convert.io.writer import human_bytes
@@ -44,10 +44,11 @@ SECTIONS = {
         ("probe", "length", "distance", "teacher", "model", "samples"),
     ),
     "generation": (
-        "Share of each answer, and median number of tokens, in common with the teacher's; answers cut off where the "
-        "teacher's end; repeated 4-grams; share of the instructions followed.",
-        ("prompts", "greedy_agreement", "tokens_alike", "cut_off", "teacher_repetition", "repetition",
-         "instructions", "teacher_following", "model_following"),
+        "Share of each answer in common with the teacher's, share of equal answers, median number of tokens before "
+        "the first difference, tokens over the teacher's; answers cut off where the teacher's end; repeated 4-grams; "
+        "share of the instructions followed.",
+        ("prompts", "greedy_agreement", "equal_answers", "tokens_alike", "length_ratio", "cut_off",
+         "teacher_repetition", "repetition", "instructions", "teacher_following", "model_following"),
     ),
     "tasks": (
         "Relative: (model − chance) / (teacher − chance) ± one standard error; – where the teacher is at chance.",
@@ -141,7 +142,7 @@ def _table(rows: list[Row], columns: tuple[str, ...]) -> list[str]:
 
 def _cell(row: Row, column: str) -> str:
     """A figure, with its interval or standard error where the row has one; – where there is none."""
-    value, width = row[column], row.get(f"{column}_interval", row.get(f"{column}_error"))
+    value, width = row.get(column), row.get(f"{column}_interval", row.get(f"{column}_error"))
     if value is None:
         return "–"
     if column.endswith("_bytes"):
@@ -178,7 +179,7 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
     teacher = evaluation["teacher"]
     public = evaluation | {"teacher": teacher and public_name(teacher)}
     section = markdown(public).split("\n", 2)[2].replace("\n#", "\n##").strip()
-    text = with_figures(card.text, rows).split(EVALUATION)[0].rstrip()
+    text = renewed(card.text, rows).split(EVALUATION)[0].rstrip()
     content = "\n".join([f"---\n{card.data.to_yaml()}\n---\n{text}\n", EVALUATION, "", *picture, section, ""])
     write_beside(path, lambda partial: partial.write_text(content))
 

@@ -47,7 +47,8 @@ def run_once(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> tuple[floa
     started = now(ids.device)
     out = model(ids, use_cache=True, logits_to_keep=1)
     token = out.logits[:, -1:].argmax(-1)
-    read, nbytes = now(ids.device), cache_nbytes(out.past_key_values)
+    read = now(ids.device)
+    nbytes = cache_nbytes(out.past_key_values)
     before = now(ids.device)
     for _ in range(new_tokens):
         out = model(token, past_key_values=out.past_key_values, use_cache=True)
@@ -58,7 +59,8 @@ def run_once(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> tuple[floa
 @torch.no_grad()
 def decoding_rates(models: dict[str, nn.Module], context: int, steps: int = 8, filled: int = 512) -> dict[str, float]:
     """Tokens per second of each model, decoding after `context` tokens, of which all but a few are made up."""
-    caches, seconds = {}, {which: [] for which in models}
+    caches = {}
+    seconds = {which: [] for which in models}
     for which, model in models.items():
         ids = torch.arange(filled, device=model.device)[None] % model.config.vocab_size
         caches[which] = model(ids, use_cache=True, logits_to_keep=1).past_key_values

@@ -70,7 +70,7 @@ def run_task(
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    except (DatasetsError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+    except (DatasetsError, ImportError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(f"The task {name} cannot be run: {first_line(error)}") from error
     return {task: _results_of(loaded["tasks"][task], task, found) for task in found["samples"]}
 

@@ -1,7 +1,8 @@
-"""Texts to evaluate on: what ships, Python's own documentation, a file, or a Hub data set, as rows of token ids."""
+"""Texts to evaluate on, as rows of token ids: what ships, Python's documentation or code, a file, a Hub data set."""
 
 import hashlib
 import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +13,16 @@ from convert.fit.text import documents, token_rows
 
 SHIPPED = "shipped"
 PYTHON_DOCS = "python-docs"
+PYTHON_CODE = "python-code"
+MODULES = ("argparse", "tarfile", "typing", "subprocess", "zipfile")
+"""Modules of the standard library whose code is a text."""
 
 
 class TextSource(NamedTuple):
     """A text, and the column of a data set that holds it."""
 
     name: str
-    """A file's or folder's path, `shipped`, `python-docs`, or NAME:CONFIG:SPLIT of a Hub data set."""
+    """A file's or folder's path, `shipped`, `python-docs`, `python-code`, or NAME:CONFIG:SPLIT of a Hub data set."""
     column: str = "text"
 
     @property
@@ -31,7 +35,8 @@ class TextSource(NamedTuple):
         """The documents in order.
 
         `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
-        has not read; `python-docs` is the documentation inside Python, the longest documents first.
+        has not read; `python-docs` is the documentation inside Python, the longest documents first; `python-code`
+        is the code of some of its modules.
         """
         if self.name == SHIPPED:
             everything = list(documents("default"))
@@ -42,6 +47,8 @@ class TextSource(NamedTuple):
             except ImportError as error:
                 raise ValueError("This Python comes without its documentation; name another --text.") from error
             return iter(sorted(topics.values(), key=len, reverse=True))
+        if self.name == PYTHON_CODE:
+            return (inspect.getsource(importlib.import_module(name)) for name in MODULES)
         return documents(self.name, self.column)
 
     def fingerprint(self) -> str | None:

@@ -75,7 +75,9 @@ class MixerCache:
     """
 
     def __init__(self, slots: Slots, which: Which, begun: bool):
-        self.slots, self.which, self.has_previous_state = slots, which, {0: begun}
+        self.slots = slots
+        self.which = which
+        self.has_previous_state = {0: begun}
         self.conv_states, self.recurrent_states = (
             {0: slots[name][which] if begun else None} for name in ("conv", "recurrent")
         )
@@ -125,12 +127,16 @@ class SlotRows(HybridLayer):
 
     def __init__(self, shape: BlockShape, slots: Slots, which: torch.Tensor):
         super().__init__(shape)
-        self.slots, self.which = slots, which
+        self.slots = slots
+        self.which = which
 
     def put(self, tokens: NewTokens, start: None) -> torch.Tensor:
         """Write a token, like `HybridLayer.put`."""
-        E, P, number = self.shape.block, self.shape.places, tokens.index[:, 0]
+        E = self.shape.block
+        P = self.shape.places
+        number = tokens.index[:, 0]
         blocks = (self.slots["salience"].shape[1] - P) // E
+        # blocks move forward as the window fills, so that the token's own is the last
         column = P + number - (number // E - blocks + 1).clamp(min=0) * E
         for name in ("keys", "values"):
             self.slots[name][self.which, :, column] = getattr(tokens, name)[:, :, 0]
@@ -193,7 +199,8 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
         ends = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
         spans = [(s, e, n - (e - s)) for s, e, n in zip(ends, ends[1:], lengths, strict=False)]
-        decodes, prompts = spans[: metadata.num_decodes], spans[metadata.num_decodes :]
+        decodes = spans[: metadata.num_decodes]
+        prompts = spans[metadata.num_decodes :]
         metadata.prompts = prompts[: metadata.num_prefills]
         metadata.decoding = [seen for _, _, seen in decodes]
         return metadata
@@ -224,8 +231,11 @@ class SlotLayer(nn.Module, MambaBase):
 
     def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
-        self.mixer, self.prefix, self.sizes = mixer, prefix, sizes_of(config, layer, vllm_config.model_config.dtype)
-        self.kv_cache, self.slots = (), {}
+        self.mixer = mixer
+        self.prefix = prefix
+        self.sizes = sizes_of(config, layer, vllm_config.model_config.dtype)
+        self.kv_cache = ()
+        self.slots = {}
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
@@ -239,7 +249,8 @@ class SlotLayer(nn.Module, MambaBase):
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """Cut vLLM's pages (slots, 1, 1, bytes) into the tensors of a slot."""
         super().bind_kv_cache(kv_cache)
-        pages, start = kv_cache.squeeze((1, 2)), 0
+        pages = kv_cache.squeeze((1, 2))
+        start = 0
         for name, (shape, dtype) in self.sizes.items():
             size = prod(shape) * dtype.itemsize
             # by way of DLPack it is a tensor of its own to torch.compile, which takes views of one another badly
@@ -333,7 +344,8 @@ class HybridSlots(SlotLayer):
         self, mixer: HybridAttention, config, layer: int, vllm_config: VllmConfig, prefix: str, step: Callable
     ):
         super().__init__(mixer, config, layer, vllm_config, prefix)
-        self.step, self.example = step, None
+        self.step = step
+        self.example = None
         if mixer.kept:
             mixer.kept_heads.paged = PagedHeads(mixer, vllm_config.cache_config, prefix)
 
@@ -357,7 +369,8 @@ class HybridSlots(SlotLayer):
         projected = attention.project(hidden_states, position_embeddings, inputs)
         of_kept = attention.attend_kept(projected, None, None) if attention.kept else None
         new = attention.select_windowed(projected)
-        heads, size = torch.cat([t for t in new[:4] if t is not None], dim=1), new.query[0, :, 0].numel()
+        heads = torch.cat([t for t in new[:4] if t is not None], dim=1)
+        size = new.query[0, :, 0].numel()
         width = size if attention.down is None else 4 * size
         mixed = self.in_slots([inputs.index, new.salience, heads.transpose(1, 2)], width)
         output = mixed[..., :size].unflatten(2, (-1, attention.head_dim))
@@ -365,9 +378,11 @@ class HybridSlots(SlotLayer):
 
     def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, which: slice | None, seen: int) -> None:
         """Tokens of one request, which `seen` others precede."""
-        index, projected = inputs[0], projected_of(self.mixer, *inputs[1:])
+        index = inputs[0]
+        projected = projected_of(self.mixer, *inputs[1:])
         if which is None:
-            cache, self.example = None, [t[0, :1, None].clone() for t in inputs]
+            cache = None
+            self.example = [t[0, :1, None].clone() for t in inputs]
         else:
             cache = HybridLayer(self.mixer.shape)
             cache.held = held_in(self.slots, which, index[:, 0]) if seen else None
@@ -398,7 +413,8 @@ class HybridSlots(SlotLayer):
 
 def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torch.Tensor) -> Projected:
     """Inputs that `HybridSlots.forward` has put together."""
-    heads, (K, shared) = heads.transpose(1, 2), attention.kv_groups
+    heads = heads.transpose(1, 2)
+    (K, shared) = attention.kv_groups
     queries, key, value = heads.split([heads.shape[1] - 2 * K, K, K], dim=1)
     query, *sink_query = queries.split(K * shared, dim=1)
     rows = attention.rows_of(key, value)

@@ -30,7 +30,8 @@ def refuse(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: naming it, and the way out.
     """
-    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    config = vllm_config.model_config.hf_config
+    parallel = vllm_config.parallel_config
     length = vllm_config.model_config.max_model_len
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         raise ValueError(
@@ -73,7 +74,9 @@ class ServedModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         model = MODELS[config.model_type](config)
-        self.embed_tokens, self.layers, self.norm = model.embed_tokens, model.layers, model.norm
+        self.embed_tokens = model.embed_tokens
+        self.layers = model.layers
+        self.norm = model.norm
         self.rotary = model.rotary
         # no sink is seen as from farther away than this
         reach = config.hybrid_sink_reach
@@ -136,7 +139,8 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """The largest slot of a layer, which says how large vLLM's pages are."""
-        config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+        config = vllm_config.model_config.hf_config
+        dtype = vllm_config.model_config.dtype
         layers = [i for i, kind in enumerate(config.layer_types) if kind in ("linear_attention", "hybrid")]
         return max(slot_shape(sizes_of(config, i, dtype)) for i in layers)
 

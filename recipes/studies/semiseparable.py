@@ -32,7 +32,8 @@ class StateSpace:
     def matrix(self) -> torch.Tensor:
         """The unrolled matrix (M, L, L)."""
         count, L, N = self.B.shape
-        rows, reached = [], self.B.new_zeros(count, N, L)
+        rows = []
+        reached = self.B.new_zeros(count, N, L)
         for t in range(L):
             reached = self.transition[:, t] @ reached
             reached[..., t] = self.B[:, t]
@@ -61,7 +62,8 @@ def balanced_truncation(target: torch.Tensor, state: int) -> StateSpace:
     for t in range(L):
         block = torch.cat([future[:, -(L - t) :], target[:, t:, t, None]], dim=-1)
         left, sigma, right = torch.linalg.svd(block, full_matrices=False)
-        before, kept = future.shape[-1], min(state, sigma.shape[-1])
+        before = future.shape[-1]
+        kept = min(state, sigma.shape[-1])
         dropped[:, t] = sigma[:, kept:].norm(dim=-1)
         transition[:, t, :kept, :before] = right[:, :kept, :before]
         B[:, t, :kept] = right[:, :kept, before]

@@ -99,7 +99,8 @@ def render(
     Raises:
         ValueError: the template refuses the messages, or leaves out what a user says.
     """
-    tools, more = (row or {}).get("tools"), (row or {}).get("chat_template_kwargs") or {}
+    tools = (row or {}).get("tools")
+    more = (row or {}).get("chat_template_kwargs") or {}
     tools = json.loads(tools) if isinstance(tools, str) else tools
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, tools=tools, **options, **more)

@@ -59,7 +59,10 @@ class Run:
     """
 
     def __init__(self, stage: str, config: Any, model_config: ModelConfig, arguments: RunArguments, *others: Any):
-        self.stage, self.config, self.model_config, self.arguments = stage, config, model_config, arguments
+        self.stage = stage
+        self.config = config
+        self.model_config = model_config
+        self.arguments = arguments
         self.others = others
         self.state = PartialState()
         output = Path(config.output_dir).expanduser().resolve()
@@ -69,7 +72,8 @@ class Run:
         self._check(model_config.model_name_or_path)
 
     def __enter__(self) -> "Run":
-        config, student = self.config, self.model_config.model_name_or_path
+        config = self.config
+        student = self.model_config.model_name_or_path
         with contextlib.ExitStack() as stack:
             if self.state.is_main_process:
                 stack.enter_context(self.owner)
@@ -134,7 +138,8 @@ class Run:
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
         """Say how many of the `given` rows the trainer's preparation left out."""
-        left, packed = len(trainer.train_dataset), getattr(self.config, "packing", False)
+        left = len(trainer.train_dataset)
+        packed = getattr(self.config, "packing", False)
         if not left:
             raise ValueError(
                 f"Nothing is left of the data's {given} rows: every prompt fills max_length "
@@ -155,7 +160,9 @@ class Run:
         )
         self._try_to_finish(trainer, tokenizer, record)
         outcome = train_and_evaluate(trainer, self._checkpoint())
-        record.before, record.after, record.log = outcome.before, outcome.after, outcome.log
+        record.before = outcome.before
+        record.after = outcome.after
+        record.log = outcome.log
         tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
         record.tokens = tokens[-1] if tokens else None
         self._finish(trainer, tokenizer, record)
@@ -169,6 +176,7 @@ class Run:
         known = json.loads(path.read_text())["key"] if path.is_file() else None
         if checkpoint is not None and known != self.key:
             raise ValueError(f"{work} holds checkpoints of another run; delete it, or choose another output_dir.")
+        # or the key would be written before another process has read the last one
         self.state.wait_for_everyone()
         if self.state.is_main_process:
             path.write_text(json.dumps({"key": self.key}))

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from convert.checkpoint.card import NO_FIGURES, NOTES, with_figures
+from convert.checkpoint.card import NO_FIGURES, renewed
 from convert.checkpoint.pictures import CACHE, LAYERS
 from convert.io.folder import OutputFolder
 
@@ -150,9 +150,7 @@ def new_card(name: str) -> ModelCard:
 
 def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> ModelCard:
     """The card with its section on training made anew, and the last stage's figures as evaluation results."""
-    for note in NOTES:
-        card.text = card.text.replace(note, TRAINED_NOTE)
-    text = with_figures(card.text, NO_FIGURES).split(SECTION)[0].split(EVALUATION)[0].rstrip()
+    text = renewed(card.text, NO_FIGURES, TRAINED_NOTE).split(SECTION)[0].split(EVALUATION)[0].rstrip()
     rows = [
         f"| {i}. {stage['stage']} | {stage['teacher'] or 'none'} | {stage['data']} | {_settings(stage['settings'])} |"
         for i, stage in enumerate(stages, 1)

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from convert.checkpoint.tokenizer import differing_text
 from convert.options import ConversionOptions, documented
 from tests.helpers.command import run_as_is
+from tests.helpers.published import FORMATS, write
 from tests.helpers.tokenizers import TEMPLATE, tokenizer
-from tests.published import FORMATS, write
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
 SEED = int(os.environ.get("HYBRID_FUZZ_SEED", random.SystemRandom().randrange(2**31)))

@@ -15,7 +15,15 @@ from convert.checkpoint.tokenizer import differing_text
 from convert.formats.export import export_checkpoint
 from convert.options import ExportOptions, OutputOptions
 from recipes import dpo, sft
-from tests.real_models import CODE_SPLIT, REAL_MODELS, VOCABULARY, RealModel, small_config, small_generation, small_ids
+from tests.helpers.real_models import (
+    CODE_SPLIT,
+    REAL_MODELS,
+    VOCABULARY,
+    RealModel,
+    small_config,
+    small_generation,
+    small_ids,
+)
 from tests.recipes.tiny_chat import common_arguments
 
 pytestmark = pytest.mark.slow

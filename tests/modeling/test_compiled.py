@@ -45,8 +45,10 @@ def of_any_length(t, lengths):
 
 
 ONE_LAYER = dict(num_hidden_layers=1, layer_types=["hybrid"], hybrid_window=6, hybrid_full_heads=None)
+IN_FEW_BITS = dict(head_dim=16, hybrid_full_heads=[[0, 1]], full_attention_bits=[6, 4], window_bits=8)
 LAYERS = {
     "hybrid": (ONE_LAYER, (20, 33, 50)),
+    "hybrid in few bits": (ONE_LAYER | IN_FEW_BITS, (20, 33, 50)),
     **{mixer: (dict(layer_types=["linear_attention"], mixer=mixer), (18, 22, 30)) for mixer in MIXERS[:2]},
     "mamba1": (dict(layer_types=["linear_attention"], mixer="mamba1"), (5, 6, 7)),
 }
@@ -114,11 +116,16 @@ def test_inductor(mixer, pattern):
         torch.testing.assert_close(compiled, model(ids, use_cache=False).logits, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("pattern, cached, graphs", [("shared", None, 2), ("shared", StaticCache, 1)])
+@pytest.mark.parametrize(
+    "options",
+    [dict(family="phimamba", pattern="shared"), ONE_LAYER | IN_FEW_BITS | dict(pattern="beside-only")],
+    ids=["phimamba", "in few bits"],
+)
+@pytest.mark.parametrize("cached, graphs", [(None, 2), (StaticCache, 1)])
 @torch.no_grad()
-def test_decoding_steps(pattern, cached, graphs):
+def test_decoding_steps(options, cached, graphs):
     """One graph with a static cache, else a second for any number of tokens that went before."""
-    model, ids = make_student("phimamba", pattern=pattern), random_ids(1, 26)
+    model, ids = make_student(**options), random_ids(1, 26)
     cache = None if cached is None else cached(config=model.config, max_cache_len=32)
     cache = model(ids[:, :20], past_key_values=cache, use_cache=True).past_key_values
     counter = CompileCounterWithBackend("aot_eager")

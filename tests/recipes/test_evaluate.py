@@ -61,6 +61,9 @@ def folder(tmp_path_factory):
     lost = {"dataset_kwargs": {"data_files": {"test": str(folder / "gone.jsonl")}}}
     for name, task in (("tiny_choice", common | choice), ("lost_choice", common | choice | lost)):
         (folder / f"tasks/{name}.yaml").write_text(yaml.safe_dump({"task": name} | task))
+    poor = "task: poor_choice\ninclude: tiny_choice.yaml\nprocess_docs: !function poor.documents\n"
+    (folder / "tasks/poor_choice.yaml").write_text(poor)
+    (folder / "tasks/poor.py").write_text("import no_such_package\n\ndocuments = no_such_package.documents\n")
     return folder
 
 
@@ -190,11 +193,16 @@ def test_without_a_teacher(folder, tmp_path):
         (("--tasks", "tiny_choice", "--parts", "text"), "--parts leaves them out"),
         (("--tasks", "no_such_task"), "There is no task no_such_task"),
         (("--tasks", "lost_choice", "--include-path", "{}/tasks", "--parts", "tasks"), "lost_choice cannot be run"),
+        (
+            ("--tasks", "poor_choice", "--include-path", "{}/tasks", "--parts", "tasks"),
+            "poor_choice cannot be run: No module named 'no_such_package'",
+        ),
         (("--tasks", "tiny_choice", "--include-path", "{}/nothing"), "is not a folder"),
         (("--tasks", "tiny_choice", "--chance", "0.5"), "TASK=NUMBER"),
         (("--chance", "tiny_choice=1.5"), "from 0 to below 1"),
         (("--lengths", "0"), "--lengths must be 8 or more"),
         (("--sequences", "0"), "--sequences must be 1 or more"),
+        (("--tasks", "ruler", "--ruler-lengths", "512"), "--ruler-lengths must be 1024 or more"),
         (("--recall-lengths", "16"), "--recall-lengths must be 64 or more"),
         (("--depths", "1.5"), "from 0 to 1"),
         (("--contexts", "0"), "must be 1 or more"),
@@ -451,7 +459,9 @@ def test_greedy_agreement_and_repetition():
     assert found["greedy_agreement"] == pytest.approx((0.5 + 1) / 2)
     assert found["repetition"] == pytest.approx((0 + 4 / 5) / 2)
     assert found["tokens_alike"] == 8 and found["cut_off"] == 0
-    assert judge([comma], [[5, 6, 7, 8]], [[5, 6, 2]], chat_tokenizer(), 4)["cut_off"] == 1
+    assert found["equal_answers"] == 0.5 and found["length_ratio"] == 1
+    longer = judge([comma], [[5, 6, 7, 8]], [[5, 6, 2]], chat_tokenizer(), 4)
+    assert longer["cut_off"] == 1 and longer["equal_answers"] == 0 and longer["length_ratio"] == pytest.approx(4 / 3)
     assert found["instructions"] == {"model": 1.0, "teacher": 1.0, "count": 1}
     assert found["answers"][0]["model_followed"] is None and found["answers"][1]["model"] == " ".join(["w9"] * 8)
 

@@ -71,6 +71,11 @@ def test_no_test_file_imports_another():
             assert not files, f"{path.relative_to(ROOT)}:{node.lineno} imports {files[0]}"
 
 
+def test_tests_mirror_the_folders_of_convert():
+    folders = {path.name for path in (ROOT / "tests" / "convert").iterdir() if (path / "__init__.py").exists()}
+    assert folders == {path.name for path in (ROOT / "convert").iterdir() if (path / "__init__.py").exists()}
+
+
 # folders and single files of `convert`, each of which imports only from those before it
 ORDER = (
     "errors",
@@ -246,7 +251,7 @@ def test_readme_commands_exist(tmp_path):
     """Every command, option, YAML file and `make` target in the README, the guides and CONTRIBUTING is real."""
     import dataclasses
 
-    from convert.cli import COMMANDS, parser_of
+    from recipes.cli import INSTALLED
     from recipes.evaluate import Options
 
     evaluation = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)}
@@ -260,16 +265,16 @@ def test_readme_commands_exist(tmp_path):
     examples = dict(re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", text, re.S))
     for line in re.findall(r"(?:^|`)(convert-to-hybrid [^`\n]+|torchrun .+ -m convert\.cli [^`\n]+)", text, re.M):
         words = shlex.split(re.sub(r".*convert(-to-hybrid|\.cli) ", "", line), comments=True)
-        name = words.pop(0) if words[0] in COMMANDS else "convert"
+        name = words.pop(0) if words[0] in INSTALLED else "convert"
         if "--config" in words:
             place = words.index("--config") + 1
             path = tmp_path / words[place]
             path.write_text(examples.get(words[place], "{}"))  # the file of a page that does not show it is the user's
             words[place] = str(path)
-        if not {"--help", "--set"} & set(words) and len(words) >= len(COMMANDS[name].positionals):
-            parser_of(name).from_command_line(words)
+        if not {"--help", "--set"} & set(words) and len(words) >= len(INSTALLED[name].positionals):
+            INSTALLED[name].parser(name).from_command_line(words)
             read.add(name)
-    assert read == set(COMMANDS), set(COMMANDS) - read
+    assert read == set(INSTALLED), set(INSTALLED) - read
     modules = re.findall(r"python -m (recipes[.\w]+)([^`\n#]*)", text)
     assert {module for module, _ in modules} >= {"recipes.sft", "recipes.evaluate"}
     for module, arguments in modules:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from convert import convert
 from convert.formats.export import export_checkpoint
-from tests.convert.transfer import exporting
+from tests.helpers.transfer import exporting
 from tests.recipes.tiny_chat import chat_tokenizer
 from tests.students import make_student
 from tests.teachers import LLAMA3_ROPE, TINY, VOCAB, YARN_ROPE

@@ -80,9 +80,11 @@ def chunk_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of the loss and of the statistics for logits (T, V), labels (T,) and the teacher's logits (T, V)."""
     log_q = wide(logits).log_softmax(-1)
-    ce = log_q.new_zeros(()) if labels is None else -log_q.gather(-1, labels[:, None]).sum()
-    loss = weights.ce_weight * ce if weights.ce_weight else log_q.new_zeros(())
-    kl = agreement = log_q.new_zeros(())
+    ce = kl = agreement = loss = log_q.new_zeros(())
+    if labels is not None:
+        ce = -log_q.gather(-1, labels[:, None]).sum()
+    if weights.ce_weight:  # 0 times an infinite cross entropy would be nan
+        loss = weights.ce_weight * ce
     if teacher is not None:
         log_p1 = wide(teacher).log_softmax(-1)
         tempered = log_p1, log_q
@@ -92,6 +94,7 @@ def chunk_loss(
             terms = divergence(weights.divergence, *tempered).sum()
             loss = loss + weights.kl_weight * weights.temperature**2 * terms
         with torch.no_grad():
+            # reported at temperature 1 and forward, whatever is trained, so that runs compare
             kl = kl_of_log_probs(log_p1, log_q).sum()
             agreement = (logits.argmax(-1) == teacher.argmax(-1)).sum().to(kl.dtype)
     return loss, torch.stack([ce.detach(), kl, agreement])
@@ -102,8 +105,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, teacher_of, weights, finish, differentiate):
+        # logits take more memory than all else: a chunk of tokens has the same bytes whatever the vocabulary
         size = max(CHUNK_ELEMENTS // weight.shape[0], 16)
-        total, statistics = wide(hidden.new_zeros(())), wide(hidden.new_zeros(3))
+        total = wide(hidden.new_zeros(()))
+        statistics = wide(hidden.new_zeros(3))
         wanted = [differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         differentiate = any(wanted)
         # sums over many chunks, in float32 at least
@@ -154,9 +159,11 @@ def distillation_loss(
         teacher_of: function from a span of the T tokens to the teacher's logits (T, V) there; None without teacher.
         finish: what the model makes of its head's output: scaled, capped.
     """
-    weight, bias = head.weight, getattr(head, "bias", None)
+    weight = head.weight
+    bias = getattr(head, "bias", None)
     if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2
-        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+        weight = weight.full_tensor()
+        bias = None if bias is None else bias.full_tensor()
     differentiate = torch.is_grad_enabled()
     loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, finish, differentiate)
     return DistillationOutput(loss, statistics, torch.tensor(len(hidden), device=hidden.device))
@@ -183,7 +190,8 @@ def head_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     head = model.get_output_embeddings()
     if not isinstance(head.weight, torch.distributed.tensor.DTensor):
         return lambda hidden: finish_logits(head(hidden), model.config)
-    weight, bias = head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
+    weight = head.weight.full_tensor()
+    bias = None if head.bias is None else head.bias.full_tensor()
     return lambda hidden: finish_logits(nn.functional.linear(hidden, weight.to(hidden.dtype), bias), model.config)
 
 
@@ -201,12 +209,14 @@ def add_distillation_head(model: nn.Module) -> None:
         if distillation is None:
             return original(*args, **kwargs)
         signal, weights = distillation
-        labels, _ = kwargs.pop("labels"), kwargs.pop("use_cache", None)
+        labels = kwargs.pop("labels")
+        _ = kwargs.pop("use_cache", None)
         hidden = self.base_model(*args, use_cache=False, **kwargs).last_hidden_state[:, :-1]
         following = labels[:, 1:].to(hidden.device)
         counts = following != IGNORED
         teacher_of = None if signal is None else signal(counts)
-        head, finish = self.get_output_embeddings(), functools.partial(finish_logits, config=self.config)
+        head = self.get_output_embeddings()
+        finish = functools.partial(finish_logits, config=self.config)
         return distillation_loss(hidden[counts], head, following[counts], teacher_of, weights, finish)
 
     model.forward = MethodType(forward, model)

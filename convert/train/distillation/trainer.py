@@ -60,11 +60,14 @@ class DistilledSFTTrainer(SFTTrainer):
         if teacher is not None:
             check_vocabulary_sizes(model, teacher)
         self._sums: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
-        self.weights, self.other_learning_rate = weights, other_learning_rate
+        self.weights = weights
+        self.other_learning_rate = other_learning_rate
         super().__init__(model, args, **sft_options)
         has_adapters = hasattr(self.model, "get_base_model")
         add_distillation_head(self.model.get_base_model() if has_adapters else self.model)
-        self.teacher = None if teacher is None else self._prepare_teacher(teacher)
+        self.teacher = None
+        if teacher is not None:
+            self.teacher = self._prepare_teacher(teacher)
 
     def _prepare_teacher(self, teacher: nn.Module) -> nn.Module:
         teacher = teacher.eval().requires_grad_(False)
@@ -97,7 +100,9 @@ class DistilledSFTTrainer(SFTTrainer):
         with self.compute_loss_context_manager():
             signal = self._signal(inputs)
         outputs = model(**inputs, distillation=(signal, self.weights))
-        count = outputs.tokens if num_items_in_batch is None else num_items_in_batch
+        count = num_items_in_batch
+        if num_items_in_batch is None:
+            count = outputs.tokens
         loss = outputs.loss / torch.as_tensor(count).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # DDP will divide by it
@@ -106,7 +111,10 @@ class DistilledSFTTrainer(SFTTrainer):
 
     def _record(self, inputs: dict[str, Any], outputs: Any) -> None:
         mode = "train" if self.model.training else "eval"
-        seen = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["labels"].numel()
+        if "attention_mask" in inputs:
+            seen = int(inputs["attention_mask"].sum())
+        else:
+            seen = inputs["labels"].numel()
         own = torch.cat([outputs.statistics, torch.stack([outputs.tokens, torch.tensor(seen)]).to(outputs.statistics)])
         totals = self.accelerator.gather(own[None]).sum(0).tolist()
         for name, value in zip((*STATISTICS, "tokens"), totals, strict=False):
@@ -119,9 +127,13 @@ class DistilledSFTTrainer(SFTTrainer):
         """Log CE, KL and agreement per token since the last time, over all processes, beside the trainer's figures."""
         mode = "train" if self.model.training else "eval"
         sums = self._sums[mode]
-        prefix = "" if mode == "train" else next((k.removesuffix("loss") for k in logs if k.endswith("_loss")), None)
+        prefix = ""
+        if mode == "eval":  # of several sets of data each has a prefix of its own
+            prefix = next((k.removesuffix("loss") for k in logs if k.endswith("_loss")), None)
         if sums["tokens"] and prefix is not None:
-            names = STATISTICS if self.teacher is not None else STATISTICS[:1]
+            names = STATISTICS
+            if self.teacher is None:
+                names = STATISTICS[:1]
             logs |= {prefix + name: sums[name] / sums["tokens"] for name in names}
             if mode == "train":
                 logs["num_tokens"] = self._total_train_tokens
@@ -227,7 +239,9 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
     keep_free_memory()
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(FiniteLoss)
-    trainer.args.logging_nan_inf_filter, trainer.args.logging_first_step = False, True
+    # the filter would log the mean of earlier losses in the place of NaN
+    trainer.args.logging_nan_inf_filter = False
+    trainer.args.logging_first_step = True
     if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
         trainer._total_train_tokens = max((entry.get("num_tokens", 0) for entry in state["log_history"]), default=0)
@@ -237,7 +251,8 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
     log = trainer.state.log_history
     if trainer.eval_dataset is None:
         return Outcome({}, {}, list(log))
-    steps, best = trainer.state.global_step, trainer.args.load_best_model_at_end
+    steps = trainer.state.global_step
+    best = trainer.args.load_best_model_at_end
     # eval_strategy may have measured these very weights already
     last = next((entry for entry in log if "eval_loss" in entry and entry["step"] == steps > 0 and not best), None)
     after = _figures(trainer.evaluate() if last is None else last)

@@ -129,6 +129,7 @@ def training_config(settings: DistillationOptions, ids: torch.Tensor, folder: Pa
         report_to=settings.report_to,
         disable_tqdm=True,
         dataloader_pin_memory=not use_cpu,
+        # rows are token ids already
         dataset_kwargs={"skip_prepare_dataset": True},
         ddp_find_unused_parameters=False,
     )

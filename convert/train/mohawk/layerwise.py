@@ -76,8 +76,13 @@ class LayerwiseStage:
         seed: int = 0,
         log: Callable[[dict], None] = lambda record: None,
     ):
-        self.teacher, self.mixers, self.layer_loss, self.settings = teacher, mixers, layer_loss, settings
-        self.folder, self.seed, self.log = folder, seed, log
+        self.teacher = teacher
+        self.mixers = mixers
+        self.layer_loss = layer_loss
+        self.settings = settings
+        self.folder = folder
+        self.seed = seed
+        self.log = log
 
     def run(
         self, ids: torch.Tensor, held_out: torch.Tensor, progress: Progress = lambda what, done, total: None
@@ -133,8 +138,10 @@ class LayerwiseStage:
         with torch.no_grad():
             hidden = self.teacher.embed(batch)
         inputs = self.teacher.block_inputs(hidden)
+        # blocks behind the last mixer of this process change nothing of what it needs
         for layer in range(max(self.mixers) + 1):
-            block, seen = self.teacher.block(layer), []
+            block = self.teacher.block(layer)
+            seen = []
             hook = block.self_attn.register_forward_hook(
                 lambda m, args, out, seen=seen: seen.append((args[0], out[0]))
             )
@@ -143,6 +150,7 @@ class LayerwiseStage:
             hook.remove()
             if layer in self.mixers:
                 yield layer, Activations(hidden, output, *seen[0])
+            # the teacher's own output goes on, so layers do not meet each other's errors
             hidden = output
 
     def _optimizer(self, mixer: nn.Module, steps: int):
@@ -231,7 +239,8 @@ def hidden_state_loss(teacher: TeacherModel, settings: HiddenStateOptions) -> La
                 with replaced(teacher.model, {layer: mixer}):
                     output = teacher.block(layer)(seen.block_input, **inputs) - seen.block_input
             else:
-                target, output = seen.y, mixer(seen.u, teacher.rotary(seen.u.shape[1], layer))
+                target = seen.y
+                output = mixer(seen.u, teacher.rotary(seen.u.shape[1], layer))
         value = (output.float() - target.float()).square().mean() / target.float().square().mean()
         if torch.is_grad_enabled():
             value.backward()
@@ -246,6 +255,7 @@ def run_key(settings: StageOptions, ids: torch.Tensor, seed: int, modules: dict[
     digest.update(str(tuple(ids.shape)).encode() + ids.cpu().numpy().tobytes())
     for module in modules.values() if isinstance(modules, dict) else [modules]:
         for name, tensor in module.state_dict().items():
+            # a thousand values of each tensor are enough to tell other weights apart
             flat = tensor.detach().reshape(-1)
             digest.update(name.encode() + flat[:: max(len(flat) // 1024, 1)].float().cpu().numpy().tobytes())
     return digest.hexdigest()

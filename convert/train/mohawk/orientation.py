@@ -36,12 +36,14 @@ def matrix_orientation_loss(
     heads = attention.q_proj.out_features // attention.head_dim
     if mixer.num_heads != heads:
         raise ValueError(f"Stage 1 compares head by head: the mixer has {mixer.num_heads}, the attention {heads}.")
+    # the loss is a difference of matrices that come close, which half precision would drown
     with torch.autocast(u.device.type, enabled=False):
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         tiles = partial(attention_rows, attention, u, rotary, tile)
         streams = mixer.project(u, rotary)
         parts = [streams.log_a, streams.B, streams.C, mixer.D]
         parts += [] if streams.step is None else [streams.step]
+        # gradients of all tiles gather here, and pass the projections once
         leaves = [part.detach().requires_grad_(torch.is_grad_enabled()) for part in parts]
         with torch.no_grad():
             squares = sum((mixer_rows(leaves, rows) - target).square().sum((-2, -1)) for rows, target in tiles())
@@ -80,6 +82,7 @@ def mixer_rows(streams: list[torch.Tensor], rows: slice) -> torch.Tensor:
     log_a, B, C, D, *step = streams
     H, L = C.shape[2], log_a.shape[1]
     log_a = log_a.repeat_interleave(H // log_a.shape[-1], dim=-1)
+    # decays are differences of these sums, which grow with the text
     total = log_a.double().cumsum(1).transpose(1, 2)
     position = torch.arange(L, device=log_a.device)
     future = position[rows, None] < position

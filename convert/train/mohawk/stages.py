@@ -65,7 +65,8 @@ class Stages:
         if not self.mixers():
             raise ValueError("Every layer of this hybrid is attention: there is no mixer to align.")
         for field in ("vocab_size", "num_hidden_layers", "hidden_size"):
-            of_student, of_teacher = getattr(self.student.config, field), getattr(self.teacher.config, field)
+            of_student = getattr(self.student.config, field)
+            of_teacher = getattr(self.teacher.config, field)
             if of_student != of_teacher:
                 raise ValueError(
                     f"The hybrid has {field} {of_student} and the teacher {of_teacher}: they do not belong together."
@@ -83,7 +84,9 @@ class Stages:
         mixers = self.mixers()
         rank, world_size = _ranks(self.teacher.device)
         mine = split_layers(sorted(mixers), rank, world_size)
-        make_loss = orientation_loss if name == "matrix_orientation" else hidden_state_loss
+        make_loss = hidden_state_loss
+        if name == "matrix_orientation":
+            make_loss = orientation_loss
         for layer in mine:
             mixers[layer].requires_grad_(True)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +102,8 @@ class Stages:
                 append_jsonl(self.folder / f"{name}-rank{rank}.jsonl"),
             )
             done = stage.run(self.train, self.held_out, self.progress)
-        before, after = done.before, done.after
+        before = done.before
+        after = done.after
         if world_size > 1:
             before, after = _share(mixers, sorted(mixers), before, after)
         return {
@@ -114,7 +118,9 @@ class Stages:
         """Stage 3, data-parallel over the processes."""
         settings = self.settings.distillation
         teacher = self.teacher.whole()
-        vocabulary, rows = plain_tokens(teacher.config.vocab_size), self.train.clone()
+        vocabulary = plain_tokens(teacher.config.vocab_size)
+        rows = self.train.clone()
+        # a first token such as BOS stays
         rows[:, self.begin :] = with_needles(rows[:, self.begin :], settings.recall_share, vocabulary, self.seed)
         self.student, outcome = distil(
             self.student,
@@ -140,7 +146,8 @@ class Stages:
 
 class _ProgressCallback(TrainerCallback):
     def __init__(self, progress: Progress, length: int):
-        self.progress, self.length = progress, length
+        self.progress = progress
+        self.length = length
 
     def on_step_end(self, args, state, control, **kwargs):
         per_step = args.per_device_train_batch_size * args.world_size * self.length
@@ -193,8 +200,10 @@ def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int
     changed = {}
     for number, name in STAGES.items():
         stage = getattr(settings, name)
-        wanted = (stage.tokens if tokens is None else tokens) if number in stages else 0
-        if number in stages and wanted < 1:
+        wanted = stage.tokens if tokens is None else tokens
+        if number not in stages:
+            wanted = 0
+        elif wanted < 1:
             raise ValueError(f"Stage {number} has no tokens; say --stage-tokens, or {name}: {{tokens: ...}} in YAML.")
         changed[name] = dataclasses.replace(stage, tokens=wanted)
     if not stages:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, NOTES, with_figures
+from ...checkpoint.card import ALIGNMENT_NOTES, KL_ROW, NO_FIGURES, renewed
 from ...checkpoint.load import check_whole
 from ...fit.aligner import Aligner
 from ...fit.teacher_model import TeacherModel
@@ -92,7 +92,8 @@ def train_hybrid(
     Returns:
         The trained hybrid and what each stage reached.
     """
-    rows, held = text.ids, settings.held_out_sequences
+    rows = text.ids
+    held = settings.held_out_sequences
     stages = Stages(
         teacher, student.to(teacher.device), rows[:-held], rows[-held:], settings, work, seed, progress, text.begin
     )
@@ -105,7 +106,8 @@ def train_hybrid(
 
 def record_stages(folder: Path, report: dict[str, Any]) -> None:
     """Add what the stages reached to the hybrid's `alignment.json`; its configuration and card say that they ran."""
-    path, config_path = folder / "alignment.json", folder / "config.json"
+    path = folder / "alignment.json"
+    config_path = folder / "config.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     known["stages"] = [*known.get("stages", []), report]
     path.write_text(json.dumps(known, indent=2) + "\n")
@@ -114,11 +116,10 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
     card = folder / "README.md"
     if card.is_file():
         reached = [figures["held_out_kl_after"] for figures in report.values() if "held_out_kl_after" in figures]
-        measured = {KL_ROW: f"{reached[-1]:.3f} on held-out text"} if reached else {}
-        text = with_figures(card.read_text(), NO_FIGURES | measured)
-        for note in NOTES:
-            text = text.replace(note, ALIGNMENT_NOTES["mohawk"])
-        card.write_text(text)
+        measured = {}
+        if reached:
+            measured = {KL_ROW: f"{reached[-1]:.3f} on held-out text"}
+        card.write_text(renewed(card.read_text(), NO_FIGURES | measured, ALIGNMENT_NOTES["mohawk"]))
     config_path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -159,7 +160,9 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
         ValueError: bad options, or a hybrid and a teacher that do not go together.
         OSError: the disk.
     """
-    hybrid, output = Path(options.hybrid).expanduser(), Path(options.output.folder).expanduser().resolve()
+    hybrid = Path(options.hybrid).expanduser()
+    output = Path(options.output.folder).expanduser().resolve()
+    # every process trains, one writes
     writes = int(os.environ.get("RANK", 0)) == 0
     settings = only_stages(options.alignment, options.chosen_stages, options.stage_tokens)
     local_rank = os.environ.get("LOCAL_RANK")
@@ -175,7 +178,10 @@ def train_existing(options: MohawkOptions, progress: Progress = lambda what, don
         student = load_hybrid(hybrid)
         settings = with_sequence_length(settings, student.config)
         asked = options.output.dtype
-        dtype = stored_dtype(hybrid) if asked == "auto" else getattr(torch, asked)
+        if asked == "auto":
+            dtype = stored_dtype(hybrid)
+        else:
+            dtype = getattr(torch, asked)
         teacher = TeacherModel(TeacherWeights.of(found), settings.device)
         held_out = settings.held_out_sequences
         count = training_rows_needed(settings, settings.sequence_length) + held_out

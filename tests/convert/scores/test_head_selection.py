@@ -14,7 +14,7 @@ from convert.layout.presets import counted_heads, kept_heads, query_heads, whole
 from convert.options import make_options
 from convert.scores.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
-from tests.alignment.tiny import teacher_model
+from tests.helpers.tiny import teacher_model
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from convert import convert
 from convert.cli import main
+from convert.plan import break_even_in_words
 from convert.teachers.teacher import recorded_teacher
 from convert.tools.chat import Conversation
 from convert.tools.env import environment
@@ -59,6 +60,18 @@ def test_inspected_cache_is_the_caches_own(checkpoints):
     states = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
     held = sum(2 * layer.conv_states[0].numel() + 4 * layer.recurrent_states[0].numel() for layer in states)
     assert sizes["this_model"] == sizes["all_attention"] // 2 + held
+
+
+@pytest.mark.parametrize("options", [{"window": 32}, {"attention_layers": 0.5}])
+def test_inspect_and_the_card_say_from_where_on_memory_is_saved_as_the_plan_does(checkpoints, tmp_path, options):
+    plan = convert(str(checkpoints / "teacher"), tmp_path / "hybrid", align="none", **options)
+    expected = plan.summary()["break_even"]
+    report = inspect_model(str(tmp_path / "hybrid"))
+    assert report["break_even"] == expected
+    assert expected["16 bits"] is None or expected["16 bits"] < (expected["8 bits"] or 2**30)
+    words = break_even_in_words(expected)
+    assert words in (tmp_path / "hybrid/README.md").read_text()
+    assert words in " ".join(use("inspect", tmp_path / "hybrid").stdout.split())
 
 
 def test_inspect_notices_weights_cut_short(checkpoints, tmp_path):

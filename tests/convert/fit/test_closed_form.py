@@ -22,7 +22,7 @@ from convert.layout.placement import Attention, Hybrid, Placement
 from convert.options import FitOptions
 from convert.train.mohawk.train import load_hybrid
 from modeling_llamba.hybrid_attention import causal_bias
-from tests.alignment.tiny import config_of, layer_data, rows, teacher_model
+from tests.helpers.tiny import config_of, layer_data, rows, teacher_model
 from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
 
 EXACT = FitOptions(decays=(0.5, 0.8, 0.95), ridges=(1e-12,), refine_steps=0)

@@ -194,7 +194,7 @@ def test_mapping_is_exact_where_heads_share_a_state(name, mixer, saved_teacher, 
 def test_every_family_has_a_teacher_and_the_readme_names_it():
     report = families()
     assert {of["model_type"] for of in report} == {config.model_type for _, config in TEACHERS.values()}
-    assert readme_table() in (Path(__file__).parents[2] / "README.md").read_text()
+    assert readme_table() in (Path(__file__).parents[3] / "README.md").read_text()
     real = {of["model_type"] for of in report if len(of["weights"]) > 1}
     assert real == {find_teacher(str(embedded_teacher())).family.model_type}  # tests/test_real_teacher.py
 

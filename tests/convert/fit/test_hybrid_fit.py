@@ -22,7 +22,7 @@ from convert.layout.placement import Attention, Hybrid, Placement, everywhere
 from convert.options import FitOptions
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.hybrid_attention import theory_mass, unpadded
-from tests.alignment.tiny import config_of, rows, teacher_model
+from tests.helpers.tiny import config_of, rows, teacher_model
 
 WINDOW, BLOCK, SINKS, SALIENT, RANK = 6, 2, 1, 2, 8
 FITTED = {"salience", "mass", "down.weight", "up.weight"}

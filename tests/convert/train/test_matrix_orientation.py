@@ -6,7 +6,7 @@ import torch
 from convert.fit.teacher_model import attention_rows
 from convert.train.mohawk import orientation as matrix_orientation
 from convert.train.mohawk.orientation import matrix_orientation_loss, mixer_rows
-from tests.alignment.tiny import LENGTH, teacher_model
+from tests.helpers.tiny import LENGTH, teacher_model
 
 NAMES = ["llama-gqa", "mistral-window", "qwen3", "phi"]
 

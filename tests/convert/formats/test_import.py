@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from convert.formats.import_ import import_checkpoint, plan_import
-from tests import published as p
-from tests.convert.transfer import importing
 from tests.doubles.hub import COMMIT, HubServer
+from tests.helpers import published as p
 from tests.helpers.command import run_as_is as run
 from tests.helpers.tokenizers import tokenizer
+from tests.helpers.transfer import importing
 
 IDS = torch.randint(3, p.VOCAB, (2, 23), generator=torch.Generator().manual_seed(0))
 BACKBONE = ("backbone.embedding.weight", "backbone.layers", "backbone.final_layernorm.weight")

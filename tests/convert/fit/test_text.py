@@ -20,8 +20,8 @@ from convert.options import PlacementOptions, make_options
 from convert.resolve import resolve
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
-from tests.alignment.tiny import teacher_model
 from tests.helpers.command import check_one_line_error, nothing_left, run_as_is
+from tests.helpers.tiny import teacher_model
 from tests.helpers.tokenizers import tokenizer
 from tests.teachers import TINY, make_teacher, random_ids
 

@@ -14,8 +14,8 @@ from convert.fit.probes import associative_probe, copy_probe, needle_probe, plai
 from convert.fit.teacher_model import replaced
 from convert.options import make_options
 from convert.scores.layer_costs import LOOKING_UP, cheapest_by_kl
-from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.helpers.command import check_one_line_error, run_as_is
+from tests.helpers.tiny import LENGTH, rows, teacher_model
 from tests.teachers import make_teacher
 
 VOCABULARY = range(20, 100)

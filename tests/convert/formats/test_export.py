@@ -11,10 +11,10 @@ from convert.formats.export import NATIVE_CLASSES, export_checkpoint, plan_expor
 from convert.formats.import_ import import_checkpoint
 from convert.options import make_options
 from convert.tools.families import families
-from tests import published
-from tests.convert.transfer import exporting, importing
+from tests.helpers import published
 from tests.helpers.command import check_one_line_error, run, run_as_is
 from tests.helpers.exportable import HOLDABLE
+from tests.helpers.transfer import exporting, importing
 from tests.students import make_student
 from tests.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 

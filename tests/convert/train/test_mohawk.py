@@ -32,8 +32,8 @@ from convert.train.mohawk.layerwise import (
 from convert.train.mohawk.stages import Stages, check_stages, only_stages
 from convert.train.mohawk.train import load_hybrid, train_existing
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
-from tests.alignment.tiny import LENGTH, rows, teacher_model
 from tests.helpers.command import run_as_is
+from tests.helpers.tiny import LENGTH, rows, teacher_model
 from tests.teachers import TINY, make_teacher
 
 TOKENS = 20 * 2 * LENGTH

@@ -18,7 +18,7 @@ from convert.train.distillation.trainer import DistilledSFTTrainer, last_whole_c
 from convert.train.mohawk.distillation import distil
 from convert.train.mohawk.stages import Stages
 from convert.train.mohawk.train import load_hybrid
-from tests.alignment.tiny import LENGTH, rows, teacher_model
+from tests.helpers.tiny import LENGTH, rows, teacher_model
 from tests.students import make_student
 
 

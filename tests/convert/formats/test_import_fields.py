@@ -9,11 +9,11 @@ from transformers import LlamaConfig
 from convert.formats.export import plan_export
 from convert.formats.import_ import plan_import
 from convert.io.students import tensor_shapes
-from tests import published as p
-from tests.convert.transfer import exporting, importing
+from tests.helpers import published as p
 from tests.helpers.command import check_one_line_error, run_as_is
 from tests.helpers.exportable import HOLDABLE
-from tests.published import FORMATS
+from tests.helpers.published import FORMATS
+from tests.helpers.transfer import exporting, importing
 from tests.students import make_student
 
 DELETED = object()

@@ -26,7 +26,7 @@ from convert.teachers.weights import TeacherWeights
 from convert.train.mohawk.layerwise import run_key
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
-from tests.alignment.tiny import config_of
+from tests.helpers.tiny import config_of
 from tests.teachers import TEACHERS, random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from convert import convert
 from convert.checkpoint.tokenizer import PROBES, differing_text
+from tests.helpers.real_models import CODE_SPLIT
 from tests.helpers.tokenizers import TEMPLATE, tokenizer
-from tests.real_models import CODE_SPLIT
 from tests.teachers import TEACHERS, make_teacher
 
 ONE_OF_EACH_FAMILY = list({config.model_type: name for name, (_, config) in TEACHERS.items()}.values())

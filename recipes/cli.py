@@ -1,0 +1,79 @@
+"""The installed command: the commands of `convert.cli`, and `compare`, which measures."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import convert.cli
+from convert.cli import AS_JSON, COMMANDS, QUIET, Command, Switches, console, flags_of, progress_bars
+from convert.options import Context, PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Measure hybrids beside their teacher and beside other ways to shrink its cache.
+
+    The same command goes on where it was stopped.
+    """
+
+    teacher: str | None = None
+    """Folder, GGUF file or Hub id of the model that hybrids were made from."""
+    hybrids: tuple[str, ...] = ()
+    """Folders or Hub ids of hybrids; a window and an eviction of the same bytes are measured beside each."""
+    output: str = "runs/compare"
+    """Folder for compare.json, compare.md and compare.png."""
+    text: tuple[str, ...] = ("shipped", "python-docs", "python-code")
+    """Texts to judge on: these names, files, or NAME:CONFIG:SPLIT of Hub data sets."""
+    quick: bool = False
+    """Read one row of 2,048 tokens of each text and skip the longest context of speed: minutes on a laptop."""
+    length: Context = 4096
+    """Number of tokens of a row."""
+    rows: PositiveInt = 2
+    """Number of rows of each text."""
+    first: Context = 512
+    """First position that is judged, and number of tokens between the contexts that are evicted."""
+    speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
+    """Numbers of tokens at which speed is measured."""
+    ruler: tuple[PositiveInt, ...] = ()
+    """Numbers of tokens at which RULER's tasks are answered, by all but eviction; hours on a CPU."""
+    ruler_rows: PositiveInt = 8
+    """Number of rows of each of RULER's tasks."""
+    dtype: str = "float32"
+    """auto, float32, bfloat16 or float16."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    trust_remote_code: bool = False
+    """Run the code that a repository brings along."""
+
+    def __post_init__(self):
+        if self.length < 2 * self.first:
+            raise ValueError(f"--length must be at least twice --first, {2 * self.first} tokens.")
+
+
+def compare_command(options: CompareOptions, switches: Switches) -> None:
+    from .compare import compare, markdown
+
+    with progress_bars(switches["quiet"]) as progress:
+        found = compare(options, progress)
+    sys.stdout.write(json.dumps(found, indent=2) + "\n" if switches["json"] else markdown(found))
+    if not switches["quiet"]:
+        console.print(f"[green]done[/] {options.output}")
+
+
+COMPARE = Command(
+    CompareOptions,
+    compare_command,
+    {"TEACHER": "teacher", "HYBRID...": "hybrids"},
+    {"--out": "output", **flags_of("text", "quick", "length", "rows", "speed", "ruler", "dtype", "device",
+                                   "trust_remote_code")},
+    {**AS_JSON, **QUIET},
+)  # fmt: skip
+
+INSTALLED = COMMANDS | {"compare": COMPARE}
+"""All commands of the console script."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console script."""
+    convert.cli.main(argv, INSTALLED)

@@ -1,0 +1,428 @@
+"""Measure hybrids beside their teacher and beside other ways to shrink its cache: quality, memory, speed.
+
+convert-to-hybrid compare TEACHER [HYBRID...] [--out DIR]        or        python -m recipes.compare TEACHER ...
+
+DIR/compare.json holds every method that is done, DIR/compare.md the tables, DIR/compare.png KL against bytes.
+docs/guide/compare.md says what each method and each figure is.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from convert.checkpoint.load import load_config, load_model, prompt_tokenizer
+from convert.checkpoint.pictures import new_figure
+from convert.checkpoint.tokenizer import differing_text
+from convert.io.folder import write_beside
+from convert.io.students import STUDENTS, tensor_shapes
+from convert.io.writer import human_bytes
+from convert.layout.cache import CONTEXTS, cache_bytes
+from convert.memory import keep_free_memory
+from convert.teachers.teacher import public_name
+
+from .cli import CompareOptions, main
+from .evaluate import fingerprint
+from .evaluation.commit import project_commit
+from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
+from .evaluation.metrics import PerToken, Reader, per_token, reader
+from .evaluation.other_caches import (
+    BFLOAT16,
+    OtherCache,
+    attending,
+    layer_shapes,
+    read_with,
+    window_of_bytes,
+)
+from .evaluation.recall import hits, questions, scores
+from .evaluation.results import ResultsFolder
+from .evaluation.ruler import TASKS, generators, ruler
+from .evaluation.speed import speed
+from .evaluation.texts import TextSource
+
+RESULTS, REPORT, PICTURE = "compare.json", "compare.md", "compare.png"
+AFTER = 128
+"""Number of tokens that are judged after each context."""
+ROUNDED = {"int8 cache": OtherCache(8), "int4 cache": OtherCache(4), "int2 cache": OtherCache(2, whole=128)}
+"""Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
+RECALL_ROWS, NEEDLE_DEPTH = 4, 0.2
+"""Number of texts of each probe of recall; place of the needle, from 0 (the beginning) to 1."""
+SPEED_TOKENS, LONG = 8, 1024
+"""Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
+QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
+"""Sizes of a quick comparison."""
+EVICTED = ("eviction", "eviction and moments")
+COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#4a5568")
+LEAST = 1e-5
+"""Smallest KL that the picture shows."""
+Row = dict[str, Any]
+
+
+class Method(NamedTuple):
+    """A cache to measure."""
+
+    name: str
+    kind: str
+    """Name of its line in the picture."""
+    settings: str
+    """Settings that its figures depend on, besides those of all figures."""
+    nbytes: Callable[[int], int]
+    """Bytes of the cache of so many tokens."""
+    weights: int
+    """Bytes of the weights in bfloat16."""
+    reader: Callable[[Sequence[int]], Reader]
+    """Makes the reader of single texts in which contexts end at these places."""
+    model: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
+    """Opens the model that answers with this cache; none for eviction, which has to be told where contexts end."""
+
+
+class Comparison:
+    """Teacher, texts and probes that all methods share."""
+
+    def __init__(self, options: CompareOptions, progress: Callable[[str, int, int], None]):
+        self.options, self.progress = options, progress
+        self.sources = [TextSource(text) for text in options.text]
+        self.configs = {name: hybrid_config(options, name) for name in options.hybrids}
+        self.tokenizer = same_tokenizer(options)
+        self.teacher = load(options, options.teacher)
+        self.shapes = layer_shapes(self.teacher)
+        self.weights = sum(parameter.numel() for parameter in self.teacher.parameters()) * BFLOAT16
+        self.own = reader(self.teacher)
+
+    @functools.cached_property
+    def reference(self) -> Reader:
+        """The teacher's reader, which reads each text once."""
+        known: dict[bytes, torch.Tensor] = {}
+
+        def states(ids: torch.Tensor) -> torch.Tensor:
+            key = ids.cpu().numpy().tobytes()
+            if key not in known:
+                known[key] = self.own.states(ids)
+            return known[key]
+
+        return Reader(states, self.own.head)
+
+    @functools.cached_property
+    def context_scores(self) -> Callable[[torch.Tensor], Scores]:
+        """KVzip's scores of a context, which it computes once."""
+        known: dict[bytes, Scores] = {}
+        o = self.options
+        contexts = o.rows * (len(o.text) * len(range(o.first, o.length, o.first)) + 4)
+
+        def scores_of(context: torch.Tensor) -> Scores:
+            key = context.cpu().numpy().tobytes()
+            if key not in known:
+                known[key] = reading_scores(self.teacher, self.own, self.shapes, self.tokenizer, context)
+                self.progress("contexts read again", len(known), max(len(known), contexts))
+            return known[key]
+
+        return scores_of
+
+    def methods(self) -> Iterator[Method]:
+        """The teacher, its cache in few bits, and each hybrid with a window and an eviction of the same bytes."""
+        whole = self._other("teacher", "teacher", OtherCache())
+        yield whole._replace(reader=lambda ends: self.reference, model=lambda: nullcontext(self.teacher))
+        for name, cache in ROUNDED.items():
+            yield self._other(name, "rounded cache", cache)
+        for name, config in self.configs.items():
+            short, nbytes = short_name(name, self.options.hybrids), cache_bytes(config, self.options.length)[1]
+            yield self._hybrid(name, short, config)
+            for bits, kind in ((16, "window"), (8, "window, int8")):
+                cache = window_of_bytes(self.shapes, nbytes, bits)
+                if cache is not None:
+                    yield self._other(f"{kind}, as {short}", kind, cache)
+            if all(shape.limit is not None for shape in self.shapes):
+                continue  # there is nothing to evict
+            for kind, moments in zip(EVICTED, (False, True), strict=True):
+                pairs = pairs_of_bytes(self.shapes, nbytes, moments, self.options.length)
+                if pairs is not None:
+                    yield self._eviction(f"{kind}, as {short}", kind, pairs, moments)
+
+    def _other(self, name: str, kind: str, cache: OtherCache) -> Method:
+        return Method(
+            name, kind, repr(cache), lambda n: cache.nbytes(self.shapes, n), self.weights,
+            lambda ends: read_with(self.teacher, self.own, cache.attend),
+            lambda: attending(self.teacher, cache.attend),
+        )  # fmt: skip
+
+    def _hybrid(self, name: str, short: str, config: PreTrainedConfig) -> Method:
+        made = functools.cache(lambda: load(self.options, name))
+        settings = f"{name} {fingerprint(name, None, self.options.trust_remote_code)}"
+        weights = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * BFLOAT16
+        return Method(short, "hybrid", settings, lambda n: cache_bytes(config, n)[1], weights,
+                      lambda ends: reader(made()), lambda: nullcontext(made()))  # fmt: skip
+
+    def _eviction(self, name: str, kind: str, pairs: int, moments: bool) -> Method:
+        return Method(
+            name, kind, f"{pairs} {moments}", lambda n: kept_bytes(self.shapes, pairs, moments, n), self.weights,
+            lambda ends: read_after(self.teacher, self.own, self.context_scores, ends, pairs, moments),
+        )  # fmt: skip
+
+    def measure(self, method: Method) -> Row:
+        """All figures of a method but speed."""
+        return {
+            "name": method.name,
+            "kind": method.kind,
+            "cache_bytes": {name: method.nbytes(length) for name, length in CONTEXTS.items()},
+            "share": method.nbytes(self.options.length) / OtherCache().nbytes(self.shapes, self.options.length),
+            "shares": {name: method.nbytes(n) / OtherCache().nbytes(self.shapes, n) for name, n in CONTEXTS.items()},
+            "weight_bytes": method.weights,
+            "text": {source.label: self.text(method, source) for source in self.sources},
+            "recall": self.recall(method),
+        }
+
+    def text(self, method: Method, source: TextSource) -> dict[str, Any]:
+        """Figures on one text: from the first judged position on, and on the tokens right after a context."""
+        o, what = self.options, f"{method.name}, {source.label}"
+        ids = source.rows(self.tokenizer, o.length, o.rows).to(self.teacher.device)
+        ends = range(o.first, o.length, o.first)
+        advance = functools.partial(self.progress, what, total=len(ids))
+        found = per_token(method.reader(ends), self.reference, ids, 1, advance)
+        after = [place for end in ends for place in range(end, min(end + min(AFTER, o.first), o.length - 1))]
+        everywhere = None if method.kind in EVICTED else summary(found, range(o.first, o.length - 1))
+        return {"rows": len(ids), "everywhere": everywhere, "after_contexts": summary(found, after)}
+
+    def recall(self, method: Method) -> dict[str, float]:
+        """Share of random tokens that are found again, copied and hidden in text; the question comes after all."""
+        prose = self.sources[0].rows(self.tokenizer, self.options.length // 2, RECALL_ROWS)
+        asked = questions(prose, self.tokenizer, self.teacher.config.vocab_size, [NEEDLE_DEPTH], seed=0)
+        asked = [question for question in asked if question.name in ("copy", "needle")]
+        found = {}
+        for done, question in enumerate(asked, 1):
+            end = question.probe.answers[0].nonzero()[0].item() - 1
+            said = hits(method.reader([end]), question.probe, 1, self.teacher.device)
+            found[question.name] = scores(question, said)[0]["model"]
+            self.progress(f"{method.name}, recall", done, len(asked))
+        return found
+
+    def ruler(self, method: Method, length: int) -> dict[str, float]:
+        """Scores of RULER's tasks at one length; each row alone, since other caches count from the first token."""
+        found = {}
+        with method.model() as model:
+            for done, task in enumerate(TASKS, 1):
+                found |= ruler(model, self.tokenizer, [length], self.options.ruler_rows, [task], 1)[length]
+                self.progress(f"{method.name}, RULER at {length:,} tokens", done, len(TASKS))
+        return found
+
+    def speed(self, context: int) -> list[Row]:
+        """Rows of speed at one length, of the teacher and of all hybrids in turns."""
+        names = {short_name(name, self.options.hybrids): name for name in self.options.hybrids}
+        models = {"teacher": self.teacher} | {short: load(self.options, name) for short, name in names.items()}
+        advance = functools.partial(self.progress, f"speed at {context:,} tokens")
+        return speed(models, 1, context, SPEED_TOKENS, 3 if context <= LONG else 1, advance)
+
+
+def summary(found: PerToken, places: Sequence[int]) -> dict[str, float]:
+    """Means over positions of all rows, and how KL is distributed."""
+    kl, agrees, nats = (t[:, list(places)].double().flatten() for t in (found.kl, found.agrees, found.nats))
+    return {
+        "kl": kl.mean().item(),
+        "kl_median": kl.median().item(),
+        "kl_999": kl.quantile(0.999).item(),
+        "agreement": agrees.mean().item(),
+        "perplexity": math.exp(nats.mean().item()),
+    }
+
+
+def load(options: CompareOptions, name: str) -> PreTrainedModel:
+    """One of the models that are compared."""
+    return load_model(name, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
+
+
+def short_name(name: str, among: Sequence[str]) -> str:
+    """The last part of a hybrid's name, or all of it where another one has the same."""
+    last = Path(name).name
+    return last if sum(Path(other).name == last for other in among) == 1 else name
+
+
+def hybrid_config(options: CompareOptions, name: str) -> PreTrainedConfig:
+    """The configuration of a hybrid, with which its cache is counted."""
+    config = load_config(name, trust_remote_code=options.trust_remote_code)
+    if config.model_type not in STUDENTS:
+        raise ValueError(
+            f"{name} is a {config.model_type} model, not a hybrid; make one: convert-to-hybrid {name} OUT."
+        )
+    config.conversion = {"teacher_layer_types": ["full_attention"] * len(config.layer_types)} | (
+        config.conversion or {}
+    )
+    return config
+
+
+def same_tokenizer(options: CompareOptions) -> PreTrainedTokenizerBase:
+    """The teacher's tokenizer, as which every hybrid's has to read text."""
+    own, *others = (
+        prompt_tokenizer(name, trust_remote_code=options.trust_remote_code)
+        for name in (options.teacher, *options.hybrids)
+    )
+    for name, other in zip(options.hybrids, others, strict=True):
+        if other.get_vocab() != own.get_vocab() or differing_text(own, other) is not None:
+            raise ValueError(f"{name} has another tokenizer than {options.teacher}; compare it with its own teacher.")
+    return own
+
+
+def sized(options: CompareOptions) -> CompareOptions:
+    """The options with the sizes of a quick comparison, if it is one, in the place of those left at their defaults."""
+    small = {name: size for name, size in QUICK.items() if getattr(options, name) == getattr(CompareOptions, name)}
+    return dataclasses.replace(options, **small) if options.quick else options
+
+
+def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """Measure what is not measured yet, write it all, and return it.
+
+    Raises:
+        ValueError: something cannot be measured; what was finished before is kept.
+    """
+    keep_free_memory()
+    options = sized(options)
+    if len(set(options.hybrids)) < len(options.hybrids):
+        raise ValueError("A hybrid is named twice.")
+    common = {
+        "teacher": [options.teacher, fingerprint(options.teacher, None, options.trust_remote_code)],
+        "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
+    } | {name: getattr(options, name) for name in ("length", "rows", "first", "dtype", "device")}
+    parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}}
+    folder = ResultsFolder(Path(options.output), {"common": common, "method": {}} | parts)
+    if options.ruler:
+        generators()  # before anything is computed for nothing
+    comparison = Comparison(options, progress)
+    found: dict[str, Any] = {
+        "teacher": public_name(options.teacher),
+        "commit": project_commit(),
+        "environment": {"torch": torch.__version__, "transformers": transformers.__version__,
+                        "threads": torch.get_num_threads(), "device": options.device},
+        "settings": common,
+        "methods": [],
+        "speed": [],
+    }  # fmt: skip
+    for method in comparison.methods():
+        cell = f"{method.name} {method.settings}"
+        row = folder.cell("method", cell, comparison.measure, method)
+        lengths = options.ruler if method.model else ()
+        row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
+        found["methods"].append(row)
+        write(folder.path, found)
+    hybrids = [f"{name} {fingerprint(name, None, options.trust_remote_code)}" for name in options.hybrids]
+    for context in options.speed:
+        found["speed"] += folder.cell("speed", f"{context} {hybrids}", comparison.speed, context)
+        write(folder.path, found)
+    return found
+
+
+def write(folder: Path, found: dict[str, Any]) -> None:
+    """Write what is measured so far as JSON, tables and picture."""
+    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    write_beside(folder / RESULTS, lambda partial: partial.write_text(text))
+    write_beside(folder / REPORT, lambda partial: partial.write_text(markdown(found)))
+    picture(found["methods"]).savefig(folder / PICTURE)
+
+
+def mean_of(row: Row, where: str, figure: str) -> float | None:
+    """Mean of a figure over the texts, each of which counts the same."""
+    values = [of_text[where] and of_text[where][figure] for of_text in row["text"].values()]
+    return None if None in values else sum(values) / len(values)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Tables of quality, of each text, of memory and of speed."""
+    methods, settings = found["methods"], found["settings"]
+
+    def shown(value: float | None, form: str = ".4f") -> str:
+        return "–" if value is None else format(value, form)
+
+    quality, texts, memory = [], [], []
+    for row in methods:
+        kl = [shown(mean_of(row, "everywhere", name)) for name in ("kl", "kl_median", "kl_999")]
+        share = f"{row['share']:.1%}"
+        recall = f"{row['recall']['copy']:.0%}, {row['recall']['needle']:.0%}"
+        after = shown(mean_of(row, "after_contexts", "kl"))
+        where = "after_contexts" if row["kind"] in EVICTED else "everywhere"
+        quality.append([row["name"], share, *kl, after, shown(mean_of(row, where, "agreement"), ".1%"), recall])
+        texts.append([row["name"]])
+        for of_text in row["text"].values():
+            texts[-1].append(f"{of_text[where]['kl']:.4f}, {of_text[where]['perplexity']:.2f}")
+        sizes = row["cache_bytes"].values()
+        memory.append([row["name"], *map(human_bytes, sizes), human_bytes(row["weight_bytes"])])
+        memory[-1] += [human_bytes(size + row["weight_bytes"]) for size in sizes]
+    labels = list(methods[0]["text"]) if methods else []
+    where = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
+    first, tokens = settings["first"], f"{settings['length']:,}"
+    lines = [
+        f"# {found['teacher']}, its hybrids, and other caches",
+        "",
+        f"Commit {found['commit']}, {where}. Rounding, windows and eviction are emulated and their bytes counted; "
+        f"share is of a cache in bfloat16 at {tokens} tokens. KL from the teacher, in nats per token, is a mean over "
+        f"{', '.join(labels)}: from position {first} on, and on the {min(AFTER, first)} tokens after each of the "
+        f"contexts of {first}, {2 * first}, ... tokens, where alone eviction is judged; what follows comes on "
+        f"top of its bytes. Recall of random tokens: copied, {settings['length'] // 4:,} back, and hidden in text, "
+        f"about {round((1 - NEEDLE_DEPTH) * settings['length'] / 2):,} back.",
+        "",
+        *table(["cache", "share", "KL", "median", "99.9 %", "KL after contexts", "same likeliest token", "recall"],
+               quality),
+        "",
+        "KL and perplexity by text:",
+        "",
+        *table(["cache", *labels], texts),
+        "",
+        "One sequence, with weights in bfloat16:",
+        "",
+        *table(["cache", *CONTEXTS, "weights", *(f"all, {name}" for name in CONTEXTS)], memory),
+    ]  # fmt: skip
+    answered = [row for row in methods if row["ruler"]]
+    if answered:
+        lengths = list(answered[0]["ruler"])
+        lines += ["", f"RULER, mean score of {len(TASKS)} tasks:", ""]
+        lines += table(
+            ["cache", *(f"{int(length):,} tokens" for length in lengths)],
+            [
+                [row["name"], *(f"{sum(row['ruler'][n].values()) / len(row['ruler'][n]):.1%}" for n in lengths)]
+                for row in answered
+            ],
+        )
+    if found["speed"]:
+        speeds = [
+            [f"{row['context']:,}", row["which"], f"{row['prefill_tokens_per_second']:,.0f}",
+             f"{row['decode_tokens_per_second']:.1f}"]
+            for row in found["speed"]
+        ]  # fmt: skip
+        lines += ["", "Tokens per second, one sequence; other caches are emulated and not timed:", ""]
+        lines += table(["tokens", "model", "prompt", "decoding"], speeds)
+    return "\n".join(lines) + "\n"
+
+
+def picture(methods: Sequence[Row]) -> Any:
+    """KL on the tokens after contexts, which all methods have, against the share of a bfloat16 cache."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in methods:
+        if row["kind"] != "teacher":
+            kl = max(mean_of(row, "after_contexts", "kl"), LEAST)
+            lines.setdefault(row["kind"], []).append((100 * row["share"], kl))
+    figure, axes = new_figure(3.4, (0.12, 0.14, 0.85, 0.82))
+    for color, (kind, points) in zip(COLORS, lines.items(), strict=False):
+        axes.plot(*zip(*sorted(points), strict=True), "o-", color=color, label=kind)
+    axes.set_yscale("log")
+    axes.set_xlabel("% of a bfloat16 cache", labelpad=1)
+    axes.set_ylabel("KL to the teacher")
+    axes.grid(color="#e2e8f0", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    if lines:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+if __name__ == "__main__":
+    main(["compare", *sys.argv[1:]])

@@ -1,0 +1,166 @@
+"""Eviction after a context: few keys and values of it are kept, chosen before anything asks for them.
+
+The choice is KVzip's (arXiv 2505.23416): the model reads the context, is told to repeat it and reads it again; a pair
+of key and value scores as the largest weight that any query of the second reading gives it. The pairs of the highest
+scores are kept, of all heads and layers together, so that heads which look back keep more.
+
+What was evicted can be summed up as MomentKV does (arXiv 2606.01563): number, mean key, mean value and their
+covariance, for each head, stand for one more column, to first order. Nothing is fitted. MomentKV's own rule of
+eviction is not used here.
+
+Layers with a window of their own are left alone: a context that is read again is out of their sight.
+
+One pass over a text in two copies judges the tokens after several contexts. The first copy attends to everything,
+as a prompt is read; of the second, tokens after a context attend to what is kept of the first copy and to each other.
+
+Shapes: B batch, H heads, G key/value heads, C tokens of a context, Q queries, L tokens, D head dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .metrics import Reader
+from .other_caches import BFLOAT16, QUERIES, Call, LayerShape, OtherCache, attending
+
+REPEAT = "\n\nRepeat the previous context exactly.\n\n"
+Scores = list[torch.Tensor | None]
+"""Scores (G, C) of every layer; None of a layer with a window."""
+Kept = list[torch.Tensor | None]
+"""For every layer, whether a pair is kept (G, C); None of a layer with a window, which keeps all."""
+
+
+def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int) -> int:
+    """Bytes of a sequence of `length` tokens of which so many pairs are kept, of all heads together."""
+    limited = [shape for shape in shapes if shape.limit is not None]
+    evicting = [shape for shape in shapes if shape.limit is None]
+    pair = (shapes[0].key_dim + shapes[0].value_dim) * BFLOAT16
+    size = OtherCache().nbytes(limited, length) + min(pairs, length * sum(s.heads for s in evicting)) * pair
+    numbers = sum(s.heads * (1 + s.key_dim + s.value_dim + s.key_dim * s.value_dim) for s in evicting)
+    return size + (numbers * BFLOAT16 if moments else 0)
+
+
+def pairs_of_bytes(shapes: list[LayerShape], nbytes: int, moments: bool, length: int) -> int | None:
+    """Number of pairs that fit into so many bytes at `length` tokens; None if not a single one does."""
+    pair = (shapes[0].key_dim + shapes[0].value_dim) * BFLOAT16
+    left = nbytes - kept_bytes(shapes, 0, moments, length)
+    return left // pair if left >= pair else None
+
+
+@torch.no_grad()
+def reading_scores(
+    model: PreTrainedModel, own: Reader, shapes: list[LayerShape], tokenizer: Any, context: torch.Tensor
+) -> Scores:
+    """KVzip's scores of a context (C,): the largest weight of each pair while the context is read again."""
+    told = tokenizer(REPEAT, add_special_tokens=False, return_tensors="pt").input_ids[0].to(context.device)
+    end = len(context)
+    found: dict[int, torch.Tensor] = {}
+
+    def attend(call: Call) -> torch.Tensor:
+        kept_heads = call.key.shape[1]
+        heads = call.query.shape[1] // kept_heads
+        key, value = (t.repeat_interleave(heads, 1) for t in (call.key, call.value))
+        parts, largest = [], key.new_zeros(kept_heads, end)
+        for start in range(0, key.shape[2], QUERIES):
+            stop = min(start + QUERIES, key.shape[2])
+            scores = call.score(call.query[:, :, start:stop], key[:, :, :stop])
+            weights = (scores + call.mask[:, :, start:stop, :stop]).softmax(-1)
+            again = weights[0, :, max(end + len(told) - start, 0) :, :end]
+            if again.shape[1]:
+                largest = torch.maximum(largest, again.amax(1).view(kept_heads, heads, end).amax(1))
+            parts.append(weights @ value[:, :, :stop].float())
+        found[call.layer] = largest
+        return torch.cat(parts, 2)
+
+    with attending(model, attend):
+        own.states(torch.cat([context, told, context])[None])
+    return [found[layer] if shape.limit is None else None for layer, shape in enumerate(shapes)]
+
+
+def keep_highest(scores: Scores, pairs: int) -> Kept:
+    """Pairs that are kept of every layer: those of the highest scores."""
+    flat = torch.cat([layer.flatten() for layer in scores if layer is not None])
+    kept = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+    kept[flat.topk(min(pairs, len(flat))).indices] = True
+    parts = iter(kept.split([layer.numel() for layer in scores if layer is not None]))
+    return [None if layer is None else next(parts).view_as(layer) for layer in scores]
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Attention of two copies of one text (2, L), the second of which sees what is kept of each context.
+
+    kept: for each end of a context (C), in rising order, the pairs that are kept of every layer.
+    """
+
+    kept: dict[int, Kept]
+    moments: bool
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """Attend with both copies."""
+        length = call.key.shape[2]
+        heads = call.query.shape[1] // call.key.shape[1]
+        key, value = (t.float().repeat_interleave(heads, 1) for t in (call.key, call.value))
+        tensors = (t[:1] for t in (call.query, call.key, call.value, call.mask))
+        whole = OtherCache().attend(Call(call.layer, *tensors, call.score))
+        ends = [*self.kept, length]
+        parts = [whole[:, :, : ends[0]]]
+        for start, stop in zip(ends, ends[1:], strict=False):
+            if start == stop:
+                continue
+            query = call.query[1:, :, start:stop]
+            columns = [torch.cat([t[:1, :, :start], t[1:, :, start:stop]], 2) for t in (key, value)]
+            scores = call.score(query, columns[0]) + call.mask[:1, :, start:stop, :stop]
+            kept = self.kept[start][call.layer]
+            if kept is not None:
+                kept = kept.repeat_interleave(heads, 0)
+                scores[..., :start].masked_fill_(~kept[None, :, None], -torch.inf)
+            if kept is None or not self.moments:
+                parts.append(scores.softmax(-1) @ columns[1])
+                continue
+            mass, read = read_moments(query, key[:1, :, :start], value[:1, :, :start], ~kept, call.score)
+            weights = torch.cat([scores, mass], -1).softmax(-1)
+            parts.append(weights[..., :-1] @ columns[1] + weights[..., -1:] * read)
+        return torch.cat([whole, torch.cat(parts, 2)])
+
+
+def read_moments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, evicted: torch.Tensor, score: Callable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log mass (1, H, Q, 1) and value (1, H, Q, D) of evicted pairs, to first order around their mean key.
+
+    Args:
+        query: (1, H, Q, D). key, value: (1, H, C, D). evicted: (H, C).
+    """
+    share = evicted[None, :, :, None].float()
+    count = share.sum(2, keepdim=True)
+    mean_key, mean_value = ((t * share).sum(2, keepdim=True) / count.clamp(min=1) for t in (key, value))
+    spread = ((key - mean_key) * share).transpose(-1, -2) @ (value - mean_value) / count.clamp(min=1)
+    mass = score(query, mean_key) + count.log()
+    return mass, mean_value + score(query, spread.transpose(-1, -2))
+
+
+def read_after(
+    model: PreTrainedModel,
+    own: Reader,
+    scores_of: Callable[[torch.Tensor], Scores],
+    ends: Sequence[int],
+    pairs: int,
+    moments: bool,
+) -> Reader:
+    """A reader of single texts (1, L) with eviction after each of the contexts that end at `ends`.
+
+    Args:
+        scores_of: scores of the pairs of a context (C,).
+        pairs: number of pairs that are kept, of all heads and layers together.
+    """
+
+    def states(ids: torch.Tensor) -> torch.Tensor:
+        kept = {end: keep_highest(scores_of(ids[0, :end]), pairs) for end in ends}
+        with attending(model, Eviction(kept, moments).attend):
+            return own.states(ids.expand(2, -1))[1:]
+
+    return Reader(states, own.head)

@@ -1,0 +1,36 @@
+"""Pages: how long they are, and that their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
+PAGES = [*RESULTS, *sorted((ROOT / "docs" / "guide").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+WORDS = {"README": 1000, "quality": 1200, "performance": 1000, "log": 1500}
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *RESULTS], ids=name)
+def test_pages_are_short(path):
+    assert len(path.read_text().split()) <= WORDS.get(path.stem, 500)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_lead_to_a_heading(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if not link.startswith("http"):
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
