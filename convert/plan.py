@@ -308,9 +308,9 @@ def break_even_in_words(break_even: dict[str, int | None]) -> str:
     """Describe from how many tokens on a hybrid takes less memory than its teacher, weights included."""
     parts = []
     for cache, tokens in break_even.items():
-        when = f"from {tokens:,} tokens on"
-        if tokens is None:
-            when = "at no length"
+        when = "at no length"
+        if tokens is not None:
+            when = f"from {tokens:,} tokens on"
         parts.append(f"{when} less in all than the teacher with a cache of {cache}")
     return ", ".join(parts)
 
