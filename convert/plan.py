@@ -226,6 +226,8 @@ def _far(placement: Placement, resolved: Resolved) -> list[str]:
     method = resolved.alignment.method
     if not placement.replaced_layers or resolved.mixer["mixer"] == "none":
         return []
+    if method == "none" and resolved.has_windows:
+        return ["nothing is fitted (--align none): states are read as if keys and values were Gaussian"]
     if method == "none":
         return ["nothing is fitted (--align none): this is a start for training, not yet a language model"]
     if placement.hybrid is None and not resolved.export_ready and method == "closed-form":
