@@ -47,7 +47,7 @@ Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], do
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
 Trainable = Literal["all", "all-but-mlp", "mixers", "beyond-window"]
 Window = restricted_number_type("Window", int, [(">=", 2), ("<=", 2**24)], docstring="a number of tokens from 2 on")
-CacheBit = Literal[16, 8, 7, 6, 5, 4, 3, 2]
+CacheBit = Literal[16, 8, 6, 4, 2]
 Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
 
 
