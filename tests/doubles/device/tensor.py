@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .rules import check_devices, check_kernel, draws, is_composite, launches, name_of, waits
+from .rules import aten, check_devices, check_kernel, draws, is_composite, launches, name_of, waits
 
 if TYPE_CHECKING:
     from .standin import StandIn
@@ -121,13 +121,21 @@ def run(op, args: tuple, kwargs: dict) -> Any:
     if draws(op):
         kwargs = kwargs | {"generator": stand_in.generator_of(device, kwargs.get("generator"))}
     hosts = {id(t.host): t for t in ours} | {id(t): t for t in theirs}
-    out = op(*_on_host(args), **_on_host(kwargs))
+    out = _carried_out(op, _on_host(args), _on_host(kwargs))
     for t in ours:
         if t.shape != t.host.shape or t.stride() != t.host.stride():  # of an `out`, or by resize_, t_ and the like
             t.data = DeviceTensor(t.host, t.device)
     if device.type == "cpu":
         return out
     return tree_map_only(torch.Tensor, lambda t: hosts[id(t)] if id(t) in hosts else DeviceTensor(t, device), out)
+
+
+def _carried_out(op, args: tuple, kwargs: dict) -> Any:
+    if "out_dtype" in kwargs or op._overloadname.startswith("dtype"):  # products in another type, which CUDA alone has
+        dtype = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype))
+        args = tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in args if not isinstance(t, torch.dtype))
+        op, kwargs = getattr(aten, name_of(op)), {k: v for k, v in kwargs.items() if k != "out_dtype"}
+    return op(*args, **kwargs)
 
 
 def _on_host(tree: Any) -> Any:
