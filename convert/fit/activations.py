@@ -40,11 +40,11 @@ class ActivationStream:
         self.u = self._array("u", shape, torch.bfloat16)
         self.y = self._array("y", shape, torch.bfloat16)
         for rows in self._rows():
-            self.hidden[rows] = teacher.embed(ids[rows]).cpu()
+            self._take(self.hidden[rows], teacher.embed(ids[rows]))
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._folder is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, pin_memory=self.teacher.device.type == "cuda")
         path, size = Path(self._folder.name, name), torch.Size(shape).numel()
         with during(f"making room for activations in {path}"), open(path, "wb") as file:
             if hasattr(os, "posix_fallocate"):  # or a disk that fills would end the process without a word
@@ -55,6 +55,10 @@ class ActivationStream:
         for first in range(0, len(self.ids), STREAM_SEQUENCES):
             yield slice(first, first + STREAM_SEQUENCES)
 
+    def _take(self, here: torch.Tensor, there: torch.Tensor) -> None:
+        """Copy from the device in the type that is kept; pinned memory is not waited for."""
+        here.copy_(there.to(here.dtype), non_blocking=True)
+
     @torch.no_grad()
     def attention_data(self, layer: int) -> LayerData:
         """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way."""
@@ -63,14 +67,17 @@ class ActivationStream:
         handle = block.self_attn.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
         try:
             for rows in self._rows():
-                hidden = self.hidden[rows].to(self.teacher.device)
+                hidden = self.hidden[rows].to(self.teacher.device, non_blocking=True)
                 output = block(hidden, **self.teacher.block_inputs(hidden))
                 ((u, y),) = seen
-                self.u[rows], self.y[rows] = u.cpu(), y.cpu()
-                self.hidden[rows] = output.cpu()  # last: without a norm before the attention, u lies in there
+                self._take(self.u[rows], u)
+                self._take(self.y[rows], y)
+                self._take(self.hidden[rows], output)  # last: without a norm before the attention, u lies in there
                 seen.clear()
         finally:
             handle.remove()
+        if self.teacher.device.type == "cuda":
+            torch.cuda.synchronize(self.teacher.device)  # what is read now is there
         return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1], layer), self.held_out)
 
     def close(self) -> None:

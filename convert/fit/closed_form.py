@@ -78,7 +78,13 @@ class LayerData:
     def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:
         """u and y of some sequences in float32 on the mixer's device."""
         device, index = self.rotary[0].device, torch.as_tensor(rows)
-        return self.u[index].to(device, torch.float32), self.y[index].to(device, torch.float32)
+        u, y = (sent(part[index], device).float() for part in (self.u, self.y))
+        return u, y
+
+
+def sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, for which the host does not wait."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0) -> tuple[nn.Module, LayerFit]:
@@ -181,17 +187,16 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     squares = gram.diagonal()[: out.in_features]
     scale = squares.mean().expand_as(squares)
     judged = [_pair(mixer, data, rows) for rows in _batches(data.judging())]
-    best_error, best_ridge, best = _error_of(prior, judged), None, prior
+    candidates, found = [prior], [_error_of(prior, judged)]
     for ridge in ridges:
         bias = 1e-6 * scale.mean().expand(len(gram) - out.in_features)
         penalty = ridge * torch.cat([scale, bias])
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
-        if info.item():
-            continue
-        weights = torch.cholesky_solve(moment + penalty[:, None] * prior, factor)
-        error = _error_of(weights, judged)
-        if error < best_error:
-            best_error, best_ridge, best = error, ridge, weights
+        candidates.append(torch.cholesky_solve(moment + penalty[:, None] * prior, factor))
+        found.append(_error_of(candidates[-1], judged).masked_fill(info != 0, math.inf))
+    errors = torch.stack(found).nan_to_num(math.inf).tolist()  # the device is waited for here alone
+    best_error = min(errors)
+    best, best_ridge = candidates[errors.index(best_error)], (None, *ridges)[errors.index(best_error)]
     out.weight.copy_(best[: out.in_features].T)
     if out.bias is not None:
         out.bias.copy_(best[out.in_features])
@@ -221,9 +226,9 @@ def _augmented(out: nn.Linear) -> torch.Tensor:
     return weight if out.bias is None else torch.cat([weight, out.bias.detach().double()[None]])
 
 
-def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     error = sum(((F @ weights - y) ** 2).sum() for F, y in pairs)
-    return (error / sum((y**2).sum() for _, y in pairs).clamp_min(TINY)).item()
+    return error / sum((y**2).sum() for _, y in pairs).clamp_min(TINY)
 
 
 def _batches(rows: range) -> list[range]:
@@ -236,16 +241,16 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
     error, total, start = 0.0, 0.0, mixer.shape.window if isinstance(mixer, HybridAttention) else 0
     for rows in _batches(data.judging()):
         u, y = data.batch(rows)
-        error += ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().item()
-        total += (y[:, start:] ** 2).sum().item()
-    return error / max(total, TINY)
+        error = error + ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().double()
+        total = total + (y[:, start:] ** 2).sum().double()
+    return (error / total.clamp_min(TINY)).item()
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:
     """A fixed number of AdamW steps on the mixer, in place, on its squared error."""
     generator = torch.Generator().manual_seed(seed)
-    squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
-    scale = len(data.fitting()) / max(sum(squares), TINY)
+    squares = [data.batch(rows)[1].pow(2).mean().double() * len(rows) for rows in _batches(data.fitting())]
+    scale = len(data.fitting()) / sum(squares).clamp_min(TINY).item()
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=REFINE_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
     steps, order = settings.refine_steps, []

@@ -87,13 +87,13 @@ def fit_hybrid(
     """
     judging = [(u, y, *_projected(layer, u, rotary)) for u, y in judging]
     start = layer.shape.window
-    total = sum(y[:, start:].square().sum().item() for _, y, *_ in judging)
-    total = max(total, torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
+    total = sum(y[:, start:].square().sum().double() for _, y, *_ in judging)
+    total = total.clamp(min=torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
 
     def residuals() -> list[Seen]:
         return [_seen(layer, u, y, *projected) for u, y, *projected in judging]
 
-    mapped = sum(seen.residual.square().sum().item() for seen in residuals()) / total
+    mapped = _squares(residuals()) / total
     seen_before = []
 
     def once() -> Iterator[tuple[Near, Projected, Layout]]:
@@ -106,7 +106,7 @@ def fit_hybrid(
     fit_mass(layer, once())
     return_free_memory()
     if layer.down is None:
-        error = sum(seen.residual.square().sum().item() for seen in residuals()) / total
+        mapped, error = torch.stack([mapped, _squares(residuals()) / total]).tolist()
         return mapped, OutputMap(layer.mass.new_zeros(0, 0), layer.mass.new_zeros(0, 0), {0: error}, None)
     first = (_mixed(layer, *seen_before.pop()) for _ in range(len(seen_before)))  # each is let go after its use
     rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in others)
@@ -114,38 +114,47 @@ def fit_hybrid(
     for seen in itertools.chain(first, rest):
         gram = gram + _gram(seen.features).double()
         moment = moment + (seen.features.T @ seen.residual).double()
-    return mapped, _best_map(gram, moment, residuals(), total)
+    return _best_map(gram, moment, residuals(), total, mapped)
 
 
-def _best_map(gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: float) -> OutputMap:
-    """The output map by reduced-rank ridge regression, with the ridge whose map of the highest rank is best."""
-    scale, best = gram.diagonal().mean(), None
+def _squares(seen: list[Seen]) -> torch.Tensor:
+    return sum(part.residual.square().sum().double() for part in seen)
+
+
+def _best_map(
+    gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: torch.Tensor, mapped: torch.Tensor
+) -> tuple[float, OutputMap]:
+    """`mapped` as a number, and the output map by reduced-rank ridge regression, with the best ridge."""
+    scale, found = gram.diagonal().mean(), []
     rank = min(max(RANKS), moment.shape[1], moment.shape[0])
+    ranks = [r for r in RANKS if r <= rank]
     for ridge in RIDGES:
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag((ridge * scale).expand(len(gram))))
-        if info.item():
-            continue
         solution = torch.cholesky_solve(moment, factor)
         explained = solution.T @ (gram @ solution)
-        energy, directions = torch.linalg.eigh(explained)
+        singular = (info != 0) | ~explained.isfinite().all()
+        energy, directions = torch.linalg.eigh(explained.masked_fill(singular, 0))
         directions = directions[:, -rank:].flip(1)
         # the middle of the map as large as a unit vector, so that a step of training moves both parts alike
         size = (energy[-rank:].flip(0).clamp(min=0) / gram.diagonal().sum()).sqrt().clamp(min=1e-12)
         down = ((solution @ directions) / size.sqrt()).T.float()
         up = (directions * size.sqrt()).float()
-        errors = {r: _error(judged, down[:r], up[:, :r]) / total for r in RANKS if r <= rank}
-        found = OutputMap(down, up, errors, ridge)
-        if best is None or min(errors.values()) < min(best.errors.values()):
-            best = found
-    if best is None:
+        errors = torch.stack([_error(judged, down[:r], up[:, :r]) / total for r in ranks])
+        found.append((down, up, errors.masked_fill(singular, math.inf)))
+    # the device is waited for here, and by eigh
+    mapped, *errors = torch.cat([mapped[None], *(errors for *_, errors in found)]).nan_to_num(math.inf).tolist()
+    by_ridge = [errors[i : i + len(ranks)] for i in range(0, len(errors), len(ranks))]
+    best = min(range(len(RIDGES)), key=lambda i: min(by_ridge[i]))
+    if math.isinf(min(by_ridge[best])):
         raise ValueError(
             "The normal equations of the output map are singular: the features are all zero or not finite."
         )
-    return best
+    down, up, _ = found[best]
+    return mapped, OutputMap(down, up, dict(zip(ranks, by_ridge[best], strict=True)), RIDGES[best])
 
 
-def _error(judged: list[Seen], down: torch.Tensor, up: torch.Tensor) -> float:
-    return sum((seen.residual - seen.features @ down.T @ up.T).square().sum().item() for seen in judged)
+def _error(judged: list[Seen], down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return sum((seen.residual - seen.features @ down.T @ up.T).square().sum().double() for seen in judged)
 
 
 def set_map(layer: HybridAttention, down: torch.Tensor, up: torch.Tensor) -> None:
@@ -252,7 +261,8 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
     for u, target in zip(inputs, targets, strict=True):
         gram, moment = gram + (u - centre).T @ (u - centre), moment + (u - centre).T @ (target - level)
     penalty = SALIENCE_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
-    solution = torch.linalg.solve(gram + penalty * torch.eye(len(gram), device=gram.device), moment)
+    # which has a solution by its penalty, so that the device need not be asked whether it has
+    solution = torch.linalg.solve_ex(gram + penalty * torch.eye(len(gram), device=gram.device), moment).result
     layer.salience.copy_(solution)
     return_free_memory()
 
@@ -287,7 +297,7 @@ def fit_mass(layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layou
     penalty = MASS_RIDGE * diagonal
     penalty[:, :2] *= MASS_RIDGE  # an offset and the number of tokens, which are all but free
     penalty += torch.finfo(torch.float32).tiny
-    solution = torch.linalg.solve(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double())
+    solution = torch.linalg.solve_ex(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double()).result
     layer.mass.copy_(solution)
 
 
@@ -311,8 +321,8 @@ def _scores(
     heads, length = query.shape[1], query.shape[2]
     key = repeat_groups(key.transpose(1, 2), heads).transpose(1, 2)
     number = torch.arange(length, device=key.device)
-    for rows in number[start:].split(QUERIES):
-        so_far = int(rows[-1]) + 1
+    for first in range(start, length, QUERIES):
+        rows, so_far = number[first : first + QUERIES], min(first + QUERIES, length)
         scores = (query[:, :, rows] @ key[:, :, :so_far].mT).float() * layer.scaling
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)

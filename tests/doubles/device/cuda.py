@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from .standin import StandIn
 
-CAPABILITY = (9, 0)
+CAPABILITY, EMPTY = (9, 0), torch.empty
 
 
 class Stream:
@@ -144,8 +144,8 @@ def replaced(stand_in: "StandIn") -> contextlib.ExitStack:
         stack.enter_context(patched(torch.cuda.random, **random))
         stack.enter_context(patched(torch.cuda.memory, **{k: v for k, v in of_cuda.items() if "memory" in k}))
         stack.enter_context(patched(torch.accelerator, **of_accelerator))
-        stack.enter_context(patched(torch, Generator=_generators(stand_in)))
-        stack.enter_context(patched(torch.Tensor, pin_memory=_pinned, is_pinned=_is_pinned))
+        stack.enter_context(patched(torch, Generator=_generators(stand_in), empty=_empty))
+        stack.enter_context(patched(torch.Tensor, **_pinning(stand_in)))
         return stack.pop_all()
 
 
@@ -156,16 +156,25 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
         yield
 
 
-def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    if tensor.device.type != "cpu":
-        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-    copied = tensor.clone()
-    copied.pinned = True
-    return copied
+def _pinning(stand_in: "StandIn") -> dict[str, Any]:
+    """Methods of a tensor; a storage that is pinned stays so, and stays."""
+
+    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+        return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in stand_in.pinned
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+        copied = tensor.clone().detach()
+        stand_in.pinned[copied.untyped_storage()._cdata] = copied.untyped_storage()
+        return copied
+
+    return {"is_pinned": is_pinned, "pin_memory": pin_memory}
 
 
-def _is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-    return getattr(tensor, "pinned", False)
+def _empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    made = EMPTY(*args, **kwargs)
+    return made.pin_memory() if pin_memory else made
 
 
 def _generators(stand_in: "StandIn") -> type:

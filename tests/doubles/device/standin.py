@@ -72,6 +72,7 @@ class StandIn:
         # of the device, by what C++, which forgets their class, keeps of them
         self.made = {generator._cdata: generator for generator in self.generators}
         self.counts: list[Counts] = []
+        self.pinned: dict[int, torch.UntypedStorage] = {}
         self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
 
     def __enter__(self) -> "StandIn":
@@ -114,6 +115,12 @@ class StandIn:
         """A kernel is launched."""
         for counts in self.counts:
             counts.kernels[str(op)] += 1
+
+    def copy_waits(self, name: str, args: tuple, kwargs: dict) -> bool:
+        """Return True if a copy between host and device ends before the next operation is asked for."""
+        asynchronous = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)
+        on_host = [t for t in args[:2] if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
+        return args[0].numel() > 0 and not (asynchronous and all(t.is_pinned() for t in on_host))
 
     def block_of(self, host: torch.Tensor, device: int) -> Block:
         """The memory of a tensor's storage, which may be that of others."""

@@ -113,8 +113,7 @@ def run(op, args: tuple, kwargs: dict) -> Any:
         device, kwargs = stand_in.indexed(kwargs["device"]), kwargs | {"device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
     moves = name == "_to_copy" and device != ours[0].device or name == "copy_" and args[0].device != args[1].device
-    blocking = not (kwargs.get("non_blocking") or name == "copy_" and len(args) > 2 and args[2])
-    if moves and blocking or waits(op, args, kwargs):
+    if moves and stand_in.copy_waits(name, args, kwargs) or waits(op, args, kwargs):
         stand_in.note_wait(op)
     if launches(op) and not moves:
         stand_in.note_launch(op)
