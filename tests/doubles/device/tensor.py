@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .rules import aten, check_devices, check_kernel, draws, is_composite, launches, name_of, waits
+from .rules import PRODUCTS, aten, check_devices, check_kernel, draws, is_composite, launches, name_of, waits
 
 if TYPE_CHECKING:
     from .standin import StandIn
@@ -53,7 +53,9 @@ class DeviceTensor(torch.Tensor):
         return DeviceTensor(inner["host"], device)
 
     def __repr__(self, **kwargs):
-        return f"{self.cpu()!r} on {self.device}"
+        for stand_in in ACTIVE:  # there may be none any more
+            stand_in.note_wait("repr")
+        return f"{self.host!r} on {self.device}"
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -93,7 +95,10 @@ class DeviceTensor(torch.Tensor):
     @data.setter
     def data(self, other):
         if not isinstance(other, DeviceTensor):
-            raise RuntimeError("The stand-in device cannot put data of the host into a tensor of the device.")
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            other = torch.nn.Parameter(other, self.requires_grad) if is_parameter else other.detach()
+            torch.utils.swap_tensors(self, other)  # its class is another
+            return
         torch.Tensor.data.__set__(self, other)
         self.host, self.block = other.host, other.block
 
@@ -130,10 +135,13 @@ def run(op, args: tuple, kwargs: dict) -> Any:
 
 
 def _carried_out(op, args: tuple, kwargs: dict) -> Any:
-    if "out_dtype" in kwargs or op._overloadname.startswith("dtype"):  # products in another type, which CUDA alone has
+    name = name_of(op)
+    if name == "histc" and not args[0].is_floating_point():  # which CUDA alone has
+        return op(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    if name in PRODUCTS and "dtype" in op._overloadname:  # likewise products in another type
         dtype = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype))
         args = tuple(t.to(dtype) if isinstance(t, torch.Tensor) else t for t in args if not isinstance(t, torch.dtype))
-        op, kwargs = getattr(aten, name_of(op)), {k: v for k, v in kwargs.items() if k != "out_dtype"}
+        op, kwargs = getattr(aten, name), {k: v for k, v in kwargs.items() if k != "out_dtype"}
     return op(*args, **kwargs)
 
 
