@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from ..errors import during
+from ..errors import during, is_out_of_memory
 from .closed_form import LayerData
 from .teacher_model import TeacherModel
 
 STREAM_SEQUENCES = 4
+"""Sequences that a block of the teacher reads at once; half as many where memory does not suffice."""
 
 
 class ActivationStream:
@@ -33,6 +34,7 @@ class ActivationStream:
         if not 0 < held_out < len(ids):
             raise ValueError(f"{len(ids)} calibration sequences cannot be split into fitting and {held_out} held-out.")
         self.teacher, self.ids, self.held_out = teacher, ids, held_out
+        self.at_once = STREAM_SEQUENCES
         shape = (*ids.shape, teacher.config.hidden_size)
         on_disk = ids.numel() * shape[-1] * (4 + 2 + 2) > memory
         self._folder = tempfile.TemporaryDirectory(dir=folder, prefix=".activations-") if on_disk else None
@@ -51,9 +53,9 @@ class ActivationStream:
                 os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
         return torch.from_file(os.fspath(path), shared=True, size=size, dtype=dtype).view(shape)
 
-    def _rows(self) -> Iterator[slice]:
-        for first in range(0, len(self.ids), STREAM_SEQUENCES):
-            yield slice(first, first + STREAM_SEQUENCES)
+    def _rows(self, begin: int = 0) -> Iterator[slice]:
+        for first in range(begin, len(self.ids), self.at_once):
+            yield slice(first, first + self.at_once)
 
     def _take(self, here: torch.Tensor, there: torch.Tensor) -> None:
         """Copy from the device in the type that is kept; pinned memory is not waited for."""
@@ -66,13 +68,21 @@ class ActivationStream:
         seen = []
         handle = block.self_attn.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
         try:
-            for rows in self._rows():
-                hidden = self.hidden[rows].to(self.teacher.device, non_blocking=True)
-                output = block(hidden, **self.teacher.block_inputs(hidden))
-                ((u, y),) = seen
-                self._take(self.u[rows], u)
-                self._take(self.y[rows], y)
-                self._take(self.hidden[rows], output)  # last: without a norm before the attention, u lies in there
+            rows = list(self._rows())
+            while rows:
+                hidden = self.hidden[rows[0]].to(self.teacher.device, non_blocking=True)
+                try:
+                    output = block(hidden, **self.teacher.block_inputs(hidden))
+                except Exception as error:
+                    if not is_out_of_memory(error) or self.at_once == 1:
+                        raise
+                    self.at_once, first, seen[:] = self.at_once // 2, rows[0].start, ()
+                    rows = list(self._rows(first))
+                    continue
+                (of_attention,) = seen
+                for here, there in zip((self.u, self.y), of_attention, strict=True):
+                    self._take(here[rows[0]], there)
+                self._take(self.hidden[rows.pop(0)], output)  # last: without a norm before, u lies in there
                 seen.clear()
         finally:
             handle.remove()

@@ -10,6 +10,7 @@ Shapes: S sequences, L length, D model width, E features before out_proj.
 """
 
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -20,9 +21,8 @@ from modeling_llamba.hybrid_attention import HybridAttention
 
 from ..io.mapping import set_decay
 from ..options import FitOptions
-from .hybrid_fit import SALIENCE_SEQUENCES, fit_hybrid, fit_salience, set_map
+from .hybrid_fit import SALIENCE_SEQUENCES, Pieces, fit_hybrid, fit_salience, set_map
 
-BATCH_SEQUENCES = 2
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
 REFINE_SEQUENCES = 2  # per gradient step
@@ -61,11 +61,12 @@ class LayerData:
     y: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
     held_out: int
+    pieces: Pieces = Pieces()
 
     def fewer(self, fitting: int) -> "LayerData":
         """Keep at most so many of the sequences to fit on."""
         rows = fitting + self.held_out
-        return LayerData(self.u[-rows:], self.y[-rows:], self.rotary, self.held_out)
+        return dataclasses.replace(self, u=self.u[-rows:], y=self.y[-rows:])
 
     def fitting(self) -> range:
         """Indices of the sequences to fit on."""
@@ -74,6 +75,10 @@ class LayerData:
     def judging(self) -> range:
         """Indices of the sequences to judge on."""
         return range(len(self.u) - self.held_out, len(self.u))
+
+    def in_batches(self, rows: range) -> list[range]:
+        """As many of these sequences at a time as lie in memory at once."""
+        return [rows[i : i + self.pieces.sequences] for i in range(0, len(rows), self.pieces.sequences)]
 
     def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:
         """u and y of some sequences in float32 on the mixer's device."""
@@ -117,7 +122,7 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int
 
 def check_finite(data: LayerData) -> None:
     """Refuse activations with NaN or infinity."""
-    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
+    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(data.pieces.sequences)):
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
 
 
@@ -130,14 +135,14 @@ def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> LayerFit:
     """
     check_finite(data)
     if layer.salience is not None:
-        inputs = (data.batch(rows)[0] for rows in _batches(data.fitting()[:SALIENCE_SEQUENCES]))
-        fit_salience(layer, inputs, data.rotary)
+        inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SALIENCE_SEQUENCES]))
+        fit_salience(layer, inputs, data.rotary, data.pieces.queries)
     if layer.mass is None:
         error = held_out_error(layer, data)
         return LayerFit(None, None, error, error, error)
-    fitting, judging = _batches(data.fitting()), _batches(data.judging())
-    parts = (map(data.batch, batches) for batches in (fitting[::2], fitting[1::2], judging))
-    mapped, fitted = fit_hybrid(layer, *parts, data.rotary)
+    fitting, judging = data.in_batches(data.fitting()), data.in_batches(data.judging())
+    parts = (fitting[::2], fitting[1::2], judging)
+    mapped, fitted = fit_hybrid(layer, data.batch, *parts, data.rotary, data.pieces)
     error = min(fitted.errors.values())
     set_map(layer, fitted.down, fitted.up)
     return LayerFit(None, fitted.ridge, mapped, error, error, fitted.errors)
@@ -186,7 +191,7 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     prior = _augmented(out)
     squares = gram.diagonal()[: out.in_features]
     scale = squares.mean().expand_as(squares)
-    judged = [_pair(mixer, data, rows) for rows in _batches(data.judging())]
+    judged = [_pair(mixer, data, rows) for rows in data.in_batches(data.judging())]
     candidates, found = [prior], [_error_of(prior, judged)]
     for ridge in ridges:
         bias = 1e-6 * scale.mean().expand(len(gram) - out.in_features)
@@ -206,7 +211,7 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
 def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
     """F^T F (E', E') and F^T Y (E', D) in float64 over the fitting sequences; E' = E + 1 with a bias."""
     gram = moment = 0.0
-    for rows in _batches(data.fitting()):
+    for rows in data.in_batches(data.fitting()):
         F, y = _pair(mixer, data, rows)
         gram, moment = gram + F.T @ F, moment + F.T @ y
     return gram, moment
@@ -231,15 +236,11 @@ def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tenso
     return error / sum((y**2).sum() for _, y in pairs).clamp_min(TINY)
 
 
-def _batches(rows: range) -> list[range]:
-    return [rows[i : i + BATCH_SEQUENCES] for i in range(0, len(rows), BATCH_SEQUENCES)]
-
-
 @torch.no_grad()
 def held_out_error(mixer: nn.Module, data: LayerData) -> float:
     """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit, of a hybrid layer behind its window."""
     error, total, start = 0.0, 0.0, mixer.shape.window if isinstance(mixer, HybridAttention) else 0
-    for rows in _batches(data.judging()):
+    for rows in data.in_batches(data.judging()):
         u, y = data.batch(rows)
         error = error + ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().double()
         total = total + (y[:, start:] ** 2).sum().double()
@@ -249,7 +250,7 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
 def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:
     """A fixed number of AdamW steps on the mixer, in place, on its squared error."""
     generator = torch.Generator().manual_seed(seed)
-    squares = [data.batch(rows)[1].pow(2).mean().double() * len(rows) for rows in _batches(data.fitting())]
+    squares = [data.batch(rows)[1].pow(2).mean().double() * len(rows) for rows in data.in_batches(data.fitting())]
     scale = len(data.fitting()) / sum(squares).clamp_min(TINY).item()
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=REFINE_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)

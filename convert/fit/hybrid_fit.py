@@ -12,7 +12,7 @@ width; n tokens. Others as in modeling_llamba/hybrid_attention.py.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +25,7 @@ from modeling_llamba.ssd import repeat_groups
 
 from ..memory import return_free_memory
 
-QUERIES = 128
-"""Queries whose scores against all earlier keys lie in memory at once."""
+FEWEST_QUERIES = 16
 GRAM_BLOCKS = 4
 """Blocks of columns; of the products of so many, those above the diagonal are not computed."""
 SALIENCE_SEQUENCES = 8
@@ -56,6 +55,23 @@ class OutputMap:
     ridge: float | None
 
 
+class Pieces(NamedTuple):
+    """What of a fit lies in memory at once: sequences, queries whose scores against all earlier keys do, and whether
+    what the mass was fitted on is kept for the output map instead of computed again."""
+
+    sequences: int = 2
+    queries: int = 128
+    kept: bool = True
+
+    def smaller(self) -> "Pieces | None":
+        """The next that takes less memory; None where this is the last."""
+        if self.kept:
+            return self._replace(kept=False)
+        if self.sequences > 1:
+            return self._replace(sequences=self.sequences // 2)
+        return self._replace(queries=self.queries // 2) if self.queries > FEWEST_QUERIES else None
+
+
 class Seen(NamedTuple):
     """Features and residuals of a layer at the tokens behind the window of some sequences.
 
@@ -69,23 +85,26 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def fit_hybrid(
     layer: HybridAttention,
-    for_mass: Iterable[Batch],
-    others: Iterable[Batch],
-    judging: Iterable[Batch],
+    batch: Callable[[range], Batch],
+    for_mass: list[range],
+    others: list[range],
+    judging: list[range],
     rotary: Rotary,
+    pieces: Pieces,
 ) -> tuple[float, OutputMap | None]:
     """Fit the mass, in place, and the output map.
 
     Args:
-        for_mass, others: the layer's inputs and the teacher's outputs (B, L, D). The output map is fitted on both, the
-            mass on the former alone: it has few numbers, and to know the true mass takes long.
-        judging: others of the kind.
+        batch: the layer's inputs and the teacher's outputs (B, L, D) in some sequences.
+        for_mass, others: sequences. The output map is fitted on both, the mass on the former alone: it has few
+            numbers, and to know the true mass takes long.
+        judging: other sequences.
 
     Returns:
         The relative squared error on `judging` with the theory's mass and no output map; and the map, None in a layer
         that has none.
     """
-    judging = [(u, y, *_projected(layer, u, rotary)) for u, y in judging]
+    judging = [(u, y, *_projected(layer, u, rotary)) for u, y in map(batch, judging)]
     start = layer.shape.window
     total = sum(y[:, start:].square().sum().double() for _, y, *_ in judging)
     total = total.clamp(min=torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
@@ -97,19 +116,21 @@ def fit_hybrid(
     seen_before = []
 
     def once() -> Iterator[tuple[Near, Projected, Layout]]:
-        for u, y in for_mass:
+        for u, y in map(batch, for_mass):
             projected, of_kept = _projected(layer, u, rotary)
             near, layout = _near(layer, projected)
-            seen_before.append((u, y, projected, of_kept, near, layout))
+            if pieces.kept:
+                seen_before.append((u, y, projected, of_kept, near, layout))
             yield near, projected, layout
 
-    fit_mass(layer, once())
+    fit_mass(layer, once(), pieces.queries)
     return_free_memory()
     if layer.down is None:
         mapped, error = torch.stack([mapped, _squares(residuals()) / total]).tolist()
         return mapped, OutputMap(layer.mass.new_zeros(0, 0), layer.mass.new_zeros(0, 0), {0: error}, None)
     first = (_mixed(layer, *seen_before.pop()) for _ in range(len(seen_before)))  # each is let go after its use
-    rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in others)
+    rest = map(batch, others if pieces.kept else [*for_mass, *others])
+    rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in rest)
     gram = moment = 0.0
     for seen in itertools.chain(first, rest):
         gram = gram + _gram(seen.features).double()
@@ -239,7 +260,9 @@ def _gram(F: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary: Rotary) -> None:
+def fit_salience(
+    layer: HybridAttention, batches: Iterable[torch.Tensor], rotary: Rotary, queries: int = Pieces().queries
+) -> None:
     """Fit which tokens are attended to for good, in place.
 
     Args:
@@ -254,7 +277,7 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
                 f"Sequences of {u.shape[1]} tokens hardly leave a window of {layer.shape.window} and {sinks} sinks, "
                 "so nothing shows which tokens are salient; set sequence_length higher, or salient: 0."
             )
-        received = attention_received(layer, u, rotary)
+        received = attention_received(layer, u, rotary, queries)
         inputs.append(u[:, sinks:last].flatten(0, 1).double())
         targets.append((received[:, sinks:last] + FLOOR).log().flatten().double())
     centre, level = torch.cat(inputs).mean(0), torch.cat(targets).mean()
@@ -267,26 +290,30 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
     return_free_memory()
 
 
-def attention_received(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def attention_received(
+    layer: HybridAttention, u: torch.Tensor, rotary: Rotary, queries: int = Pieces().queries
+) -> torch.Tensor:
     """The attention to each token (B, L) that has left the window, a mean over the queries, summed over the heads."""
     shape, length = layer.shape, u.shape[1]
     received = u.new_zeros(u.shape[:2])
     block = torch.arange(length, device=u.device) // shape.block
     projected = layer.rounded(layer.select_windowed(layer.project(u, rotary, unpadded(u))))
-    for rows, scores in _scores(layer, projected.query, projected.key, 0):
+    for rows, scores in _scores(layer, projected.query, projected.key, 0, queries):
         left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
         received[:, : scores.shape[-1]] += (scores.softmax(-1).sum(1) * left).sum(1)
     leaves = (block + shape.whole_blocks + 1) * shape.block
     return received / (length - leaves).clamp(min=1)
 
 
-def fit_mass(layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layout]]) -> None:
+def fit_mass(
+    layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layout]], queries: int = Pieces().queries
+) -> None:
     """Fit the log mass of the state, in place."""
     gram = moment = 0.0
     for near, projected, layout in seen:
         features = layout.to_tokens(layout.in_order(layer.mass_features(near.query, near.state)))
         log_mass = layout.to_tokens(layout.in_order(near.log_mass))  # (B, L', H')
-        mass = state_log_mass(layer, projected, near, layout)
+        mass = state_log_mass(layer, projected, near, layout, queries)
         gate = torch.sigmoid(mass - log_mass)
         # an error of the log mass changes the gate by g (1 - g) times it
         weight = (gate * (1 - gate) + FLOOR) * mass.isfinite()
@@ -301,28 +328,30 @@ def fit_mass(layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layou
     layer.mass.copy_(solution)
 
 
-def state_log_mass(layer: HybridAttention, projected: Projected, near: Near, layout: Layout) -> torch.Tensor:
+def state_log_mass(
+    layer: HybridAttention, projected: Projected, near: Near, layout: Layout, queries: int = Pieces().queries
+) -> torch.Tensor:
     """Log-sum-exp of the true scores of the tokens in the state (B, L', H'), -inf where there are none."""
     start, length = layer.shape.window, projected.query.shape[2]
     until = near.until[:, layer.shape.places :]
     block = torch.arange(length, device=until.device) // layer.shape.block
     parts = []
-    for rows, scores in _scores(layer, projected.query, projected.key, start):
+    for rows, scores in _scores(layer, projected.query, projected.key, start, queries):
         evicted = until[:, None, : scores.shape[-1]] <= block[rows][:, None]
         parts.append(scores.masked_fill(~evicted[:, None], -math.inf).logsumexp(-1))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def _scores(
-    layer: HybridAttention, query: torch.Tensor, key: torch.Tensor, start: int
+    layer: HybridAttention, query: torch.Tensor, key: torch.Tensor, start: int, queries: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The teacher's own scores (B, H', rows, columns so far) of some queries at a time, from the one numbered `start`
     on, and which these are."""
     heads, length = query.shape[1], query.shape[2]
     key = repeat_groups(key.transpose(1, 2), heads).transpose(1, 2)
     number = torch.arange(length, device=key.device)
-    for first in range(start, length, QUERIES):
-        rows, so_far = number[first : first + QUERIES], min(first + QUERIES, length)
+    for first in range(start, length, queries):
+        rows, so_far = number[first : first + queries], min(first + queries, length)
         scores = (query[:, :, rows] @ key[:, :, :so_far].mT).float() * layer.scaling
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)

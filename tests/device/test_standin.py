@@ -1,4 +1,4 @@
-"""The stand-in device: programs that are wrong on CUDA are caught, and those that are right compute what a CPU does."""
+"""The stand-in device: what is wrong on CUDA is caught, and what is right computes what a CPU does."""
 
 import copy
 
@@ -113,6 +113,12 @@ def test_a_right_program_computes_what_a_cpu_does(name, device):
     assert torch.equal(there.cpu(), RIGHT[name](x))
 
 
+def test_a_model_goes_to_the_meta_device_and_back(device):
+    model = nn.Linear(2, 2).cuda().to("meta")
+    assert model.weight.is_meta and torch.cuda.memory_allocated() == 0
+    assert model.to_empty(device="cuda").weight.is_cuda and not model.cpu().weight.is_cuda
+
+
 def train(where, autocast=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 8, bias=False))
@@ -186,6 +192,8 @@ def test_nothing_is_left_of_it():
     with StandIn():
         assert torch.cuda.is_available() and torch.accelerator.is_available()
         made = torch.ones(2, device="cuda")
+        with torch.device("meta"):
+            assert nn.Embedding(2, 2).weight.is_meta and nn.Linear(2, 2).weight.is_meta
     assert not torch.cuda.is_available() and not torch.accelerator.is_available() and made.is_cuda
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         torch.ones(2, device="cuda")

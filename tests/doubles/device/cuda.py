@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from torch.utils._device import _device_constructors
 
 if TYPE_CHECKING:
     from .standin import StandIn
@@ -139,6 +140,7 @@ def replaced(stand_in: "StandIn") -> contextlib.ExitStack:
         "set_device_index": set_device, "set_device_idx": set_device, "current_device_index": current,
         "current_device_idx": current,
     }  # fmt: skip
+    _device_constructors()  # which are kept, and must be PyTorch's own
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(torch.cuda, **of_cuda))
         stack.enter_context(patched(torch.cuda.random, **random))

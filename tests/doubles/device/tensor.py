@@ -115,7 +115,8 @@ def run(op, args: tuple, kwargs: dict) -> Any:
     check_kernel(op, ours)
     device, name = ours[0].device, name_of(op)
     if kwargs.get("device") is not None:
-        device, kwargs = stand_in.indexed(kwargs["device"]), kwargs | {"device": torch.device("cpu")}
+        device = stand_in.indexed(kwargs["device"])
+        kwargs = kwargs | {"device": torch.device("cpu") if device.type == "cuda" else device}
     kwargs.pop("pin_memory", None)
     moves = name == "_to_copy" and device != ours[0].device or name == "copy_" and args[0].device != args[1].device
     if moves and stand_in.copy_waits(name, args, kwargs) or waits(op, args, kwargs):
@@ -129,7 +130,7 @@ def run(op, args: tuple, kwargs: dict) -> Any:
     for t in ours:
         if t.shape != t.host.shape or t.stride() != t.host.stride():  # of an `out`, or by resize_, t_ and the like
             t.data = DeviceTensor(t.host, t.device)
-    if device.type == "cpu":
+    if device.type != "cuda":
         return out
     return tree_map_only(torch.Tensor, lambda t: hosts[id(t)] if id(t) in hosts else DeviceTensor(t, device), out)
 
