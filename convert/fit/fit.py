@@ -140,7 +140,7 @@ def fit_mixers(
 
 
 def within_memory(work: Callable[[Pieces], Result], pieces: Pieces) -> tuple[Result, Pieces]:
-    """Do what takes as much memory as these pieces, or smaller ones if there is not so much; and with which it went."""
+    """Do what takes the memory of these pieces, or of smaller ones if there is not so much; and say of which."""
     while True:
         try:
             return work(pieces), pieces

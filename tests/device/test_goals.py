@@ -31,10 +31,11 @@ def check(what, counts, waits, launches=None):
     assert launches is None or counts.launches <= launches, counts.kernels
 
 
-@pytest.mark.parametrize("pattern, of_prompt, of_token", [("beside-only", 9999, 9999), ("every", 9999, 9999)])
+@pytest.mark.parametrize("pattern, of_prompt, of_token", [("beside-only", 620, 225), ("every", 520, 205)])
 @torch.no_grad()
 def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
-    """Nothing waits unless a mask comes along, which is looked at once; a token's launches are those without Triton."""
+    """Nothing waits unless a mask comes along, which is looked at once. Launches are those without Triton's step; no
+    more than today."""
     model, ids = make_student(pattern=pattern, dtype=torch.float32), random_ids(2, 60)
     with StandIn() as device:
         model, ids = model.cuda(), ids.cuda()
@@ -94,4 +95,4 @@ def test_a_step_of_training(tmp_path):
             sft.main(arguments)
         found.append(counts)
     step = type(found[0])(found[1].waits - found[0].waits, found[1].kernels - found[0].kernels)
-    check("a step of SFT with a teacher", step, 25, 9999)
+    check("a step of SFT with a teacher", step, 15, 1950)
