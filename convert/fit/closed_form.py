@@ -77,7 +77,7 @@ class LayerData:
         return range(len(self.u) - self.held_out, len(self.u))
 
     def in_batches(self, rows: range) -> list[range]:
-        """As many of these sequences at a time as lie in memory at once."""
+        """Divide these sequences into as many at a time as lie in memory at once."""
         return [rows[i : i + self.pieces.sequences] for i in range(0, len(rows), self.pieces.sequences)]
 
     def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,8 +56,8 @@ class OutputMap:
 
 
 class Pieces(NamedTuple):
-    """What of a fit lies in memory at once: sequences, queries whose scores against all earlier keys do, and whether
-    what the mass was fitted on is kept for the output map instead of computed again."""
+    """Sizes of what lies in memory at once in a fit: sequences, queries whose scores against all earlier keys do, and
+    whether what the mass was fitted on is kept for the output map instead of computed again."""
 
     sequences: int = 2
     queries: int = 128

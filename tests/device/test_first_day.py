@@ -24,7 +24,16 @@ def test_the_first_day(tmp_path, monkeypatch):
 def _quick(steps):
     more = {
         "parity of kernels": ["tests/kernels/no_such_test.py"],
-        "a conversion": ["--text", "sampled", "--tokens", "512", "--window", "16", "--alignment.sequence_length", "64"],
+        "a conversion": [
+            "--text",
+            "sampled",
+            "--tokens",
+            "512",
+            "--window",
+            "16",
+            "--alignment.sequence_length",
+            "64",
+        ],
         "evaluation": ["--lengths", "64", "--sequences", "2", "--max-new-tokens", "4", "--speed-tokens", "2"],
         "training": ["--max_length", "64"],
     }

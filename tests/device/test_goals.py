@@ -1,4 +1,4 @@
-"""How often the host waits for the device and how many kernels it launches, against goals; `make rehearse` prints it."""
+"""How often the host waits for the device and how many kernels it launches; `make rehearse` prints the table."""
 
 import pytest
 import torch

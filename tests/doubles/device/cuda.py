@@ -12,149 +12,105 @@ from torch.utils._device import _device_constructors
 if TYPE_CHECKING:
     from .standin import StandIn
 
-CAPABILITY, EMPTY = (9, 0), torch.empty
+NAME, CAPABILITY, EMPTY = "stand-in", (9, 0), torch.empty
 
 
-class Stream:
-    """The one there is: all work is done when it is asked for."""
+class Stream(contextlib.nullcontext):
+    """The one stream, and its events: all work is done when it is asked for."""
 
     stream_id = cuda_stream = device_index = 0
-    device_type = 1
+    device_type, device = 1, torch.device("cuda", 0)
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.device = torch.device("cuda", 0)
+        super().__init__(self)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def wait_stream(self, stream: "Stream") -> None:
+    def nothing(self, *args: Any) -> None:
         """Nothing is under way."""
 
-    wait_event = record_event = wait_stream
-
-    def query(self) -> bool:
-        """Nothing is under way."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """There are no graphs."""
-        return False
+    wait = record = wait_event = record_event = wait_stream = nothing
+    query, is_capturing, elapsed_time = (lambda *_: True), (lambda *_: False), (lambda *_: 0.0)
 
     def synchronize(self) -> None:
         """See `torch.cuda.synchronize`, which counts as a wait."""
         torch.cuda.synchronize()
 
 
-class Event(Stream):
-    """A mark in the stream."""
+@contextlib.contextmanager
+def replaced(stand_in: "StandIn") -> Iterator[None]:
+    """Have PyTorch's Python functions speak of this stand-in for as long as the context lasts."""
+    all_books, generators = stand_in.books, stand_in.generators
 
-    def record(self, stream: Stream | None = None) -> None:
-        """Nothing is under way."""
-
-    wait = record
-
-    def elapsed_time(self, end: "Event") -> float:
-        """No time passes on the device."""
-        return 0.0
-
-
-class CurrentDevice:
-    """A context in which another device is the current one."""
-
-    stand_in: "StandIn"
-
-    def __init__(self, device: Any):
-        self.index = self.stand_in.indexed(device).index
-
-    def __enter__(self):
-        self.before, self.stand_in.current = self.stand_in.current, self.index
-
-    def __exit__(self, *error: object) -> None:
-        self.stand_in.current = self.before
-
-
-def replaced(stand_in: "StandIn") -> contextlib.ExitStack:
-    """Have PyTorch's Python functions speak of this stand-in until the stack is closed."""
-
-    def books(device: Any = None):
-        return stand_in.books[stand_in.indexed(device).index]
+    def of(parts: list, device: Any = None) -> Any:
+        return parts[stand_in.indexed(device).index]
 
     def set_device(device: Any) -> None:
         stand_in.current = stand_in.indexed(device).index
 
+    @contextlib.contextmanager
+    def current_device(device: Any) -> Iterator[None]:
+        before = stand_in.current
+        set_device(device)
+        try:
+            yield
+        finally:
+            stand_in.current = before
+
     def reset(device: Any = None) -> None:
-        books(device).peak = books(device).held
-
-    def seed_all(seed: int) -> None:
-        for generator in stand_in.generators:
-            generator.manual_seed(seed)
-
-    def set_states(states: list[torch.Tensor]) -> None:
-        for generator, state in zip(stand_in.generators, states, strict=True):
-            generator.set_state(state)
+        of(all_books, device).peak = of(all_books, device).held
 
     def properties(device: Any = None) -> types.SimpleNamespace:
+        major, minor = CAPABILITY
+        total = of(all_books, device).limit
         return types.SimpleNamespace(
-            name="stand-in", major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=books(device).limit,
-            multi_processor_count=132, warp_size=32, gcnArchName="sm_90",
-        )  # fmt: skip
+            name=NAME, major=major, minor=minor, total_memory=total, multi_processor_count=132
+        )
 
-    def statistics(device: Any = None) -> dict[str, int]:
-        held, peak = books(device).held, books(device).peak
-        return {f"{what}_bytes.all.{when}": n for what in ("allocated", "reserved") for when, n in
-                (("current", held), ("peak", peak))}  # fmt: skip
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
 
-    def generator_of(device: Any = None) -> torch.Generator:
-        return stand_in.generators[stand_in.indexed(device).index]
+    def held(device: Any = None) -> int:
+        return of(all_books, device).held
 
-    held, peak = (lambda device=None: books(device).held), (lambda device=None: books(device).peak)
-    nothing, stream = (lambda *args, **kwargs: None), (lambda *args, **kwargs: Stream())
-    count, current = (lambda: len(stand_in.books)), (lambda: stand_in.current)
-    random = {
-        "manual_seed": lambda seed: generator_of().manual_seed(seed),
-        "manual_seed_all": seed_all,
-        "get_rng_state": lambda device=None: generator_of(device).get_state(),
-        "set_rng_state": lambda state, device=None: generator_of(device).set_state(state),
-        "get_rng_state_all": lambda: [generator.get_state() for generator in stand_in.generators],
-        "set_rng_state_all": set_states,
-        "initial_seed": lambda: generator_of().initial_seed(),
-    }
-    both = {"is_available": lambda: True, "device_count": count, "current_stream": stream, "set_stream": nothing,
-            "synchronize": lambda device=None: stand_in.note_wait("synchronize")}  # fmt: skip
-    of_cuda = both | random | {
-        "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False, "init": nothing, "_lazy_init": nothing,
-        "current_device": current, "set_device": set_device, "device": type("device", (CurrentDevice,), {"stand_in": stand_in}),
-        "get_device_name": lambda device=None: "stand-in", "get_device_capability": lambda device=None: CAPABILITY,
-        "get_device_properties": properties, "is_bf16_supported": lambda including_emulation=True: True,
-        "get_arch_list": lambda: ["sm_90"], "is_current_stream_capturing": lambda: False,
-        "mem_get_info": lambda device=None: (books(device).limit - books(device).held, books(device).limit),
+    def peak(device: Any = None) -> int:
+        return of(all_books, device).peak
+
+    memory = {
+        "mem_get_info": lambda device=None: (of(all_books, device).limit - held(device), of(all_books, device).limit),
         "memory_allocated": held, "memory_reserved": held, "max_memory_allocated": peak, "max_memory_reserved": peak,
-        "memory_stats": statistics, "reset_peak_memory_stats": reset, "reset_max_memory_allocated": reset,
-        "empty_cache": nothing, "ipc_collect": nothing, "default_stream": stream, "stream": stream, "Stream": Stream,
-        "Event": Event,
+        "memory_stats": lambda device=None: {"allocated_bytes.all.current": held(device),
+                                             "allocated_bytes.all.peak": peak(device)},
+        "reset_peak_memory_stats": reset, "reset_max_memory_allocated": reset, "empty_cache": nothing,
     }  # fmt: skip
-    of_accelerator = both | {
-        "set_device_index": set_device, "set_device_idx": set_device, "current_device_index": current,
-        "current_device_idx": current,
+    random = {
+        "manual_seed": lambda seed: of(generators).manual_seed(seed),
+        "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in generators],
+        "get_rng_state": lambda device=None: of(generators, device).get_state(),
+        "set_rng_state": lambda state, device=None: of(generators, device).set_state(state),
+        "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
+        "set_rng_state_all": lambda states: [g.set_state(s) for g, s in zip(generators, states, strict=True)],
+        "initial_seed": lambda: of(generators).initial_seed(),
+    }
+    both = {
+        "is_available": lambda: True, "device_count": lambda: len(all_books), "current_stream": Stream,
+        "set_stream": nothing, "synchronize": lambda device=None: stand_in.note_wait("synchronize"),
     }  # fmt: skip
+    of_cuda = both | random | memory | {
+        "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False, "init": nothing, "_lazy_init": nothing,
+        "current_device": lambda: stand_in.current, "set_device": set_device, "device": current_device,
+        "get_device_name": lambda device=None: NAME, "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": properties, "is_bf16_supported": lambda including_emulation=True: True,
+        "get_arch_list": lambda: ["sm_90"], "is_current_stream_capturing": lambda: False, "ipc_collect": nothing,
+        "default_stream": Stream, "stream": Stream, "Stream": Stream, "Event": Stream,
+    }  # fmt: skip
+    index = {"set_device_index": set_device, "current_device_index": of_cuda["current_device"]}
     _device_constructors()  # which are kept, and must be PyTorch's own
+    patches = {
+        torch.cuda: of_cuda, torch.cuda.random: random, torch.cuda.memory: memory, torch.accelerator: both | index,
+        torch: {"Generator": _generators(stand_in), "empty": _empty}, torch.Tensor: _pinning(stand_in),
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(torch.cuda, **of_cuda))
-        stack.enter_context(patched(torch.cuda.random, **random))
-        stack.enter_context(patched(torch.cuda.memory, **{k: v for k, v in of_cuda.items() if "memory" in k}))
-        stack.enter_context(patched(torch.accelerator, **of_accelerator))
-        stack.enter_context(patched(torch, Generator=_generators(stand_in), empty=_empty))
-        stack.enter_context(patched(torch.Tensor, **_pinning(stand_in)))
-        return stack.pop_all()
-
-
-@contextlib.contextmanager
-def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Other attributes for as long as the context lasts."""
-    with mock.patch.multiple(owner, **attributes):
+        for owner, attributes in patches.items():
+            stack.enter_context(mock.patch.multiple(owner, **attributes))
         yield
 
 

@@ -5,6 +5,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
@@ -81,7 +82,7 @@ class StandIn:
             stack.enter_context(accelerator(len(self.books)))
             stack.enter_context(_kernels(self))
             stack.enter_context(cuda.replaced(self))
-            stack.enter_context(cuda.patched(F, scaled_dot_product_attention=_attend))
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attend))
             for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
                 types.append(DeviceTensor)
                 stack.callback(types.remove, DeviceTensor)
