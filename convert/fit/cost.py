@@ -20,8 +20,7 @@ from transformers import PreTrainedConfig
 from ..io.students import tensor_shapes
 from ..options import parse_size
 from ..plan import Cost, Plan
-from .closed_form import BATCH_SEQUENCES
-from .hybrid_fit import GRAM_BLOCKS, QUERIES, RIDGES, SALIENCE_SEQUENCES
+from .hybrid_fit import GRAM_BLOCKS, RIDGES, SALIENCE_SEQUENCES, Pieces
 from .teacher_model import usable_device
 
 PASSES = 6
@@ -83,7 +82,7 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     activations = min(8 * T * M, parse_size(alignment.activation_memory))
     kept = 4 * T * (3 * A + 2 * K * D + M)
     # what one batch of sequences takes beside that
-    at_a_time = 4 * BATCH_SEQUENCES * L * (12 * A + 3 * QUERIES * H)
+    at_a_time = 4 * Pieces().sequences * L * (12 * A + 3 * Pieces().queries * H)
     teacher = 4 * (2 * block + config.vocab_size * M)
     return Cost(seconds, resident + teacher + activations + kept + at_a_time + 36 * E**2)
 

@@ -10,7 +10,9 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -19,16 +21,18 @@ from torch import nn
 
 from modeling_llamba.hybrid_attention import HybridAttention
 
+from ..errors import is_out_of_memory
 from ..io.folder import write_beside
 from ..io.reader import is_finite
 from ..io.writer import Progress
 from ..memory import return_free_memory
 from ..options import FitOptions
 from .activations import ActivationStream
-from .closed_form import LayerFit, fit_hybrid_layer, fit_layer
-from .hybrid_fit import set_map
+from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer
+from .hybrid_fit import Pieces, set_map
 from .teacher_model import TeacherModel
 
+Result = TypeVar("Result")
 Fits = dict[int, tuple[nn.Module, LayerFit]]
 """Fitted mixers by layer, and what each fit reached."""
 
@@ -118,21 +122,46 @@ def fit_mixers(
     missing = [layer for layer in layers if layer not in fitted]
     if not missing:
         return fitted
+    pieces = Pieces()
     # the stream has to pass the layers that are fitted already, too
     with contextlib.closing(ActivationStream(teacher, ids, held_out, memory, folder)) as stream:
         for layer in range(max(missing) + 1):
             progress("aligning, layers", layer, max(missing) + 1)
             data = stream.attention_data(layer)
             if layer in missing:
-                try:
-                    mixer = teacher.mixer(layer)
-                    if isinstance(mixer, HybridAttention):
-                        fitted[layer] = mixer.requires_grad_(False), fit_hybrid_layer(mixer, data)
-                    else:
-                        fitted[layer] = fit_layer(mixer, data, settings, seed + layer)
-                except ValueError as error:
-                    raise ValueError(f"Layer {layer}: {error}") from error
+                fitted[layer], pieces = within_memory(
+                    lambda pieces, layer=layer, data=data: _fit_one(
+                        teacher, layer, dataclasses.replace(data, pieces=pieces), settings, seed + layer
+                    ),
+                    pieces,
+                )
                 cache.save_mixer(layer, *fitted[layer])
                 return_free_memory()
     progress("aligning, layers", max(missing) + 1, max(missing) + 1)
     return fitted
+
+
+def within_memory(work: Callable[[Pieces], Result], pieces: Pieces) -> tuple[Result, Pieces]:
+    """Do what takes the memory of these pieces, or of smaller ones if there is not so much; and say of which."""
+    while True:
+        try:
+            return work(pieces), pieces
+        except Exception as error:
+            if not is_out_of_memory(error) or pieces.smaller() is None:
+                raise
+        pieces = pieces.smaller()  # out here the error, which holds what was made, is gone
+        return_free_memory()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _fit_one(
+    teacher: TeacherModel, layer: int, data: LayerData, settings: FitOptions, seed: int
+) -> tuple[nn.Module, LayerFit]:
+    mixer = teacher.mixer(layer)
+    try:
+        if isinstance(mixer, HybridAttention):
+            return mixer.requires_grad_(False), fit_hybrid_layer(mixer, data)
+        return fit_layer(mixer, data, settings, seed)
+    except ValueError as error:
+        raise ValueError(f"Layer {layer}: {error}") from error

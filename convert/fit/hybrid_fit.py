@@ -12,7 +12,7 @@ width; n tokens. Others as in modeling_llamba/hybrid_attention.py.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +25,7 @@ from modeling_llamba.ssd import repeat_groups
 
 from ..memory import return_free_memory
 
-QUERIES = 128
-"""Queries whose scores against all earlier keys lie in memory at once."""
+FEWEST_QUERIES = 16
 GRAM_BLOCKS = 4
 """Blocks of columns; of the products of so many, those above the diagonal are not computed."""
 SALIENCE_SEQUENCES = 8
@@ -56,6 +55,23 @@ class OutputMap:
     ridge: float | None
 
 
+class Pieces(NamedTuple):
+    """Sizes of what lies in memory at once in a fit: sequences, queries whose scores against all earlier keys do, and
+    whether what the mass was fitted on is kept for the output map instead of computed again."""
+
+    sequences: int = 2
+    queries: int = 128
+    kept: bool = True
+
+    def smaller(self) -> "Pieces | None":
+        """The next that takes less memory; None where this is the last."""
+        if self.kept:
+            return self._replace(kept=False)
+        if self.sequences > 1:
+            return self._replace(sequences=self.sequences // 2)
+        return self._replace(queries=self.queries // 2) if self.queries > FEWEST_QUERIES else None
+
+
 class Seen(NamedTuple):
     """Features and residuals of a layer at the tokens behind the window of some sequences.
 
@@ -69,86 +85,100 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def fit_hybrid(
     layer: HybridAttention,
-    for_mass: Iterable[Batch],
-    others: Iterable[Batch],
-    judging: Iterable[Batch],
+    batch: Callable[[range], Batch],
+    for_mass: list[range],
+    others: list[range],
+    judging: list[range],
     rotary: Rotary,
+    pieces: Pieces,
 ) -> tuple[float, OutputMap | None]:
     """Fit the mass, in place, and the output map.
 
     Args:
-        for_mass, others: the layer's inputs and the teacher's outputs (B, L, D). The output map is fitted on both, the
-            mass on the former alone: it has few numbers, and to know the true mass takes long.
-        judging: others of the kind.
+        batch: the layer's inputs and the teacher's outputs (B, L, D) in some sequences.
+        for_mass, others: sequences. The output map is fitted on both, the mass on the former alone: it has few
+            numbers, and to know the true mass takes long.
+        judging: other sequences.
 
     Returns:
         The relative squared error on `judging` with the theory's mass and no output map; and the map, None in a layer
         that has none.
     """
-    judging = [(u, y, *_projected(layer, u, rotary)) for u, y in judging]
+    judging = [(u, y, *_projected(layer, u, rotary)) for u, y in map(batch, judging)]
     start = layer.shape.window
-    total = sum(y[:, start:].square().sum().item() for _, y, *_ in judging)
-    total = max(total, torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
+    total = sum(y[:, start:].square().sum().double() for _, y, *_ in judging)
+    total = total.clamp(min=torch.finfo(torch.float32).tiny)  # an attention that is zero has no relative error
 
     def residuals() -> list[Seen]:
         return [_seen(layer, u, y, *projected) for u, y, *projected in judging]
 
-    mapped = sum(seen.residual.square().sum().item() for seen in residuals()) / total
+    mapped = _squares(residuals()) / total
     seen_before = []
 
     def once() -> Iterator[tuple[Near, Projected, Layout]]:
-        for u, y in for_mass:
+        for u, y in map(batch, for_mass):
             projected, of_kept = _projected(layer, u, rotary)
             near, layout = _near(layer, projected)
-            seen_before.append((u, y, projected, of_kept, near, layout))
+            if pieces.kept:
+                seen_before.append((u, y, projected, of_kept, near, layout))
             yield near, projected, layout
 
-    fit_mass(layer, once())
+    fit_mass(layer, once(), pieces.queries)
     return_free_memory()
     if layer.down is None:
-        error = sum(seen.residual.square().sum().item() for seen in residuals()) / total
+        mapped, error = torch.stack([mapped, _squares(residuals()) / total]).tolist()
         return mapped, OutputMap(layer.mass.new_zeros(0, 0), layer.mass.new_zeros(0, 0), {0: error}, None)
     first = (_mixed(layer, *seen_before.pop()) for _ in range(len(seen_before)))  # each is let go after its use
-    rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in others)
+    rest = map(batch, others if pieces.kept else [*for_mass, *others])
+    rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in rest)
     gram = moment = 0.0
     for seen in itertools.chain(first, rest):
         gram = gram + _gram(seen.features).double()
         moment = moment + (seen.features.T @ seen.residual).double()
-    return mapped, _best_map(gram, moment, residuals(), total)
+    return _best_map(gram, moment, residuals(), total, mapped)
 
 
-def _best_map(gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: float) -> OutputMap:
-    """The output map by reduced-rank ridge regression, with the ridge whose map of the highest rank is best."""
+def _squares(seen: list[Seen]) -> torch.Tensor:
+    return sum(part.residual.square().sum().double() for part in seen)
+
+
+def _best_map(
+    gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: torch.Tensor, mapped: torch.Tensor
+) -> tuple[float, OutputMap]:
+    """`mapped` as a number, and the output map by reduced-rank ridge regression, with the best ridge."""
     scale = gram.diagonal().mean()
-    best = None
+    found = []
     rank = min(max(RANKS), moment.shape[1], moment.shape[0])
+    ranks = [r for r in RANKS if r <= rank]
     for ridge in RIDGES:
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag((ridge * scale).expand(len(gram))))
-        if info.item():
-            continue
         solution = torch.cholesky_solve(moment, factor)
         # reduced-rank regression: the best map of rank r keeps the r main directions of the fitted outputs
         explained = solution.T @ (gram @ solution)
-        energy, directions = torch.linalg.eigh(explained)
+        singular = (info != 0) | ~explained.isfinite().all()
+        energy, directions = torch.linalg.eigh(explained.masked_fill(singular, 0))
         # eigh sorts upwards; turned round, the first r columns are the map of rank r
         directions = directions[:, -rank:].flip(1)
         # the middle of the map as large as a unit vector, so that a step of training moves both parts alike
         size = (energy[-rank:].flip(0).clamp(min=0) / gram.diagonal().sum()).sqrt().clamp(min=1e-12)
         down = ((solution @ directions) / size.sqrt()).T.float()
         up = (directions * size.sqrt()).float()
-        errors = {r: _error(judged, down[:r], up[:, :r]) / total for r in RANKS if r <= rank}
-        found = OutputMap(down, up, errors, ridge)
-        if best is None or min(errors.values()) < min(best.errors.values()):
-            best = found
-    if best is None:
+        errors = torch.stack([_error(judged, down[:r], up[:, :r]) / total for r in ranks])
+        found.append((down, up, errors.masked_fill(singular, math.inf)))
+    # the device is waited for here, and by eigh
+    mapped, *errors = torch.cat([mapped[None], *(errors for *_, errors in found)]).nan_to_num(math.inf).tolist()
+    by_ridge = [errors[i : i + len(ranks)] for i in range(0, len(errors), len(ranks))]
+    best = min(range(len(RIDGES)), key=lambda i: min(by_ridge[i]))
+    if math.isinf(min(by_ridge[best])):
         raise ValueError(
             "The normal equations of the output map are singular: the features are all zero or not finite."
         )
-    return best
+    down, up, _ = found[best]
+    return mapped, OutputMap(down, up, dict(zip(ranks, by_ridge[best], strict=True)), RIDGES[best])
 
 
-def _error(judged: list[Seen], down: torch.Tensor, up: torch.Tensor) -> float:
-    return sum((seen.residual - seen.features @ down.T @ up.T).square().sum().item() for seen in judged)
+def _error(judged: list[Seen], down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return sum((seen.residual - seen.features @ down.T @ up.T).square().sum().double() for seen in judged)
 
 
 def set_map(layer: HybridAttention, down: torch.Tensor, up: torch.Tensor) -> None:
@@ -239,7 +269,9 @@ def _gram(F: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary: Rotary) -> None:
+def fit_salience(
+    layer: HybridAttention, batches: Iterable[torch.Tensor], rotary: Rotary, queries: int = Pieces().queries
+) -> None:
     """Fit which tokens are attended to for good, in place.
 
     Args:
@@ -258,7 +290,7 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
                 f"Sequences of {u.shape[1]} tokens hardly leave a window of {layer.shape.window} and {sinks} sinks, "
                 "so nothing shows which tokens are salient; set sequence_length higher, or salient: 0."
             )
-        received = attention_received(layer, u, rotary)
+        received = attention_received(layer, u, rotary, queries)
         inputs.append(u[:, sinks:last].flatten(0, 1).double())
         targets.append((received[:, sinks:last] + FLOOR).log().flatten().double())
     # centred in place of an intercept, which the salience does without: a constant changes no order of tokens
@@ -269,19 +301,22 @@ def fit_salience(layer: HybridAttention, batches: Iterable[torch.Tensor], rotary
         moment = moment + (u - centre).T @ (target - level)
     # the least float keeps inputs that are all alike solvable
     penalty = SALIENCE_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
-    solution = torch.linalg.solve(gram + penalty * torch.eye(len(gram), device=gram.device), moment)
+    # which has a solution by its penalty, so that the device need not be asked whether it has
+    solution = torch.linalg.solve_ex(gram + penalty * torch.eye(len(gram), device=gram.device), moment).result
     layer.salience.copy_(solution)
     return_free_memory()
 
 
-def attention_received(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def attention_received(
+    layer: HybridAttention, u: torch.Tensor, rotary: Rotary, queries: int = Pieces().queries
+) -> torch.Tensor:
     """The attention to each token (B, L) that has left the window, a mean over the queries, summed over the heads."""
     shape = layer.shape
     length = u.shape[1]
     received = u.new_zeros(u.shape[:2])
     block = torch.arange(length, device=u.device) // shape.block
     projected = layer.rounded(layer.select_windowed(layer.project(u, rotary, unpadded(u))))
-    for rows, scores in _scores(layer, projected.query, projected.key, 0):
+    for rows, scores in _scores(layer, projected.query, projected.key, 0, queries):
         left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
         received[:, : scores.shape[-1]] += (scores.softmax(-1).sum(1) * left).sum(1)
     # the first query that finds the token outside of its window
@@ -289,13 +324,15 @@ def attention_received(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) 
     return received / (length - leaves).clamp(min=1)
 
 
-def fit_mass(layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layout]]) -> None:
+def fit_mass(
+    layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layout]], queries: int = Pieces().queries
+) -> None:
     """Fit the log mass of the state, in place."""
     gram = moment = 0.0
     for near, projected, layout in seen:
         features = layout.to_tokens(layout.in_order(layer.mass_features(near.query, near.state)))
         log_mass = layout.to_tokens(layout.in_order(near.log_mass))  # (B, L', H')
-        mass = state_log_mass(layer, projected, near, layout)
+        mass = state_log_mass(layer, projected, near, layout, queries)
         gate = torch.sigmoid(mass - log_mass)
         # an error of the log mass changes the gate by g (1 - g) times it; a state that is empty has none
         weight = (gate * (1 - gate) + FLOOR) * mass.isfinite()
@@ -308,25 +345,27 @@ def fit_mass(layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layou
     penalty[:, :2] *= MASS_RIDGE  # an offset and the number of tokens, which are all but free
     penalty += torch.finfo(torch.float32).tiny
     # drawn to the theory's mass, which the layer has so far, and not to zero
-    solution = torch.linalg.solve(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double())
+    solution = torch.linalg.solve_ex(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double()).result
     layer.mass.copy_(solution)
 
 
-def state_log_mass(layer: HybridAttention, projected: Projected, near: Near, layout: Layout) -> torch.Tensor:
+def state_log_mass(
+    layer: HybridAttention, projected: Projected, near: Near, layout: Layout, queries: int = Pieces().queries
+) -> torch.Tensor:
     """Log-sum-exp of the true scores of the tokens in the state (B, L', H'), -inf where there are none."""
     start = layer.shape.window
     length = projected.query.shape[2]
     until = near.until[:, layer.shape.places :]
     block = torch.arange(length, device=until.device) // layer.shape.block
     parts = []
-    for rows, scores in _scores(layer, projected.query, projected.key, start):
+    for rows, scores in _scores(layer, projected.query, projected.key, start, queries):
         evicted = until[:, None, : scores.shape[-1]] <= block[rows][:, None]
         parts.append(scores.masked_fill(~evicted[:, None], -math.inf).logsumexp(-1))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
 def _scores(
-    layer: HybridAttention, query: torch.Tensor, key: torch.Tensor, start: int
+    layer: HybridAttention, query: torch.Tensor, key: torch.Tensor, start: int, queries: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The teacher's own scores (B, H', rows, columns so far) of some queries at a time, from the one numbered `start`
     on, and which these are."""
@@ -334,8 +373,8 @@ def _scores(
     length = query.shape[2]
     key = repeat_groups(key.transpose(1, 2), heads).transpose(1, 2)
     number = torch.arange(length, device=key.device)
-    for rows in number[start:].split(QUERIES):
-        so_far = int(rows[-1]) + 1
+    for first in range(start, length, queries):
+        rows, so_far = number[first : first + queries], min(first + queries, length)
         scores = (query[:, :, rows] @ key[:, :, :so_far].mT).float() * layer.scaling
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)

@@ -132,9 +132,9 @@ class TeacherModel:
 
     def block_inputs(self, hidden: torch.Tensor) -> dict:
         """The keyword arguments every block takes, for unpadded rows (B, L, D)."""
-        positions = torch.arange(hidden.shape[1], device=self.device)[None]
+        # positions would be asked on the device whether they restart
         return {
-            "masks": self.model.model._masks(hidden, None, None, None, positions, None) | {"hybrid": unpadded(hidden)},
+            "masks": self.model.model._masks(hidden, None, None, None, None, None) | {"hybrid": unpadded(hidden)},
             "position_embeddings": self._rotary(hidden.shape[1]),
             "seq_idx": None,
             "past_key_values": None,

@@ -111,11 +111,9 @@ class DistilledSFTTrainer(SFTTrainer):
 
     def _record(self, inputs: dict[str, Any], outputs: Any) -> None:
         mode = "train" if self.model.training else "eval"
-        if "attention_mask" in inputs:
-            seen = int(inputs["attention_mask"].sum())
-        else:
-            seen = inputs["labels"].numel()
-        own = torch.cat([outputs.statistics, torch.stack([outputs.tokens, torch.tensor(seen)]).to(outputs.statistics)])
+        mask = inputs.get("attention_mask")
+        seen = torch.full_like(outputs.tokens, inputs["labels"].numel()) if mask is None else mask.sum()
+        own = torch.cat([outputs.statistics, torch.stack([outputs.tokens, seen]).to(outputs.statistics)])
         totals = self.accelerator.gather(own[None]).sum(0).tolist()
         for name, value in zip((*STATISTICS, "tokens"), totals, strict=False):
             self._sums[mode][name] += value

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
+from ...errors import during
 from ...fit.probes import plain_tokens, with_needles
 from ...fit.teacher_model import TeacherModel
 from ...io.writer import Progress
@@ -55,7 +56,8 @@ class Stages:
         report = {}
         for number, name in STAGES.items():
             if getattr(self.settings, name).tokens:
-                report[name] = self.distil() if number == 3 else self.layerwise(name)
+                with during(f"training ({name})", lower=f"alignment.{name}.sequences or alignment.sequence_length"):
+                    report[name] = self.distil() if number == 3 else self.layerwise(name)
         return report
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from convert.fit.activations import ActivationStream
 from convert.fit.closed_form import fit_hybrid_layer, held_out_error
 from convert.fit.fit import FitCache, fit_mixers
 from convert.fit.hybrid_fit import (
+    Pieces,
     attention_received,
     cut_map,
     fit_mass,
@@ -79,8 +80,7 @@ def evicted_tokens(salience, t):
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3", "gemma2"])
 @torch.no_grad()
-def test_the_teachers_attention_in_blocks_is_the_whole(name, saved_teacher, monkeypatch):
-    monkeypatch.setattr("convert.fit.hybrid_fit.QUERIES", 5)
+def test_the_teachers_attention_in_blocks_is_the_whole(name, saved_teacher):
     layer, data = layer_and_data(saved_teacher(name))
     layer.salience.normal_(generator=torch.Generator().manual_seed(0))
     u, _ = data.batch(range(2))
@@ -91,9 +91,9 @@ def test_the_teachers_attention_in_blocks_is_the_whole(name, saved_teacher, monk
     left = tokens < torch.tensor([num_left(t) for t in range(length)])[:, None]
     queries = left.sum(0).clamp(min=1)
     expected = (scores.softmax(-1) * left).sum((1, 2)) / queries
-    torch.testing.assert_close(attention_received(layer, u, data.rotary), expected)
+    torch.testing.assert_close(attention_received(layer, u, data.rotary, queries=5), expected)
 
-    mass = state_log_mass(layer, projected, near, layout)
+    mass = state_log_mass(layer, projected, near, layout, queries=5)
     for b in range(2):
         for t in range(WINDOW, length):
             evicted = evicted_tokens(projected.salience[b], t)
@@ -218,6 +218,26 @@ def test_a_low_rank_is_the_best_part_of_the_solution(saved_teacher):
         assert rank == 0 or torch.equal(layer.up.weight, up[:, :rank])
     set_map(layer, down[:0], up[:, :0])
     assert layer.down is None and layer.up is None
+
+
+@torch.no_grad()
+def test_smaller_pieces_are_the_same_fit(saved_teacher):
+    """Where nothing is kept; fewer sequences at a time divide the text otherwise between mass and map."""
+    found = []
+    for pieces in (Pieces(), Pieces(kept=False), Pieces(queries=8, kept=False)):
+        layer, data = layer_and_data(saved_teacher("llama-gqa"), sequences=10)
+        fit = fit_hybrid_layer(layer, dataclasses.replace(data, pieces=pieces))
+        found.append((layer.state_dict(), list(fit.by_rank.values())))
+    for state, errors in found[1:]:
+        assert errors == pytest.approx(found[0][1], rel=1e-3)
+        torch.testing.assert_close(state["mass"], found[0][0]["mass"], rtol=1e-3, atol=1e-3)
+    pieces, seen = Pieces(), []
+    while pieces is not None:
+        seen.append(pieces)
+        pieces = pieces.smaller()
+    assert [tuple(p) for p in seen] == [
+        (2, 128, True), (2, 128, False), (1, 128, False), (1, 64, False), (1, 32, False), (1, 16, False),
+    ]  # fmt: skip
 
 
 def test_ranks_go_where_they_gain_most():

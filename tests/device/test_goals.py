@@ -1,0 +1,98 @@
+"""How often the host waits for the device and how many kernels it launches; `make rehearse` prints the table."""
+
+import pytest
+import torch
+
+from convert import convert
+from convert.fit import fit
+from convert.fit.hybrid_fit import RIDGES
+from recipes import sft
+from tests.doubles.device import StandIn
+from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
+from tests.students import make_student
+from tests.teachers import random_ids
+
+TEXT = dict(text="sampled", tokens=8 * 64, sequence_length=64, held_out_sequences=2, device="cuda")
+ROWS: list[tuple] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table():
+    yield
+    print(f"\n{'':40}{'waits':>8}{'goal':>6}{'launches':>10}{'goal':>6}")
+    for what, counts, waits, launches in ROWS:
+        print(f"{what:40}{counts.syncs:8}{waits:6}{counts.launches:10}{launches or '':>6}")
+
+
+def check(what, counts, waits, launches=None):
+    """Note a row of the table, and compare it with the goals."""
+    ROWS.append((what, counts, waits, launches))
+    assert counts.syncs <= waits, counts.waits
+    assert launches is None or counts.launches <= launches, counts.kernels
+
+
+@pytest.mark.parametrize("pattern, of_prompt, of_token", [("beside-only", 620, 225), ("every", 520, 205)])
+@torch.no_grad()
+def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
+    """Nothing waits unless a mask comes along, which is looked at once. Launches are those without Triton's step; no
+    more than today."""
+    model, ids = make_student(pattern=pattern, dtype=torch.float32), random_ids(2, 60)
+    with StandIn() as device:
+        model, ids = model.cuda(), ids.cuda()
+        model(ids, use_cache=True)  # the matrix of the rounding is sent once
+        with device.counting() as counts:
+            out = model(ids, use_cache=True)
+        check(f"prompt, {pattern}, {len(model.model.layers)} layers", counts, 0, of_prompt)
+        for _ in range(3):  # of which one opens a block
+            with device.counting() as counts:
+                model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+            check(f"token, {pattern}", counts, 0, of_token)
+        mask = torch.ones_like(ids)
+        with device.counting() as counts:
+            model(ids, attention_mask=mask, use_cache=True)
+        check(f"prompt with a mask, {pattern}", counts, 1)
+
+
+def test_a_layer_of_a_fit(tmp_path, monkeypatch):
+    """A solver of eigenvalues looks at its result for each ridge; all else is asked for at once."""
+    device, found = StandIn(), []
+
+    def counted(what):
+        def run(*arguments):
+            with device.counting() as counts:
+                result = what(*arguments)
+            found.append((what.__name__, counts))
+            return result
+
+        return run
+
+    for name in ("fit_hybrid_layer", "fit_layer"):
+        monkeypatch.setattr(fit, name, counted(getattr(fit, name)))
+    move = counted(fit.ActivationStream.attention_data)
+    monkeypatch.setattr(fit.ActivationStream, "attention_data", lambda stream, layer: move(stream, layer))
+    teacher = save_chat_teacher(tmp_path / "teacher")
+    quick = dict(fit=dict(decays=[0.9], refine_steps=2))
+    with device:
+        convert(str(teacher), tmp_path / "windows", window=16, alignment=TEXT)
+        convert(str(teacher), tmp_path / "mixers", attention_layers="MAAA", alignment=TEXT | quick)
+    goals = {"fit_hybrid_layer": 1 + len(RIDGES), "fit_layer": 4, "attention_data": 1}
+    assert {name for name, _ in found} == goals.keys()
+    for name, goal in goals.items():
+        counts = max((counts for which, counts in found if which == name), key=lambda counts: counts.syncs)
+        check(f"a layer of a fit, {name}", counts, goal)
+
+
+def test_a_step_of_training(tmp_path):
+    """The difference between three steps and two; what is left is the trainer's, and one list of statistics."""
+    teacher = save_chat_teacher(tmp_path / "teacher")
+    student, data = save_hybrid(teacher, tmp_path / "hybrid", window=16), conversations(tmp_path / "data")
+    found = []
+    for steps in ("2", "3"):
+        arguments = common_arguments(student, teacher, data, tmp_path / steps, "--eval_strategy", "no")
+        for flag, value in (("--use_cpu", "false"), ("--max_steps", steps), ("--logging_steps", "100")):
+            arguments[arguments.index(flag) + 1] = value
+        with StandIn() as device, device.counting() as counts:
+            sft.main(arguments)
+        found.append(counts)
+    step = type(found[0])(found[1].waits - found[0].waits, found[1].kernels - found[0].kernels)
+    check("a step of SFT with a teacher", step, 15, 1950)

@@ -1,0 +1,192 @@
+"""The stand-in device while it is there: its books of memory, its counts, its generators."""
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch.nn import functional as F
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+from . import cuda
+from .native import accelerator
+from .tensor import ACTIVE, Block, DeviceTensor
+
+ROUNDING = 512
+"""Bytes in multiples of which CUDA's allocator gives memory."""
+attention = F.scaled_dot_product_attention
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass
+class Counts:
+    """Operations during which the host waited for the device, and those that launched a kernel, by name."""
+
+    waits: collections.Counter = field(default_factory=collections.Counter)
+    kernels: collections.Counter = field(default_factory=collections.Counter)
+
+    @property
+    def syncs(self) -> int:
+        """How often the host waited."""
+        return self.waits.total()
+
+    @property
+    def launches(self) -> int:
+        """How many kernels were launched."""
+        return self.kernels.total()
+
+
+@dataclass
+class Books:
+    """Bytes held on a device, the most there ever were, and how many there can be."""
+
+    limit: int
+    held: int = 0
+    peak: int = 0
+
+    def take(self, size: int) -> None:
+        """Hold more; raises torch.OutOfMemoryError in CUDA's words where there is no room."""
+        if self.held + size > self.limit:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB. GPU 0 has a total capacity of "
+                f"{self.limit / 2**20:.2f} MiB of which {(self.limit - self.held) / 2**20:.2f} MiB is free."
+            )
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+
+class StandIn:
+    """Devices `cuda:0`, ... for as long as the context lasts.
+
+    Args:
+        devices: how many. limit: bytes of each.
+    """
+
+    def __init__(self, devices: int = 1, limit: int = 80 * 2**30):
+        self.books = [Books(limit) for _ in range(devices)]
+        self.current = 0
+        self.generators = [torch.Generator().manual_seed(0) for _ in range(devices)]
+        # of the device, by what C++, which forgets their class, keeps of them
+        self.made = {generator._cdata: generator for generator in self.generators}
+        self.counts: list[Counts] = []
+        self.pinned: dict[int, torch.UntypedStorage] = {}
+        self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+
+    def __enter__(self) -> "StandIn":
+        assert not ACTIVE, "one stand-in at a time"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(accelerator(len(self.books)))
+            stack.enter_context(_kernels(self))
+            stack.enter_context(cuda.replaced(self))
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attend))
+            for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+                types.append(DeviceTensor)
+                stack.callback(types.remove, DeviceTensor)
+            ACTIVE.append(self)
+            stack.callback(ACTIVE.pop)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Counts]:
+        """Count while the context lasts."""
+        self.counts.append(Counts())
+        try:
+            yield self.counts[-1]
+        finally:
+            self.counts.pop()
+
+    def peak(self, device: int = 0) -> int:
+        """The most bytes that were ever held at once since `torch.cuda.reset_peak_memory_stats`."""
+        return self.books[device].peak
+
+    def note_wait(self, what: object) -> None:
+        """The host waits for the device."""
+        for counts in self.counts:
+            counts.waits[str(what)] += 1
+
+    def note_launch(self, op: object) -> None:
+        """A kernel is launched."""
+        for counts in self.counts:
+            counts.kernels[str(op)] += 1
+
+    def copy_waits(self, name: str, args: tuple, kwargs: dict) -> bool:
+        """Return True if a copy between host and device ends before the next operation is asked for."""
+        asynchronous = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)
+        on_host = [t for t in args[:2] if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
+        return args[0].numel() > 0 and not (asynchronous and all(t.is_pinned() for t in on_host))
+
+    def block_of(self, host: torch.Tensor, device: int) -> Block:
+        """The memory of a tensor's storage, which may be that of others."""
+        storage = host.untyped_storage()
+        size, block = -(-storage.nbytes() // ROUNDING) * ROUNDING, self.blocks.get(storage._cdata)
+        if block is None or block.taken != size:  # or it was resized
+            block = self.blocks[storage._cdata] = Block(self, device, size)
+        return block
+
+    def indexed(self, device: torch.device | str | int | None) -> torch.device:
+        """A device with its number; `cuda` is the current one."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        if device.type != "cuda":
+            return device
+        index = self.current if device.index is None else device.index
+        if index >= len(self.books):
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return torch.device("cuda", index)
+
+    def generator_of(self, device: torch.device, given: torch.Generator | None) -> torch.Generator:
+        """The generator that an operation draws from; one of another device is refused."""
+        if device.type == "cpu":
+            return given
+        if given is None:
+            return self.generators[device.index]
+        if given._cdata not in self.made:
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+        return given
+
+
+@contextlib.contextmanager
+def _kernels(stand_in: StandIn) -> Iterator[None]:
+    """Kernels of CUDA for what has no tensor among its arguments, in any thread."""
+
+    def made(op, *args, device=None, pin_memory=None, **options):
+        device = stand_in.indexed(device)
+        return DeviceTensor(op(*args, **options), device)
+
+    def empty(size, *, memory_format=None, layout=None, **options):
+        return made(torch.empty, size, memory_format=memory_format or torch.contiguous_format, **options)
+
+    def empty_strided(size, stride, *, layout=None, **options):
+        return made(torch.empty_strided, size, stride, **options)
+
+    aten, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    try:
+        aten.impl("empty.memory_format", empty, "CUDA")
+        aten.impl("empty_strided", empty_strided, "CUDA")
+        others.fallback(made, "CUDA")
+        yield
+    finally:
+        aten._destroy()
+        others._destroy()
+
+
+def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention by one kernel in the memory of its output, as CUDA has it; in float64 as written out, as there."""
+    fused = isinstance(query, DeviceTensor) and query.dtype != torch.float64 and not dropout_p
+    same = query.ndim == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if not fused or not same or attn_mask is not None and attn_mask.requires_grad:
+        return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
