@@ -24,6 +24,8 @@ from transformers import (
     PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -145,11 +147,35 @@ TEACHERS = {
             mlp_only_layers=[1],
         ),
     ),
+    "qwen3-5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig(
+            **TINY,
+            head_dim=16,
+            attention_bias=True,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e3,
+                "partial_rotary_factor": 0.5,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+            linear_conv_kernel_dim=3,
+            linear_key_head_dim=6,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+        ),
+    ),
     "phi": (PhiForCausalLM, PhiConfig(**TINY | {"num_key_value_heads": 4})),
     "phi-gqa-qk-norm": (PhiForCausalLM, PhiConfig(**TINY, qk_layernorm=True)),
 }
 
 
+STATEFUL = ["qwen3-5"]
+"""Teachers that are hybrids already, or whose attention has gates: no mixer takes its place without a window."""
+WITH_MIXERS = [name for name in TEACHERS if name not in STATEFUL]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]
 """Teachers that take every variant of a test; the others are other blocks around the same attention, and take some."""
 
@@ -167,7 +193,8 @@ def make_teacher(name: str, seed: int = 0, layers: int = 4, **overrides) -> torc
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name and parameter_name.endswith("weight"):
-                parameter.copy_(float("gemma" not in name) + 0.2 * torch.randn_like(parameter))
+                offset = "linear_attn" in parameter_name or not ("gemma" in name or name in STATEFUL)
+                parameter.copy_(float(offset) + 0.2 * torch.randn_like(parameter))
             elif parameter.ndim == 1:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             else:
