@@ -54,6 +54,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "num_experts": (1, 10_000),
     "num_experts_per_tok": (1, 10_000),
     "moe_intermediate_size": (1, LARGEST_SIZE),
+    "shared_expert_intermediate_size": (1, LARGEST_SIZE),
     "max_window_layers": (0, LARGEST_SIZE),
     "decoder_sparse_step": (1, LARGEST_SIZE),
     "query_pre_attn_scalar": (1e-6, 1e9),

@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache
 # model_type of the teacher -> where the module is; imported when it is made, since that takes seconds
 MODULES = {
     "qwen3_5_text": ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
+    "qwen3_5_moe_text": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
+    "qwen3_next": ("transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"),
 }
 
 
@@ -24,6 +26,8 @@ class RecurrentMixer(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         fields = {"hidden_size": config.hidden_size, "hidden_act": config.hidden_act, "rms_norm_eps": config.norm_eps}
+        # it asks for its own type, and a configuration for as many types as layers
+        fields |= {"num_hidden_layers": layer_idx + 1, "layer_types": ["linear_attention"] * (layer_idx + 1)}
         path, name = MODULES[config.recurrent["model_type"]]
         of_teacher = AutoConfig.for_model(**fields, **config.recurrent)
         self.module = getattr(importlib.import_module(path), name)(of_teacher, layer_idx)

@@ -25,11 +25,15 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -70,6 +74,27 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
 }
+
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e3,
+    "partial_rotary_factor": 0.5,
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+}
+DELTA_NET = dict(
+    head_dim=16,
+    attention_bias=True,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+SHARED_EXPERT = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
+)  # fmt: skip
 
 TEACHERS = {
     "llama-gqa": (LlamaForCausalLM, LlamaConfig(**TINY)),
@@ -147,33 +172,18 @@ TEACHERS = {
             mlp_only_layers=[1],
         ),
     ),
-    "qwen3-5": (
-        Qwen3_5ForCausalLM,
-        Qwen3_5TextConfig(
-            **TINY,
-            head_dim=16,
-            attention_bias=True,
-            layer_types=["linear_attention", "full_attention"] * 2,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 1e3,
-                "partial_rotary_factor": 0.5,
-                "mrope_interleaved": True,
-                "mrope_section": [2, 1, 1],
-            },
-            linear_conv_kernel_dim=3,
-            linear_key_head_dim=6,
-            linear_value_head_dim=8,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-        ),
+    "qwen3-5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**TINY, **DELTA_NET, rope_parameters=MROPE)),
+    "qwen3-5-moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig(**TINY, **DELTA_NET, **SHARED_EXPERT, rope_parameters=MROPE),
     ),
+    "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, **DELTA_NET, **SHARED_EXPERT, mlp_only_layers=[1])),
     "phi": (PhiForCausalLM, PhiConfig(**TINY | {"num_key_value_heads": 4})),
     "phi-gqa-qk-norm": (PhiForCausalLM, PhiConfig(**TINY, qk_layernorm=True)),
 }
 
 
-STATEFUL = ["qwen3-5"]
+STATEFUL = ["qwen3-5", "qwen3-5-moe", "qwen3-next"]
 """Teachers that are hybrids already, or whose attention has gates: no mixer takes its place without a window."""
 WITH_MIXERS = [name for name in TEACHERS if name not in STATEFUL]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]

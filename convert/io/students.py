@@ -60,9 +60,11 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
             "mlp.experts.down_proj": (count, hidden, width),
             "mlp.gate.weight": (count, hidden),
         }
+        if (shared := config.shared_expert_intermediate_size) is not None:
+            shapes |= _gated_mlp("mlp.shared_expert", hidden, shared, config.mlp_bias)
+            shapes |= {"mlp.shared_expert_gate.weight": (1, hidden)}
     else:
-        for name, width_in, width_out in (("gate", hidden, inner), ("up", hidden, inner), ("down", inner, hidden)):
-            shapes |= _linear(f"mlp.{name}_proj", width_in, width_out, config.mlp_bias)
+        shapes |= _gated_mlp("mlp", hidden, inner, config.mlp_bias)
     norms = {"input_layernorm": "after", "mixer_out_norm": "before"}
     norms |= {"post_attention_layernorm": "after", "mlp_out_norm": "before"}
     for name, absent in norms.items():
@@ -79,6 +81,11 @@ def _module_shapes(name: str, make: Callable, config: PreTrainedConfig, layer: i
     with torch.device("meta"):
         module = make(config, layer)
     return {f"{name}.{parameter}": tuple(tensor.shape) for parameter, tensor in module.state_dict().items()}
+
+
+def _gated_mlp(name: str, hidden: int, inner: int, bias: bool) -> Shapes:
+    shapes = _linear(f"{name}.gate_proj", hidden, inner, bias) | _linear(f"{name}.up_proj", hidden, inner, bias)
+    return shapes | _linear(f"{name}.down_proj", inner, hidden, bias)
 
 
 def _linear(name: str, width_in: int, width_out: int, bias: bool) -> Shapes:

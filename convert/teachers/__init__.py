@@ -14,17 +14,19 @@ from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .qwen3_5 import QWEN3_5
+from .qwen3_5_moe import QWEN3_5_MOE
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 from .smollm3 import SMOLLM3
 
 FAMILIES = {
     family.model_type: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, GRANITE, MIXTRAL, QWEN3_MOE,
-        QWEN3_5,
+        QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
     )
 }  # fmt: skip
-MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """The `model_type` of a model with a text part -> that of the part, which is what is converted."""
 
 

@@ -47,6 +47,8 @@ class TeacherFamily:
     """Field of the hybrid -> field of the teacher, beyond COMMON_FIELDS."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the hybrid that are the same for every teacher of the family."""
+    in_multimodal: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of the names of the text part's tensors in multimodal checkpoints -> those in `tensors`."""
     other_parts: tuple[str, ...] = ()
     """Beginnings of the names of tensors that belong to no text model, and are dropped."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -58,6 +60,13 @@ class TeacherFamily:
     """Fields of the teacher that a hybrid cannot follow: all of them have to be absent, false or 0."""
     special: Callable[[Any], dict[str, Any]] | None = None
     """Computes the fields of the hybrid that are more than copies from the teacher's configuration."""
+
+    def text_name(self, name: str) -> str:
+        """The name in `tensors` of a checkpoint's tensor."""
+        for theirs, ours in self.in_multimodal.items():
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
 
 
 def stacked_experts(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:

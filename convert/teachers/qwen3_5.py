@@ -10,19 +10,17 @@ QUERIES_AND_GATES = {
     for kind in ("weight", "bias")
 }
 DELTA_NET = (
-    "A_log", "dt_bias", "conv1d.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight",
-    "in_proj_a.weight", "norm.weight", "out_proj.weight",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads",
 )  # fmt: skip
-TEXT_TENSORS = {
-    **QWEN3.tensors,
-    **QUERIES_AND_GATES,
-    **{f"{BLOCK}linear_attn.{name}": f"{BLOCK}recurrent.module.{name}" for name in DELTA_NET},
-}
+"""Fields that make a Gated DeltaNet."""
 
 
-def in_multimodal(name: str) -> str:
-    """The name that a tensor of the text part has in a multimodal checkpoint."""
-    return f"model.language_model.{name.removeprefix('model.')}"
+def delta_net_tensors(*projections: str) -> dict[str, str]:
+    """The table of a Gated DeltaNet whose inputs have these projections."""
+    inputs = (f"{name}.weight" for name in projections)
+    names = ("A_log", "dt_bias", "conv1d.weight", *inputs, "norm.weight", "out_proj.weight")
+    return {f"{BLOCK}linear_attn.{name}": f"{BLOCK}recurrent.module.{name}" for name in names}
 
 
 def one_rope(config) -> dict[str, object]:
@@ -33,16 +31,18 @@ def one_rope(config) -> dict[str, object]:
 
 QWEN3_5 = TeacherFamily(
     model_type="qwen3_5_text",
-    title="Qwen3.5 (text)",
+    title="Qwen3.5",
     student="llamba",
-    tensors={**{in_multimodal(theirs): ours for theirs, ours in TEXT_TENSORS.items()}, **TEXT_TENSORS},
-    by_head=(*QUERIES_AND_GATES, *map(in_multimodal, QUERIES_AND_GATES)),
+    tensors={
+        **QWEN3.tensors,
+        **QUERIES_AND_GATES,
+        **delta_net_tensors("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    },
+    by_head=tuple(QUERIES_AND_GATES),
+    in_multimodal={"model.language_model.": "model."},
     other_parts=("model.visual.", "mtp."),
     fields=QWEN3.fields,
     constants={**QWEN3.constants, "norm_unit_offset": True, "attention_gate": True},
-    recurrent=(
-        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-        "linear_num_value_heads",
-    ),
+    recurrent=DELTA_NET,
     special=one_rope,
-)  # fmt: skip
+)

@@ -146,25 +146,26 @@ def canonical_sources(
         if name.startswith(family.other_parts):
             dropped[name] = "not part of the text model"
             continue
-        if name in place_of:
+        known = family.text_name(name)
+        if known in place_of:
             # all experts of a layer lie in one tensor of ours, of which each of the teacher's fills some rows
-            (count, rows, *columns) = attention_shapes[place_of[name]]
-            target = place_of[name]
-            shapes = {name: (rows * count // len(pieces[target]), *columns)}
-            faults += _quantised(name, info) or _place(name, info, [name], shapes, sources)
+            target = place_of[known]
+            (count, rows, *columns) = attention_shapes[target]
+            shapes = {known: (rows * count // len(pieces[target]), *columns)}
+            faults += _quantised(name, info) or _place(name, info, [known], shapes, sources)
             continue
-        targets = table.get(name, ())
+        targets = table.get(known, ())
         if targets is None:
             dropped[name] = "not a weight: follows from the configuration"
             continue
         targets = (targets,) if isinstance(targets, str) else targets
         present = [target for target in targets if target in attention_shapes]
-        if name == "lm_head.weight" and not present:
+        if known == "lm_head.weight" and not present:
             dropped[name] = "tied to the embedding"
         elif not present:
             faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
         else:
-            of_head = head_dim if name in by_head else None
+            of_head = head_dim if known in by_head else None
             faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources, of_head)
     # a tensor of a wrong shape is there, so that it is not called missing, too
     mis_shaped = {fault.split()[0] for fault in faults}

@@ -22,7 +22,7 @@ from convert.teachers.teacher import embedded_teacher, find_teacher, read_config
 from convert.tools.families import families, readme_table
 from modeling_llamba import LlambaConfig
 from tests.helpers.padding import left_padded
-from tests.teachers import FIRST, TEACHERS, WITH_MIXERS, make_teacher, random_ids
+from tests.teachers import FIRST, STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
 
 LAYERS = 2
 every_teacher = pytest.mark.parametrize("name", TEACHERS)
@@ -69,7 +69,8 @@ def test_in_float64(name, saved_teacher, tmp_path):
     teacher, ids = make_teacher(name, layers=LAYERS), random_ids(2, 24)
     for model in (teacher, kept, hybrid):
         model.double().set_experts_implementation("eager")  # transformers' default knows no float64
-    torch.testing.assert_close(kept(ids).logits, teacher(ids).logits, rtol=0, atol=5e-6)
+    # a state computed in float32 carries the norms' difference on
+    torch.testing.assert_close(kept(ids).logits, teacher(ids).logits, rtol=0, atol=1e-5 if name in STATEFUL else 3e-6)
     if hybrid.config.attn_logit_softcapping is not None:
         hybrid.float()  # transformers' eager attention, which alone knows a cap, has no float64 for padding
     whole, close = hybrid(ids, use_cache=False).logits, dict(rtol=1e-4, atol=1e-5)
@@ -242,7 +243,7 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-5-moe", "qwen3-next"])
 def test_experts_are_balanced_in_training_as_the_teachers_are(name, saved_teacher, tmp_path):
     """The auxiliary loss, its weight in the configuration, and padding left out of it."""
     hybrid, _ = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers="all")

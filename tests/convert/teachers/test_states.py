@@ -5,7 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 from convert import convert
 from convert.dry_run import plan_conversion
@@ -119,17 +125,24 @@ def test_a_family_without_a_table_of_states_is_refused(name, saved_teacher, tmp_
         convert(str(tmp_path), tmp_path / "out", align="none")
 
 
+@pytest.mark.parametrize(
+    "name, model_class, config_class",
+    [
+        ("qwen3-5", Qwen3_5ForConditionalGeneration, Qwen3_5Config),
+        ("qwen3-5-moe", Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig),
+    ],
+)
 @torch.no_grad()
-def test_the_text_part_of_a_multimodal_qwen(tmp_path):
+def test_the_text_part_of_a_multimodal_qwen(name, model_class, config_class, tmp_path):
     """Its vision part, and the head that drafts tokens, are dropped by name; tensors are called as published."""
-    text = TEACHERS["qwen3-5"][1].to_dict()
+    text = TEACHERS[name][1].to_dict()
     vision = dict(
         depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, patch_size=4,
         num_position_embeddings=16,
     )  # fmt: skip
     tokens = dict(image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123)
-    config = Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
-    teacher = Qwen3_5ForConditionalGeneration(config).eval()
+    config = config_class(text_config=text, vision_config=vision, **tokens)
+    teacher = model_class(config).eval()
     teacher.save_pretrained(tmp_path / "in")
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     assert {name.split(".")[1] for name in tensors if name.startswith("model.")} == {"language_model", "visual"}
@@ -139,4 +152,4 @@ def test_the_text_part_of_a_multimodal_qwen(tmp_path):
     ids = random_ids(2, 24) % 110
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert all(name.startswith(("mtp.", "model.visual.")) for name in plan.weights.dropped)
-    assert plan.teacher.family.model_type == "qwen3_5_text"
+    assert plan.teacher.family.model_type == TEACHERS[name][1].model_type
