@@ -17,6 +17,7 @@ MODULES = {
     "qwen3_5_text": ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
     "qwen3_5_moe_text": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
     "qwen3_next": ("transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"),
+    "lfm2": ("transformers.models.lfm2.modeling_lfm2", "Lfm2ShortConv"),
 }
 
 
@@ -31,6 +32,7 @@ class RecurrentMixer(nn.Module):
         path, name = MODULES[config.recurrent["model_type"]]
         of_teacher = AutoConfig.for_model(**fields, **config.recurrent)
         self.module = getattr(importlib.import_module(path), name)(of_teacher, layer_idx)
+        self.cache_argument = "past_key_values" if name == "Lfm2ShortConv" else "cache_params"
 
     def forward(
         self,
@@ -45,7 +47,8 @@ class RecurrentMixer(nn.Module):
             padding_mask: (B, L), 0 at padding. seq_idx: (B, L) ids of packed sequences, which are computed one by one.
         """
         if seq_idx is None:
-            return self.module(hidden_states, cache_params=past_key_values, attention_mask=padding_mask)
+            cache = {self.cache_argument: past_key_values}
+            return self.module(hidden_states, attention_mask=padding_mask, **cache)
         rows = []
         for row in range(len(seq_idx)):
             lengths = seq_idx[row].unique_consecutive(return_counts=True)[1].tolist()
@@ -57,6 +60,8 @@ class RecurrentMixer(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw the decays, which no Linear holds, as Mamba-2 does."""
+        """Draw the decays, if any, which no Linear holds, as Mamba-2 does."""
+        if not hasattr(self.module, "A_log"):
+            return
         init.copy_(self.module.A_log, torch.empty_like(self.module.A_log).uniform_(1, 16).log())
         init.ones_(self.module.dt_bias)

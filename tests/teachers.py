@@ -8,6 +8,8 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -178,12 +180,23 @@ TEACHERS = {
         Qwen3_5MoeTextConfig(**TINY, **DELTA_NET, **SHARED_EXPERT, rope_parameters=MROPE),
     ),
     "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, **DELTA_NET, **SHARED_EXPERT, mlp_only_layers=[1])),
+    "lfm2": (
+        Lfm2ForCausalLM,
+        Lfm2Config(
+            **TINY,
+            layer_types=["conv", "full_attention"] * 2,
+            conv_L_cache=4,
+            block_multiple_of=5,
+            block_ffn_dim_multiplier=1.5,
+            tie_word_embeddings=False,
+        ),
+    ),
     "phi": (PhiForCausalLM, PhiConfig(**TINY | {"num_key_value_heads": 4})),
     "phi-gqa-qk-norm": (PhiForCausalLM, PhiConfig(**TINY, qk_layernorm=True)),
 }
 
 
-STATEFUL = ["qwen3-5", "qwen3-5-moe", "qwen3-next"]
+STATEFUL = ["qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2"]
 """Teachers that are hybrids already, or whose attention has gates: no mixer takes its place without a window."""
 WITH_MIXERS = [name for name in TEACHERS if name not in STATEFUL]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]
@@ -203,7 +216,7 @@ def make_teacher(name: str, seed: int = 0, layers: int = 4, **overrides) -> torc
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name and parameter_name.endswith("weight"):
-                offset = "linear_attn" in parameter_name or not ("gemma" in name or name in STATEFUL)
+                offset = "linear_attn" in parameter_name or not name.startswith(("gemma", "qwen3-5", "qwen3-next"))
                 parameter.copy_(float(offset) + 0.2 * torch.randn_like(parameter))
             elif parameter.ndim == 1:
                 parameter.copy_(0.2 * torch.randn_like(parameter))

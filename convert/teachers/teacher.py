@@ -327,7 +327,8 @@ def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict
                 f"The teacher's configuration has {name} {getattr(config, name)}, which a hybrid cannot follow; take "
                 "it out of config.json if the model computes the same without it."
             )
-    fields = {name: getattr(config, name) for name in COMMON_FIELDS if name not in family.fields}
+    said = family.fields.keys() | family.constants.keys()
+    fields = {name: getattr(config, name) for name in COMMON_FIELDS if name not in said}
     fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()} | family.constants
     fields |= family.special(config) if family.special else {}
     fields["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -21,6 +21,7 @@ from convert.plan import describe
 from convert.tools.inspect import inspect_model
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
+from tests.helpers.padding import left_padded
 from tests.teachers import STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
 
 CONTEXT = 200
@@ -68,7 +69,7 @@ def test_the_longest_context_is_shown_where_a_teacher_has_it(name, saved_teacher
     assert "cache 256k" in describe(plan)
     size = plan.summary()["cache_bytes"]["256k"]
     states = 2 * recurrent_bytes(plan.config, torch.bfloat16)
-    width = TEACHERS[name][1].head_dim
+    width = plan.config.head_dim
     eight = (width + 2) / (2 * width)  # of each vector a scale, too
     assert size["teacher_int8"] == pytest.approx(states + eight * (size["teacher"] - states))
     assert size["hybrid"] < 0.1 * size["teacher"]
@@ -123,6 +124,19 @@ def test_a_family_without_a_table_of_states_is_refused(name, saved_teacher, tmp_
     (tmp_path / "model.safetensors").symlink_to(saved_teacher(name) / "model.safetensors")
     with pytest.raises(ValueError, match="layers with a state, which are not supported in this family"):
         convert(str(tmp_path), tmp_path / "out", align="none")
+
+
+@torch.no_grad()
+def test_biases_of_short_convolutions(tmp_path):
+    """They are fed at padding, too, in the teacher, whose output then depends on it; ours is the same."""
+    teacher = make_teacher("lfm2", layers=2, conv_bias=True)
+    teacher.save_pretrained(tmp_path / "in")
+    convert(str(tmp_path / "in"), tmp_path / "out", align="none", attention_layers="all")
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids, mask = left_padded(random_ids(2, 24), 5)
+    torch.testing.assert_close(
+        hybrid(ids, attention_mask=mask).logits[:, 5:], teacher(ids, attention_mask=mask).logits[:, 5:]
+    )
 
 
 @pytest.mark.parametrize(
