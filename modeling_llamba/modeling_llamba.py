@@ -49,10 +49,12 @@ class SharedExpertBlock(Qwen3MoeSparseMoeBlock):
     def __init__(self, config: LlambaConfig):
         super().__init__(config)
         self.shared_expert = LlambaMLP(config, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        shared = torch.sigmoid(self.shared_expert_gate(hidden_states)) * self.shared_expert(hidden_states)
+        shared = self.shared_expert(hidden_states)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(hidden_states)) * shared
         return super().forward(hidden_states) + shared
 
 

@@ -17,6 +17,10 @@ MODULES = {
     "qwen3_5_text": ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
     "qwen3_5_moe_text": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
     "qwen3_next": ("transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"),
+    "granitemoehybrid": (
+        "transformers.models.granitemoehybrid.modeling_granitemoehybrid",
+        "GraniteMoeHybridMambaLayer",
+    ),
     "lfm2": ("transformers.models.lfm2.modeling_lfm2", "Lfm2ShortConv"),
 }
 
@@ -64,4 +68,6 @@ class RecurrentMixer(nn.Module):
         if not hasattr(self.module, "A_log"):
             return
         init.copy_(self.module.A_log, torch.empty_like(self.module.A_log).uniform_(1, 16).log())
-        init.ones_(self.module.dt_bias)
+        for name in ("dt_bias", "D"):
+            if hasattr(self.module, name):
+                init.ones_(getattr(self.module, name))

@@ -8,6 +8,8 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -98,6 +100,17 @@ SHARED_EXPERT = dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
 )  # fmt: skip
 
+GRANITE = dict(embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=8.0)
+MAMBA = dict(
+    layer_types=["linear_attention", "full_attention"] * 2,
+    shared_intermediate_size=20,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=6,
+    mamba_d_conv=3,
+    mamba_chunk_size=16,
+)
+
 TEACHERS = {
     "llama-gqa": (LlamaForCausalLM, LlamaConfig(**TINY)),
     "llama-mha-tied": (LlamaForCausalLM, LlamaConfig(**TINY | {"num_key_value_heads": 4}, tie_word_embeddings=True)),
@@ -154,13 +167,7 @@ TEACHERS = {
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**TINY, no_rope_layers=[1, 0, 1, 0])),
     "granite": (
         GraniteForCausalLM,
-        GraniteConfig(
-            **TINY,
-            embedding_multiplier=12.0,
-            attention_multiplier=0.2,
-            residual_multiplier=0.22,
-            logits_scaling=8.0,
-        ),
+        GraniteConfig(**TINY, **GRANITE),
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": (
@@ -191,12 +198,28 @@ TEACHERS = {
             tie_word_embeddings=False,
         ),
     ),
+    "granite4": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(**TINY, **MAMBA, **GRANITE, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "granite4-dense": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **TINY,
+            **MAMBA,
+            num_local_experts=0,
+            attention_bias=True,
+            attention_multiplier=0.3,
+            position_embedding_type="rope",
+            mamba_conv_bias=False,
+        ),
+    ),
     "phi": (PhiForCausalLM, PhiConfig(**TINY | {"num_key_value_heads": 4})),
     "phi-gqa-qk-norm": (PhiForCausalLM, PhiConfig(**TINY, qk_layernorm=True)),
 }
 
 
-STATEFUL = ["qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2"]
+STATEFUL = ["qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2", "granite4", "granite4-dense"]
 """Teachers that are hybrids already, or whose attention has gates: no mixer takes its place without a window."""
 WITH_MIXERS = [name for name in TEACHERS if name not in STATEFUL]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]

@@ -62,7 +62,7 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
         }
         if (shared := config.shared_expert_intermediate_size) is not None:
             shapes |= _gated_mlp("mlp.shared_expert", hidden, shared, config.mlp_bias)
-            shapes |= {"mlp.shared_expert_gate.weight": (1, hidden)}
+            shapes |= {"mlp.shared_expert_gate.weight": (1, hidden)} if config.shared_expert_gate else {}
     else:
         shapes |= _gated_mlp("mlp", hidden, inner, config.mlp_bias)
     norms = {"input_layernorm": "after", "mixer_out_norm": "before"}

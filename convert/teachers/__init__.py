@@ -4,6 +4,7 @@ from .base import TeacherFamily
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
 from .granite import GRANITE
+from .granitemoehybrid import GRANITE_MOE_HYBRID
 from .lfm2 import LFM2
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -24,7 +25,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, GRANITE, MIXTRAL, QWEN3_MOE,
-        QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2,
+        QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2, GRANITE_MOE_HYBRID,
     )
 }  # fmt: skip
 MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

@@ -126,10 +126,11 @@ def test_a_family_without_a_table_of_states_is_refused(name, saved_teacher, tmp_
         convert(str(tmp_path), tmp_path / "out", align="none")
 
 
+@pytest.mark.parametrize("name, field", [("lfm2", "conv_bias"), ("granite4-dense", "mamba_proj_bias")])
 @torch.no_grad()
-def test_biases_of_short_convolutions(tmp_path):
-    """They are fed at padding, too, in the teacher, whose output then depends on it; ours is the same."""
-    teacher = make_teacher("lfm2", layers=2, conv_bias=True)
+def test_biases_that_reach_padding(name, field, tmp_path):
+    """In the teacher, whose output then depends on padding, too; ours is the same."""
+    teacher = make_teacher(name, layers=2, **{field: True})
     teacher.save_pretrained(tmp_path / "in")
     convert(str(tmp_path / "in"), tmp_path / "out", align="none", attention_layers="all")
     hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
