@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from .io.reader import BLOCK_BYTES, TensorInfo
 from .io.rules import Rule, moved
 from .io.students import layer_letters
 from .io.writer import human_bytes
-from .layout.cache import CONTEXTS, break_even, cache_bytes
+from .layout.cache import break_even, cache_bytes, contexts, rounded_teacher_bytes
 from .layout.config import hybrid_config
 from .layout.placement import Decision, Placement, Undecided, window_in_words
 from .resolve import Resolved
@@ -87,6 +89,7 @@ class Plan:
         """The plan as plain data, for `--dry-run --json`, the card and the console."""
         kinds = Counter(rule.kind for rule in self.rules)
         hybrid = self.placement.hybrid
+        states = [i for i, kind in enumerate(self.config.layer_types) if kind == RECURRENT]
         of_hybrid: dict[str, Any] = dict.fromkeys(("block", "rank", "salient", "window", "sinks"))
         if hybrid is not None:
             of_hybrid = {name: getattr(hybrid, name) for name in of_hybrid} | {"rank": self.config.hybrid_rank}
@@ -101,8 +104,9 @@ class Plan:
             "state": hybrid is not None and hybrid.state,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
             "layer_types": self.config.layer_types,
-            "attention_layers": list(self.placement.attention_layers),
+            "attention_layers": [i for i in self.placement.attention_layers if i not in states],
             "mixer_layers": list(self.placement.replaced_layers),
+            "state_layers": states,
             "dtype": str(self.dtype).removeprefix("torch."),
             "tensors": {kind: kinds[kind] for kind in ("moved", "derived", "initialised")}
             | {"dropped": len(self.weights.dropped)},
@@ -117,7 +121,8 @@ class Plan:
             "expected_alignment": None if self.alignment_cost is None else self.alignment_cost._asdict(),
             "cache_bytes": {
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length), strict=True))
-                for name, length in CONTEXTS.items()
+                | {"teacher_int8": round(rounded_teacher_bytes(self.config, length, 8))}
+                for name, length in contexts(self.config).items()
             },
             "break_even": {f"{bits} bits": break_even(self.config, self.more_weights, bits) for bits in (16, 8)},
             "decided": self.resolved.decided(),
@@ -137,7 +142,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
         ValueError: the options, the configuration and the tensors do not fit together.
     """
     placement = decision.placement
-    windows = placement.windows.keys() & set(resolved.own_windows)
+    windows = placement.windows.keys() & set(resolved.bounded)
     assert not windows, f"layers that have a window in the teacher keep it: {windows}"
     config = hybrid_config(weights, placement, resolved.mixer)
     replaced = tuple(f"model.layers.{layer}.self_attn." for layer in placement.replaced_layers)
@@ -254,10 +259,13 @@ def describe(plan: Plan) -> str:
     replacement = _replacement_in_words(s)
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
-    kind = "hybrid" if s["window"] else "mixer"
+    kinds = {"attention": "attention_layers", "hybrid" if s["window"] else "mixer": "mixer_layers"}
+    if s["state_layers"]:
+        kinds["with the teacher's own state"] = "state_layers"
+    layers += f"  ({', '.join(f'{len(s[of])} {kind}' for kind, of in kinds.items())})"
     lines = [
         f"{s['teacher']} ({s['teacher_family']}) -> {s['student_family']} with {replacement}, {s['dtype']}",
-        f"layers      {layers}  ({len(s['attention_layers'])} attention, {len(s['mixer_layers'])} {kind})",
+        f"layers      {layers}",
         f"tensors     {counts}",
         f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
         f"to write    {human_bytes(s['bytes_to_write'])}; peak memory of writing about "
@@ -269,7 +277,7 @@ def describe(plan: Plan) -> str:
         share = size["hybrid"] / size["teacher"]
         lines.append(
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
-            f"({share:.1%} of bfloat16's)"
+            f"({share:.1%} of bfloat16's, {size['hybrid'] / size['teacher_int8']:.1%} of int8's)"
         )
     if s["mixer_layers"]:
         lines.append(f"bits        {plan.placement.bits}")

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from .io.writer import output_dtype
-from .layout.cache import attention_bytes, teacher_bytes
+from .layout.cache import layer_bytes, teacher_bytes
 from .layout.config import mixer_fields
 from .layout.placement import CacheBits, Heads, Hybrid, Layer, Mixer
 from .layout.presets import attention_layers, counted_heads, kept_heads
@@ -47,8 +49,9 @@ class Resolved:
     """Query heads that are named to keep full attention; None where at most their number is given."""
     num_heads: int | None
     """Number of key/value heads asked for beside those named; None where nothing was said of heads."""
-    own_windows: tuple[int, ...]
-    """Layers that have a window in the teacher which hides tokens within the context; beside windows they keep it."""
+    bounded: tuple[int, ...]
+    """Layers whose cache does not grow in the teacher, with a window that hides tokens within the context or with a
+    state; beside windows they stay as they are."""
     context: int
     """Tokens for which the cache is counted."""
     cache_bytes: int | None
@@ -116,11 +119,17 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
     """
     placement = options.placement
     config = weights.config
-    own = weights.windows(placement.context)
+    own = weights.bounded(placement.context)
     in_all = len(own) == config.num_hidden_layers
     refuse_windows_everywhere(options, weights, in_all)
     dtype = output_dtype(options.output.dtype, weights.checkpoint.tensors)
     choice, layers, share = _kept_layers(options, config.num_hidden_layers, in_all)
+    keeps_all = share == 1 or (layers is not None and len(layers) == config.num_hidden_layers)
+    if not (options.has_windows or keeps_all) and (config.attention_gate or RECURRENT in config.layer_types):
+        raise ValueError(
+            "This teacher has gates on its attention or layers with a state of their own, which mixers cannot follow; "
+            "give a window or a cache."
+        )
     heads, num_heads = _kept_heads(options, weights, own)
     alignment = dataclasses.replace(options.alignment, sequence_length=options.sequence_length)
     rank = placement.rank
@@ -133,7 +142,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
         share=share,
         heads=heads,
         num_heads=num_heads,
-        own_windows=own,
+        bounded=own,
         context=placement.context,
         cache_bytes=_cache_bytes(options, weights),
         window=placement.window,
@@ -210,11 +219,11 @@ def _kept_heads(
 
 
 def refuse_heads_of(windows: Collection[int], heads: Heads) -> None:
-    """Refuse kept heads in layers that have a window in the teacher, which they keep."""
+    """Refuse kept heads in layers whose cache does not grow in the teacher, which stay as they are."""
     if hidden := sorted(heads.keys() & set(windows)):
         raise ValueError(
-            f"attention_heads names heads of layer {hidden[0]}, which has a sliding window in the teacher; leave out "
-            f"those of {'layers' if len(hidden) > 1 else 'layer'} {', '.join(map(str, hidden))}."
+            f"attention_heads names heads of layer {hidden[0]}, which has a sliding window or a state in the teacher; "
+            f"leave out those of {'layers' if len(hidden) > 1 else 'layer'} {', '.join(map(str, hidden))}."
         )
 
 
@@ -237,7 +246,8 @@ def few_bits(head_dim: int) -> CacheBits:
 def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | None:
     """Count the bytes of cache that one sequence may take.
 
-    The default is a share of what the teacher's layers of full attention take; its own windows stay beside that.
+    A share is one of what the teacher's layers with attention take, beside which its states stay; the default is one
+    of full attention alone, and its own windows stay beside that, too.
     """
     asked = options.cache
     if asked is None:
@@ -246,10 +256,11 @@ def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | N
         return parse_size(asked)
     config = weights.config
     context = options.placement.context
-    windows = weights.windows(context)
-    own = 0
-    if options.placement.cache is None and 0 < len(windows) < config.num_hidden_layers:
-        own = len(windows) * attention_bytes(config, "sliding_attention", context)
+    bounded = weights.bounded(context)
+    kinds = [config.layer_types[i] for i in bounded]
+    if options.placement.cache is not None or len(bounded) == config.num_hidden_layers:
+        kinds = [kind for kind in kinds if kind == RECURRENT]
+    own = sum(layer_bytes(config, kind, context) for kind in kinds)
     return int(own + asked * (teacher_bytes(config, context) - own))
 
 
@@ -305,8 +316,8 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
         reasons["cache_bytes"] = f"{share} at {resolved.context:,} tokens"
     if placement.cache is None and options.cache is not None:
         beside = ""
-        if resolved.own_windows:
-            beside = " (and what its own windows take)"
+        if resolved.bounded:
+            beside = " (and what its own windows or states take)"
         said = "by default, since nothing was said about layers, window, heads or mixer"
         reasons["cache_bytes"] += f"{beside} {said}"
     reasons |= _reasons_of_windows(resolved, options) if resolved.has_windows else _reasons_of_mixer(resolved, options)
@@ -320,8 +331,9 @@ def _reasons_of_windows(resolved: Resolved, options: ConversionOptions) -> dict[
     placement = options.placement
     fitted = resolved.alignment.method != "none"
     reasons = {}
-    if resolved.own_windows:
-        reasons["own_windows"] = f"windows of the teacher that hide tokens within {resolved.context:,} stay"
+    if resolved.bounded:
+        kinds = f"states, and windows that hide tokens within {resolved.context:,}"
+        reasons["bounded"] = f"layers of the teacher whose cache does not grow stay: {kinds}"
     if placement.block is None and resolved.window is None:
         reasons["block"] = f"{BLOCK} by default, and an eighth of the widest window at most"
     elif placement.block is None:

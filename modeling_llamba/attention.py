@@ -45,6 +45,7 @@ class SoftmaxAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm, self.k_norm = qk_norms(config)
+        self.gate_proj = gate_projection(config)
 
     def forward(
         self,
@@ -72,6 +73,8 @@ class SoftmaxAttention(nn.Module):
             **kwargs,
         )
         output, probabilities = attend_rounded(self.roundings, attend, store, query, key, value)
+        if self.gate_proj is not None:
+            output = output * head_gates(self, hidden_states)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
 
 
@@ -89,6 +92,17 @@ def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[to
         query = attention.q_norm(query)
         key = attention.k_norm(key)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def gate_projection(config) -> nn.Linear | None:
+    """The projection to a gate on what the heads return; None where the teacher has none."""
+    size = config.num_attention_heads * config.head_dim
+    return nn.Linear(config.hidden_size, size, bias=config.attention_bias) if config.attention_gate else None
+
+
+def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Gates (B, L, H, D) on what the heads return."""
+    return torch.sigmoid(attention.gate_proj(hidden_states)).unflatten(-1, (-1, attention.head_dim))
 
 
 def attend_rounded(

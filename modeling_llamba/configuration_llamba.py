@@ -23,6 +23,8 @@ class LlambaConfig(HybridConfig):
         num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
         mlp_only_layers: layers that have a single MLP nevertheless.
+        shared_expert_intermediate_size: width of an expert for every token; None is none. shared_expert_gate: it has a
+            gate of its own.
         output_router_logits, router_aux_loss_coef: with experts, return the routers' logits and add the loss that
             spreads tokens over the experts, times this factor, to the loss of `labels`; False and 0.001 by default.
     """
@@ -39,6 +41,8 @@ class LlambaConfig(HybridConfig):
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = False
     mlp_only_layers: list[int] | None = None
+    shared_expert_intermediate_size: int | None = None
+    shared_expert_gate: bool = True
 
     def __post_init__(self, **kwargs):
         if self.num_experts is not None:  # TRL takes any model that has these fields for one with experts

@@ -20,7 +20,8 @@ the log mass log m + q . mean k + q^T Cov(k, k) q / 2. They are not, so c0, c1, 
 head and the low-rank map up(down(.)) are fitted (convert/fit). (.)_f is the part of a product in plane f of the
 rotary embedding or in a dimension that is not rotated, so that the mass depends on distances alone. W_o is the
 teacher's own, and g = 0 for the first (n + 1) E tokens of a sequence: there the layer is its teacher's attention.
-Kept heads are full attention for every token.
+Kept heads are full attention for every token. Where the teacher has gates on what its heads return, y, mean v and far
+are multiplied by them before either projection.
 
 A prompt is computed as follows, for all blocks at once:
 
@@ -48,7 +49,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention import append_keys, attend_rounded, attention_function, capped, hiding, project_heads, qk_norms
+from .attention import (
+    append_keys,
+    attend_rounded,
+    attention_function,
+    capped,
+    gate_projection,
+    head_gates,
+    hiding,
+    project_heads,
+    qk_norms,
+)
 from .block_layout import Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
@@ -174,6 +185,7 @@ class HybridAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm, self.k_norm = qk_norms(config)
+        self.gate_proj = gate_projection(config)
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
@@ -210,7 +222,7 @@ class HybridAttention(nn.Module):
             output, features = self.step(projected, inputs, layer)
         else:
             output, features = self.prompt(projected, inputs, layer)
-        return self.project_out(output, of_kept, features)
+        return self.project_out(*self.gated(hidden_states, output, of_kept, features))
 
     def project(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], inputs: HybridInputs
@@ -275,6 +287,28 @@ class HybridAttention(nn.Module):
         key = self.shape.key_rounding.round(projected.key, projected.key_rows)
         value = self.shape.value_rounding.round(projected.value, projected.value_rows)
         return projected._replace(key=key, value=value)
+
+    def gated(
+        self,
+        hidden_states: torch.Tensor,
+        output: torch.Tensor,
+        of_kept: torch.Tensor | None,
+        features: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The arguments of `project_out` times the teacher's gates; themselves where it has none.
+
+        Args:
+            hidden_states: (B, L, hidden), the layer's input at the tokens of `output`.
+        """
+        if self.gate_proj is None:
+            return output, of_kept, features
+        gates = head_gates(self, hidden_states).transpose(1, 2)
+        of_windowed = _of_heads(gates, self.windowed, self.shared).transpose(1, 2)
+        if of_kept is not None:
+            of_kept = of_kept * _of_heads(gates, self.kept, self.shared).transpose(1, 2)
+        if features is not None:  # three vectors of every head
+            features = features * of_windowed[:, -features.shape[1] :].repeat(1, 1, 1, 3).flatten(2)
+        return output * of_windowed, of_kept, features
 
     def project_out(
         self, output: torch.Tensor, of_kept: torch.Tensor | None, features: torch.Tensor | None

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from transformers.utils import is_torchdynamo_compiling
 
 from .eviction import BlockShape, Held, NewTokens, advance, open_block, open_blocks
+from .hybrid_config import RECURRENT
 
 CROPPABLE = 128
 """Tokens by which a cache that records can be cropped at least."""
@@ -309,7 +310,31 @@ class HybridLayer(CacheLayerMixin):
         return [*(() if self.held is None else self.held[:4]), self.kept.keys, self.kept.values]
 
 
-class MixerLayer(LinearAttentionLayer):
+class RecurrentLayer(LinearAttentionLayer):
+    """transformers' layer for a state, with a choice of rows; that of a teacher's own module cannot be cropped."""
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({i: state if state is None else state[indices] for i, state in states.items()})
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.conv_states[0] is not None:
+            rows = torch.arange(len(self.conv_states[0]), device=self.conv_states[0].device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to forget tokens, of which transformers' own would leave the recurrent state.
+
+        Raises:
+            ValueError: there is a token to forget.
+        """
+        if tokens_to_remove:
+            raise ValueError("The state of a teacher's own layer cannot be cropped; begin with a new cache.")
+
+
+class MixerLayer(RecurrentLayer):
     """transformers' layer for a mixer, whose recurrent state can be cropped, too, while it records.
 
     A mixer hands over what it fed its state by `record`.
@@ -350,7 +375,7 @@ class MixerLayer(LinearAttentionLayer):
                 state = torch.zeros_like(self.recurrent_states[0])
             self.recurrent_states[0].copy_(state)
         self.recording = None  # as transformers now drops inputs of the convolution that another crop would need
-        super().crop(tokens_to_remove)
+        LinearAttentionLayer.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take the rows of other beams."""
@@ -360,14 +385,7 @@ class MixerLayer(LinearAttentionLayer):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some rows."""
         self.recording = None
-        for states in (self.conv_states, self.recurrent_states):
-            states.update({i: state if state is None else state[indices] for i, state in states.items()})
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        if self.conv_states[0] is not None:
-            rows = torch.arange(len(self.conv_states[0]), device=self.conv_states[0].device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
+        super().batch_select_indices(indices)
 
     def reset(self) -> None:
         super().reset()
@@ -423,9 +441,10 @@ def fit_cache(cache: Cache | None, config) -> None:
         return
     if not isinstance(getattr(cache, "layers", None), list):
         raise ValueError(f"past_key_values must be a DynamicCache or a StaticCache, not {type(cache).__name__}.")
-    replaced = {"hybrid", "linear_attention"} & set(config.layer_types)
+    own = {"hybrid": HybridLayer, "linear_attention": MixerLayer, RECURRENT: RecurrentLayer}
+    replaced = own.keys() & set(config.layer_types)
     fits = len(cache.layers) == config.num_hidden_layers
-    if not replaced or (fits and isinstance(cache.layers[0], HybridLayer | MixerLayer)):
+    if not replaced or (fits and isinstance(cache.layers[0], HybridLayer | RecurrentLayer)):
         return
     if type(cache) is DynamicCache and not has_attention_layer(cache):  # which counts no tokens, or has no layers yet
         cache.__class__, cache.layers = RecurrentCache, cache.layers or DynamicCache(config=config).layers
@@ -436,7 +455,7 @@ def fit_cache(cache: Cache | None, config) -> None:
         )
     for i, kind in enumerate(config.layer_types):
         layer = cache.layers[i]
-        if kind not in replaced or isinstance(layer, HybridLayer | MixerLayer):
+        if kind not in replaced or isinstance(layer, HybridLayer | RecurrentLayer):
             continue
         if getattr(layer, "is_initialized", False):
             raise ValueError(
@@ -447,7 +466,7 @@ def fit_cache(cache: Cache | None, config) -> None:
             most = layer.max_cache_len if isinstance(layer, StaticLayer) else None
             cache.layers[i] = HybridLayer(BlockShape.of(config, i), most)
         elif type(layer) is LinearAttentionLayer and not any(layer.has_previous_state.values()):
-            cache.layers[i] = MixerLayer()
+            cache.layers[i] = own[kind]()
         if getattr(layer, "record_past", False):
             cache.layers[i].activate_past_recording()
 

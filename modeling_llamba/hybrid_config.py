@@ -12,7 +12,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
+RECURRENT = "conv"
+"""Type of a layer that keeps its teacher's own module with a state (recurrent.py): the name for one that transformers'
+caches know beside linear_attention, which here is a mixer."""
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid", RECURRENT)
 QK_NORMS = (None, "rms", "layer", "all_heads")
 ROPES = ("main", "local", "none")
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
@@ -51,6 +54,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "num_experts": (1, 10_000),
     "num_experts_per_tok": (1, 10_000),
     "moe_intermediate_size": (1, LARGEST_SIZE),
+    "shared_expert_intermediate_size": (1, LARGEST_SIZE),
     "max_window_layers": (0, LARGEST_SIZE),
     "decoder_sparse_step": (1, LARGEST_SIZE),
     "query_pre_attn_scalar": (1e-6, 1e9),
@@ -100,9 +104,12 @@ class HybridConfig(PreTrainedConfig):
 
     Args:
         layer_types: one of "full_attention", "sliding_attention", "linear_attention" (a mixer), "hybrid" (attention to
-            a window, sinks and salient tokens, and a state of what left the window: hybrid_attention.py) per layer.
+            a window, sinks and salient tokens, and a state of what left the window: hybrid_attention.py), "conv" (the
+            teacher's own module with a state, of whatever kind: recurrent.py) per layer.
         resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
+        attention_gate: what the heads return is multiplied by the sigmoid of a projection of the layer's input.
+        recurrent: model_type and fields of the teacher's configuration that its module with a state is made from.
         qk_norm: norm on queries and keys: None, "rms" or "layer" on each head, "all_heads" on all heads together.
         norm_unit_offset: RMSNorms outside of mixers multiply by 1 + weight.
         embedding_multiplier: factor on the embeddings. logits_scaling: divisor of the logits.
@@ -168,6 +175,8 @@ class HybridConfig(PreTrainedConfig):
     attention_bias: bool = False
     attention_out_bias: bool = False
     attention_dropout: float | int = 0.0
+    attention_gate: bool = False
+    recurrent: dict[str, Any] | None = None
     qk_norm: str | None = None
     norm_unit_offset: bool = False
     embedding_multiplier: float | int = 1.0
@@ -351,6 +360,10 @@ class HybridConfig(PreTrainedConfig):
             )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
+        if RECURRENT in self.layer_types and self.recurrent is None:
+            raise ValueError(f"layer_types has {RECURRENT}, so recurrent must say what these layers are.")
+        if self.attention_gate and "linear_attention" in self.layer_types:
+            raise ValueError("A mixer cannot follow attention_gate; use hybrid layers.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads.")
         if self.mixer_num_heads % self.mixer_num_kv_heads:

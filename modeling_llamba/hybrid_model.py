@@ -33,11 +33,13 @@ from .hybrid_cache import (
     new_cache,
     note_length,
 )
+from .hybrid_config import RECURRENT
 from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
 from .matrix_mixer import OPEN_GATE
 from .mixers import make_mixer
 from .norms import RMSNorm
+from .recurrent import RecurrentMixer
 from .rotary import local_rotary_embedding, rotary_embedding
 from .short_conv import ShortConv
 from .ssd import sequence_starts
@@ -56,6 +58,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         self.rope = config.rope_of(layer_idx)
         if self.layer_type in ("linear_attention", "hybrid"):
             self.mixer = make_mixer(config, layer_idx)
+        elif self.layer_type == RECURRENT:
+            self.recurrent = RecurrentMixer(config, layer_idx)
         else:
             self.self_attn = SoftmaxAttention(config, layer_idx)
 
@@ -71,6 +75,8 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         """The sequence mixer's output (B, L, hidden) for its input (B, L, hidden)."""
         mask = masks[self.layer_type]
         position_embeddings = position_embeddings[self.rope]
+        if self.layer_type == RECURRENT:
+            return self.recurrent(hidden_states, mask, seq_idx, past_key_values)
         if self.layer_type == "linear_attention":
             return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
         if self.layer_type == "hybrid":
@@ -98,12 +104,14 @@ class HybridPreTrainedModel(PreTrainedModel):
     def __init__(self, config, *args, **kwargs):
         if config.attn_logit_softcapping is not None:
             self._supports_sdpa = False  # which knows no cap, so that eager is the default
+        if RECURRENT in config.layer_types:
+            self._is_stateful = True  # such a state cannot be cropped, and assisted generation is refused
         super().__init__(config, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(config, attention_mask=None, **kwargs):
         """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself, if any."""
-        if "hybrid" in config.layer_types:
+        if {"hybrid", RECURRENT} & set(config.layer_types):
             return _drop_full_mask(attention_mask)
         masks = create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
         # a dictionary of one mask that is None is more than peft can add a learned prompt to
@@ -120,6 +128,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             identity = torch.zeros_like(module.weight)
             identity[..., -1] = 1.0
             init.copy_(module.weight, identity)
+        if isinstance(module, RecurrentMixer):
+            module.initialise()
         if isinstance(module, DiscreteMamba2 | Mamba2 | Mamba1):
             init.ones_(module.D)
             if module.z_bias is not None:
@@ -301,13 +311,15 @@ class HybridModel(HybridPreTrainedModel):
             ValueError: no layer keeps its attention.
         """
         layers = len(self.config.layer_types)
-        replaced = sum(kind in ("linear_attention", "hybrid") for kind in self.config.layer_types)
+        without = ("linear_attention", "hybrid", RECURRENT)
+        replaced = sum(kind in without for kind in self.config.layer_types)
         if replaced == layers:
             raise ValueError("output_attentions: no layer of this model has a matrix of attention probabilities.")
         if replaced:
             logger.warning_once(
-                f"output_attentions: {replaced} of {layers} layers are mixers or hybrid layers and have no matrix of "
-                "attention probabilities; those of the other layers are returned, in order."
+                f"output_attentions: {replaced} of {layers} layers are mixers or hybrid layers, or hold the teacher's "
+                "own state, and have no matrix of attention probabilities; those of the other layers are returned, in "
+                "order."
             )
 
     def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -349,7 +361,7 @@ class HybridModel(HybridPreTrainedModel):
             for layer_type, make in makers.items()
             if layer_type in self.config.layer_types or (layer_type == "full_attention" and full_heads)
         }
-        masks["linear_attention"] = padding_mask
+        masks |= dict.fromkeys(("linear_attention", RECURRENT), padding_mask)
         if "hybrid" in self.config.layer_types:
             index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
             past = cache_length(past_key_values)

@@ -32,15 +32,38 @@ from .norms import RMSNorm
 class LlambaMLP(nn.Module):
     """Gated MLP: down(act(gate) * up)."""
 
-    def __init__(self, config: LlambaConfig):
+    def __init__(self, config: LlambaConfig, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class SharedExpertBlock(Qwen3MoeSparseMoeBlock):
+    """A choice of experts, and one for every token beside them."""
+
+    def __init__(self, config: LlambaConfig):
+        super().__init__(config)
+        self.shared_expert = LlambaMLP(config, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        shared = self.shared_expert(hidden_states)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(hidden_states)) * shared
+        return super().forward(hidden_states) + shared
+
+
+def make_mlp(config: LlambaConfig, layer_idx: int) -> nn.Module:
+    """The MLP of a layer, or its experts."""
+    if not config.has_experts(layer_idx):
+        return LlambaMLP(config, config.intermediate_size)
+    shared = config.shared_expert_intermediate_size is not None
+    return SharedExpertBlock(config) if shared else Qwen3MoeSparseMoeBlock(config)
 
 
 def make_norm(config: LlambaConfig) -> RMSNorm:
@@ -53,7 +76,7 @@ class LlambaDecoderLayer(HybridDecoderLayer):
 
     def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.mlp = Qwen3MoeSparseMoeBlock(config) if config.has_experts(layer_idx) else LlambaMLP(config)
+        self.mlp = make_mlp(config, layer_idx)
         before = config.norm_placement != "after"
         after = config.norm_placement != "before"
         self.input_layernorm = make_norm(config) if before else nn.Identity()

@@ -52,13 +52,18 @@ def naive_hybrid_attention(
             near = scores.softmax(0) @ values[sinks + salient + window]
             if not evicted or layer.mass is None:
                 y.append(near)
-                features += [torch.zeros(3 * D, dtype=near.dtype)]
+                features += [torch.zeros(D, dtype=near.dtype)] * 3
                 continue
             number = layer.windowed.index(head // shared) * shared + head % shared
             mean, tilt, log_mass = _read(layer, number, q[t, head] * layer.scaling, keys[evicted], values[evicted])
             gate = torch.sigmoid(log_mass - scores.logsumexp(0))
             y.append(near + gate * (mean + tilt - near))
             features += [gate * near, gate * mean, gate * (mean + tilt)]
+        if layer.gate_proj is not None:
+            gates = torch.sigmoid(layer.gate_proj(hidden_states[t])).view(-1, D)
+            windowed = [head for head in range(len(y)) if head // shared in layer.windowed]
+            y = [gate * of_head for gate, of_head in zip(gates, y, strict=True)]
+            features = [gates[windowed[i // 3]] * f for i, f in enumerate(features)]
         out = layer.o_proj(torch.cat(y))
         outputs.append(out if layer.down is None else out + layer.up(layer.down(torch.cat(features))))
     return torch.stack(outputs)

@@ -8,6 +8,10 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,10 +28,16 @@ from transformers import (
     PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -68,6 +78,38 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
 }
+
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e3,
+    "partial_rotary_factor": 0.5,
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+}
+DELTA_NET = dict(
+    head_dim=16,
+    attention_bias=True,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+SHARED_EXPERT = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
+)  # fmt: skip
+
+GRANITE = dict(embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=8.0)
+MAMBA = dict(
+    layer_types=["linear_attention", "full_attention"] * 2,
+    shared_intermediate_size=20,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=6,
+    mamba_d_conv=3,
+    mamba_chunk_size=16,
+)
 
 TEACHERS = {
     "llama-gqa": (LlamaForCausalLM, LlamaConfig(**TINY)),
@@ -125,13 +167,7 @@ TEACHERS = {
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**TINY, no_rope_layers=[1, 0, 1, 0])),
     "granite": (
         GraniteForCausalLM,
-        GraniteConfig(
-            **TINY,
-            embedding_multiplier=12.0,
-            attention_multiplier=0.2,
-            residual_multiplier=0.22,
-            logits_scaling=8.0,
-        ),
+        GraniteConfig(**TINY, **GRANITE),
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": (
@@ -145,11 +181,47 @@ TEACHERS = {
             mlp_only_layers=[1],
         ),
     ),
+    "qwen3-5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**TINY, **DELTA_NET, rope_parameters=MROPE)),
+    "qwen3-5-moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig(**TINY, **DELTA_NET, **SHARED_EXPERT, rope_parameters=MROPE),
+    ),
+    "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, **DELTA_NET, **SHARED_EXPERT, mlp_only_layers=[1])),
+    "lfm2": (
+        Lfm2ForCausalLM,
+        Lfm2Config(
+            **TINY,
+            layer_types=["conv", "full_attention"] * 2,
+            conv_L_cache=4,
+            block_multiple_of=5,
+            block_ffn_dim_multiplier=1.5,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "granite4": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(**TINY, **MAMBA, **GRANITE, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "granite4-dense": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig(
+            **TINY,
+            **MAMBA,
+            num_local_experts=0,
+            attention_bias=True,
+            attention_multiplier=0.3,
+            position_embedding_type="rope",
+            mamba_conv_bias=False,
+        ),
+    ),
     "phi": (PhiForCausalLM, PhiConfig(**TINY | {"num_key_value_heads": 4})),
     "phi-gqa-qk-norm": (PhiForCausalLM, PhiConfig(**TINY, qk_layernorm=True)),
 }
 
 
+STATEFUL = ["qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2", "granite4", "granite4-dense"]
+"""Teachers that are hybrids already, or whose attention has gates: no mixer takes its place without a window."""
+WITH_MIXERS = [name for name in TEACHERS if name not in STATEFUL]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]
 """Teachers that take every variant of a test; the others are other blocks around the same attention, and take some."""
 
@@ -167,7 +239,8 @@ def make_teacher(name: str, seed: int = 0, layers: int = 4, **overrides) -> torc
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name and parameter_name.endswith("weight"):
-                parameter.copy_(float("gemma" not in name) + 0.2 * torch.randn_like(parameter))
+                offset = "linear_attn" in parameter_name or not name.startswith(("gemma", "qwen3-5", "qwen3-next"))
+                parameter.copy_(float(offset) + 0.2 * torch.randn_like(parameter))
             elif parameter.ndim == 1:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             else:

@@ -253,8 +253,9 @@ def _mixed(layer: HybridAttention, u, y, projected, of_kept, near: Near, layout:
     output, features = layer.read(near.query, near.output, near.log_mass, layer.readout(near.state))
     output, features = (layout.to_tokens(layout.in_order(t)) for t in (output, features))
     of_kept = None if of_kept is None else of_kept[:, start:]
+    output, of_kept, features = layer.gated(u[:, start:], output, of_kept, features.flatten(2))
     explained = layer.project_out(output, of_kept, None)
-    return Seen(features.flatten(2).flatten(0, 1), (y[:, start:] - explained).flatten(0, 1))
+    return Seen(features.flatten(0, 1), (y[:, start:] - explained).flatten(0, 1))
 
 
 def _gram(F: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from modeling_llamba.hybrid_config import SOFT_CAPS
+from modeling_llamba.hybrid_config import RECURRENT, SOFT_CAPS
 
 from ..io.reader import open_weights, read_json
 from ..io.students import STUDENTS, meta_shapes
@@ -88,6 +88,8 @@ def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
         # their cache counts tokens in an attention layer, so that not even a forward pass works without one
         "a model without an attention layer": not kinds & {"full_attention", "sliding_attention", "hybrid"},
         "layers with a window": "hybrid" in kinds,
+        "layers with a state of the teacher's": RECURRENT in kinds,
+        "gates on the attention": config.attention_gate,
         "attention with a sliding window": "sliding_attention" in kinds,
         f"the MLP's activation {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
         "norms on queries and keys": config.qk_norm is not None and "full_attention" in kinds,

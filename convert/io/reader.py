@@ -339,6 +339,11 @@ class RemoteHeaders(Checkpoint):
         raise AssertionError(f"{name} was asked for, but only the headers are here")
 
 
+def _special_float(values: dict[str, Any]) -> Any:
+    """An infinite number, or none, which transformers writes as an object."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is no such file.
 
@@ -348,8 +353,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+        values = json.loads(path.read_text(), object_hook=_special_float)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object.")

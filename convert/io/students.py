@@ -1,11 +1,14 @@
 """The two classes of hybrid that a conversion or an import writes: their layers and the shapes of their tensors."""
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedConfig
 
 import modeling_llamba
 import modeling_phimamba
 from modeling_llamba.attention import SoftmaxAttention
+from modeling_llamba.hybrid_config import RECURRENT
 from modeling_llamba.mixers import make_mixer
 
 STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
@@ -39,11 +42,13 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
     hidden = config.hidden_size
     inner = config.intermediate_size
     if config.layer_types[layer] in MIXER_LAYERS:
-        shapes = {f"mixer.{name}": shape for name, shape in mixer_shapes(config, layer).items()}
+        shapes = mixer_shapes(config, layer)
+    elif config.layer_types[layer] == RECURRENT:
+        from modeling_llamba.recurrent import RecurrentMixer  # here, since it imports transformers' models
+
+        shapes = _module_shapes("recurrent", RecurrentMixer, config, layer)
     else:
-        with torch.device("meta"):
-            attention = SoftmaxAttention(config, layer).state_dict()
-        shapes = {f"self_attn.{name}": tuple(tensor.shape) for name, tensor in attention.items()}
+        shapes = _module_shapes("self_attn", SoftmaxAttention, config, layer)
     if config.model_type == "phimamba":
         shapes |= _linear("mlp.fc1", hidden, inner, True) | _linear("mlp.fc2", inner, hidden, True)
         return shapes | _norm("input_layernorm", config)
@@ -55,9 +60,11 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
             "mlp.experts.down_proj": (count, hidden, width),
             "mlp.gate.weight": (count, hidden),
         }
+        if (shared := config.shared_expert_intermediate_size) is not None:
+            shapes |= _gated_mlp("mlp.shared_expert", hidden, shared, config.mlp_bias)
+            shapes |= {"mlp.shared_expert_gate.weight": (1, hidden)} if config.shared_expert_gate else {}
     else:
-        for name, width_in, width_out in (("gate", hidden, inner), ("up", hidden, inner), ("down", inner, hidden)):
-            shapes |= _linear(f"mlp.{name}_proj", width_in, width_out, config.mlp_bias)
+        shapes |= _gated_mlp("mlp", hidden, inner, config.mlp_bias)
     norms = {"input_layernorm": "after", "mixer_out_norm": "before"}
     norms |= {"post_attention_layernorm": "after", "mlp_out_norm": "before"}
     for name, absent in norms.items():
@@ -66,10 +73,19 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
 
 
 def mixer_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
-    """Names and shapes of the tensors of a mixer."""
+    """Names and shapes of the tensors of a mixer, as they are called in a block."""
+    return _module_shapes("mixer", make_mixer, config, layer)
+
+
+def _module_shapes(name: str, make: Callable, config: PreTrainedConfig, layer: int) -> Shapes:
     with torch.device("meta"):
-        mixer = make_mixer(config, layer)
-    return {name: tuple(tensor.shape) for name, tensor in mixer.state_dict().items()}
+        module = make(config, layer)
+    return {f"{name}.{parameter}": tuple(tensor.shape) for parameter, tensor in module.state_dict().items()}
+
+
+def _gated_mlp(name: str, hidden: int, inner: int, bias: bool) -> Shapes:
+    shapes = _linear(f"{name}.gate_proj", hidden, inner, bias) | _linear(f"{name}.up_proj", hidden, inner, bias)
+    return shapes | _linear(f"{name}.down_proj", inner, hidden, bias)
 
 
 def _linear(name: str, width_in: int, width_out: int, bias: bool) -> Shapes:
@@ -94,6 +110,6 @@ def meta_shapes(model_class: type, config: PreTrainedConfig) -> Shapes:
 
 
 def layer_letters(layer_types: list[str]) -> str:
-    """One letter per layer: A keeps its attention, M is a mixer, H is a hybrid layer."""
-    letters = {"linear_attention": "M", "hybrid": "H"}
+    """One letter per layer: A keeps its attention, M is a mixer, H is a hybrid layer, R keeps the teacher's state."""
+    letters = {"linear_attention": "M", "hybrid": "H", RECURRENT: "R"}
     return "".join(letters.get(kind, "A") for kind in layer_types)

@@ -1,14 +1,27 @@
 """Bytes of cache that a sequence takes while generating: keys and values, windows, recurrent states."""
 
+import functools
+import json
+from types import SimpleNamespace
+
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
+from modeling_llamba.hybrid_config import RECURRENT
 from modeling_llamba.rounding import Rounding
 
 CACHE_DTYPE = torch.bfloat16
 """Type in which caches are counted, whatever the weights are stored in: a model may be loaded in any."""
 CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 """Tokens at which sizes are shown."""
+LONGEST = {"256k": 262_144}
+"""Tokens at which they are shown, too, where a teacher was made for as many."""
+
+
+def contexts(config: PreTrainedConfig) -> dict[str, int]:
+    """Tokens at which the sizes of this model's cache are shown."""
+    return CONTEXTS | {name: length for name, length in LONGEST.items() if length <= config.max_position_embeddings}
 
 
 def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACHE_DTYPE) -> tuple[int, int]:
@@ -25,10 +38,10 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACH
         channels += config.mixer_num_heads * config.mixer_d_state
     state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
     teacher_types = config.conversion["teacher_layer_types"]
-    whole = {kind: attention_bytes(config, kind, length, dtype) for kind in teacher_types}
+    whole = {kind: layer_bytes(config, kind, length, dtype) for kind in set(teacher_types)}
     hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
     others = [kind for kind in config.layer_types if kind != "hybrid"]
-    own = {kind: attention_bytes(config, kind, length, dtype, rounded=True) for kind in teacher_types}
+    own = {kind: layer_bytes(config, kind, length, dtype, rounded=True) for kind in set(teacher_types)}
     own["linear_attention"] = state
     hybrid = sum(own[kind] for kind in others)
     hybrid += sum(hybrid_bytes(config, layer, length, dtype) for layer in hybrids)
@@ -45,11 +58,9 @@ def break_even(config: PreTrainedConfig, more_weights: int, bits: int = 16) -> i
     Returns:
         None if there is no such number below 2^30.
     """
-    share = Rounding(bits, config.head_dim).width(CACHE_DTYPE) / Rounding(16, config.head_dim).width(CACHE_DTYPE)
 
     def is_less(length: int) -> bool:
-        teacher, hybrid = cache_bytes(config, length)
-        return hybrid + more_weights < share * teacher
+        return cache_bytes(config, length)[1] + more_weights < rounded_teacher_bytes(config, length, bits)
 
     low = 0
     high = 2**30
@@ -65,9 +76,17 @@ def break_even(config: PreTrainedConfig, more_weights: int, bits: int = 16) -> i
     return high
 
 
+def rounded_teacher_bytes(config: PreTrainedConfig, length: int, bits: int) -> float:
+    """Bytes one sequence keeps in the teacher of a hybrid with keys and values in so many bits; states stay whole."""
+    share = Rounding(bits, config.head_dim).width(CACHE_DTYPE) / Rounding(16, config.head_dim).width(CACHE_DTYPE)
+    states = config.conversion["teacher_layer_types"].count(RECURRENT)
+    of_states = states and states * recurrent_bytes(config, CACHE_DTYPE)
+    return of_states + share * (cache_bytes(config, length)[0] - of_states)
+
+
 def teacher_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACHE_DTYPE) -> int:
-    """Bytes one sequence keeps in a hybrid all of whose layers are attention, which are the teacher's."""
-    return sum(attention_bytes(config, kind, length, dtype) for kind in config.layer_types)
+    """Bytes one sequence keeps in a hybrid all of whose layers are the teacher's."""
+    return sum(layer_bytes(config, kind, length, dtype) for kind in config.layer_types)
 
 
 def hybrid_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
@@ -97,6 +116,45 @@ def state_bytes(config: PreTrainedConfig, layer: int) -> int:
     if config.mixer == "none":
         return 0
     return windowed_heads(config, layer) * (config.head_dim + 1) * (config.state_keys(layer) + 1) * 4
+
+
+def layer_bytes(
+    config: PreTrainedConfig,
+    layer_type: str,
+    length: int,
+    dtype: torch.dtype = CACHE_DTYPE,
+    rounded: bool = False,
+) -> int:
+    """Bytes of a layer that stays as it is in the teacher; attention is `rounded` to the hybrid's bits or not."""
+    if layer_type == RECURRENT:
+        return recurrent_bytes(config, dtype)
+    return attention_bytes(config, layer_type, length, dtype, rounded)
+
+
+def recurrent_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a layer that holds a state in the teacher: of its convolution in `dtype`, of the state in float32."""
+    read = {"hidden_size": config.hidden_size, "hidden_act": config.hidden_act, "norm_eps": config.norm_eps}
+    of_convolution, of_state = _state_sizes(json.dumps(read | {"recurrent": config.recurrent}))
+    return dtype.itemsize * of_convolution + 4 * of_state
+
+
+@functools.cache
+def _state_sizes(fields: str) -> tuple[int, int]:
+    """Numbers of the convolution's state and of the other, found by a token without memory; a search asks often.
+
+    Args:
+        fields: those of the configuration that make the module, as JSON.
+    """
+    from modeling_llamba.recurrent import RecurrentMixer  # here, since it imports transformers' models
+
+    cache = DynamicCache()
+    cache.layers = [LinearAttentionLayer()]
+    config = SimpleNamespace(**json.loads(fields))
+    with torch.device("meta"):
+        RecurrentMixer(config, 0)(torch.zeros(1, 1, config.hidden_size), None, None, cache)
+    (layer,) = cache.layers
+    kinds = layer.conv_states, layer.recurrent_states
+    return tuple(sum(t.numel() for t in states.values() if t is not None) for states in kinds)
 
 
 def attention_bytes(

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class Attention:
-    """The layer keeps the teacher's attention, its sliding window included."""
+    """The layer keeps what it is in the teacher: attention, its sliding window included, or a state."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Budget:
         """
         fixed = self.resolved.window
         count = self.resolved.num_heads
-        ranked = [pair for pair in ranked if pair[0] not in self.resolved.own_windows]
+        ranked = [pair for pair in ranked if pair[0] not in self.resolved.bounded]
         # enough for all that the teacher keeps, so nothing is replaced
         if fixed is None and count is None and self.nbytes >= self.whole:
             return everywhere(Attention(), self.shape[0])
@@ -159,7 +159,7 @@ class Budget:
         whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
         base = everywhere(self.resolved.hybrid_layer(window), self.shape[0], self.resolved.bits)
         heads_kept = base.with_full_heads(query_heads(list(heads), self.shared))
-        return heads_kept.keeping({*whole, *self.resolved.own_windows})
+        return heads_kept.keeping({*whole, *self.resolved.bounded})
 
     def _bytes(self, kept: list[KVHead], window: int) -> int:
         return self._bytes_of(self._placed(kept, window))

@@ -68,7 +68,7 @@ def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
     """Keep the attention of a share of the layers, or of as many as the cache has room for."""
     resolved = budget.resolved
     num_layers = budget.shape[0]
-    own = resolved.own_windows if resolved.has_windows else ()
+    own = resolved.bounded if resolved.has_windows else ()
     free = [layer for layer in range(num_layers) if layer not in own]
     if resolved.share is None:
         count = budget.layers_within(resolved.replacement, free)
@@ -84,7 +84,7 @@ def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
 
 def _keeping(kept: Sequence[int], resolved: Resolved, num_layers: int) -> Placement:
     """Replace all other layers; beside windows the teacher's own stay."""
-    own = resolved.own_windows if resolved.has_windows else ()
+    own = resolved.bounded if resolved.has_windows else ()
     return everywhere(resolved.replacement, num_layers, resolved.bits).keeping({*kept, *own})
 
 

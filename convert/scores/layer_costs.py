@@ -91,7 +91,7 @@ def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:
         quarter = resolved.sequence_length // 4
         window = min(WINDOW, quarter)
         beside = Hybrid(window, block_of(window), PlacementOptions.sinks, salient=min(SALIENT, quarter))
-        placement = everywhere(beside, len(layers)).keeping(resolved.own_windows)
+        placement = everywhere(beside, len(layers)).keeping(resolved.bounded)
         errors = layer_errors(aligner, placement, mixer_fields(aligner.weights.config, MixerOptions()))
         # on text the heads that look up distant tokens seldom show
         scores = retrieval_scores(aligner.model, aligner.ids, resolved.seed, aligner.progress).mean(1).tolist()

@@ -12,6 +12,8 @@ window.
 
 import torch
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from ..fit.probes import needle_probe, plain_tokens
 from ..fit.teacher_model import TeacherModel, attention_rows
 from ..io.writer import Progress
@@ -48,6 +50,11 @@ def retrieval_scores(
     for layer in range(teacher.num_layers):
         progress("scoring heads, layers", layer, teacher.num_layers)
         block = teacher.block(layer)
+        if block.layer_type == RECURRENT:
+            scores.append(torch.zeros(teacher.config.num_attention_heads))
+            same.append(torch.zeros(teacher.config.num_attention_heads, dtype=torch.bool))
+            hidden = block(hidden, **inputs)
+            continue
         u = block.input_layernorm(hidden)
         rotary = teacher.rotary(probe.ids.shape[1], layer)
         ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)

@@ -4,6 +4,8 @@ from .base import TeacherFamily
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
 from .granite import GRANITE
+from .granitemoehybrid import GRANITE_MOE_HYBRID
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -13,16 +15,20 @@ from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_5 import QWEN3_5
+from .qwen3_5_moe import QWEN3_5_MOE
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 from .smollm3 import SMOLLM3
 
 FAMILIES = {
     family.model_type: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, GRANITE, MIXTRAL, QWEN3_MOE,
+        QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2, GRANITE_MOE_HYBRID,
     )
 }  # fmt: skip
-MULTIMODAL = {"gemma3": "gemma3_text"}
+MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """The `model_type` of a model with a text part -> that of the part, which is what is converted."""
 
 

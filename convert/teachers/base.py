@@ -41,19 +41,32 @@ class TeacherFamily:
     """Template of a teacher's tensor name ("{i}" is the layer) -> its name in a hybrid that keeps all its attention, a
     tuple of names where the teacher fuses them along the rows, or None for what is dropped on purpose. Which of them
     a teacher has follows from its configuration."""
+    by_head: tuple[str, ...] = ()
+    """Templates whose targets alternate head by head in the teacher's tensor, in place of following each other."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the hybrid -> field of the teacher, beyond COMMON_FIELDS."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the hybrid that are the same for every teacher of the family."""
+    in_multimodal: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of the names of the text part's tensors in multimodal checkpoints -> those in `tensors`."""
     other_parts: tuple[str, ...] = ()
     """Beginnings of the names of tensors that belong to no text model, and are dropped."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Template of a tensor of the hybrid in which all experts lie one below the other -> templates of its pieces of
     one expert ("{e}") in the teacher, in order."""
+    recurrent: tuple[str, ...] = ()
+    """Fields of the teacher from which its module with a state is made (modeling_llamba/recurrent.py)."""
     refused: tuple[str, ...] = ()
     """Fields of the teacher that a hybrid cannot follow: all of them have to be absent, false or 0."""
     special: Callable[[Any], dict[str, Any]] | None = None
     """Computes the fields of the hybrid that are more than copies from the teacher's configuration."""
+
+    def text_name(self, name: str) -> str:
+        """The name in `tensors` of a checkpoint's tensor."""
+        for theirs, ours in self.in_multimodal.items():
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
 
 
 def stacked_experts(gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:

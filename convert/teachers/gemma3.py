@@ -5,19 +5,14 @@ from .base import TeacherFamily, local_rope
 from .gemma2 import GEMMA2
 from .olmo2 import QK_NORM_TENSORS
 
-TEXT_TENSORS = {**GEMMA2.tensors, **QK_NORM_TENSORS}
-
 GEMMA3 = TeacherFamily(
     model_type="gemma3_text",
-    title="Gemma 3 (text)",
+    title="Gemma 3",
     student="llamba",
     gguf=True,
-    tensors={
-        # in multimodal checkpoints: as published, and as transformers 4.52 to 5 writes them
-        **{f"language_model.{theirs}": ours for theirs, ours in TEXT_TENSORS.items()},
-        **{f"model.language_model.{theirs.removeprefix('model.')}": ours for theirs, ours in TEXT_TENSORS.items()},
-        **TEXT_TENSORS,
-    },
+    tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
+    # as published, and as transformers 4.52 to 5 writes them
+    in_multimodal={"language_model.": "", "model.language_model.": "model."},
     other_parts=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     fields={name: theirs for name, theirs in GEMMA2.fields.items() if name != "attn_logit_softcapping"},
     constants={**GEMMA2.constants, "qk_norm": "rms"},

@@ -5,7 +5,7 @@ from .llama import OTHER_TENSORS, ROTARY_BUFFERS
 
 PHI3 = TeacherFamily(
     model_type="phi3",
-    title="Phi-3 and Phi-4-mini",
+    title="Phi-3, Phi-4-mini",
     student="llamba",
     gguf=True,
     tensors={

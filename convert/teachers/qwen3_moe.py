@@ -3,6 +3,8 @@
 from .base import EXPERTS, TeacherFamily, same_name, stacked_experts
 from .qwen3 import QWEN3
 
+EXPERT_TENSORS = same_name("model.layers.{i}.mlp.gate.weight", f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj")
+
 
 def experts(config) -> dict[str, object]:
     """Number of experts, None where no layer has any, and the layers that have none."""
@@ -16,10 +18,7 @@ QWEN3_MOE = TeacherFamily(
     title="Qwen3-MoE",
     student="llamba",
     gguf=True,
-    tensors={
-        **QWEN3.tensors,
-        **same_name("model.layers.{i}.mlp.gate.weight", f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj"),
-    },
+    tensors={**QWEN3.tensors, **EXPERT_TENSORS},
     stacked=stacked_experts(*(f"{EXPERTS}{{e}}.{p}_proj.weight" for p in ("gate", "up", "down"))),
     fields={
         **QWEN3.fields,

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, PreTrainedConfig
 
-from modeling_llamba.hybrid_config import check_numbers
+from modeling_llamba.hybrid_config import RECURRENT, check_numbers
 
 from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json
 from . import get_family
@@ -327,33 +327,42 @@ def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict
                 f"The teacher's configuration has {name} {getattr(config, name)}, which a hybrid cannot follow; take "
                 "it out of config.json if the model computes the same without it."
             )
-    fields = {name: getattr(config, name) for name in COMMON_FIELDS if name not in family.fields}
+    said = family.fields.keys() | family.constants.keys()
+    fields = {name: getattr(config, name) for name in COMMON_FIELDS if name not in said}
     fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()} | family.constants
     fields |= family.special(config) if family.special else {}
     fields["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     types = teacher_layer_types(config)
+    if RECURRENT in types:
+        if not family.recurrent:
+            raise ValueError("The teacher has layers with a state, which are not supported in this family.")
+        of_state = {name: getattr(config, name) for name in family.recurrent}
+        fields["recurrent"] = {"model_type": family.model_type} | of_state
     if "sliding_attention" in types:
         fields["sliding_window"] = config.sliding_window
     return fields, types
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
-    """List full or sliding attention for each layer of a teacher; a window that never hides a token is none."""
+    """List the kind of each layer of a teacher; a window that never hides a token is none."""
     types = declared_layer_types(config)
     nominal = "sliding_attention" in types and config.sliding_window >= config.max_position_embeddings
-    return ["full_attention"] * len(types) if nominal else types
+    return ["full_attention" if nominal and kind == "sliding_attention" else kind for kind in types]
 
 
 def declared_layer_types(config: PreTrainedConfig) -> list[str]:
-    """List full or sliding attention for each layer as a teacher's configuration says it, its windows' width aside."""
+    """List full or sliding attention or a state for each layer as a teacher's configuration says it, its windows'
+    width aside."""
     types = getattr(config, "layer_types", None)
     if types is None:
         sliding = getattr(config, "sliding_window", None) is not None
         types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    # transformers' names for layers with a state
+    types = [RECURRENT if kind in ("linear_attention", "conv") else kind for kind in types]
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention", RECURRENT})
     if unknown:
         raise ValueError(f"The teacher has layers of type {unknown[0]}, which are not supported.")
-    return list(types)
+    return types
 
 
 def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from ..io.mapping import LayerMapping, fold_out_bias
 from ..io.reader import Checkpoint, TensorInfo
 from ..io.rules import Rule, Source, Stack
@@ -57,15 +59,16 @@ class TeacherWeights:
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
         sources, dropped = canonical_sources(
-            teacher.family, config.num_hidden_layers, checkpoint.tensors, tensor_shapes(config)
+            teacher.family, config.num_hidden_layers, config.head_dim, checkpoint.tensors, tensor_shapes(config)
         )
         return cls(teacher, checkpoint, fields, config, sources, dropped)
 
-    def windows(self, context: int) -> tuple[int, ...]:
-        """Layers that have a window in the teacher which hides tokens within a context; they keep it."""
+    def bounded(self, context: int) -> tuple[int, ...]:
+        """Layers whose cache does not grow within a context in the teacher, which keep it as it is: with a window that
+        hides tokens, or with a state."""
         width = self.config.sliding_window
-        kinds = self.config.layer_types
-        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention" and width < context)
+        kinds = enumerate(self.config.layer_types)
+        return tuple(i for i, kind in kinds if kind == RECURRENT or (kind == "sliding_attention" and width < context))
 
     @property
     def has_out_bias(self) -> bool:
@@ -79,17 +82,17 @@ class TeacherWeights:
             config: the hybrid's configuration, with `layer` replaced.
             initial_decay: decay per token of every head. seed: of tensors that the teacher says nothing about.
         """
-        prefix = f"model.layers.{layer}.mixer."
+        prefix = f"model.layers.{layer}."
         shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
         mapping = LayerMapping(config, layer, self.sources, initial_decay, seed)
         rules = mapping.rules(shapes)
         hybrid = config.layer_types[layer] == "hybrid"
-        if not hybrid and f"{prefix}out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
+        if not hybrid and f"{prefix}mixer.out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
             if self.teacher.family.student != "phimamba":
                 raise ValueError(
                     "This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true)."
                 )
-            target = f"model.layers.{layer}.mlp.fc2.bias"
+            target = f"{prefix}mlp.fc2.bias"
             rules.append(fold_out_bias(target, self.sources[target], mapping.attention["o_proj.bias"]))
         return rules
 
@@ -122,6 +125,7 @@ def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | 
 def canonical_sources(
     family: TeacherFamily,
     num_layers: int,
+    head_dim: int,
     teacher: Mapping[str, TensorInfo],
     attention_shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, Source | Stack], dict[str, str]]:
@@ -132,6 +136,7 @@ def canonical_sources(
             (a tied head, a bias the configuration does without) is not expected from the teacher.
     """
     table = expand_templates(family, num_layers)
+    by_head = {template.format(i=i) for template in family.by_head for i in range(num_layers)}
     sources = {}
     dropped = {}
     faults = []
@@ -141,25 +146,27 @@ def canonical_sources(
         if name.startswith(family.other_parts):
             dropped[name] = "not part of the text model"
             continue
-        if name in place_of:
+        known = family.text_name(name)
+        if known in place_of:
             # all experts of a layer lie in one tensor of ours, of which each of the teacher's fills some rows
-            (count, rows, *columns) = attention_shapes[place_of[name]]
-            target = place_of[name]
-            shapes = {name: (rows * count // len(pieces[target]), *columns)}
-            faults += _quantised(name, info) or _place(name, info, [name], shapes, sources)
+            target = place_of[known]
+            (count, rows, *columns) = attention_shapes[target]
+            shapes = {known: (rows * count // len(pieces[target]), *columns)}
+            faults += _quantised(name, info) or _place(name, info, [known], shapes, sources)
             continue
-        targets = table.get(name, ())
+        targets = table.get(known, ())
         if targets is None:
             dropped[name] = "not a weight: follows from the configuration"
             continue
         targets = (targets,) if isinstance(targets, str) else targets
         present = [target for target in targets if target in attention_shapes]
-        if name == "lm_head.weight" and not present:
+        if known == "lm_head.weight" and not present:
             dropped[name] = "tied to the embedding"
         elif not present:
             faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
         else:
-            faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources)
+            of_head = head_dim if known in by_head else None
+            faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources, of_head)
     # a tensor of a wrong shape is there, so that it is not called missing, too
     mis_shaped = {fault.split()[0] for fault in faults}
     for target, names in pieces.items():
@@ -185,11 +192,21 @@ def _quantised(name: str, info: TensorInfo) -> list[str]:
     return [] if is_whole else [f"{name} has type {info.dtype}, so the weights are quantised"]
 
 
-def _place(name, info, targets, shapes, sources) -> list[str]:
-    """Split one teacher tensor along its rows among its targets; returns what is wrong with it."""
+def _place(name, info, targets, shapes, sources, of_head=None) -> list[str]:
+    """Split one teacher tensor along its rows among its targets; returns what is wrong with it.
+
+    Args:
+        of_head: rows by which the targets alternate; None where each has its rows in one piece.
+    """
     expected = (sum(shapes[t][0] for t in targets), *shapes[targets[0]][1:])
     if tuple(info.shape) != expected:
         return [f"{name} has shape {tuple(info.shape)} where the configuration says {expected}"]
+    if of_head is not None:
+        for number, target in enumerate(targets):
+            starts = range(number * of_head, expected[0], len(targets) * of_head)
+            parts = tuple(Source(name, start, start + of_head, (of_head, *expected[1:])) for start in starts)
+            sources[target] = Stack(parts, tuple(shapes[target]))
+        return []
     start = 0
     for target in targets:
         stop = start + shapes[target][0]

@@ -5,6 +5,8 @@ from typing import Any
 from rich.table import Table
 from transformers import AutoConfig
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from ..formats.export import NATIVE_CLASSES, obstacles
 from ..io.students import STUDENTS
 from ..teachers import FAMILIES
@@ -34,6 +36,8 @@ def export_targets(family: TeacherFamily) -> list[str]:
     """The architectures that can hold an export-ready hybrid of a teacher with its family's default configuration and
     no window of its own."""
     fields, types = hybrid_fields(AutoConfig.for_model(family.model_type), family)
+    if fields.get("attention_gate") or RECURRENT in types:
+        return []  # what is exported has mixers, which these teachers do not become
     layers = ["linear_attention", *["full_attention"] * (len(types) - 1)]
     config = STUDENTS[family.student](
         **fields, layer_types=layers, mixer="mamba2", mixer_qk_norm=fields.get("qk_norm")

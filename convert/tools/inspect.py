@@ -13,6 +13,8 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
 from ..io.reader import open_weights, read_json
@@ -52,7 +54,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "layer_map": layer_letters(layers),
         "layer_types": layers,
-        "attention_layers": [i for i, kind in enumerate(layers) if kind not in MIXER_LAYERS],
+        "attention_layers": [i for i, kind in enumerate(layers) if kind not in (*MIXER_LAYERS, RECURRENT)],
         "attention_heads": {"query": config.num_attention_heads, "key_value": config.num_key_value_heads},
         "mixer": None,
         "provenance": dict(config.conversion or {}),
@@ -74,7 +76,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     report["bits"] = str(Placement.of(config).bits)
     sizes = {name: cache_bytes(config, length) for name, length in CONTEXTS.items()}
     report["cache_bytes"] = {name: {"all_attention": all_, "this_model": own} for name, (all_, own) in sizes.items()}
-    if report["attention_layers"] != list(range(len(layers))):
+    if set(MIXER_LAYERS) & set(layers):
         more = (parameters - _parameters_of_attention(config)) * dtype.itemsize
         report["break_even"] = {f"{bits} bits": break_even(config, more, bits) for bits in (16, 8)}
     return report

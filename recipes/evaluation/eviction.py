@@ -28,16 +28,16 @@ from .other_caches import BFLOAT16, QUERIES, Call, LayerShape, OtherCache, atten
 
 REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 Scores = list[torch.Tensor | None]
-"""Scores (G, C) of every layer; None of a layer with a window."""
+"""Scores (G, C) of every layer; None of a layer with a window or a state."""
 Kept = list[torch.Tensor | None]
-"""For every layer, whether a pair is kept (G, C); None of a layer with a window, which keeps all."""
+"""For every layer, whether a pair is kept (G, C); None of a layer with a window or a state, which stays."""
 
 
 def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int) -> int:
     """Bytes of a sequence of `length` tokens of which so many pairs are kept, of all heads together."""
     limited = [shape for shape in shapes if shape.limit is not None]
     evicting = [shape for shape in shapes if shape.limit is None]
-    pair = (shapes[0].key_dim + shapes[0].value_dim) * BFLOAT16
+    pair = max(shape.key_dim + shape.value_dim for shape in shapes) * BFLOAT16
     size = OtherCache().nbytes(limited, length) + min(pairs, length * sum(s.heads for s in evicting)) * pair
     numbers = sum(s.heads * (1 + s.key_dim + s.value_dim + s.key_dim * s.value_dim) for s in evicting)
     return size + (numbers * BFLOAT16 if moments else 0)
@@ -45,7 +45,7 @@ def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int)
 
 def pairs_of_bytes(shapes: list[LayerShape], nbytes: int, moments: bool, length: int) -> int | None:
     """Number of pairs that fit into so many bytes at `length` tokens; None if not a single one does."""
-    pair = (shapes[0].key_dim + shapes[0].value_dim) * BFLOAT16
+    pair = max(shape.key_dim + shape.value_dim for shape in shapes) * BFLOAT16
     left = nbytes - kept_bytes(shapes, 0, moments, length)
     return left // pair if left >= pair else None
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -39,13 +40,14 @@ SCALE = 4
 class LayerShape(NamedTuple):
     """Size of a layer's cache.
 
-    limit: largest number of tokens, of a layer with a window.
+    limit: largest number of tokens, of a layer with a window; 0 of one with a state. state: bytes of that.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     limit: int | None
+    state: int = 0
 
 
 class Call(NamedTuple):
@@ -111,11 +113,18 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     """Sizes of the cache that a model fills, layer by layer."""
     probe = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     cache = model(probe, use_cache=True, logits_to_keep=1).past_key_values
-    return [
-        LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3],
-                   layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else None)
-        for layer in cache.layers
-    ]  # fmt: skip
+    return [_layer_shape(layer) for layer in cache.layers]
+
+
+def _layer_shape(layer: CacheLayerMixin | LinearAttentionLayer) -> LayerShape:
+    if isinstance(layer, LinearAttentionLayer):
+        conv, state = (
+            sum(t.numel() for t in tensors.values() if t is not None)
+            for tensors in (layer.conv_states, layer.recurrent_states)
+        )
+        return LayerShape(0, 0, 0, 0, conv * BFLOAT16 + 4 * state)
+    limit = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else None
+    return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], limit)
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ class OtherCache:
         codes = rounded * (shape.key_dim + shape.value_dim) * self.bits // 8
         scales = rounded // GROUP * shape.key_dim + rounded * (shape.value_dim // group_of(shape.value_dim))
         whole = (tokens - rounded) * (shape.key_dim + shape.value_dim) * BFLOAT16
-        return shape.heads * (codes + scales * SCALE + whole)
+        return shape.state + shape.heads * (codes + scales * SCALE + whole)
 
     def first_whole(self, tokens: Any) -> Any:
         """Number of tokens that are rounded when so many are there; an int or a tensor of them."""

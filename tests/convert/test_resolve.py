@@ -98,7 +98,7 @@ def test_a_dry_run_says_what_was_decided_and_why(saved_teacher, capsys):
     folder = str(saved_teacher("gemma3"))
     main([folder, "o", "--dry-run", "--json"])
     decided = json.loads(capsys.readouterr().out)["decided"]
-    assert decided["own_windows"]["value"] == [0, 2] and decided["sequence_length"]["value"] == 1024
+    assert decided["bounded"]["value"] == [0, 2] and decided["sequence_length"]["value"] == 1024
     assert "since nothing was said about layers" in decided["cache_bytes"]["reason"]
     text = describe_decided(plan_conversion(make_options(folder, "o")))
     lines = [line for line in text.splitlines() if line.startswith("decided")]

@@ -41,6 +41,8 @@ CASES = {
     "rms norms": dict(qk_norm="rms"),
     "norms of Gemma's kind": dict(qk_norm="rms", norm_unit_offset=True, attention_multiplier=0.3),
     "layer norms, partial rotary": dict(family="phimamba", qk_norm="layer", rope_parameters=PARTIAL_ROPE),
+    "gates": dict(attention_gate=True, attention_bias=True),
+    "gates, two heads apart kept": dict(attention_gate=True, num_key_value_heads=4, hybrid_full_heads=[[2, 0]]),
     "one norm for all heads": dict(qk_norm="all_heads", hybrid_full_heads=[[0, 1]]),
     "scaled rotary": dict(rope_parameters=dict(LLAMA3_ROPE)),
     "local rotary": dict(layer_rope=["local"], local_rope_parameters=LOCAL_ROPE, hybrid_sink_reach=30),

@@ -20,7 +20,7 @@ def test_tables_are_rendered_from_the_figures(path):
     assert TABLE.search(text)
     assert text == rendered(path), "run `python -m recipes.evaluation.figures`"
     written_by_hand = [cell for table in TABLES.findall(TABLE.sub("", text)) for cell in table.split("|")]
-    versions = re.compile(r"Phi-\d\.\d|Mamba-\d")
+    versions = re.compile(r"Phi-\d\.\d|Mamba-\d|Qwen\d\.\d")
     assert not [cell for cell in written_by_hand if FIGURE.search(versions.sub("", cell))]
 
 

@@ -134,7 +134,7 @@ def test_stream_equals_the_teacher(saved_teacher, name):
             lambda m, a, o: seen.append(o[0] if isinstance(o, tuple) else o)
         )
         teacher(ids)
-    model = teacher_model(saved_teacher(name))
+    model = teacher_model(saved_teacher(name), window=8)
     for memory in (10**9, 1):
         stream = ActivationStream(model, ids, 2, memory)
         assert (stream._folder is None) == (memory > 1)

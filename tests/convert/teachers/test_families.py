@@ -22,7 +22,7 @@ from convert.teachers.teacher import embedded_teacher, find_teacher, read_config
 from convert.tools.families import families, readme_table
 from modeling_llamba import LlambaConfig
 from tests.helpers.padding import left_padded
-from tests.teachers import FIRST, TEACHERS, make_teacher, random_ids
+from tests.teachers import FIRST, STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
 
 LAYERS = 2
 every_teacher = pytest.mark.parametrize("name", TEACHERS)
@@ -61,7 +61,7 @@ def test_in_float64(name, saved_teacher, tmp_path):
     """All attention is the teacher, up to the norms, which transformers computes in float32. A hybrid, the teacher's
     own windows kept if others are there, is the same padded, packed, in pieces and while generating."""
     layer_types = teacher_layer_types(make_teacher(name, layers=LAYERS).config)
-    windows = [i for i, kind in enumerate(layer_types) if kind == "sliding_attention"]
+    windows = [i for i, kind in enumerate(layer_types) if kind != "full_attention"]
     beside = {} if len(windows) == LAYERS else {"window": 6, "sinks": 2}
     kept, _ = converted(saved_teacher(name, LAYERS), tmp_path / "all", attention_layers="all")
     hybrid, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers=windows[:1], **beside)
@@ -69,7 +69,8 @@ def test_in_float64(name, saved_teacher, tmp_path):
     teacher, ids = make_teacher(name, layers=LAYERS), random_ids(2, 24)
     for model in (teacher, kept, hybrid):
         model.double().set_experts_implementation("eager")  # transformers' default knows no float64
-    torch.testing.assert_close(kept(ids).logits, teacher(ids).logits, rtol=0, atol=3e-6)
+    # a state computed in float32 carries the norms' difference on
+    torch.testing.assert_close(kept(ids).logits, teacher(ids).logits, rtol=0, atol=1e-5 if name in STATEFUL else 3e-6)
     if hybrid.config.attn_logit_softcapping is not None:
         hybrid.float()  # transformers' eager attention, which alone knows a cap, has no float64 for padding
     whole, close = hybrid(ids, use_cache=False).logits, dict(rtol=1e-4, atol=1e-5)
@@ -93,9 +94,8 @@ def test_the_plan_of_the_default(name, saved_teacher, monkeypatch):
     monkeypatch.setattr("convert.io.reader.SafetensorsCheckpoint.read_rows", None)
     plan = plan_conversion(make_options(str(saved_teacher(name)), "out"))
     kinds, own = plan.config.layer_types, teacher_layer_types(make_teacher(name).config)
-    kept = [i for i, kind in enumerate(own) if kind == "sliding_attention"]
-    assert kinds == ["sliding_attention" if i in kept else "hybrid" for i in range(len(own))]
-    if len(kept) == len(own):
+    assert kinds == ["hybrid" if kind == "full_attention" else kind for kind in own]
+    if "hybrid" not in kinds:
         assert "every layer has a window of 8 tokens in the teacher and keeps it" in describe(plan)
         return
     assert plan.placement.hybrid.state and plan.config.mixer != "none"
@@ -105,7 +105,7 @@ def test_the_plan_of_the_default(name, saved_teacher, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, mixer", [(n, m) for n in TEACHERS for m in MIXERS if n in FIRST or m == "discrete_mamba2"]
+    "name, mixer", [(n, m) for n in WITH_MIXERS for m in MIXERS if n in FIRST or m == "discrete_mamba2"]
 )
 def test_every_other_tensor_is_the_teachers_bit_for_bit(name, mixer, saved_teacher, tmp_path):
     _, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, attention_layers="0")
@@ -177,7 +177,7 @@ def check_exact_mapping(name, folder, output, **options):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name, mixer, rotary, expand", [(n, *variant) for n in TEACHERS for variant in variants(n)])
+@pytest.mark.parametrize("name, mixer, rotary, expand", [(n, *of) for n in WITH_MIXERS for of in variants(n)])
 def test_mapping_is_exact_head_by_head(name, mixer, rotary, expand, saved_teacher, tmp_path):
     check_exact_mapping(
         name, saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, rotary=rotary, expand_kv_heads=expand
@@ -185,7 +185,7 @@ def test_mapping_is_exact_head_by_head(name, mixer, rotary, expand, saved_teache
 
 
 @pytest.mark.parametrize(
-    "name, mixer", [(n, m) for n in TEACHERS for m in MIXERS[:2] if n in FIRST or m == "discrete_mamba2"]
+    "name, mixer", [(n, m) for n in WITH_MIXERS for m in MIXERS[:2] if n in FIRST or m == "discrete_mamba2"]
 )
 def test_mapping_is_exact_where_heads_share_a_state(name, mixer, saved_teacher, tmp_path):
     check_exact_mapping(name, saved_teacher(name, LAYERS), tmp_path / "out", mixer=mixer, shared_state=True)
@@ -243,7 +243,7 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-5-moe", "qwen3-next"])
 def test_experts_are_balanced_in_training_as_the_teachers_are(name, saved_teacher, tmp_path):
     """The auxiliary loss, its weight in the configuration, and padding left out of it."""
     hybrid, _ = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers="all")

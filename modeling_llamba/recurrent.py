@@ -1,0 +1,73 @@
+"""Layers that hold a state of constant size in the teacher already: transformers' own modules, unchanged.
+
+Such a module is made from the few fields of its teacher's configuration that it reads (`recurrent`), and its states
+lie in the same cache as the keys and values of the other layers.
+"""
+
+import importlib
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+# model_type of the teacher -> where the module is; imported when it is made, since that takes seconds
+MODULES = {
+    "qwen3_5_text": ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
+    "qwen3_5_moe_text": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
+    "qwen3_next": ("transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"),
+    "granitemoehybrid": (
+        "transformers.models.granitemoehybrid.modeling_granitemoehybrid",
+        "GraniteMoeHybridMambaLayer",
+    ),
+    "lfm2": ("transformers.models.lfm2.modeling_lfm2", "Lfm2ShortConv"),
+}
+
+
+class RecurrentMixer(nn.Module):
+    """The teacher's module, with padding, packed sequences and a cache as a block of a hybrid has them."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        fields = {"hidden_size": config.hidden_size, "hidden_act": config.hidden_act, "rms_norm_eps": config.norm_eps}
+        # it asks for its own type, and a configuration for as many types as layers
+        fields |= {"num_hidden_layers": layer_idx + 1, "layer_types": ["linear_attention"] * (layer_idx + 1)}
+        path, name = MODULES[config.recurrent["model_type"]]
+        of_teacher = AutoConfig.for_model(**fields, **config.recurrent)
+        self.module = getattr(importlib.import_module(path), name)(of_teacher, layer_idx)
+        self.cache_argument = "past_key_values" if name == "Lfm2ShortConv" else "cache_params"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None,
+        seq_idx: torch.Tensor | None,
+        past_key_values: Cache | None,
+    ) -> torch.Tensor:
+        """(B, L, hidden) -> (B, L, hidden).
+
+        Args:
+            padding_mask: (B, L), 0 at padding. seq_idx: (B, L) ids of packed sequences, which are computed one by one.
+        """
+        if seq_idx is None:
+            cache = {self.cache_argument: past_key_values}
+            return self.module(hidden_states, attention_mask=padding_mask, **cache)
+        rows = []
+        for row in range(len(seq_idx)):
+            lengths = seq_idx[row].unique_consecutive(return_counts=True)[1].tolist()
+            mask = [None] * len(lengths) if padding_mask is None else padding_mask[row : row + 1].split(lengths, dim=1)
+            parts = hidden_states[row : row + 1].split(lengths, dim=1)
+            outputs = [self.module(part, attention_mask=of_part) for part, of_part in zip(parts, mask, strict=True)]
+            rows.append(torch.cat(outputs, dim=1))
+        return torch.cat(rows)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw the decays, if any, which no Linear holds, as Mamba-2 does."""
+        if not hasattr(self.module, "A_log"):
+            return
+        init.copy_(self.module.A_log, torch.empty_like(self.module.A_log).uniform_(1, 16).log())
+        for name in ("dt_bias", "D"):
+            if hasattr(self.module, name):
+                init.ones_(getattr(self.module, name))

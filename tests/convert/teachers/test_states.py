@@ -1,0 +1,170 @@
+"""Teachers that are hybrids already: their states stay as they are, and the budget goes to the layers that grow."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+from convert import convert
+from convert.dry_run import plan_conversion
+from convert.layout.cache import cache_bytes, recurrent_bytes
+from convert.options import make_options
+from convert.plan import describe
+from convert.tools.inspect import inspect_model
+from modeling_llamba.hybrid_cache import cache_nbytes
+from modeling_llamba.hybrid_config import RECURRENT
+from tests.helpers.padding import left_padded
+from tests.teachers import STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
+
+CONTEXT = 200
+SEARCH = dict(
+    context=CONTEXT, text="sampled", tokens=2048, align="closed-form",
+    alignment={"sequence_length": 128, "held_out_sequences": 2},
+)  # fmt: skip
+every_one = pytest.mark.parametrize("name", STATEFUL)
+
+
+@every_one
+@torch.no_grad()
+def test_a_share_is_one_of_the_layers_that_grow(name, saved_teacher, tmp_path):
+    """Fitted by default, scores of heads included; the bytes of the plan are those of either cache."""
+    plan = convert(str(saved_teacher(name)), tmp_path / "out", cache=0.4, **SEARCH)
+    kinds = plan.config.layer_types
+    assert [kind == RECURRENT for kind in kinds] == [True, False, True, False] and "hybrid" in kinds
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    teacher, hybrid = cache_bytes(plan.config, CONTEXT)
+    states = kinds.count(RECURRENT) * recurrent_bytes(plan.config, torch.bfloat16)
+    assert 0 < states < hybrid <= states + 0.4 * (teacher - states)
+    of_float32 = cache_nbytes(model(random_ids(1, CONTEXT)).past_key_values)
+    assert of_float32 == cache_bytes(plan.config, CONTEXT, torch.float32)[1]
+    whole = make_teacher(name)(random_ids(1, CONTEXT), use_cache=True).past_key_values
+    assert cache_nbytes(whole) == cache_bytes(plan.config, CONTEXT, torch.float32)[0]
+
+
+@every_one
+def test_what_is_said_of_states(name, saved_teacher, tmp_path):
+    plan = convert(str(saved_teacher(name)), tmp_path / "out", align="none", window=8, attention_layers="none")
+    said = describe(plan)
+    assert "RHRH  (0 attention, 2 hybrid, 2 with the teacher's own state)" in said
+    assert "cache 256k" not in said and "of int8's)" in said
+    report = inspect_model(str(tmp_path / "out"))
+    assert (report["layer_map"], report["attention_layers"]) == ("RHRH", [])
+
+
+@every_one
+def test_the_longest_context_is_shown_where_a_teacher_has_it(name, saved_teacher, tmp_path):
+    """With its cache in 8 bits, which rounds no state."""
+    config = json.loads((saved_teacher(name) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 262_144}))
+    (tmp_path / "model.safetensors").symlink_to(saved_teacher(name) / "model.safetensors")
+    plan = plan_conversion(make_options(str(tmp_path), "o", context=262_144))
+    assert "cache 256k" in describe(plan)
+    size = plan.summary()["cache_bytes"]["256k"]
+    states = 2 * recurrent_bytes(plan.config, torch.bfloat16)
+    width = plan.config.head_dim
+    eight = (width + 2) / (2 * width)  # of each vector a scale, too
+    assert size["teacher_int8"] == pytest.approx(states + eight * (size["teacher"] - states))
+    assert size["hybrid"] < 0.1 * size["teacher"]
+
+
+@pytest.mark.parametrize("options", [{"attention_layers": 0.5}, {"mixer": "mamba2"}, {"attention_layers": "none"}])
+@every_one
+def test_a_mixer_without_a_window_is_refused(name, options, saved_teacher, tmp_path):
+    with pytest.raises(ValueError, match="which mixers cannot follow; give a window or a cache"):
+        convert(str(saved_teacher(name)), tmp_path / "out", align="none", **options)
+
+
+@every_one
+@torch.no_grad()
+def test_a_state_that_cannot_be_taken_back_is_not(name, saved_teacher, tmp_path):
+    """transformers would crop the convolution alone."""
+    convert(str(saved_teacher(name)), tmp_path / "out", align="none", window=8, attention_layers="none")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(random_ids(1, 20), max_new_tokens=4, prompt_lookup_num_tokens=2)
+    cache = model.new_cache()
+    cache.activate_past_recording()
+    model(random_ids(1, 20), past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot be cropped; begin with a new cache"):
+        cache.crop(-2)
+    with pytest.raises(ValueError, match="heads of layer 0, which has a sliding window or a state in the teacher"):
+        plan_conversion(make_options(str(saved_teacher(name)), "o", window=8, attention_heads="0:0"))
+
+
+@every_one
+@torch.no_grad()
+def test_beams_and_several_answers(name, saved_teacher, tmp_path):
+    """Rows of states are chosen and repeated with those of the rest."""
+    convert(str(saved_teacher(name)), tmp_path / "out", align="none", window=64, attention_layers="none")
+    model, teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval(), make_teacher(name)
+    asked = dict(max_new_tokens=8, num_beams=3, num_return_sequences=2, do_sample=False, eos_token_id=None)
+    ids = random_ids(2, 12)
+    assert torch.equal(model.generate(ids, **asked), teacher.generate(ids, **asked))
+    cache = model(ids).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    new = random_ids(2, 1, seed=1)
+    expected = model(torch.cat([ids, new], 1)).logits[:, -1]
+    torch.testing.assert_close(model(new, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WITH_MIXERS[:1])
+def test_a_family_without_a_table_of_states_is_refused(name, saved_teacher, tmp_path):
+    config = json.loads((saved_teacher(name) / "config.json").read_text())
+    config["layer_types"] = ["linear_attention"] * 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(saved_teacher(name) / "model.safetensors")
+    with pytest.raises(ValueError, match="layers with a state, which are not supported in this family"):
+        convert(str(tmp_path), tmp_path / "out", align="none")
+
+
+@pytest.mark.parametrize("name, field", [("lfm2", "conv_bias"), ("granite4-dense", "mamba_proj_bias")])
+@torch.no_grad()
+def test_biases_that_reach_padding(name, field, tmp_path):
+    """In the teacher, whose output then depends on padding, too; ours is the same."""
+    teacher = make_teacher(name, layers=2, **{field: True})
+    teacher.save_pretrained(tmp_path / "in")
+    convert(str(tmp_path / "in"), tmp_path / "out", align="none", attention_layers="all")
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids, mask = left_padded(random_ids(2, 24), 5)
+    torch.testing.assert_close(
+        hybrid(ids, attention_mask=mask).logits[:, 5:], teacher(ids, attention_mask=mask).logits[:, 5:]
+    )
+
+
+@pytest.mark.parametrize(
+    "name, model_class, config_class",
+    [
+        ("qwen3-5", Qwen3_5ForConditionalGeneration, Qwen3_5Config),
+        ("qwen3-5-moe", Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig),
+    ],
+)
+@torch.no_grad()
+def test_the_text_part_of_a_multimodal_qwen(name, model_class, config_class, tmp_path):
+    """Its vision part, and the head that drafts tokens, are dropped by name; tensors are called as published."""
+    text = TEACHERS[name][1].to_dict()
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, patch_size=4,
+        num_position_embeddings=16,
+    )  # fmt: skip
+    tokens = dict(image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123)
+    config = config_class(text_config=text, vision_config=vision, **tokens)
+    teacher = model_class(config).eval()
+    teacher.save_pretrained(tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    assert {name.split(".")[1] for name in tensors if name.startswith("model.")} == {"language_model", "visual"}
+    save_file(tensors | {"mtp.norm.weight": torch.ones(32)}, tmp_path / "in" / "model.safetensors")
+    plan = convert(str(tmp_path / "in"), tmp_path / "out", align="none", attention_layers="all")
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = random_ids(2, 24) % 110
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
+    assert all(name.startswith(("mtp.", "model.visual.")) for name in plan.weights.dropped)
+    assert plan.teacher.family.model_type == TEACHERS[name][1].model_type
