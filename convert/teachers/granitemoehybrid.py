@@ -8,7 +8,7 @@ from .llama import ATTENTION_TENSORS, OTHER_TENSORS
 BLOCK = "model.layers.{i}."
 EXPERTS_OF_THEIRS = f"{BLOCK}block_sparse_moe."
 MLPS = (f"{BLOCK}mlp.", f"{BLOCK}mlp.shared_expert.")
-"""Where the shared expert goes: it is the MLP where there are no others."""
+"""Places of the shared expert, which is the MLP where there are no others."""
 MAMBA = (
     "A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "in_proj.weight", "in_proj.bias", "norm.weight",
     "out_proj.weight", "out_proj.bias",

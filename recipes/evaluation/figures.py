@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 PAGES = {
     ROOT / "README.md": "readme",
+    RESULTS / "compare.md": "compare",
     RESULTS / "quality.md": "quality",
     RESULTS / "shares.md": "quality",
     RESULTS / "bits.md": "quality",

@@ -41,4 +41,4 @@ def test_a_figure_is_shown_as_it_is_written():
     quality = dict(entries("quality"))
     assert str(quality["default/web, a window, 15 % in 16 bits/256–512"]["value"]) == "0.000"
     assert "| needles found | 15 % in 16 bits | 79 % |" in render("quality", "recall")
-    assert "| 138.6 | | 3,020 |" in render("readme", "quality")
+    assert "| the teacher, 8 bits | 56.6 % | 0.0 | 99.7 % |" in render("readme", "compare")
