@@ -50,7 +50,11 @@ from .options import (
 Switches = Mapping[str, bool]
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
-DRY_RUN = {"--dry-run": "Print the plan; read no weights, write nothing."}
+DRY_RUN = {
+    "--dry-run": "Print the plan; read no weights, write nothing. Safetensors stay on the Hub, but .bin and GGUF "
+    "files are downloaded."
+}
+DRY_TRANSFER = {"--dry-run": "Print the plan; write nothing. A Hub repository is downloaded."}
 AS_JSON = {"--json": "Print as JSON on stdout."}
 QUIET = {"-q --quiet": "Print errors only."}
 VERBOSE = {"-v --verbose": "Print tracebacks and the libraries' messages."}
@@ -176,14 +180,14 @@ COMMANDS = {
         import_command,
         {"SOURCE": "model", "OUT": "output.folder"},
         {**flags_of("base", "revision", "trust_remote_code"), "--set": "fields", **WRITING},
-        {**DRY_RUN, **QUIET},
+        {**DRY_TRANSFER, **QUIET},
     ),
     "export": Command(
         ExportOptions,
         export_command,
         {"MODEL": "model", "OUT": "output.folder"},
         {**flags_of("to", "expand", "revision", "trust_remote_code"), **WRITING},
-        {**DRY_RUN, **QUIET},
+        {**DRY_TRANSFER, **QUIET},
     ),
     "inspect": Command(InspectOptions, inspect_command, {"MODEL": "model"}, flags_of("revision"), AS_JSON),
     "env": Command(EnvOptions, env_command, {}, {}, AS_JSON),
@@ -204,11 +208,17 @@ COMMANDS = {
 }  # fmt: skip
 
 
+COMPARE = "compare"
+COMPARE_IS_ELSEWHERE = "compare needs the installed command: convert-to-hybrid compare TEACHER [HYBRID...]"
+
+
 def other_commands(commands: Mapping[str, Command]) -> str:
     """A line for each command but the first, for its help."""
     others = {name: command.options.__doc__.split("\n")[0] for name, command in commands.items() if name != "convert"}
-    lines = "\n".join(f"  convert-to-hybrid {name:<9} {what}" for name, what in others.items())
-    return f"\nother commands, each with its own --help:\n{lines}\n"
+    lines = [f"  convert-to-hybrid {name:<9} {what}" for name, what in others.items()]
+    if COMPARE not in commands:
+        lines.append(f"  {COMPARE_IS_ELSEWHERE}")
+    return "\n".join(["", "other commands, each with its own --help:", *lines, ""])
 
 
 @functools.cache
@@ -231,8 +241,11 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
         set_verbosity(verbose, quiet=bool({"-q", "--quiet"} & set(argv)))
         nearest = [known for known in commands if len(word) > 1 and known.startswith(word)]
         nearest += difflib.get_close_matches(word, commands, 1)
-        if name != word and nearest and not os.path.exists(word):
-            raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
+        if name != word and not os.path.exists(word):
+            if word == COMPARE:
+                raise ValueError(f"{COMPARE_IS_ELSEWHERE}.")
+            if nearest:
+                raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
         parser = command.parser(name)
         if {"-h", "--help"} & set(argv) or (not argv and command.positionals):
             sys.stdout.write(parser.help() + (other_commands(commands) if name == "convert" else ""))

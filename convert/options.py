@@ -57,16 +57,19 @@ class PlacementOptions:
 
     attention_layers: int | float | list[int] | str | None = None
     """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
-    over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share is placed by
-    what replacing each layer costs; with a window it is one of the layers that have none in the teacher."""
+    over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share keeps the
+    layers that would lose most; with --window it counts only layers that have neither a sliding window nor a state in
+    the teacher. By default --cache decides, and without a cache half of the layers keep it."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's in bfloat16 (0.25), or bytes
-    (50MB). Layers, heads and window are then chosen together. By default 0.08, unless layers, a window, heads or
-    another mixer are given, or --align is not closed-form."""
+    (50MB). Layers, heads and window are then chosen together. Not together with a share in --attention-layers. By
+    default 0.08, unless layers, a window, heads or another mixer are given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
     window: Window | None = None
-    """Tokens that a replaced layer attends to exactly, at most; a state stands for all earlier ones."""
+    """Largest number of latest tokens that a replaced layer attends to exactly; sinks and a few salient tokens stay,
+    too, and a state sums up the rest. Without --cache and --attention-layers half of the layers keep their attention;
+    --attention-layers none gives all a window. Not with mamba1 or mamba2."""
     block: Width | None = None
     """Tokens by which the window moves at a time; it must be a multiple of them, and two blocks at least. By default
     16 where the window allows it."""
@@ -83,7 +86,7 @@ class PlacementOptions:
     cache is given or chosen, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
-    key/value heads (8, or a share such as 0.02), chosen by how much they serve recall."""
+    key/value heads (8, or a share such as 0.02), chosen by how much they serve recall. Needs --window or --cache."""
 
     def __post_init__(self):
         if isinstance(self.cache, float) and 1000 <= self.cache < float("inf"):  # bytes, which no share can be
@@ -98,7 +101,7 @@ class MixerOptions:
     """The mixer that takes the place of attention."""
 
     kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
-    """Mixer of the replaced layers, where they have no window; `none` is a window without a state."""
+    """Mixer of the replaced layers, where they have no window; `none`: no state, which needs --window or --cache."""
     export_ready: bool = False
     """Choose a mixer that `convert-to-hybrid export` can write as an architecture of transformers: mamba2 with a norm
     per head, SiLU and no rotary embedding."""
@@ -271,7 +274,7 @@ class OutputOptions:
     folder: str | None = None
     """Folder to write the hybrid to."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights that are written; auto keeps the teacher's."""
+    """Type of the weights that are written; auto keeps the teacher's type, float32 for a GGUF file."""
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False
@@ -663,7 +666,8 @@ class OptionParser:
         for flag, name in self.flags.items():
             option = self.options[name]
             notes = [option.kind] if " or " in option.kind and not isinstance(option.default, bool) else []
-            notes += [f"default: {option.default}"] if option.default else []
+            typed = ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+            notes += [f"default: {typed}"] if typed else []
             default = f" ({'; '.join(notes)})" if notes else ""
             metavar = "NAME=VALUE" if option.kind == MAPPING else flag[2:].upper()
             kind = {"action": "store_true"} if option.default is False else {"metavar": metavar}
@@ -709,6 +713,8 @@ class OptionParser:
                     raise ValueError(f"{flag} needs a value.")
                 if flag == "--config":
                     config = value
+                elif self.options[name].kind.startswith(LIST) and not value.startswith("["):
+                    given.append(f"--{name}=[{value}]")
                 elif self.options[name].kind != MAPPING:
                     given.append(f"--{name}={value}")
                 elif "=" in value:
@@ -926,6 +932,7 @@ def options_page() -> str:
             lines += ["", f"## {title}", "", "| option | type | default | |", "|---|---|---|---|"]
             written = section
         shown = f"`{leaf}`" + (f" (`{flags[name]}`)" if name in flags else "")
-        value = "" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        as_yaml = list(default) if isinstance(default, tuple) else default
+        value = "" if default is None else f"`{str(as_yaml).lower() if isinstance(as_yaml, bool) else as_yaml}`"
         lines.append(f"| {shown} | {kind} | {value} | {text} |")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,13 @@
 """A conversion, from the teacher's name to a folder that `from_pretrained` loads.
 
 open the teacher -> resolve the options -> decide a placement -> plan -> fit -> write -> publish
+
+Resolved: every value that follows from the options and the teacher, with the reason for it (resolve.py).
+Placement: what each layer holds, a window, kept heads, a mixer or its attention (layout/placement.py).
+Decision: a placement, and which parts of it only scores can decide (layout/placement.py).
+Plan: a placement with the hybrid's configuration, a rule for each tensor, and what it will cost (plan.py).
+
+A dry run takes the first steps, too; `open_teacher`, `checked` and `costed` lie with it (dry_run.py).
 """
 
 import dataclasses
@@ -87,7 +94,7 @@ def run(
         aligner = None
         if aligned:
             aligner = Aligner(weights, resolved, progress, owner.make_work())
-        with during(f"fitting the mixers for {output}", lower=LOWER_FOR_FITS):
+        with during(f"planning and fitting {output}", lower=LOWER_FOR_FITS):
             budget = Budget(weights, resolved)
             # without scores at first, so that what cannot be is refused in seconds
             decision = decide_placement(budget)

@@ -279,11 +279,11 @@ def describe(plan: Plan) -> str:
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
             f"({share:.1%} of bfloat16's, {size['hybrid'] / size['teacher_int8']:.1%} of int8's)"
         )
+    if s["mixer"] != "none" and s["mixer_layers"]:
+        lines.append(f"states      {human_bytes(s['state_bytes'])} of each cache above, whatever the length")
     if s["mixer_layers"]:
         lines.append(f"bits        {plan.placement.bits}")
         lines.append(f"memory      {break_even_in_words(s['break_even'])}")
-    if s["mixer"] != "none" and s["mixer_layers"]:
-        lines.append(f"state       {human_bytes(s['state_bytes'])} of that for the states, at any length")
     if heads:
         lines.append(f"full heads  {heads}  (layer:heads that keep full attention)")
     lines += [f"dropped     {text}" for text in dropped_in_words(plan)]
@@ -317,12 +317,14 @@ def dropped_in_words(plan: Plan) -> list[str]:
 def break_even_in_words(break_even: dict[str, int | None]) -> str:
     """Describe from how many tokens on a hybrid takes less memory than its teacher, weights included."""
     parts = []
+    whose = "its cache in"
     for cache, tokens in break_even.items():
         when = "at no length"
         if tokens is not None:
             when = f"from {tokens:,} tokens on"
-        parts.append(f"{when} less in all than the teacher with a cache of {cache}")
-    return ", ".join(parts)
+        parts.append(f"{when} ({whose} {cache})")
+        whose = "in"
+    return f"weights and cache together are smaller than the teacher's {', '.join(parts)}"
 
 
 def describe_decided(plan: Plan) -> str:

@@ -24,7 +24,7 @@ class CompareOptions:
     output: str = "runs/compare"
     """Folder for compare.json, compare.md and compare.png."""
     text: tuple[str, ...] = ("shipped", "python-docs", "python-code")
-    """Texts to judge on: these names, files, or NAME:CONFIG:SPLIT of Hub data sets."""
+    """Texts to judge on, with commas between them: these names, files, or NAME:CONFIG:SPLIT of Hub data sets."""
     quick: bool = False
     """Read one row of 2,048 tokens of each text and skip the longest context of speed: minutes on a laptop."""
     length: Context = 4096
@@ -34,9 +34,10 @@ class CompareOptions:
     first: Context = 512
     """First position that is judged, and number of tokens between the contexts that are evicted."""
     speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
-    """Numbers of tokens at which speed is measured."""
+    """Numbers of tokens at which speed is measured, with commas between them."""
     ruler: tuple[PositiveInt, ...] = ()
-    """Numbers of tokens at which RULER's tasks are answered, by all but eviction; hours on a CPU."""
+    """Numbers of tokens, with commas between them, at which RULER's tasks are answered by all but eviction; hours on a
+    CPU."""
     ruler_rows: PositiveInt = 8
     """Number of rows of each of RULER's tasks."""
     dtype: str = "float32"
@@ -65,8 +66,8 @@ COMPARE = Command(
     CompareOptions,
     compare_command,
     {"TEACHER": "teacher", "HYBRID...": "hybrids"},
-    {"--out": "output", **flags_of("text", "quick", "length", "rows", "speed", "ruler", "dtype", "device",
-                                   "trust_remote_code")},
+    {"--out": "output", **flags_of("text", "quick", "length", "rows", "first", "speed", "ruler", "dtype",
+                                   "device", "trust_remote_code")},
     {**AS_JSON, **QUIET},
 )  # fmt: skip
 

@@ -180,7 +180,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         window=f", H {beside}softmax attention to {seen}" if seen else "",
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
-        memory=f"Memory, weights included: {break_even_in_words(summary['break_even'])}." if replaced else "",
+        memory=f"Memory: {break_even_in_words(summary['break_even'])}." if replaced else "",
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
         alignment_note=alignment_note(conversion["align"], summary["window"], summary["state"])
         if replaced

@@ -607,7 +607,7 @@ def test_the_edge_says_what_was_being_done(teacher, tmp_path, monkeypatch):
     kinds = [MemoryError(), RecursionError("too deep"), KeyError("x"), OSError(28, "No space left on device")]
     said = ["the disk is full", "unexpected KeyError", "unexpected RecursionError", "out of memory"]
     for text in said:
-        check_one_line_error(run(teacher, tmp_path / "out"), text, "while fitting the mixers for")
+        check_one_line_error(run(teacher, tmp_path / "out"), text, "while planning and fitting")
     check_one_line_error(run(tmp_path / "a\x1b[31mb", tmp_path / "out"), "a\N{REPLACEMENT CHARACTER}[31mb")
 
 

@@ -201,6 +201,12 @@ def test_every_command_says_what_it_lacks(tmp_path):
     check_one_line_error(run_as_is("export", "a", "b", "c"), "one argument too many: 'c'")
 
 
+def test_compare_is_named_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_one_line_error(run_as_is("compare", "a", "b"), "needs the installed command: convert-to-hybrid compare")
+    assert "needs the installed command" in run_as_is("--help").stdout
+
+
 @pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("2GiB", 2**31), ("100", 100)])
 def test_sizes(text, size):
     assert parse_size(text) == size

@@ -80,8 +80,8 @@ def quick_ruler(monkeypatch):
 def compare(folder, out, *arguments, hybrids=("hybrid",)):
     """The exit code of the command, what it printed, and its errors."""
     models = [str(folder / name) for name in ("teacher", *hybrids)]
-    texts = ["--text", json.dumps([str(folder / "text.jsonl")])]
-    sizes = ["--length", str(LENGTH), "--first", str(FIRST), "--speed", "[32]"]
+    texts = ["--text", str(folder / "text.jsonl")]
+    sizes = ["--length", str(LENGTH), "--first", str(FIRST), "--speed", "32"]
     code, said, errors = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
         try:
@@ -184,11 +184,19 @@ def test_a_quick_comparison_keeps_what_is_named():
     assert comparison.sized(CompareOptions(teacher="t")) == CompareOptions(teacher="t")
 
 
+@pytest.mark.parametrize("typed, read", [("32", (32,)), ("32,64", (32, 64)), ("[32, 64]", (32, 64)), ("[]", ())])
+def test_a_list_is_typed_with_commas_or_as_in_yaml(typed, read):
+    options, _ = COMPARE.parser("compare").from_command_line(["t", "--speed", typed, "--text", "mine.jsonl,a:b:c"])
+    assert options.speed == read and options.text == ("mine.jsonl", "a:b:c")
+
+
 def test_the_installed_command_knows_it(capsys):
     main(["--help"])
-    assert "convert-to-hybrid compare " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "convert-to-hybrid compare " in said and "needs the installed command" not in said
     main(["compare", "--help"])
     said = capsys.readouterr().out
+    assert "default: shipped,python-docs,python-code" in said
     assert all(flag in said for flag in COMPARE.flags) and "HYBRID..." in said
     assert all(option.help.endswith(".") for option in documented(COMPARE.options))
 
