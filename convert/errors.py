@@ -58,7 +58,7 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     text = " ".join(str(error).split()).lower()
-    return not isinstance(error, ValueError) and any(said in text for said in OUT_OF_MEMORY)
+    return any(said in text for said in OUT_OF_MEMORY)
 
 
 def printable(text: str) -> str:

@@ -32,7 +32,7 @@ UNDECIDED: dict[Undecided, str] = {
 
 
 class Cost(NamedTuple):
-    """Seconds, and bytes of memory of the whole process at its peak."""
+    """Seconds, and bytes of memory of the whole process at its peak, or of the device that it runs on."""
 
     seconds: float
     nbytes: int

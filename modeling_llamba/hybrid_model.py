@@ -63,6 +63,11 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         else:
             self.self_attn = SoftmaxAttention(config, layer_idx)
 
+    @property
+    def attention(self) -> nn.Module:
+        """The teacher's attention, or its module with a state, of whose results the first is the output."""
+        return self.recurrent if self.layer_type == RECURRENT else self.self_attn
+
     def mix(
         self,
         hidden_states: torch.Tensor,
@@ -76,7 +81,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         mask = masks[self.layer_type]
         position_embeddings = position_embeddings[self.rope]
         if self.layer_type == RECURRENT:
-            return self.recurrent(hidden_states, mask, seq_idx, past_key_values)
+            return self.recurrent(hidden_states, mask, seq_idx, past_key_values)[0]
         if self.layer_type == "linear_attention":
             return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
         if self.layer_type == "hybrid":

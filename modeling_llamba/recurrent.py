@@ -44,15 +44,15 @@ class RecurrentMixer(nn.Module):
         padding_mask: torch.Tensor | None,
         seq_idx: torch.Tensor | None,
         past_key_values: Cache | None,
-    ) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden).
+    ) -> tuple[torch.Tensor, None]:
+        """(B, L, hidden) -> (B, L, hidden), and None in place of attention's probabilities.
 
         Args:
             padding_mask: (B, L), 0 at padding. seq_idx: (B, L) ids of packed sequences, which are computed one by one.
         """
         if seq_idx is None:
             cache = {self.cache_argument: past_key_values}
-            return self.module(hidden_states, attention_mask=padding_mask, **cache)
+            return self.module(hidden_states, attention_mask=padding_mask, **cache), None
         rows = []
         for row in range(len(seq_idx)):
             lengths = seq_idx[row].unique_consecutive(return_counts=True)[1].tolist()
@@ -60,7 +60,7 @@ class RecurrentMixer(nn.Module):
             parts = hidden_states[row : row + 1].split(lengths, dim=1)
             outputs = [self.module(part, attention_mask=of_part) for part, of_part in zip(parts, mask, strict=True)]
             rows.append(torch.cat(outputs, dim=1))
-        return torch.cat(rows)
+        return torch.cat(rows), None
 
     @torch.no_grad()
     def initialise(self) -> None:

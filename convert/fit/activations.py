@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-from modeling_llamba.hybrid_config import RECURRENT
-
 from ..errors import during, is_out_of_memory
 from .closed_form import LayerData
 from .teacher_model import TeacherModel
@@ -71,16 +69,10 @@ class ActivationStream:
 
     @torch.no_grad()
     def attention_data(self, layer: int) -> LayerData:
-        """Move the stream through the teacher's block `layer`; the inputs and outputs of its attention, or of what it
-        has instead, on the way."""
+        """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way."""
         block = self.teacher.block(layer)
         seen = []
-
-        def note(module, args, output):
-            seen.append((args[0], output[0] if isinstance(output, tuple) else output))
-
-        attention = block.recurrent if block.layer_type == RECURRENT else block.self_attn
-        handle = attention.register_forward_hook(note)
+        handle = block.attention.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
         try:
             rows = list(self._rows())
             while rows:

@@ -47,7 +47,38 @@ def alignment_cost(plan: Plan) -> Cost | None:
     if alignment.method != "closed-form" or hybrid is None or not hybrid.state:
         return None
     device = usable_device(alignment.device)
-    return cost_of(plan, measured_rates(device, plan.config.hidden_size), resident_bytes())
+    cost = cost_of(plan, measured_rates(device, plan.config.hidden_size), resident_bytes())
+    if device.type != "cuda":
+        return cost
+    L, W = plan.resolved.sequence_length, round(statistics.mean(plan.placement.windows.values()))
+    held_out = alignment.held_out_sequences
+    return cost._replace(nbytes=device_bytes(plan.config, alignment.tokens // L - held_out, held_out, L, W))
+
+
+def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, W: int) -> int:
+    """Estimate the peak bytes of a device on which a hybrid layer is fitted, everything kept that can be.
+
+    The largest of three moments: scores of the last of the sequences that the mass is fitted on; the first product of
+    features, while all of these are kept; the solution. Bytes for a number, or numbers at a time, are those that the
+    stand-in device counted (tests/device/test_memory.py).
+
+    Args:
+        fitting, judging: numbers of sequences of L tokens. W: the window.
+    """
+    M, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    A, E, behind, pieces = H * D, 3 * H * D, (L - W) / L, Pieces()
+    batch, judged = pieces.sequences * L, judging * L
+    batches = -(-fitting // pieces.sequences)
+    for_mass = -(-batches // 2) * batch
+    block = sum(math.prod(s) for name, s in tensor_shapes(config).items() if name.startswith("model.layers.0."))
+    attention = 2 * M * (A + K * D)
+    projected = 2 * M + A + 2 * K * D
+    of_token = projected + behind * 2 * (A + K * D)
+    always = 4 * (block + attention + judged * projected)
+    scores = of_token * for_mass + 3.5 * batch * pieces.queries * H
+    product = of_token * (for_mass - batch) + 5 * E**2 + 10 * batch * A
+    solution = judged * behind * (E + M) + 10 * E**2 + 4 * E * M
+    return round(always + 4 * max(scores, product, solution))
 
 
 def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:

@@ -1,14 +1,19 @@
 """Out of memory: a fit goes on in smaller pieces, and where that does not help, one line says what to lower."""
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from convert import convert
 from convert.cli import main as command
 from convert.fit import activations, fit
+from convert.fit.cost import device_bytes
+from modeling_llamba import LlambaConfig
 from tests.doubles.device import StandIn
-from tests.recipes.tiny_chat import save_chat_teacher
+from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher
+from tests.teachers import TINY
 
 TEXT = dict(text="sampled", tokens=12 * 64, sequence_length=64, held_out_sequences=2, device="cuda")
 
@@ -58,3 +63,43 @@ def test_where_nothing_helps_one_line_says_what_to_lower(teacher, tmp_path, caps
         assert error.startswith("error: out of memory, while ") and "; lower alignment.tokens or" in error
         assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     assert 1 in at_once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "M, H, K, D, L, sequences", [(64, 4, 2, 16, 256, 24), (128, 4, 2, 32, 512, 16), (256, 8, 8, 32, 256, 8)]
+)
+def test_memory_on_paper_is_that_of_the_books(M, H, K, D, L, sequences, tmp_path, monkeypatch):
+    """Of one layer's fit, within a tenth."""
+    monkeypatch.setattr("convert.dry_run.alignment_cost", lambda plan: None)
+    shape = dict(hidden_size=M, num_attention_heads=H, num_key_value_heads=K, head_dim=D, intermediate_size=2 * M)
+    config = LlamaConfig(**TINY | shape | {"num_hidden_layers": 2, "max_position_embeddings": 1024})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    chat_tokenizer().save_pretrained(tmp_path / "teacher")
+    text, peaks, original = tmp_path / "text.txt", [], fit._fit_one
+    text.write_text(" ".join(f"w{7 + i % 100}" for i in range(sequences * L)))
+
+    def measured(*arguments):
+        torch.cuda.reset_peak_memory_stats()
+        result = original(*arguments)
+        peaks.append(torch.cuda.max_memory_allocated())
+        return result
+
+    monkeypatch.setattr(fit, "_fit_one", measured)
+    alignment = dict(text=str(text), tokens=sequences * L, sequence_length=L, held_out_sequences=4, device="cuda")
+    with StandIn():
+        plan = convert(
+            str(tmp_path / "teacher"), tmp_path / "out", window=64, attention_layers="none", alignment=alignment
+        )
+    assert device_bytes(plan.config, sequences - 4, 4, L, 64) == pytest.approx(max(peaks), rel=0.1)
+
+
+@pytest.mark.parametrize("shape, most", [((4096, 32, 14336, 32), 24e9), ((8192, 64, 28672, 80), 80e9)])
+def test_large_teachers_fit_on_one_device(shape, most):
+    """8B and 70B by default: 30 sequences of 1,024 tokens."""
+    M, H, intermediate, layers = shape
+    config = LlambaConfig(
+        vocab_size=128256, hidden_size=M, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=H, num_key_value_heads=8, layer_types=["full_attention"] * layers,
+    )  # fmt: skip
+    assert most / 10 < device_bytes(config, 26, 4, 1024, 224) < most

@@ -142,7 +142,7 @@ class LayerwiseStage:
         for layer in range(max(self.mixers) + 1):
             block = self.teacher.block(layer)
             seen = []
-            hook = block.self_attn.register_forward_hook(
+            hook = block.attention.register_forward_hook(
                 lambda m, args, out, seen=seen: seen.append((args[0], out[0]))
             )
             with torch.no_grad():

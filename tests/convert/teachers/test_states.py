@@ -116,6 +116,24 @@ def test_beams_and_several_answers(name, saved_teacher, tmp_path):
     torch.testing.assert_close(model(new, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3-5", "granite4"])
+def test_a_hybrid_beside_states_is_trained(name, saved_teacher, tmp_path):
+    """Layer by layer, past layers that are not replaced."""
+    stages = {
+        "matrix_orientation": {"tokens": 0},
+        "hidden_state_alignment": {"tokens": 2048, "learning_rate": 1e-5},
+        "distillation": {"tokens": 0},
+    }
+    options = dict(text="sampled", tokens=512, window=6, sinks=1, rank=4, attention_layers="none")
+    convert(
+        str(saved_teacher(name)), tmp_path / "out", align="mohawk", **options,
+        alignment={"sequence_length": 32, "held_out_sequences": 2, **stages},
+    )  # fmt: skip
+    (trained,) = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"]
+    losses = trained["hidden_state_alignment"]
+    assert losses["held_out_loss_after"] < losses["held_out_loss_before"]
+
+
 @pytest.mark.parametrize("name", WITH_MIXERS[:1])
 def test_a_family_without_a_table_of_states_is_refused(name, saved_teacher, tmp_path):
     config = json.loads((saved_teacher(name) / "config.json").read_text())
