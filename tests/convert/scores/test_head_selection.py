@@ -161,7 +161,7 @@ def test_heads_of_a_layer_that_stays_attention_are_kept_with_it(saved_teacher, t
         ("llama-gqa", "0.01", "less than one"),
         ("llama-gqa", "heads.json", "no such file"),
         ("mistral-window", "0:0", "Every layer of this teacher has a window of 8"),
-        ("gemma3", "0:0", "heads of layer 0, which has a sliding window in the teacher"),
+        ("gemma3", "0:0", "heads of layer 0, which has a sliding window or a state in the teacher"),
     ],
 )
 def test_heads_that_cannot_be_are_refused_before_any_work(name, heads, message, saved_teacher):
