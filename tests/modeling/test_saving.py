@@ -286,7 +286,7 @@ def test_a_fresh_model_starts_open():
     [
         (dict(mixer="mamba3"), "mixer must be one of"),
         (dict(layer_types=["linear_attention"]), "needs 2 entries"),
-        (dict(layer_types=["linear_attention", "conv"]), "unknown"),
+        (dict(layer_types=["linear_attention", "nope"]), "unknown"),
         (dict(layer_types=["sliding_attention"] * 2, sliding_window=None), "sliding_window must be set"),
         (dict(mixer_num_kv_heads=3), "multiple"),
         (dict(mixer="mamba1", mixer_rotary=False, mixer_decay_bias=False, mixer_d_state=3), "multiple"),
