@@ -6,9 +6,12 @@ import random
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from safetensors import safe_open
+
+from convert.io.folder import OutputFolder
 
 # One process imports torch; each command runs in a fork of it, and reports its exit code.
 RUNNER = """
@@ -121,6 +124,18 @@ def race_often(count, teacher, folder, run):
             assert code == 0 or "Another run is writing" in text or "exists and is not empty" in text, text
         assert is_whole(out, ("mamba2", "discrete_mamba2"))
         assert {p.name for p in folder.iterdir() if not p.name.startswith("out")} == {"log.0", "log.1"}
+
+
+def test_an_interrupt_that_meets_a_destructor_is_not_lost(tmp_path):
+    class Destroyed:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), OutputFolder(tmp_path / "out"):
+        Destroyed()
+        time.sleep(10)
+        pytest.fail("the interrupt was ignored")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_few_kills_and_races(saved_teacher, tmp_path, runner):
