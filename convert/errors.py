@@ -11,7 +11,7 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory", "faile
 
 
 LOWER = "lower "
-"""With this begins what would have taken less memory."""
+"""Beginning of a note that names the options to lower where memory does not suffice."""
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class SSDMixer(nn.Module):
         self, streams: Streams, state: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the recurrence from `state` (B, T, P, N): y (B, L, H, P) and the final state, float32 or wider."""
-        (x, B) = self._stepped_x(streams)
+        x, B = self._stepped_x(streams)
         log_a = streams.log_a
         if state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], streams.C[:, 0])

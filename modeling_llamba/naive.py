@@ -90,7 +90,8 @@ def _rounded(vector: torch.Tensor, bits: int) -> torch.Tensor:
     signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(part)] for i in range(part)])
     rotation = torch.block_diag(*[signs.double() / part**0.5] * (size // part))
     group = size if bits > 4 else math.gcd(size, 32)
-    largest, shift = 2 ** (bits - 1) - 1, 2 ** (8 - bits)
+    largest = 2 ** (bits - 1) - 1
+    shift = 2 ** (8 - bits)
     found = []
     for numbers in (rotation @ vector).split(group):
         scale = shift * (numbers.abs().max() / (largest * shift)).clamp(min=2**-14 / shift).half().double()

@@ -4,25 +4,32 @@ Such a module is made from the few fields of its teacher's configuration that it
 lie in the same cache as the keys and values of the other layers.
 """
 
-import importlib
-
 import torch
 from torch import nn
 from transformers import AutoConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-# model_type of the teacher -> where the module is; imported when it is made, since that takes seconds
-MODULES = {
-    "qwen3_5_text": ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5GatedDeltaNet"),
-    "qwen3_5_moe_text": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
-    "qwen3_next": ("transformers.models.qwen3_next.modeling_qwen3_next", "Qwen3NextGatedDeltaNet"),
-    "granitemoehybrid": (
-        "transformers.models.granitemoehybrid.modeling_granitemoehybrid",
-        "GraniteMoeHybridMambaLayer",
-    ),
-    "lfm2": ("transformers.models.lfm2.modeling_lfm2", "Lfm2ShortConv"),
-}
+
+def module_class(model_type: str) -> type[nn.Module]:
+    """Class of the module with a state in a teacher of this type."""
+    # each imported where it is made, since that takes seconds
+    match model_type:
+        case "qwen3_5_text":
+            from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet as found
+        case "qwen3_5_moe_text":
+            from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet as found
+        case "qwen3_next":
+            from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet as found
+        case "granitemoehybrid":
+            from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+                GraniteMoeHybridMambaLayer as found,
+            )
+        case "lfm2":
+            from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv as found
+        case _:
+            raise ValueError(f"recurrent.model_type {model_type!r} is no teacher whose states are known.")
+    return found
 
 
 class RecurrentMixer(nn.Module):
@@ -33,10 +40,10 @@ class RecurrentMixer(nn.Module):
         fields = {"hidden_size": config.hidden_size, "hidden_act": config.hidden_act, "rms_norm_eps": config.norm_eps}
         # it asks for its own type, and a configuration for as many types as layers
         fields |= {"num_hidden_layers": layer_idx + 1, "layer_types": ["linear_attention"] * (layer_idx + 1)}
-        path, name = MODULES[config.recurrent["model_type"]]
+        model_type = config.recurrent["model_type"]
         of_teacher = AutoConfig.for_model(**fields, **config.recurrent)
-        self.module = getattr(importlib.import_module(path), name)(of_teacher, layer_idx)
-        self.cache_argument = "past_key_values" if name == "Lfm2ShortConv" else "cache_params"
+        self.module = module_class(model_type)(of_teacher, layer_idx)
+        self.cache_argument = "past_key_values" if model_type == "lfm2" else "cache_params"
 
     def forward(
         self,

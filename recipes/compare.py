@@ -27,7 +27,7 @@ from convert.io.folder import write_beside
 from convert.io.students import STUDENTS, tensor_shapes
 from convert.io.writer import human_bytes
 from convert.layout.cache import CONTEXTS, cache_bytes
-from convert.memory import keep_free_memory
+from convert.memory import keep_free_memory, return_free_memory
 from convert.teachers.teacher import public_name
 
 from .cli import CompareOptions, main
@@ -122,6 +122,7 @@ class Comparison:
             key = context.cpu().numpy().tobytes()
             if key not in known:
                 known[key] = reading_scores(self.teacher, self.own, self.shapes, self.tokenizer, context)
+                return_free_memory()  # of matrices whose sizes differ from context to context
                 self.progress("contexts read again", len(known), max(len(known), contexts))
             return known[key]
 

@@ -24,7 +24,8 @@ SAID = 12
 
 def steps(output: Path, teacher: Path) -> dict[str, list[str]]:
     """A module and its arguments, by what it shows."""
-    hybrid, data = output / "hybrid", output / "data"
+    hybrid = output / "hybrid"
+    data = output / "data"
     return {
         "parity of kernels": ["pytest", "-q", "-m", "gpu"],
         "a conversion": ["convert.cli", str(teacher), str(hybrid), "--device", "cuda", "--overwrite"],
@@ -50,12 +51,15 @@ def main(output: Path, teacher: Path, run: list[str], only: list[str] | None = N
         run: the command that runs a module. only: steps to take; all, if None.
     """
     write_data(output / "data")
-    rows, details, failed = [], [], 0
+    rows = []
+    details = []
+    failed = 0
     for what, arguments in steps(output, teacher).items():
         if only is not None and what not in only:
             continue
         print(f"{what} ...", flush=True)
-        started, log = time.perf_counter(), output / f"{what.replace(' ', '-')}.log"
+        started = time.perf_counter()
+        log = output / f"{what.replace(' ', '-')}.log"
         with open(log, "w") as file:
             try:
                 done = subprocess.run([*run, *arguments], stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT)

@@ -142,7 +142,7 @@ def fit_mixers(
 
 
 def within_memory(work: Callable[[Pieces], Result], pieces: Pieces) -> tuple[Result, Pieces]:
-    """Do what takes the memory of these pieces, or of smaller ones if there is not so much; and say of which."""
+    """Work with these pieces, or with smaller ones where memory does not suffice; the result, and the pieces of it."""
     while True:
         try:
             return work(pieces), pieces
