@@ -4,6 +4,7 @@ convert-to-hybrid MODEL OUT converts; the other commands have names. What is ins
 (recipes/cli.py).
 """
 
+import _thread
 import contextlib
 import difflib
 import functools
@@ -310,6 +311,8 @@ def progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 LINE_EVERY = 20
 """Seconds between lines where there is no terminal; a log that is silent for longer looks dead."""
+INTERRUPT_AGAIN_AFTER = 0.01
+"""Seconds, in which any destructor has ended."""
 
 
 @contextlib.contextmanager
@@ -353,7 +356,8 @@ def one_line_errors(verbose: bool, interrupted: str = "") -> Iterator[None]:
         interrupted: what an interruption leaves behind, beside what is noted where it happened.
     """
     try:
-        yield
+        with _interrupts_are_not_lost():
+            yield
     except KeyboardInterrupt as error:
         left = [interrupted] if interrupted else []
         _fail(f"{'; '.join(['interrupted', *left, *getattr(error, '__notes__', ())])}.", 130)
@@ -361,6 +365,27 @@ def one_line_errors(verbose: bool, interrupted: str = "") -> Iterator[None]:
         if verbose:
             raise
         _fail(message_of(error), 1)
+
+
+@contextlib.contextmanager
+def _interrupts_are_not_lost() -> Iterator[None]:
+    """Interrupt once more where a destructor, in which Python ignores every error, met an interrupt."""
+    hook = sys.unraisablehook
+
+    def interrupt_again(ignored: Any) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            hook(ignored)
+            return
+        # later, since here it would be ignored, too
+        again = threading.Timer(INTERRUPT_AGAIN_AFTER, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = interrupt_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _fail(message: str, code: int) -> None:

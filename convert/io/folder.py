@@ -5,7 +5,6 @@ when its holder dies, keeps other runs away, on whichever host or in whichever c
 made carries a marker that lists its files, and nothing else is ever deleted.
 """
 
-import _thread
 import contextlib
 import ctypes
 import errno
@@ -16,12 +15,10 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ..errors import KEPT, during
 
@@ -40,8 +37,6 @@ RUN_NAMES = ("key.json", "run.json", "run.txt")
 LOCK = b"convert-to-hybrid\n"
 """In every lock that this project makes."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-INTERRUPT_AGAIN_AFTER = 0.01
-"""Seconds, in which any destructor has ended."""
 
 
 class OutputFolder:
@@ -356,29 +351,13 @@ def _lock(output: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _terminations_interrupt() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP interrupt as Ctrl-C does; what ignores them, as `nohup` has it, goes on to.
-
-    An interrupt that a destructor meets, where Python ignores every error, comes once more.
-    """
+    """Have SIGTERM and SIGHUP interrupt as Ctrl-C does; what ignores them, as `nohup` has it, goes on to."""
     previous = {}
-    hook = sys.unraisablehook
-
-    def interrupt_again(ignored: Any) -> None:
-        if not issubclass(ignored.exc_type, KeyboardInterrupt):
-            hook(ignored)
-            return
-        # later, since here it would be ignored, too
-        again = threading.Timer(INTERRUPT_AGAIN_AFTER, _thread.interrupt_main)
-        again.daemon = True
-        again.start()
-
-    sys.unraisablehook = interrupt_again
     if threading.current_thread() is threading.main_thread():
         kinds = [kind for kind in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(kind) is not signal.SIG_IGN]
         previous = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
     try:
         yield
     finally:
-        sys.unraisablehook = hook
         for kind, handler in previous.items():
             signal.signal(kind, handler)
