@@ -26,7 +26,7 @@ from ..evaluation.commit import project_commit
 from .measure import Report
 
 # each is a module of this package with `measure(output) -> Report`
-TOPICS = ("hybrid", "decode", "conversion")
+TOPICS = ("hybrid", "memory", "decode", "conversion")
 GPU = "gpu"  # on request only
 
 

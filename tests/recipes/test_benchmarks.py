@@ -7,6 +7,7 @@ import torch
 
 import recipes.benchmarks.gpu as gpu
 import recipes.benchmarks.hybrid as bench_hybrid
+import recipes.benchmarks.memory as bench_memory
 import recipes.benchmarks.run as bench
 from modeling_llamba.hybrid_cache import cache_nbytes
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache, step_timings
@@ -102,6 +103,23 @@ def test_a_long_context_of_the_default_is_made_up(monkeypatch, tmp_path):
             assert cache.get_seq_length() == length
             bench_hybrid.decoding(model, cache, 2)()
             assert cache.get_seq_length() == length + SMALL["STEPS"]
+
+
+def test_the_memory_of_a_long_context_is_measured(monkeypatch, tmp_path):
+    """At the smallest, all in this process: a longer context adds its cache at least."""
+    make_teacher("llama-gqa", layers=2).save_pretrained(tmp_path / "teacher")
+    monkeypatch.setattr(bench_hybrid, "DEFAULT", SMALL["DEFAULT"])
+    monkeypatch.setattr(bench_memory, "embedded_teacher", lambda: tmp_path / "teacher")
+    monkeypatch.setattr(bench_memory, "CONTEXTS", (256, 50_000))
+    monkeypatch.setattr(bench_memory, "CHUNK", 64)
+    monkeypatch.setattr(bench_memory, "in_own_process", lambda measured, *arguments: measured(*arguments))
+    report = bench_memory.measure(tmp_path)
+    short, long = ([int(cell) for cell in row[1:]] for row in report.tables[0].rows)
+    teacher, rounded, _ = (after - before for before, after in zip(short, long, strict=True))
+    assert teacher >= 50_000 * 2 * 2 * 2 * 8 * 2 / 1e6, "layers, keys and values, heads, dimensions, bytes"
+    assert rounded >= 50_000 * 2 * 2 * 2 * (8 + 2) / 1e6, "a byte each, and a scale"
+    assert [target.limit for target in report.targets] == [1.0] * 4
+    assert not (tmp_path / "scratch-memory").exists()
 
 
 def _forty_megabytes(size):
