@@ -52,7 +52,12 @@ from .evaluation.texts import TextSource
 RESULTS, REPORT, PICTURE = "compare.json", "compare.md", "compare.png"
 AFTER = 128
 """Number of tokens that are judged after each context."""
-ROUNDED = {"int8 cache": OtherCache(8), "int4 cache": OtherCache(4), "int2 cache": OtherCache(2, whole=128)}
+ROUNDED = {
+    "int8 cache": OtherCache(8),
+    "int4 cache": OtherCache(4),
+    "int3 cache": OtherCache(3),
+    "int2 cache": OtherCache(2, whole=128),
+}
 """Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
 RECALL_ROWS, NEEDLE_DEPTH = 4, 0.2
 """Number of texts of each probe of recall; place of the needle, from 0 (the beginning) to 1."""

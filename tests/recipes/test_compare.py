@@ -99,7 +99,7 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     assert found == json.loads((tmp_path / "compare.json").read_text())
     rows = {row["name"]: row for row in found["methods"]}
     kinds = ("window", "window, int8", "eviction", "eviction and moments")
-    assert list(rows) == ["teacher", "int8 cache", "int4 cache", "int2 cache", "hybrid",
+    assert list(rows) == ["teacher", "int8 cache", "int4 cache", "int3 cache", "int2 cache", "hybrid",
                           *(f"{kind}, as hybrid" for kind in kinds)]  # fmt: skip
     teacher, hybrid = (load_model(str(folder / name), "float32") for name in ("teacher", "hybrid"))
     ids = TextSource(str(folder / "text.jsonl")).rows(chat_tokenizer(), LENGTH, 2)
@@ -154,7 +154,7 @@ def test_what_was_finished_is_kept(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison.Comparison, "measure", lambda self, m: measured.append(m.name) or measure(self, m))
     code, said, errors = compare(folder, tmp_path)
     assert code == 0, errors
-    assert len(measured) == len(set(measured)) == 9 and "| int4 cache |" in said
+    assert len(measured) == len(set(measured)) == 10 and "| int4 cache |" in said
 
 
 def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
