@@ -26,6 +26,10 @@ PAGES = {
     RESULTS / "ablations.md": "quality",
     RESULTS / "performance.md": "performance",
     RESULTS / "gpu.md": "performance",
+    RESULTS / "training.md": "training",
+    RESULTS / "speculative.md": "speculative",
+    RESULTS / "formats.md": "formats",
+    RESULTS / "structured_matrices.md": "structured_matrices",
 }
 SOURCE = ("command", "commit", "date", "hardware")
 TABLE = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
