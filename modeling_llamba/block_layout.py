@@ -136,8 +136,9 @@ class Layout(NamedTuple):
         """Keys or values of all columns (B, K, T, D), from those held (B, K, P + C, D) and the new (B, K, L, D)."""
         P = self.shape.places
         if self.source is not None:
-            known = new if held is None else torch.cat([held, new], dim=2)
-            return gather_columns(known, self.source.clamp(min=0))
+            if held is not None:
+                new = torch.cat([held, new], dim=2)
+            return gather_columns(new, self.source.clamp(min=0))
         right = self.blocks * self.shape.block - self.offset - self.length
         if held is None:
             return F.pad(new, (0, 0, P, right))
@@ -193,7 +194,9 @@ class Layout(NamedTuple):
         the first block to which a column is no longer visible, 0 for a column that is visible to none."""
         P, E = self.shape.places, self.shape.block
         competing = salience[:, : P + self.leaving * E]
-        sequence = None if self.sequence is None else self.sequence[:, -self.leaving - 1 :]
+        sequence = self.sequence
+        if sequence is not None:
+            sequence = sequence[:, -self.leaving - 1 :]
         holders = salient_before(competing, P, E, self.leaving, sequence)
         until = self._until_it_leaves()
         lost = torch.arange(self.leaving + 1, device=until.device) + self.blocks - self.leaving

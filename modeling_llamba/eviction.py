@@ -14,6 +14,7 @@ Shapes: B batch, K key/value heads, D head dim, N slow dims, E block, n whole bl
 columns of the window, P places, T columns of any kind.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,9 @@ class BlockShape(NamedTuple):
     @classmethod
     def of(cls, config, layer: int) -> "BlockShape":
         """The shape that a hybrid's configuration gives to a layer."""
-        slow = None if config.mixer == "none" else SlowDims(config.rotary_planes, config.state_planes(layer))
+        slow = None
+        if config.mixer != "none":
+            slow = SlowDims(config.rotary_planes, config.state_planes(layer))
         block = config.hybrid_block
         sinks = config.hybrid_sinks
         places = sinks + config.hybrid_salient
@@ -117,11 +120,15 @@ class Held(NamedTuple):
 
     def rows(self, which: torch.Tensor) -> "Held":
         """Copies of some rows, in that order."""
-        return Held(*(None if t is None else t.index_select(0, which.to(t.device)) for t in self))
+        return self.changed(lambda t: t.index_select(0, which.to(t.device)))
 
     def copied(self) -> "Held":
         """A copy that shares no memory."""
-        return Held(*(None if t is None else t.clone() for t in self))
+        return self.changed(torch.Tensor.clone)
+
+    def changed(self, change: Callable[..., torch.Tensor], *others: "Held") -> "Held":
+        """Apply a function to each tensor there is, with those of `others` in the same place."""
+        return Held(*(None if each[0] is None else change(*each) for each in zip(self, *others, strict=True)))
 
 
 class NewTokens(NamedTuple):
@@ -199,12 +206,12 @@ def open_blocks(held: Held, shape: BlockShape, next_index: torch.Tensor) -> Held
         if len(which) == 0:
             return held
         opened = open_block(held.rows(which), shape)
-        pairs = zip(held, opened, strict=True)
-        return Held(*(None if old is None else old.index_copy(0, which, new) for old, new in pairs))
-    pairs = zip(held, open_block(held, shape), strict=True)
-    return Held(
-        *(None if old is None else torch.where(opens.view(-1, *[1] * (old.ndim - 1)), new, old) for old, new in pairs)
-    )
+        return held.changed(lambda old, new: old.index_copy(0, which, new), opened)
+
+    def chosen(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return torch.where(opens.view(-1, *[1] * (old.ndim - 1)), new, old)
+
+    return held.changed(chosen, open_block(held, shape))
 
 
 def advance(held: Held, new: NewTokens, shape: BlockShape) -> Held:

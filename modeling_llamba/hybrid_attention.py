@@ -90,7 +90,9 @@ class HybridInputs(NamedTuple):
 
     def of_layer(self, rope: str) -> "HybridInputs":
         """The inputs of a layer with this kind of rotary embedding."""
-        return self if self.sink_rotary is None else self._replace(sink_rotary=self.sink_rotary[rope])
+        if self.sink_rotary is None:
+            return self
+        return self._replace(sink_rotary=self.sink_rotary[rope])
 
 
 def unpadded(hidden_states: torch.Tensor) -> HybridInputs:
@@ -199,6 +201,13 @@ class HybridAttention(nn.Module):
                 self.down = nn.Linear(features, rank, bias=False)
                 self.up = nn.Linear(rank, config.hidden_size, bias=False)
 
+    @property
+    def dropout(self) -> float:
+        """Share of attention's probabilities that is dropped: 0 outside of training."""
+        if self.training:
+            return self.config.attention_dropout
+        return 0.0
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -213,7 +222,8 @@ class HybridAttention(nn.Module):
             inputs: without them, rows begin here and hold no padding.
             kwargs: of transformers' attention function, for kept heads.
         """
-        inputs = unpadded(hidden_states) if inputs is None else inputs
+        if inputs is None:
+            inputs = unpadded(hidden_states)
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         projected = self.project(hidden_states, position_embeddings, inputs)
         of_kept = self.attend_kept(projected, inputs.causal_mask, layer, **kwargs) if self.kept else None
@@ -245,7 +255,9 @@ class HybridAttention(nn.Module):
         if inputs.start is not None and inputs.start >= self.shape.sinks:
             return salience
         salience = salience.masked_fill(inputs.index < self.shape.sinks, torch.inf)
-        return salience if inputs.start is not None else salience.masked_fill(inputs.index < 0, -torch.inf)
+        if inputs.start is None:
+            salience = salience.masked_fill(inputs.index < 0, -torch.inf)
+        return salience
 
     def attend_kept(self, projected: Projected, causal_mask, layer, **kwargs) -> torch.Tensor:
         """Full attention of the kept heads, (B, L, heads, D)."""
@@ -257,7 +269,7 @@ class HybridAttention(nn.Module):
             attention_function(self.config),
             self.kept_heads,
             attention_mask=causal_mask,
-            dropout=self.config.attention_dropout if self.training else 0.0,
+            dropout=self.dropout,
             scaling=self.scaling,
             **capped(self.softcap),
             **kwargs,
@@ -271,7 +283,8 @@ class HybridAttention(nn.Module):
         query, sink_query, key, value, salience = projected[:5]
         if self.kept:
             query = _of_heads(query, self.windowed, self.shared)
-            sink_query = None if sink_query is None else _of_heads(sink_query, self.windowed, self.shared)
+            if sink_query is not None:
+                sink_query = _of_heads(sink_query, self.windowed, self.shared)
             key, value = (_of_heads(t, self.windowed) for t in (key, value))
         return Projected(query, sink_query, key, value, salience, *self.rows_of(key, value))
 
@@ -351,28 +364,31 @@ class HybridAttention(nn.Module):
             else:
                 output, of_features = self.mix(part, of_part, opened)
             outputs.append(output)
-            features += [] if of_features is None else [of_features]
+            if of_features is not None:
+                features.append(of_features)
             if layer is not None or first + size < length:
                 tokens = part.tokens(of_part.index)
-                if held is None and of_part.start == 0 and part.key.shape[2] <= self.shape.window:
+                if held is not None:
+                    held = advance(held, tokens, self.shape)
+                elif of_part.start == 0 and part.key.shape[2] <= self.shape.window:
                     held = Held.within_window(self.shape, tokens)
                 else:
-                    held = advance(Held.empty(self.shape, tokens) if held is None else held, tokens, self.shape)
+                    held = advance(Held.empty(self.shape, tokens), tokens, self.shape)
         if layer is not None:
             layer.keep(held, projected.tokens(inputs.index))
-        if len(outputs) == 1:
-            return outputs[0], features[0] if features else None
-        return torch.cat(outputs, dim=1), torch.cat(features, dim=1) if features else None
+        return _joined(outputs), _joined(features)
 
     def _opened(self, held: Held | None, projected: Projected, inputs: HybridInputs) -> Held | None:
         """State of the layer while the block of the first token is open; None in rows that are known to begin here."""
         if held is None:
-            known = inputs.start == 0 or inputs.seq_idx is not None
-            return None if known else Held.empty(self.shape, projected.tokens(inputs.index))
+            if inputs.start == 0 or inputs.seq_idx is not None:
+                return None
+            return Held.empty(self.shape, projected.tokens(inputs.index))
         if inputs.start is None:
             return open_blocks(held, self.shape, held.seen)
-        opens = inputs.start % self.shape.block == 0 and inputs.start >= self.shape.window
-        return open_block(held, self.shape) if opens else held
+        if inputs.start % self.shape.block == 0 and inputs.start >= self.shape.window:
+            return open_block(held, self.shape)
+        return held
 
     def mix(
         self, projected: Projected, inputs: HybridInputs, held: Held | None
@@ -394,9 +410,10 @@ class HybridAttention(nn.Module):
             layout = Layout.gathered(shape, held, inputs.index)
         else:
             layout = Layout.continued(shape, held, projected.key, inputs.start)
-        output, features = (
-            None if t is None else layout.to_tokens(t) for t in self.mix_blocks(projected, held, layout)
-        )
+        output, features = self.mix_blocks(projected, held, layout)
+        output = layout.to_tokens(output)
+        if features is not None:
+            features = layout.to_tokens(features)
         if begin is not None:
             output = torch.cat([begin, output], dim=1)
         return output, features
@@ -506,11 +523,11 @@ class HybridAttention(nn.Module):
 
     def _attend_causally(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """(B, L, H', D) of rows that begin here."""
-        dropout = self.config.attention_dropout if self.training else 0.0
         if self.softcap is None:
             output = F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=True, scale=self.scaling, enable_gqa=self.shared > 1
-            )
+                query, key, value, dropout_p=self.dropout, is_causal=True, scale=self.scaling,
+                enable_gqa=self.shared > 1,
+            )  # fmt: skip
             return output.transpose(1, 2)
         bias, query = causal_bias(query), query.unflatten(1, self.kv_groups)
         return self._attend(query, key[:, :, None], value[:, :, None], bias)[0].flatten(1, 2).transpose(1, 2)
@@ -535,10 +552,12 @@ class HybridAttention(nn.Module):
         if fuses_on_cpu(query, keys, values) and self.softcap is None and not self.training:
             lead, shape = query.shape[:-3], query.shape
             query, keys = (t.to(values.dtype) for t in (query, keys))  # autocast leaves them unlike
-            bias = None if bias is None else bias.to(values.dtype)
+            if bias is not None:
+                bias = bias.to(values.dtype)
             if len(lead) != 1:
                 query, keys, values = (t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, keys, values))
-                bias = None if bias is None else bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)
+                if bias is not None:
+                    bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)
             output, log_mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, keys, values, 0.0, False, attn_mask=bias, scale=self.scaling
             )
@@ -564,8 +583,7 @@ class HybridAttention(nn.Module):
         return output.view(shape), log_mass.view(shape[:-1])
 
     def _by_flex(self, query: torch.Tensor) -> bool:
-        dropout = self.training and self.config.attention_dropout
-        return not dropout and can_flex(query, self.config.mixer_backend)
+        return not self.dropout and can_flex(query, self.config.mixer_backend)
 
     def _attend_by_flex(self, query, keys, values, until, layout: "Layout"):
         """`_attend_groups` by one kernel of flex_attention."""
@@ -590,11 +608,15 @@ class HybridAttention(nn.Module):
                 *layer.held, query, projected.sink_query, self.mass, self.scaling, self.softcap or 0.0,
                 shape.block, shape.sinks, shape.places, *shape.slow,
             )  # fmt: skip
-            return output, None if is_early else features
+            if is_early:
+                return output, None
+            return output, features
         first, last, hidden = layer.write(tokens, start)
         held = layer.held
         query = query.unflatten(1, self.kv_groups).flatten(2, 3)  # (B, K, r L, D)
-        bias = None if hidden is None else hiding(hidden, query.dtype).repeat(1, self.shared, 1)[:, None]
+        bias = None
+        if hidden is not None:
+            bias = hiding(hidden, query.dtype).repeat(1, self.shared, 1)[:, None]
         # what is held is not rotated back: there is much of it, and of queries and outputs little
         turn = shape.key_rounding.rotate
         rows = (t[:, :, first:last] for t in held[:2])
@@ -625,8 +647,7 @@ class HybridAttention(nn.Module):
 
     def _one_launch(self, query: torch.Tensor) -> bool:
         """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
-        dropout = self.training and self.config.attention_dropout
-        if self.mass is None or dropout or query.shape[2] > 1:
+        if self.mass is None or self.dropout or query.shape[2] > 1:
             return False
         if not {self.shape.key_rounding.bits, self.shape.value_rounding.bits} <= {8, WHOLE}:
             return False
@@ -639,8 +660,9 @@ class HybridAttention(nn.Module):
         sinks = self.shape.sinks
         is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
         least = torch.finfo(query.dtype).min
-        others = keys.new_zeros(1, 1, 1, keys.shape[2]) if bias is None else bias
-        others = others.expand(len(keys), -1, -1, -1).clone()
+        if bias is None:
+            bias = keys.new_zeros(1, 1, 1, keys.shape[2])
+        others = bias.expand(len(keys), -1, -1, -1).clone()
         others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, least)
         of_sinks = hiding(~is_sink, query.dtype)
         sink_query = sink_query.unflatten(1, self.kv_groups).flatten(2, 3)
@@ -673,8 +695,16 @@ def fuses_on_cpu(*tensors: torch.Tensor) -> bool:
 def _of_heads(t: torch.Tensor, kv_heads: list[int], shared: int = 1) -> torch.Tensor:
     """The heads of some key/value heads, `shared` each, of (B, heads, L, D); cut, as an index would have to be sent to
     the device."""
-    parts = [t[:, shared * first : shared * last] for first, last in runs(kv_heads)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return _joined([t[:, shared * first : shared * last] for first, last in runs(kv_heads)])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """One tensor of parts that follow one another along the second dimension; None for no parts."""
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim=1)
 
 
 def runs(numbers: list[int]) -> list[tuple[int, int]]:

@@ -120,7 +120,9 @@ class HybridPreTrainedModel(PreTrainedModel):
             return _drop_full_mask(attention_mask)
         masks = create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
         # a dictionary of one mask that is None is more than peft can add a learned prompt to
-        return masks["linear_attention"] if set(config.layer_types) == {"linear_attention"} else masks
+        if set(config.layer_types) == {"linear_attention"}:
+            return masks["linear_attention"]
+        return masks
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -216,15 +218,20 @@ class ScaledEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         embedded = super().forward(input)
-        return embedded if self.multiplier == 1 else embedded * torch.tensor(self.multiplier, dtype=embedded.dtype)
+        if self.multiplier == 1:
+            return embedded
+        return embedded * torch.tensor(self.multiplier, dtype=embedded.dtype)
 
 
 def finish_logits(logits: torch.Tensor, config) -> torch.Tensor:
     """Scale and cap what the head gives, as a configuration says: a hybrid's, or one of transformers'."""
     scaling = getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    logits = logits if scaling == 1 else logits / scaling
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    if scaling != 1:
+        logits = logits / scaling
+    if cap is None:
+        return logits
+    return cap * torch.tanh(logits / cap)
 
 
 class HybridModel(HybridPreTrainedModel):
@@ -282,8 +289,11 @@ class HybridModel(HybridPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         shape = tuple(inputs_embeds.shape[:2])
         attention_mask = _drop_full_mask(attention_mask)
-        mask_2d = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
-        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        mask_2d = None
+        if _is_padding_mask(attention_mask):
+            mask_2d = attention_mask
+        if cu_seqlens is None:
+            cu_seqlens = kwargs.get("cu_seq_lens_q")
         seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, mask_2d, past_key_values)
         if use_cache and past_key_values is None and seq_idx is None:
             past_key_values = new_cache(self.config)
@@ -350,7 +360,8 @@ class HybridModel(HybridPreTrainedModel):
         if seq_idx is not None:
             # transformers finds packed sequences by restarting positions and only without a mask: padding becomes a
             # sequence of its own, and the positions those of the sequences, whatever the caller numbered.
-            seq_idx = seq_idx if mask_2d is None else seq_idx.masked_fill(mask_2d == 0, -1)
+            if mask_2d is not None:
+                seq_idx = seq_idx.masked_fill(mask_2d == 0, -1)
             position_ids = positions_in_sequence(seq_idx)
             attention_mask = None
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -413,10 +424,15 @@ def _may_ask(t: torch.Tensor) -> bool:
     return not is_torchdynamo_compiling() and t.device.type != "meta"
 
 
+def _is_padding_mask(attention_mask) -> bool:
+    """Return True for a mask (B, L) of the tokens that are no padding, not one that `generate` prepared."""
+    return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2
+
+
 def _drop_full_mask(attention_mask):
     """A mask of ones says nothing, but its presence would hide packed sequences."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 and _may_ask(attention_mask):
-        return None if bool(attention_mask.all()) else attention_mask
+    if _is_padding_mask(attention_mask) and _may_ask(attention_mask) and bool(attention_mask.all()):
+        return None
     return attention_mask
 
 
@@ -468,12 +484,14 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = finish_logits(self.lm_head(outputs.last_hidden_state[:, keep]), self.config)
-        loss = None
+        if isinstance(logits_to_keep, int):
+            logits_to_keep = slice(-logits_to_keep, None)
+        logits = finish_logits(self.lm_head(outputs.last_hidden_state[:, logits_to_keep]), self.config)
+        loss = aux_loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        aux_loss = self.router_loss(outputs.router_logits, attention_mask) if outputs.router_logits else None
+        if outputs.router_logits:
+            aux_loss = self.router_loss(outputs.router_logits, attention_mask)
         if aux_loss is not None and loss is not None:
             loss = loss + self.config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(

@@ -66,7 +66,9 @@ def mix_one(
     batch, heads, _, D = query.shape
     (_, kv_heads, columns, key_width), slow = keys.shape, state.shape[-1] - 1
     output, features = query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
-    inputs = keys, values, salience, state, seen, query, query if sink_query is None else sink_query, mass
+    if sink_query is None:
+        sink_query = query
+    inputs = keys, values, salience, state, seen, query, sink_query, mass
     with torch.cuda.device(query.device):  # Triton launches on the current one
         mix_one_kernel[(batch * heads,)](
             *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, D, slow,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from .hybrid_cache import record, recurrent_state
-from .matrix_mixer import OPEN_GATE, convolve_with_cache
+from .matrix_mixer import convolve_with_cache, gate_bias
 from .norms import head_norm
 from .rotary import apply_rotary
 from .selective_scan import selective_advance, selective_matrix, selective_scan, selective_step
@@ -45,7 +45,7 @@ class Mamba1(nn.Module):
         self.dt_proj = nn.Linear(config.mixer_dt_rank, self.inner_size, bias=True)
         self.A_log = nn.Parameter(torch.zeros(self.inner_size, self.d_state))
         self.D = nn.Parameter(torch.ones(self.inner_size))
-        self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
+        self.z_bias = gate_bias(config, self.inner_size)
         self.B_norm = head_norm(config.mixer_qk_norm, self.head_dim, self.num_groups, config.norm_eps)
         self.C_norm = head_norm(config.mixer_qk_norm, self.head_dim, self.num_heads, config.norm_eps)
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
@@ -61,14 +61,15 @@ class Mamba1(nn.Module):
         """x, dt (B, L, D), B, C (B, L, S, N) and the gate (B, L, D)."""
         z, x, B, C, dt = self.in_proj(hidden_states).split(self.sizes, dim=-1)
         x = repeat_groups(x.unflatten(-1, (self.num_groups, self.head_dim)), self.num_heads).flatten(2)
-        mask = None if padding_mask is None else padding_mask[..., None].to(x.dtype)
-        x = x if mask is None else x * mask
+        if padding_mask is not None:
+            padding_mask = padding_mask[..., None].to(x.dtype)
+            x = x * padding_mask
         x = convolve_with_cache(self.conv1d, x, seq_idx, past_key_values, self.layer_idx)
         dt = self.dt_proj(dt)
         dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32)))
-        if mask is not None:  # a step of size zero neither decays the state nor adds to it
-            x = x * mask
-            dt = dt * mask.to(dt.dtype)
+        if padding_mask is not None:  # a step of size zero neither decays the state nor adds to it
+            x = x * padding_mask
+            dt = dt * padding_mask.to(dt.dtype)
         B = B.unflatten(-1, (self.num_groups, self.head_dim))
         C = C.unflatten(-1, (self.num_heads, self.head_dim))
         if self.B_norm is not None:
@@ -103,7 +104,8 @@ class Mamba1(nn.Module):
 
     def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Gate (B, L, D) and project to (B, L, hidden)."""
-        gate = gate if self.z_bias is None else gate + self.z_bias
+        if self.z_bias is not None:
+            gate = gate + self.z_bias
         return self.out_proj((y * F.silu(gate.to(y.dtype))).to(gate.dtype))
 
     def materialize(

@@ -30,7 +30,9 @@ class DiscreteMamba2(SSDMixer):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.A_log_bias = nn.Parameter(torch.zeros(self.num_states)) if config.mixer_decay_bias else None
+        self.A_log_bias = None
+        if config.mixer_decay_bias:
+            self.A_log_bias = nn.Parameter(torch.zeros(self.num_states))
 
     def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
         sizes = [self.conv_size, self.inner_size, self.num_states]
@@ -38,7 +40,8 @@ class DiscreteMamba2(SSDMixer):
         x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
         B, C = self._norm_and_rotate(BC, position_embeddings)
         A_log = A_log.to(torch.promote_types(A_log.dtype, torch.float32))
-        A_log = A_log if self.A_log_bias is None else A_log + self.A_log_bias.to(A_log.dtype)
+        if self.A_log_bias is not None:
+            A_log = A_log + self.A_log_bias.to(A_log.dtype)
         return Streams(x, hold_state_at_padding(-F.softplus(A_log), padding_mask), B, C, z, None)
 
 

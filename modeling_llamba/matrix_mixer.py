@@ -24,6 +24,25 @@ from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_
 OPEN_GATE = 1.278464542761074
 
 
+def gate_bias(config, size: int) -> nn.Parameter | None:
+    """The bias of the gate, which opens it at first; None where the configuration has none."""
+    if not config.mixer_gate_bias:
+        return None
+    return nn.Parameter(torch.full((size,), OPEN_GATE))
+
+
+def output_norm(config, size: int) -> RMSNorm | None:
+    """The norm before the output projection, over each head or all of them; None where the mixer has none."""
+    if config.mixer_norm == "none":
+        return None
+    eps = config.mixer_norm_eps
+    if eps is None:
+        eps = config.norm_eps
+    if config.mixer_norm == "head":
+        return RMSNorm(size, eps, config.mixer_head_dim)
+    return RMSNorm(size, eps)
+
+
 class Streams(NamedTuple):
     """Inputs of the recurrence, from the projections.
 
@@ -64,12 +83,10 @@ class SSDMixer(nn.Module):
         self.in_proj = nn.Linear(config.hidden_size, in_size, bias=config.mixer_in_bias)
         self.conv1d = ShortConv(self.conv_size, config.mixer_d_conv, config.mixer_activation, config)
         self.D = nn.Parameter(torch.ones(self.num_heads))
-        self.z_bias = nn.Parameter(torch.full((self.inner_size,), OPEN_GATE)) if config.mixer_gate_bias else None
+        self.z_bias = gate_bias(config, self.inner_size)
         self.B_norm = head_norm(config.mixer_qk_norm, self.d_state, self.num_groups, config.norm_eps)
         self.C_norm = head_norm(config.mixer_qk_norm, self.d_state, self.num_heads, config.norm_eps)
-        group = self.head_dim if config.mixer_norm == "head" else None
-        eps = config.norm_eps if config.mixer_norm_eps is None else config.mixer_norm_eps
-        self.norm = None if config.mixer_norm == "none" else RMSNorm(self.inner_size, eps, group)
+        self.norm = output_norm(config, self.inner_size)
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
 
     def forward(
@@ -130,9 +147,11 @@ class SSDMixer(nn.Module):
 
     def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Gate (B, L, H, P), normalise if asked, and project to (B, L, hidden)."""
-        gate = gate if self.z_bias is None else gate + self.z_bias
+        if self.z_bias is not None:
+            gate = gate + self.z_bias
         y = y.flatten(2) * F.silu(gate.to(y.dtype))
-        y = y if self.norm is None else self.norm(y)
+        if self.norm is not None:
+            y = self.norm(y)
         return self.out_proj(y.to(gate.dtype))
 
     def materialize(
@@ -185,9 +204,11 @@ def convolve_with_cache(
         return conv(x, None, past, in_place=True)
     inputs = cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)
     inputs = F.pad(inputs, (max(conv.kernel_size + x.shape[1] - inputs.shape[-1], 0), 0))
-    if continues and x.shape[1] == 1:
+    if not continues:
+        return conv(x, seq_idx)
+    if x.shape[1] == 1:
         return conv(x, joined=inputs)
-    return conv(x, seq_idx, inputs[..., : -x.shape[1]] if continues else None)
+    return conv(x, seq_idx, inputs[..., : -x.shape[1]])
 
 
 def _replay(state: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -201,4 +222,6 @@ def _replay(state: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> tor
 
 def hold_state_at_padding(log_a: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
     """Decay 1 at padding: together with x = 0 it leaves the state as it was."""
-    return log_a if padding_mask is None else log_a * padding_mask[..., None].to(log_a.dtype)
+    if padding_mask is None:
+        return log_a
+    return log_a * padding_mask[..., None].to(log_a.dtype)

@@ -49,7 +49,9 @@ class SharedExpertBlock(Qwen3MoeSparseMoeBlock):
     def __init__(self, config: LlambaConfig):
         super().__init__(config)
         self.shared_expert = LlambaMLP(config, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
+        self.shared_expert_gate = None
+        if config.shared_expert_gate:
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         shared = self.shared_expert(hidden_states)
@@ -62,13 +64,21 @@ def make_mlp(config: LlambaConfig, layer_idx: int) -> nn.Module:
     """The MLP of a layer, or its experts."""
     if not config.has_experts(layer_idx):
         return LlambaMLP(config, config.intermediate_size)
-    shared = config.shared_expert_intermediate_size is not None
-    return SharedExpertBlock(config) if shared else Qwen3MoeSparseMoeBlock(config)
+    if config.shared_expert_intermediate_size is not None:
+        return SharedExpertBlock(config)
+    return Qwen3MoeSparseMoeBlock(config)
 
 
 def make_norm(config: LlambaConfig) -> RMSNorm:
     """A norm over the residual stream."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.norm_unit_offset)
+
+
+def norm_at(place: str, config: LlambaConfig) -> nn.Module:
+    """The norm "before" or "after" a layer's mixer or MLP, or the identity where the family has none there."""
+    if config.norm_placement in (place, "both"):
+        return make_norm(config)
+    return nn.Identity()
 
 
 class LlambaDecoderLayer(HybridDecoderLayer):
@@ -77,12 +87,10 @@ class LlambaDecoderLayer(HybridDecoderLayer):
     def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.mlp = make_mlp(config, layer_idx)
-        before = config.norm_placement != "after"
-        after = config.norm_placement != "before"
-        self.input_layernorm = make_norm(config) if before else nn.Identity()
-        self.mixer_out_norm = make_norm(config) if after else nn.Identity()
-        self.post_attention_layernorm = make_norm(config) if before else nn.Identity()  # Llama's name for the MLP's
-        self.mlp_out_norm = make_norm(config) if after else nn.Identity()
+        self.input_layernorm = norm_at("before", config)
+        self.mixer_out_norm = norm_at("after", config)
+        self.post_attention_layernorm = norm_at("before", config)  # Llama's name for the MLP's
+        self.mlp_out_norm = norm_at("after", config)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         self.multiplier = config.residual_multiplier
 
@@ -94,7 +102,9 @@ class LlambaDecoderLayer(HybridDecoderLayer):
 
     def _add(self, hidden_states, branch):
         branch = self.resid_dropout(branch)
-        return hidden_states + (branch if self.multiplier == 1 else branch * self.multiplier)
+        if self.multiplier != 1:
+            branch = branch * self.multiplier
+        return hidden_states + branch
 
 
 class LlambaPreTrainedModel(HybridPreTrainedModel):

@@ -32,7 +32,7 @@ def naive_hybrid_attention(
     q, k, v = (project(hidden_states).view(length, -1, D) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.q_norm is not None:
         q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
-    far_q = apply_rotary(q, *(rotary if sink_rotary is None else sink_rotary), head_dim_axis=1)
+    far_q = apply_rotary(q, *(sink_rotary or rotary), head_dim_axis=1)
     q, k = (apply_rotary(t, *rotary, head_dim_axis=1) for t in (q, k))
     k, v = _as_held(layer, k, 0), _as_held(layer, v, 1)
     salience = None if layer.salience is None else hidden_states @ layer.salience.double()
@@ -65,7 +65,9 @@ def naive_hybrid_attention(
             y = [gate * of_head for gate, of_head in zip(gates, y, strict=True)]
             features = [gates[windowed[i // 3]] * f for i, f in enumerate(features)]
         out = layer.o_proj(torch.cat(y))
-        outputs.append(out if layer.down is None else out + layer.up(layer.down(torch.cat(features))))
+        if layer.down is not None:
+            out = out + layer.up(layer.down(torch.cat(features)))
+        outputs.append(out)
     return torch.stack(outputs)
 
 
@@ -75,7 +77,8 @@ def _as_held(layer: HybridAttention, vectors: torch.Tensor, which: int) -> torch
     for head in range(vectors.shape[1]):
         config = layer.config
         bits = config.full_attention_bits if head in layer.kept else config.window_bits
-        bits = bits[which] if isinstance(bits, list) else bits
+        if isinstance(bits, list):
+            bits = bits[which]
         heads.append(vectors[:, head])
         if bits < 16:
             rounded = torch.stack([_rounded(vector, bits) for vector in vectors[:, head].detach()])
@@ -113,7 +116,9 @@ def _left(shape, salience: torch.Tensor | None, t: int) -> tuple[list[int], list
 def _scores(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Scores (n,) of one query (D,) with keys (n, D)."""
     scores = keys @ query * layer.scaling
-    return scores if layer.softcap is None else layer.softcap * torch.tanh(scores / layer.softcap)
+    if layer.softcap is None:
+        return scores
+    return layer.softcap * torch.tanh(scores / layer.softcap)
 
 
 def _attend(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):

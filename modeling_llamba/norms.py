@@ -20,7 +20,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = x.dtype
         if self.group_size is None and dtype in (torch.float32, torch.float64):
-            weight = 1 + self.weight if self.unit_offset else self.weight
+            weight = self.weight
+            if self.unit_offset:
+                weight = 1 + weight
             return F.rms_norm(x, self.weight.shape, weight, self.eps)
         h = x.to(torch.promote_types(dtype, torch.float32))
         if self.group_size is not None:

@@ -42,7 +42,9 @@ class Rounding(NamedTuple):
     @classmethod
     def of_pair(cls, bits: int | list[int], dim: int) -> "tuple[Rounding, Rounding]":
         """Roundings of keys and of values, from the bits of both or of each."""
-        keys, values = bits if isinstance(bits, list) else (bits, bits)
+        if not isinstance(bits, list):
+            bits = [bits, bits]
+        keys, values = bits
         return cls(keys, dim), cls(values, dim)
 
     @property
@@ -53,7 +55,9 @@ class Rounding(NamedTuple):
     @property
     def groups(self) -> int:
         """Number of groups, which have a scale each."""
-        return 1 if self.bits > 4 else self.dim // math.gcd(self.dim, GROUP)
+        if self.bits > 4:
+            return 1
+        return self.dim // math.gcd(self.dim, GROUP)
 
     @property
     def largest(self) -> int:
@@ -68,7 +72,9 @@ class Rounding(NamedTuple):
 
     def rotate(self, t: torch.Tensor) -> torch.Tensor:
         """Multiply vectors (..., D) by the Hadamard matrix, which undoes itself; nothing where nothing is rounded."""
-        return t @ hadamard(self.dim, t.dtype, t.device) if self.rounds else t
+        if not self.rounds:
+            return t
+        return t @ hadamard(self.dim, t.dtype, t.device)
 
     def encode(self, t: torch.Tensor) -> torch.Tensor:
         """Rows (..., W) uint8 of vectors (..., D), or the vectors themselves where nothing is rounded."""
@@ -100,13 +106,18 @@ class Rounding(NamedTuple):
             vectors.mul_(scale)
         else:
             vectors.view(*scale.shape, -1).mul_(scale[..., None])
-        return (vectors if rotated else self.rotate(vectors)).to(dtype)
+        if not rotated:
+            vectors = self.rotate(vectors)
+        return vectors.to(dtype)
 
     def round(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Vectors (..., D) as their rows hold them; gradients pass as if nothing were rounded."""
         if not self.rounds:
             return t
-        return t + (self.decode(rows, t.dtype) - t).detach() if t.requires_grad else self.decode(rows, t.dtype)
+        held = self.decode(rows, t.dtype)
+        if not t.requires_grad:
+            return held
+        return t + (held - t).detach()
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -56,21 +56,22 @@ class ShortConv(nn.Module):
             return self._step_in_place(x, past)
         K = self.kernel_size
         if past is None and causal_conv1d_fn is not None and self._may_use_kernel(x) and self._kernel_reads(x):
-            seq = None if seq_idx is None else seq_idx.int().contiguous()
+            if seq_idx is not None:
+                seq_idx = seq_idx.int().contiguous()
             channels_last, weight = x.contiguous().mT, self.weight.squeeze(1)  # x is a slice of a projection
             return causal_conv1d_fn(
-                channels_last, weight, self.bias, seq_idx=seq, activation=self._kernel_activation
+                channels_last, weight, self.bias, seq_idx=seq_idx, activation=self._kernel_activation
             ).mT
         dtype = torch.promote_types(x.dtype, torch.float32)
         taps = self.weight.to(dtype)[:, 0].T
         bias = self.bias.to(dtype)
         if seq_idx is not None:
-            y = self._packed(x.to(dtype), taps, seq_idx)
+            return self._activated(self._packed(x.to(dtype), taps, seq_idx) + bias, x.dtype)
+        if past is None:
+            left = x.new_zeros(x.shape[0], K - 1, x.shape[2])
         else:
-            left = (
-                x.new_zeros(x.shape[0], K - 1, x.shape[2]) if past is None else past[..., past.shape[-1] - K + 1 :].mT
-            )
-            y = self._sum_of_taps(torch.cat([left, x], dim=1).to(dtype), taps, x.shape[1])
+            left = past[..., past.shape[-1] - K + 1 :].mT
+        y = self._sum_of_taps(torch.cat([left, x], dim=1).to(dtype), taps, x.shape[1])
         return self._activated(y + bias, x.dtype)
 
     def _step(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -100,10 +101,14 @@ class ShortConv(nn.Module):
 
     @property
     def _kernel_activation(self) -> str | None:
-        return None if self.activation == "identity" else self.activation
+        if self.activation == "identity":
+            return None
+        return self.activation
 
     def _activated(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return (F.silu(y) if self.activation == "silu" else y).to(dtype)
+        if self.activation == "silu":
+            y = F.silu(y)
+        return y.to(dtype)
 
     def _sum_of_taps(self, x: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
         """K shifted products: a grouped conv1d can take tens of times as long on a CPU, most of all in bf16."""

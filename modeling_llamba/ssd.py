@@ -46,8 +46,9 @@ def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
     """Autocast would turn the products inside the recurrence to half precision, and its state with them."""
     device = like.device.type
     # entering the context costs as much as some of what is done in it for one token
-    recasts = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if recasts else contextlib.nullcontext()
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,9 @@ def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> to
 def repeat_groups(t: torch.Tensor, num_heads: int) -> torch.Tensor:
     """(B, L, G, D) -> (B, L, H, D), each group repeated for its H // G consecutive heads."""
     num_groups = t.shape[2]
-    return t if num_groups == num_heads else t.repeat_interleave(num_heads // num_groups, dim=2)
+    if num_groups == num_heads:
+        return t
+    return t.repeat_interleave(num_heads // num_groups, dim=2)
 
 
 def ssd_recurrence(
@@ -192,7 +195,8 @@ def ssd_scan(
         return _fla_scan(x, log_a, B, C, initial_state, seq_idx)
     dtype = torch.promote_types(x.dtype, torch.float32)
     log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
-    initial_state = None if initial_state is None else initial_state.to(dtype)
+    if initial_state is not None:
+        initial_state = initial_state.to(dtype)
     with full_precision(x):
         return chunked_scan(x, log_a, B, C, initial_state, chunk_size)
 
@@ -220,7 +224,8 @@ def chunked_scan(
     (batch, _, G, P) = x.shape
     T = log_a.shape[-1]
     dtype = log_a.dtype
-    state = log_a.new_zeros(batch, T, P, B.shape[-1]) if state is None else state
+    if state is None:
+        state = log_a.new_zeros(batch, T, P, B.shape[-1])
     outputs = []
     chunks = zip(*(t.split(chunk_size, dim=1) for t in (x, log_a, B, C)), strict=True)
     for x_chunk, log_a_chunk, B_chunk, C_chunk in chunks:
@@ -265,7 +270,9 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
         return asked
     if on_cuda and chunk_simple_gla is not None:
         return "fla"
-    return "mamba_ssm" if on_cuda and mamba_chunk_scan_combined is not None and not recording else "torch"
+    if on_cuda and mamba_chunk_scan_combined is not None and not recording:
+        return "mamba_ssm"
+    return "torch"
 
 
 def is_recorded(*tensors: torch.Tensor | None) -> bool:
@@ -279,7 +286,9 @@ def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
     shared = C.shape[2] // log_a.shape[-1]
     log_a = log_a.repeat_interleave(shared, dim=-1)
     if initial_state is not None:
-        initial_state = initial_state.repeat_interleave(shared, dim=1)
+        initial_state = initial_state.float().repeat_interleave(shared, dim=1)
+    if seq_idx is not None:
+        seq_idx = seq_idx.int()
     step = (-log_a.float()).clamp_min(KERNEL_MIN_STEP)
     y, state = mamba_chunk_scan_combined(
         repeat_groups(x, H).float() / step[..., None],
@@ -288,8 +297,8 @@ def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
         repeat_groups(B, H).float(),
         C.float(),
         chunk_size=max(chunk_size, 64),
-        initial_states=None if initial_state is None else initial_state.float(),
-        seq_idx=None if seq_idx is None else seq_idx.int(),
+        initial_states=initial_state,
+        seq_idx=seq_idx,
         return_final_states=True,
     )
     return y, state[:, ::shared]
