@@ -40,8 +40,9 @@ class Section:
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
         """An entry, or the default where it is absent or null."""
-        value = self.values.get(name)
-        return default if value is None else self._checked(name, kind)
+        if self.values.get(name) is None:
+            return default
+        return self._checked(name, kind)
 
     def need(self, name: str, kind: type) -> Any:
         """An entry that must be there."""
@@ -87,7 +88,8 @@ class Section:
         }.get(kind, isinstance(value, kind))
         if not fits:
             shown = json.dumps(value)
-            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            if len(shown) > 60:
+                shown = f"{shown[:57]}..."
             raise ValueError(f"{self.file}: {self.path}{name} must be {KINDS[kind]}, not {shown}.")
         return value
 
@@ -133,7 +135,9 @@ class ForeignCheckpoint:
     def base_flag(self) -> str:
         """The option that names the base model, with the name the configuration records, if it records one."""
         named = self.config.get("_name_or_path")
-        return f"--base {named}" if named and isinstance(named, str) else "--base"
+        if not named or not isinstance(named, str):
+            return "--base"
+        return f"--base {named}"
 
     def shape(self, name: str, dims: int) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -152,8 +156,8 @@ class ForeignCheckpoint:
 
     def token_ids(self) -> dict[str, Any]:
         """Ids of the special tokens: the checkpoint's own, or else the base model's."""
-        own = {name: self.config.get(name) for name in TOKEN_IDS}
-        return {name: getattr(self.base, name, None) if value is None else value for name, value in own.items()}
+        ids = {name: getattr(self.base, name, None) for name in TOKEN_IDS}
+        return ids | {name: self.config[name] for name in TOKEN_IDS if self.config.get(name) is not None}
 
     def is_tied(self, embedding: str, says_so: bool) -> bool:
         """Return True if the head is the embedding: by the configuration, where the weights do not contradict it."""

@@ -136,7 +136,9 @@ def total_heads(source: PreTrainedConfig, expand: int | None) -> tuple[int, int]
     width = source.mixer_head_dim
     # the inner width is a whole multiple of the model's; heads that this adds are zero
     least = -(-source.mixer_num_heads * width // hidden)
-    tried = range(least, least + width) if expand is None else [expand]
+    tried = range(least, least + width)
+    if expand is not None:
+        tried = [expand]
     for multiple in tried:
         if multiple >= least and multiple * hidden % width == 0:
             return multiple * hidden // width, multiple
@@ -163,7 +165,10 @@ def native_config(source: PreTrainedConfig, target: str, expand: int | None = No
     }
     if source.head_dim * source.num_attention_heads != source.hidden_size:
         fields["head_dim"] = source.head_dim
-    fields |= _granite_fields(source) if target == "granitemoehybrid" else _bamba_fields(source)
+    if target == "granitemoehybrid":
+        fields |= _granite_fields(source)
+    else:
+        fields |= _bamba_fields(source)
     with config_errors(f"The hybrid's config.json gives no valid {target} configuration"):
         config = AutoConfig.for_model(target, **fields)
     config.architectures = [NATIVE_CLASSES[target].architecture]
@@ -224,7 +229,7 @@ def _attention_table(source: PreTrainedConfig, config: PreTrainedConfig, prefix:
             if p == "o":
                 is_there = source.attention_out_bias
             name = f"{prefix}{p}_proj.bias"
-            table[name] = moved(name) if is_there else (Fill(rows[p]),)
+            table[name] = _bias(name, is_there, rows[p])
     return table
 
 
@@ -269,8 +274,15 @@ def _mixer_table(source: PreTrainedConfig, config: PreTrainedConfig, ours: str, 
         others = (H + extra) * (P + 2 * N + 1)
         table[f"{theirs}in_proj.bias"] = _without_empty(gate, Fill(extra * P + others))
         out = f"{ours}out_proj.bias"
-        table[f"{theirs}out_proj.bias"] = moved(out) if source.mixer_out_bias else (Fill(source.hidden_size),)
+        table[f"{theirs}out_proj.bias"] = _bias(out, source.mixer_out_bias, source.hidden_size)
     return table
+
+
+def _bias(name: str, is_there: bool, size: int) -> Parts:
+    """The source of a bias: the hybrid's own, or zeros where it has none."""
+    if is_there:
+        return moved(name)
+    return (Fill(size),)
 
 
 def _without_empty(*parts: Part | Fill) -> Parts:

@@ -54,13 +54,17 @@ class Layer(NamedTuple):
 def components(source: ForeignCheckpoint) -> Section:
     """The part of the configuration that describes the model; a training configuration wraps it."""
     whole = source.section
-    return whole.need_section("ComponentsConfig") if "ComponentsConfig" in whole.values else whole
+    if "ComponentsConfig" in whole.values:
+        return whole.need_section("ComponentsConfig")
+    return whole
 
 
 def head_input(source: ForeignCheckpoint) -> Section:
     """The settings of the vocabulary and the head."""
     parts = components(source)
-    return (parts.section("LanguageModel") if "LanguageModel" in parts.values else parts).section("input")
+    if "LanguageModel" in parts.values:
+        parts = parts.section("LanguageModel")
+    return parts.section("input")
 
 
 def model_input(source: ForeignCheckpoint) -> Section:
@@ -93,15 +97,18 @@ def _layer(run: Section) -> Layer:
         raise ValueError(f"{where} is a {block}, with a mixer and attention side by side in a layer; {known}.")
     if _plain(block) not in BLOCKS or _plain(core) not in (MIXER, *ATTENTION):
         raise ValueError(f"{where} has {core or 'unnamed'} mixers in {block or 'unnamed'} blocks; {known}.")
-    block_input = run.section("block_input" if run.values.get("block_input") else "input")
+    block_input = run.section("input")
+    if run.values.get("block_input"):
+        block_input = run.section("block_input")
     if run.values.get("core_input"):
         core_input = run.section("core_input")
     else:
         core_input = inner.section("input")
     block_input.only(("mlp_intermediate_size", "mlp_act_fn", "norm_epsilon"), BLOCK_HARMLESS)
-    core_input.only(
-        *((MIXER_SIZES, MIXER_HARMLESS) if _plain(core) == MIXER else (ATTENTION_INPUT, ATTENTION_HARMLESS))
-    )
+    if _plain(core) == MIXER:
+        core_input.only(MIXER_SIZES, MIXER_HARMLESS)
+    else:
+        core_input.only(ATTENTION_INPUT, ATTENTION_HARMLESS)
     return Layer(_plain(block), _plain(core), block_input, core_input, "BlockType" not in run.values)
 
 
@@ -138,7 +145,9 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     if mixers:
         said = _agreed([layer.core_input for layer in mixers], MIXER_SIZES, "mixers")
         common |= mixer_fields(source, said, hidden, mixers[0].is_mohawk)
-    return common | (_phi_block(source, found) if kind == "phimamba" else _llama_block(source, found))
+    if kind == "phimamba":
+        return common | _phi_block(source, found)
+    return common | _llama_block(source, found)
 
 
 def _agreed(inputs: list[Section], names: tuple[str, ...], what: str) -> Section:
@@ -156,15 +165,17 @@ def mixer_fields(source: ForeignCheckpoint, said: Section, hidden: int, is_mohaw
         raise ValueError("Its mixers have a norm before out_proj (norm_cls); ours of this kind have none.")
     said.only(MIXER_SIZES, MIXER_HARMLESS)
     # the class of the first commit counted heads in nheads, and had another default than the released one
-    unsaid = "silu" if is_mohawk or "nheads" in said.values else "identity"
-    activation = unsaid
+    activation = "identity"
+    other = "silu"
+    if is_mohawk or "nheads" in said.values:
+        activation = "silu"
+        other = "identity"
     if "activation" in said.values:
         activation = said.get("activation", str, "identity")
-    if "activation" not in said.values and not is_mohawk:
-        other = "silu" if unsaid == "identity" else "identity"
+    elif not is_mohawk:
         source.note(
-            f"activation is not said: {unsaid}, as the class has it; with other code of its authors it was trained "
-            f"with {other} (--set mixer_activation={other})",
+            f"activation is not said: {activation}, as the class has it; with other code of its authors it was "
+            f"trained with {other} (--set mixer_activation={other})",
             "mixer_activation",
         )
     aliases = {"id": "identity", "linear": "identity", "none": "identity", "swish": "silu"}
@@ -206,7 +217,8 @@ def rope_parameters(said: Section, default: dict[str, Any]) -> dict[str, Any]:
         rope |= {name: value for name, value in scaling.values.items() if name != "type"} | {"rope_type": kind}
     for name in ("rope_theta", "partial_rotary_factor"):
         value = said.get(name, float)
-        rope |= {} if value is None else {name: value}
+        if value is not None:
+            rope[name] = value
     return rope
 
 
@@ -275,7 +287,8 @@ def _norm_eps(source: ForeignCheckpoint, found: list[Layer]) -> float:
         raise ValueError(f"{model_input(source).file}: norms of different epsilon, {stated}; ours share one.")
     if not stated:
         source.note(f"no norm_epsilon in the configuration: {NORM_EPS}", "rms_norm_eps")
-    return stated[0] if stated else NORM_EPS
+        return NORM_EPS
+    return stated[0]
 
 
 def _ignored_rotary(attention: list[Section], whole: Section, default: PreTrainedConfig) -> list[str]:
@@ -316,11 +329,13 @@ def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, d
 
 
 def _attention_table(config: PreTrainedConfig, ours: str, theirs: str) -> Table:
-    out = "dense" if config.model_type == "phimamba" else "o_proj"
-    names = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": out}
+    names = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if config.model_type == "phimamba":
+        names["o_proj"] = "dense"
     rows = {f"{ours}{mine}.weight": moved(f"{theirs}{name}.weight") for mine, name in names.items()}
+    has_bias = dict.fromkeys(names, config.attention_bias) | {"o_proj": config.attention_out_bias}
     for mine, name in names.items():
-        if config.attention_out_bias if mine == "o_proj" else config.attention_bias:
+        if has_bias[mine]:
             rows[f"{ours}{mine}.bias"] = moved(f"{theirs}{name}.bias")
     return rows
 
@@ -334,20 +349,24 @@ def mixer_table(source: ForeignCheckpoint, config: PreTrainedConfig, ours: str, 
     times = heads // max(groups, 1)
     starts = [0, inner, inner + groups * state, inner + 2 * groups * state]
 
-    def streams(name: str) -> tuple[Part, ...]:
+    def streams(name: str, *rest: Part) -> tuple[Part, ...]:
+        if times == 1:
+            return moved(name)
         x, B, C = ((name, starts[k], starts[k + 1]) for k in range(3))
-        return (Part(*x), Part(*B, block=state, times=times), Part(*C, block=state, times=times))
+        return (Part(*x), Part(*B, block=state, times=times), Part(*C, block=state, times=times), *rest)
 
+    weight = f"{theirs}in_proj.weight"
+    bias = f"{theirs}in_proj.bias"
     rows = {f"{ours}{name}": moved(f"{theirs}{name}") for name in ("D", "out_proj.weight")}
     if config.mixer_gate_bias:
         rows[f"{ours}z_bias"] = moved(f"{theirs}z_bias")
     for name in ("conv1d.weight", "conv1d.bias"):
-        rows[f"{ours}{name}"] = moved(f"{theirs}{name}") if times == 1 else streams(f"{theirs}{name}")
+        rows[f"{ours}{name}"] = streams(f"{theirs}{name}")
     if f"{theirs}conv1d.bias" not in source.tensors:
         rows[f"{ours}conv1d.bias"] = (Fill(inner + 2 * heads * state),)
-    for kind in ("weight", "bias") if config.mixer_in_bias else ("weight",):
-        name = f"{theirs}in_proj.{kind}"
-        rows[f"{ours}in_proj.{kind}"] = moved(name) if times == 1 else (*streams(name), Part(name, starts[3]))
+    rows[f"{ours}in_proj.weight"] = streams(weight, Part(weight, starts[3]))
+    if config.mixer_in_bias:
+        rows[f"{ours}in_proj.bias"] = streams(bias, Part(bias, starts[3]))
     if config.mixer_out_bias:
         rows[f"{ours}out_proj.bias"] = moved(f"{theirs}out_proj.bias")
     return rows

@@ -67,8 +67,10 @@ def plan_import(options: ImportOptions) -> TransferPlan:
     """
     folder, commit = find_checkpoint(options)
     base = None
+    base_config = None
     if options.base is not None:
         base = find_teacher(options.base, with_weights=False)
+        base_config = base.config
     config = read_json(folder / "config.json") or {}
     mamba_config = read_json(folder / "mamba_config.json")
     for key in ("quantization_config", "quantization", "quantization_kwargs"):
@@ -77,7 +79,6 @@ def plan_import(options: ImportOptions) -> TransferPlan:
                 f"{options.model} is quantised ({key} in config.json); import the full-precision weights."
             )
     checkpoint = open_weights(folder)
-    base_config = base.config if base else None
     source = ForeignCheckpoint(
         options.model, config, checkpoint, mamba_config, base_config, overridden=dict(options.fields)
     )
@@ -97,7 +98,12 @@ def plan_import(options: ImportOptions) -> TransferPlan:
     if base is None and not has_tokenizer(folder):
         source.notes.append(f"no tokenizer: the checkpoint has none and no base model was given ({source.base_flag})")
     name = Path(public_name(options.model)).name
-    family = get_family("phi" if ours.model_type == "phimamba" else "llama")
+    family = get_family("llama")
+    if ours.model_type == "phimamba":
+        family = get_family("phi")
+    description = f"{name}, {known.name}, imported by {PROJECT}. The weights are the original's"
+    if not keeps:
+        description += f", rounded to {options.output.dtype}"
     return TransferPlan(
         source=Teacher(options.model, folder, ours, family, commit),
         from_format=known.name,
@@ -106,8 +112,7 @@ def plan_import(options: ImportOptions) -> TransferPlan:
         rules=rules,
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
-        description=f"{name}, {known.name}, imported by {PROJECT}. The weights are the original's"
-        + (f", rounded to {options.output.dtype}." if options.output.dtype != "auto" else "."),
+        description=f"{description}.",
         notes=source.notes,
         dropped=dropped,
         base=base,

@@ -41,17 +41,23 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
             "eos_token_id",
         )
     mixer = mixer_fields(source, ssm, hidden, is_mohawk=False)
+    intermediate_size = MLP_WIDTH
+    if mlp.values:
+        intermediate_size = mlp.need("intermediate_size", int)
+    context = TRAINED_CONTEXT
+    if source.base:
+        context = source.base.max_position_embeddings
     return {
         "vocab_size": rows,
         "hidden_size": hidden,
-        "intermediate_size": mlp.need("intermediate_size", int) if mlp.values else MLP_WIDTH,
+        "intermediate_size": intermediate_size,
         "hidden_act": mlp.get("act_fn", str, "silu"),
         "num_hidden_layers": depth,
         "num_attention_heads": mixer["mixer_num_heads"],
         "layer_types": ["linear_attention"] * depth,
         "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": source.base.max_position_embeddings if source.base else TRAINED_CONTEXT,
+        "max_position_embeddings": context,
         "tie_word_embeddings": source.is_tied(EMBEDDING, config.get("tie_embeddings", bool, False)),
         "lm_head_bias": "lm_head.bias" in source.tensors,
         **source.token_ids(),

@@ -148,8 +148,10 @@ def _mamba1_fields(source: ForeignCheckpoint, layer: int) -> dict[str, Any]:
     rank = source.shape(f"{prefix}dt_proj.weight", 2)[1]
     taps = source.shape(f"{prefix}conv1d.weight", 3)[-1]
     ssm = source.mamba_section.section("ssm_cfg")
-    dt_rank = "auto" if ssm.values.get("dt_rank") == "auto" else rank
-    ssm.only((), SSM_HARMLESS | {"d_state": state, "d_conv": taps, "dt_rank": dt_rank})
+    known = {"d_state": state, "d_conv": taps, "dt_rank": rank}
+    if ssm.values.get("dt_rank") == "auto":
+        known["dt_rank"] = "auto"
+    ssm.only((), SSM_HARMLESS | known)
     return {
         "mixer": "mamba1",
         "mixer_num_heads": inner // state,
@@ -178,10 +180,12 @@ def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, d
         prefix = f"model.layers.{i}."
         names = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{part}" for part in MLP)]
         rows |= {f"{prefix}{name}.weight": moved(f"{prefix}{name}.weight") for name in names}
-        for part in MLP if config.mlp_bias else ():  # which the layers with a mixer have not
-            name = f"{prefix}mlp.{part}.bias"
-            size = source.shape(f"{prefix}mlp.{part}.weight", 2)[0]
-            rows[name] = moved(name) if name in source.tensors or kind != "linear_attention" else (Fill(size),)
+        if config.mlp_bias:
+            names = {part: f"{prefix}mlp.{part}.bias" for part in MLP}
+            rows |= {name: moved(name) for name in names.values()}
+            for part, name in names.items():
+                if name not in source.tensors and kind == "linear_attention":  # whose MLP has no biases
+                    rows[name] = (Fill(source.shape(f"{prefix}mlp.{part}.weight", 2)[0]),)
         if kind != "linear_attention":
             rows |= _attention_table(source, config, prefix)
         elif config.mixer == "mamba2":

@@ -53,7 +53,9 @@ class Part:
     def _finished(self, rows: torch.Tensor) -> torch.Tensor:
         if self.scale != 1:
             rows = rows.float() * self.scale
-        return torch.nn.functional.pad(rows, (0, self.extra_columns)) if self.extra_columns else rows
+        if not self.extra_columns:
+            return rows
+        return torch.nn.functional.pad(rows, (0, self.extra_columns))
 
     @property
     def changes(self) -> bool:
@@ -119,8 +121,10 @@ def make_rules(
         if used <= tensors.keys():
             faults += _misfits(target, parts, shapes[target], tensors)
     if faults:
-        more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
-        raise ValueError(f"The checkpoint is not a {what} as its configuration says: {'; '.join(faults[:5])}{more}.")
+        text = "; ".join(faults[:5])
+        if len(faults) > 5:
+            text += f" (and {len(faults) - 5} more)"
+        raise ValueError(f"The checkpoint is not a {what} as its configuration says: {text}.")
     rules = [_rule(target, shapes[target], parts) for target, parts in table.items()]
     if not keeps_types:
         return rules

@@ -161,7 +161,9 @@ def check_output(output: Path, overwrite: bool) -> None:
         ValueError: naming what is in the way.
     """
     if os.path.lexists(output) and not output.is_dir():
-        kind = "a link in a circle" if output.is_symlink() else "a file"
+        kind = "a file"
+        if output.is_symlink():
+            kind = "a link in a circle"
         raise ValueError(f"{output} is {kind}; OUT must be a folder that does not exist yet.")
     if _holds_anything(output):
         if not overwrite:
@@ -212,10 +214,16 @@ def make_work(work: Path) -> None:
 
 def remove_work(work: Path, kept: re.Pattern[str]) -> None:
     """Delete what a command keeps in its work folder, by name, and the folder if nothing else is in it."""
-    for entry in work.iterdir() if (work / MARKER).is_file() else ():
-        if kept.fullmatch(entry.name) and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
-    if work.is_dir() and [entry.name for entry in work.iterdir()] == [MARKER]:
+    if not (work / MARKER).is_file():
+        return
+    for entry in work.iterdir():
+        if not kept.fullmatch(entry.name) or entry.is_symlink():
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink()
+    if [entry.name for entry in work.iterdir()] == [MARKER]:
         (work / MARKER).unlink()
         work.rmdir()
 
@@ -266,13 +274,17 @@ def _marked(folder: Path) -> dict[str, list[str] | None]:
         isinstance(names, list)
         and all(isinstance(name, str) and not {"..", "/"} & set(Path(name).parts) for name in names)
     )
-    return {"files": names} if inside else {}
+    if not inside:
+        return {}
+    return {"files": names}
 
 
 def _made_files(folder: Path) -> set[Path] | None:
     """The files that a finished folder's marker lists; None where there is no such marker."""
     names = _marked(folder).get("files")
-    return None if names is None else {folder / name for name in names}
+    if names is None:
+        return None
+    return {folder / name for name in names}
 
 
 def _files_below(folder: Path) -> set[Path]:

@@ -72,11 +72,15 @@ class LayerMapping:
             self.T = self.G
         self.d = config.head_dim
         self.D = config.hidden_size
-        self.qk_width = self.d if config.mixer == "mamba1" else self.N  # features of B and C per head
+        self.qk_width = self.N  # features of B and C per head
+        if config.mixer == "mamba1":
+            self.qk_width = self.d
         self.has_bias = "q_proj.bias" in self.attention
         self.is_hybrid = config.layer_types[layer] == "hybrid"
         # with a norm on queries and keys the 1 / sqrt(d) goes into the norm's weight
-        self.q_scale = 1.0 if config.mixer_qk_norm else config.score_scale
+        self.q_scale = config.score_scale
+        if config.mixer_qk_norm:
+            self.q_scale = 1.0
 
     def rules(self, shapes: dict[str, tuple[int, ...]]) -> list[Rule]:
         """A rule for each of the mixer's parameters."""
@@ -119,7 +123,9 @@ class LayerMapping:
     def _norm(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A norm's weight as a mixer's norm multiplies by it: itself, and with the heads that it has."""
         weight = self.attention[name].read(checkpoint).float() + float(self.config.norm_unit_offset)
-        return weight if weight.shape == shape else repeat_heads(weight, self.K, self.H)
+        if weight.shape == shape:
+            return weight
+        return repeat_heads(weight, self.K, self.H)
 
     def _rows(self, name: str) -> tuple[str, int, int]:
         source = self.attention[name]
@@ -239,12 +245,16 @@ def set_decay(mixer: torch.nn.Module, decay: float) -> bool:
 
 def decay_logit(decay: float) -> float:
     """A_log of discrete_mamba2 with sigmoid(-A_log) = decay."""
-    return -CERTAIN if decay == 1 else math.log1p(-decay) - math.log(decay)
+    if decay == 1:
+        return -CERTAIN
+    return math.log1p(-decay) - math.log(decay)
 
 
 def log_rate(decay: float) -> float:
     """A_log of mamba1 and mamba2 with exp(-exp(A_log)) = decay."""
-    return -CERTAIN if decay == 1 else math.log(-math.log(decay))
+    if decay == 1:
+        return -CERTAIN
+    return math.log(-math.log(decay))
 
 
 def fold_out_bias(target: str, own: Source, added: Source) -> Rule:

@@ -65,6 +65,13 @@ class TensorInfo:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def rows(self) -> int:
+        """Length of the first dimension; a scalar is one row."""
+        if not self.shape:
+            return 1
+        return self.shape[0]
+
 
 class Checkpoint(ABC):
     """Named tensors on disk: `tensors` has their shapes and types, `blocks` reads the rows of one."""
@@ -99,8 +106,9 @@ class Checkpoint(ABC):
         steps = []
         buffer_bytes = 0
         for name, start, stop in ranges:
-            rows = self._rows(name)
-            stop = rows if stop is None else stop
+            rows = self.tensors[name].rows
+            if stop is None:
+                stop = rows
             row_bytes = self.tensors[name].nbytes // max(rows, 1)
             step = max(1, BLOCK_BYTES // max(row_bytes, 1))
             buffer_bytes = max(buffer_bytes, min(step, stop - start) * row_bytes)
@@ -113,13 +121,11 @@ class Checkpoint(ABC):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows start..stop of a tensor, checked."""
-        whole = self.read_rows(name, start, self._rows(name) if stop is None else stop)
+        if stop is None:
+            stop = self.tensors[name].rows
+        whole = self.read_rows(name, start, stop)
         check_weights(whole, name)
         return whole
-
-    def _rows(self, name: str) -> int:
-        shape = self.tensors[name].shape
-        return shape[0] if shape else 1
 
 
 def _own_pages(nbytes: int) -> torch.Tensor:
@@ -183,13 +189,15 @@ class SafetensorsCheckpoint(Checkpoint):
     def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """See `Checkpoint.read_rows`."""
         info = self.tensors[name]
-        row_bytes = info.nbytes // (info.shape[0] if info.shape else 1)
+        row_bytes = info.nbytes // info.rows
         path, offset = self._place[name]
         with self._opening:
             if path not in self._open:
                 self._open[path] = os.open(path, os.O_RDONLY)
         nbytes = (stop - start) * row_bytes
-        buffer = _own_pages(nbytes) if buffer is None else buffer[:nbytes]
+        if buffer is None:
+            buffer = _own_pages(nbytes)
+        buffer = buffer[:nbytes]
         view = memoryview(buffer.numpy())
         done = 0
         while done < len(view):  # one call reads at most 2 GiB
@@ -198,7 +206,10 @@ class SafetensorsCheckpoint(Checkpoint):
             if count == 0:
                 raise ValueError(f"Shard {path.name} ended while {name} was read; it changed under us.")
             done += count
-        return buffer.view(info.dtype).view((stop - start, *info.shape[1:]) if info.shape else ())
+        values = buffer.view(info.dtype)
+        if not info.shape:
+            return values.view(())
+        return values.view(stop - start, *info.shape[1:])
 
 
 class PickledCheckpoint(Checkpoint):
@@ -230,7 +241,9 @@ class PickledCheckpoint(Checkpoint):
     def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
         """See `Checkpoint.read_rows`."""
         value = self._values[name]
-        return value[start:stop].contiguous() if value.ndim else value
+        if value.ndim == 0:
+            return value
+        return value[start:stop].contiguous()
 
 
 class GgufCheckpoint(Checkpoint):
@@ -251,8 +264,9 @@ class GgufCheckpoint(Checkpoint):
         reader = gguf.GGUFReader(path)
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         _check_left_out(path.name, reader.fields, architecture, teacher_config)
-        licence = reader.fields.get("general.license")
-        self.licence = None if licence is None else str(licence.contents())
+        self.licence: str | None = None
+        if licence := reader.fields.get("general.license"):
+            self.licence = str(licence.contents())
         heads = {key: getattr(teacher_config, key) for key in ("num_attention_heads", "num_key_value_heads")}
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=heads)
         with torch.device("meta"):
@@ -341,7 +355,9 @@ class RemoteHeaders(Checkpoint):
 
 def _special_float(values: dict[str, Any]) -> Any:
     """An infinite number, or none, which transformers writes as an object."""
-    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+    if values.keys() == {"__float__"}:
+        return float(values["__float__"])
+    return values
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

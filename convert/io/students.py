@@ -20,7 +20,9 @@ Shapes = dict[str, tuple[int, ...]]
 def model_class(model_type: str) -> type:
     """The causal language model of a hybrid; the first call takes seconds, since it imports transformers' models."""
     assert model_type in STUDENTS, model_type
-    return modeling_llamba.LlambaForCausalLM if model_type == "llamba" else modeling_phimamba.PhiMambaForCausalLM
+    if model_type == "llamba":
+        return modeling_llamba.LlambaForCausalLM
+    return modeling_phimamba.PhiMambaForCausalLM
 
 
 def tensor_shapes(config: PreTrainedConfig) -> Shapes:
@@ -35,7 +37,9 @@ def tensor_shapes(config: PreTrainedConfig) -> Shapes:
     shapes |= _norm("model.norm", config)
     if not config.tie_word_embeddings:
         shapes |= {"lm_head.weight": sizes}
-    return shapes | ({"lm_head.bias": sizes[:1]} if config.lm_head_bias else {})
+    if config.lm_head_bias:
+        shapes |= {"lm_head.bias": sizes[:1]}
+    return shapes
 
 
 def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
@@ -62,13 +66,15 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
         }
         if (shared := config.shared_expert_intermediate_size) is not None:
             shapes |= _gated_mlp("mlp.shared_expert", hidden, shared, config.mlp_bias)
-            shapes |= {"mlp.shared_expert_gate.weight": (1, hidden)} if config.shared_expert_gate else {}
+            if config.shared_expert_gate:
+                shapes |= {"mlp.shared_expert_gate.weight": (1, hidden)}
     else:
         shapes |= _gated_mlp("mlp", hidden, inner, config.mlp_bias)
     norms = {"input_layernorm": "after", "mixer_out_norm": "before"}
     norms |= {"post_attention_layernorm": "after", "mlp_out_norm": "before"}
     for name, absent in norms.items():
-        shapes |= {} if config.norm_placement == absent else _norm(name, config)
+        if config.norm_placement != absent:
+            shapes |= _norm(name, config)
     return shapes
 
 
@@ -89,7 +95,10 @@ def _gated_mlp(name: str, hidden: int, inner: int, bias: bool) -> Shapes:
 
 
 def _linear(name: str, width_in: int, width_out: int, bias: bool) -> Shapes:
-    return {f"{name}.weight": (width_out, width_in)} | ({f"{name}.bias": (width_out,)} if bias else {})
+    shapes = {f"{name}.weight": (width_out, width_in)}
+    if bias:
+        shapes[f"{name}.bias"] = (width_out,)
+    return shapes
 
 
 def _norm(name: str, config: PreTrainedConfig) -> Shapes:

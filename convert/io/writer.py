@@ -113,7 +113,9 @@ def write_shards(
         ValueError: a value is not finite, in the teacher or after the change of type.
         OSError: the disk is full or not writable.
     """
-    workers = WORKERS if checkpoint is None or checkpoint.concurrent else 1
+    workers = WORKERS
+    if checkpoint is not None and not checkpoint.concurrent:
+        workers = 1
     report = threading.Lock()
     stop = threading.Event()
     written = 0
