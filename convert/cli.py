@@ -79,7 +79,9 @@ class Command:
 
     def parser(self, name: str) -> OptionParser:
         """Reads the options of the command, which is called so."""
-        prog = "convert-to-hybrid" if name == "convert" else f"convert-to-hybrid {name}"
+        prog = "convert-to-hybrid"
+        if name != "convert":
+            prog += f" {name}"
         return OptionParser(self.options, self.flags, self.positionals, {**self.switches, **VERBOSE}, prog)
 
 
@@ -115,7 +117,9 @@ def mohawk_command(options: MohawkOptions, switches: Switches) -> None:
 
     with progress_bars(switches["quiet"]) as progress:
         report = train_existing(options, progress)
-    for name, figures in report.items() if not switches["quiet"] else ():
+    if switches["quiet"]:
+        return
+    for name, figures in report.items():
         shown = {key: value for key, value in figures.items() if key not in ("layers", "settings")}
         console.print(f"[green]{name}[/] {json.dumps(shown)}", highlight=False)
 
@@ -230,12 +234,16 @@ def parser_of(name: str) -> OptionParser:
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:
     """Run a command; ends the process with 0, 1 for an error, or 130 for an interruption."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    word = argv[0] if argv else ""
+    if argv is None:
+        argv = sys.argv[1:]
+    argv = list(argv)
+    word = "".join(argv[:1])
     if word == "--version":
         sys.stdout.write(f"convert-to-hybrid {importlib.metadata.version('convert-to-hybrid')}\n")
         return
-    name = argv.pop(0) if word in commands else "convert"
+    name = "convert"
+    if word in commands:
+        name = argv.pop(0)
     command = commands[name]
     verbose = bool({"-v", "--verbose"} & set(argv))
     with one_line_errors(verbose):
@@ -249,7 +257,9 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
                 raise ValueError(f"There is no command {word!r}, nor a model there; did you mean {nearest[0]}?")
         parser = command.parser(name)
         if {"-h", "--help"} & set(argv) or (not argv and command.positionals):
-            sys.stdout.write(parser.help() + (other_commands(commands) if name == "convert" else ""))
+            sys.stdout.write(parser.help())
+            if name == "convert":
+                sys.stdout.write(other_commands(commands))
             return
         options, switches = parser.from_command_line(argv)
         command.run(options, switches)
@@ -286,14 +296,18 @@ def _print_report(report: Any, describe: Callable[[Any], Any], as_json: bool) ->
 def pace(done: int, seconds: float) -> str:
     """Describe a speed: seconds for each thing done, or things per second where they are quick."""
     each = seconds / done
-    return f"{each:,.1f} s each" if each >= 0.1 else f"{done / max(seconds, 1e-9):,.0f} a second"
+    if each >= 0.1:
+        return f"{each:,.1f} s each"
+    return f"{done / max(seconds, 1e-9):,.0f} a second"
 
 
 class Pace(ProgressColumn):
     """Column with the speed of a bar."""
 
     def render(self, task: Task) -> Text:
-        return Text(pace(1, 1 / task.speed) if task.speed else "")
+        if not task.speed:
+            return Text()
+        return Text(pace(1, 1 / task.speed))
 
 
 @contextlib.contextmanager
@@ -325,8 +339,10 @@ def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
         took = time.monotonic() - since
         if not done:
             return f"{what}: {took:,.0f} s so far"
-        left = f", about {took * (total - done) / done:,.0f} s left" if done < total else ""
-        return f"{what}: {done:,} of {total:,} after {took:,.1f} s, {pace(done, took)}{left}"
+        text = f"{what}: {done:,} of {total:,} after {took:,.1f} s, {pace(done, took)}"
+        if done < total:
+            text += f", about {took * (total - done) / done:,.0f} s left"
+        return text
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal now
@@ -359,8 +375,8 @@ def one_line_errors(verbose: bool, interrupted: str = "") -> Iterator[None]:
         with _interrupts_are_not_lost():
             yield
     except KeyboardInterrupt as error:
-        left = [interrupted] if interrupted else []
-        _fail(f"{'; '.join(['interrupted', *left, *getattr(error, '__notes__', ())])}.", 130)
+        parts = ["interrupted", interrupted, *getattr(error, "__notes__", ())]
+        _fail(f"{'; '.join(filter(None, parts))}.", 130)
     except Exception as error:
         if verbose:
             raise

@@ -47,7 +47,9 @@ def message_of(error: Exception) -> str:
         way_out = next((note for note in notes if note.startswith(LOWER)), way_out)
         return f"out of memory{doing}; {way_out}{kept}."
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
-        return (text if len(text) <= 1000 else f"{text[:1000]}...") or kind
+        if len(text) > 1000:
+            return f"{text[:1000]}..."
+        return text or kind
     if isinstance(error, OSError):
         return f"{text or kind}{doing}."
     return f"unexpected {kind}{doing}: {text[:300] or 'no message'} (--verbose shows where)."

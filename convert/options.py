@@ -370,10 +370,11 @@ class ConversionOptions:
         of_alignment = changed.get("alignment", {})
         if self.alignment.method == "none":
             unread = {f"alignment.{name}": "an alignment" for name in of_alignment if name != "method"}
+        elif self.alignment.method == "mohawk":
+            unread = {}
         else:
             stages = ("matrix_orientation", "hidden_state_alignment", "distillation")
             unread = {f"alignment.{name}": "--align mohawk" for name in stages if name in of_alignment}
-            unread = {} if self.alignment.method == "mohawk" else unread
         if "context" in of_placement and self.cache is None:
             unread["placement.context"] = "a cache budget"
         if not self.has_windows:
@@ -381,7 +382,8 @@ class ConversionOptions:
             unread |= {f"placement.{name}": "a window" for name in names}
         if self.mixer.kind == "none":
             unread |= {f"mixer.{name}": "a mixer" for name in self._of_mixer if name != "kind"}
-            unread |= {"placement.rank": "a state"} if "rank" in of_placement else {}
+            if "rank" in of_placement:
+                unread["placement.rank"] = "a state"
         if self.has_windows:
             unread |= {f"alignment.fit.{name}": "a mixer" for name in sorted(of_alignment.get("fit", {}))}
         for name, needed in unread.items():
@@ -411,11 +413,11 @@ class ConversionOptions:
     @property
     def salient(self) -> int:
         """Number of tokens that layers with a window attend to after they have left it."""
-        asked = self.placement.salient
-        fitted = self.alignment.method != "none" and self.mixer.kind != "none"
-        if asked is not None:
-            return asked
-        return SALIENT if fitted and self.has_windows else 0
+        if self.placement.salient is not None:
+            return self.placement.salient
+        if self.alignment.method == "none" or self.mixer.kind == "none" or not self.has_windows:
+            return 0
+        return SALIENT
 
     @property
     def names_layers(self) -> bool:
@@ -431,7 +433,11 @@ class ConversionOptions:
     @property
     def sequence_length(self) -> int:
         """Tokens per calibration sequence."""
-        return self.alignment.sequence_length or (1024 if self.has_windows else 512)
+        if self.alignment.sequence_length is not None:
+            return self.alignment.sequence_length
+        if self.has_windows:
+            return 1024
+        return 512
 
 
 def differences(options: Any) -> dict[str, Any]:
@@ -665,13 +671,13 @@ class OptionParser:
             shown.add_argument(metavar, help=self.options[name].help, nargs="?")
         for flag, name in self.flags.items():
             option = self.options[name]
-            notes = [option.kind] if " or " in option.kind and not isinstance(option.default, bool) else []
-            typed = ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
-            notes += [f"default: {typed}"] if typed else []
-            default = f" ({'; '.join(notes)})" if notes else ""
-            metavar = "NAME=VALUE" if option.kind == MAPPING else flag[2:].upper()
-            kind = {"action": "store_true"} if option.default is False else {"metavar": metavar}
-            shown.add_argument(flag, help=(option.help + default).replace("%", "%%"), **kind)
+            text = (option.help + _notes(option)).replace("%", "%%")
+            if option.default is False:
+                shown.add_argument(flag, help=text, action="store_true")
+            elif option.kind == MAPPING:
+                shown.add_argument(flag, help=text, metavar="NAME=VALUE")
+            else:
+                shown.add_argument(flag, help=text, metavar=flag[2:].upper())
         shown.add_argument("--config", metavar="FILE", help="YAML file with any of the options.")
         for switch, text in self.switches.items():
             shown.add_argument(*switch.split(), action="store_true", help=text)
@@ -708,7 +714,8 @@ class OptionParser:
             elif flag in self.flags and self.options[name].default is False and not equals:
                 given.append(f"--{name}=true")
             else:
-                value = value if equals else next(parts, "--")
+                if not equals:
+                    value = next(parts, "--")
                 if value.startswith("--"):
                     raise ValueError(f"{flag} needs a value.")
                 if flag == "--config":
@@ -724,7 +731,7 @@ class OptionParser:
         if listed:
             given.append(f"--{places[0]}={json.dumps(listed)}")
         with self._one_line_errors():
-            base = None if config is None else self._from_file(config)
+            base = self._from_file(config)
         with self._one_line_errors({name: flag for flag, name in self.flags.items()}):
             made = self._made(self.parser.parse_args(given, namespace=base))
         for metavar, name in self.positionals.items():
@@ -736,10 +743,12 @@ class OptionParser:
         """The options from nested Python values, over those of a YAML file."""
         self._check_names(values)
         with self._one_line_errors():
-            base = None if config is None else self._from_file(config)
+            base = self._from_file(config)
             return self._made(self.parser.parse_object(dict(values), namespace=base))
 
-    def _from_file(self, path: str | Path) -> Any:
+    def _from_file(self, path: str | Path | None) -> Any:
+        if path is None:
+            return None
         path = Path(path).expanduser()
         if not path.is_file():
             raise ValueError(f"{path} does not exist or is no file.")
@@ -796,8 +805,10 @@ class OptionParser:
                     r"(\S+) does not conform", text
                 )
                 if name in self.options:
-                    value = "" if given is None else f", not {given[1]}"
-                    message = f"{spelled.get(name, name)} must be {self.options[name].kind}{value}."
+                    message = f"{spelled.get(name, name)} must be {self.options[name].kind}"
+                    if given is not None:
+                        message += f", not {given[1]}"
+                    message += "."
             raise ValueError(message) from error
 
 
@@ -806,7 +817,9 @@ def _nearest(wrong: str, names: Sequence[str]) -> str:
     leaves = {re.split(r"[.]|--", name)[-1].replace("-", "_"): name for name in reversed(names)}
     leaf = re.split(r"[.]|--", wrong)[-1].replace("-", "_")
     found = difflib.get_close_matches(leaf, leaves, 1, 0.6)
-    return f"; did you mean {leaves[found[0]]}?" if found else "."
+    if not found:
+        return "."
+    return f"; did you mean {leaves[found[0]]}?"
 
 
 class Documented(NamedTuple):
@@ -816,6 +829,21 @@ class Documented(NamedTuple):
     kind: str
     default: Any
     help: str
+
+
+def _notes(option: Documented) -> str:
+    """The kinds and the default of an option, in brackets behind its help."""
+    notes = []
+    if " or " in option.kind and not isinstance(option.default, bool):
+        notes.append(option.kind)
+    default = option.default
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    if default:
+        notes.append(f"default: {default}")
+    if not notes:
+        return ""
+    return f" ({'; '.join(notes)})"
 
 
 @functools.cache
@@ -832,7 +860,9 @@ def documented(options_class: type, prefix: str = "") -> tuple[Documented, ...]:
             found += documented(hints[item.name], f"{prefix}{item.name}.")
         else:
             name = f"{prefix}{item.name}"
-            default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+            default = item.default
+            if item.default_factory is not dataclasses.MISSING:
+                default = item.default_factory()
             found.append(Documented(name, _kind(hints[item.name]), default, texts.get(item.name, "")))
     return tuple(found)
 
@@ -892,11 +922,20 @@ def make_options(
     nested: dict[str, Any] = {}
     for name, value in [*by_place, *values.items()]:
         is_section = isinstance(value, Mapping) and name != "attention_heads"
-        *sections, leaf = (name if is_section else place.get(name, name)).split(".")
+        path = name
+        if not is_section:
+            path = place.get(name, name)
+        *sections, leaf = path.split(".")
         inner = functools.reduce(lambda found, section: found.setdefault(section, {}), sections, nested)
-        if inner.get(leaf, {}).keys() & value.keys() if is_section else leaf in inner:
+        made = plain(value)
+        twice = leaf in inner
+        if is_section:
+            known = inner.get(leaf, {})
+            twice = bool(known.keys() & value.keys())
+            made = {**known, **made}
+        if twice:
             raise ValueError(f"{name} is given twice, by its place, its name or in its section; give one.")
-        inner[leaf] = {**inner.get(leaf, {}), **plain(value)} if is_section else plain(value)
+        inner[leaf] = made
     return parser.from_values(nested, config)
 
 
@@ -928,11 +967,24 @@ def options_page() -> str:
     for name, kind, default, text in documented(ConversionOptions):
         section, _, leaf = name.rpartition(".")
         if section != written:
-            title = f"`{section}`" if section else "General"
+            title = "General"
+            if section:
+                title = f"`{section}`"
             lines += ["", f"## {title}", "", "| option | type | default | |", "|---|---|---|---|"]
             written = section
-        shown = f"`{leaf}`" + (f" (`{flags[name]}`)" if name in flags else "")
-        as_yaml = list(default) if isinstance(default, tuple) else default
-        value = "" if default is None else f"`{str(as_yaml).lower() if isinstance(as_yaml, bool) else as_yaml}`"
-        lines.append(f"| {shown} | {kind} | {value} | {text} |")
+        shown = f"`{leaf}`"
+        if name in flags:
+            shown += f" (`{flags[name]}`)"
+        lines.append(f"| {shown} | {kind} | {_as_yaml(default)} | {text} |")
     return "\n".join(lines) + "\n"
+
+
+def _as_yaml(default: Any) -> str:
+    """A default as a YAML file has it, in a cell; nothing for None."""
+    if default is None:
+        return ""
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
+    return f"`{default}`"

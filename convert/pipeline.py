@@ -153,7 +153,9 @@ def write(
 ) -> None:
     """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
     output = plan.resolved.output
-    rules = plan.rules if alignment is None else alignment.rules(plan)
+    rules = plan.rules
+    if alignment is not None:
+        rules = alignment.rules(plan)
     shards = plan_shards(rules, plan.dtype, parse_size(output.max_shard_size))
     hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
     write_side_files(side_files, folder)
@@ -176,12 +178,17 @@ def record_seconds(seconds: dict[str, float], folder: Path) -> None:
 
 def provenance(plan: Plan, alignment: Alignment | None) -> dict[str, Any]:
     """Record of where a hybrid comes from, for its configuration; it holds no paths of this machine."""
+    align = "none"
+    calibration = {}
+    if alignment is not None:
+        align = plan.resolved.alignment.method
+        calibration = {k: alignment.report[k] for k in ("text", "tokens")}
     return {
         "teacher": plan.teacher.public_name,
         "teacher_revision": plan.teacher.revision,
         "teacher_model_type": plan.teacher.family.model_type,
-        "align": "none" if alignment is None else plan.resolved.alignment.method,
-        "calibration": {} if alignment is None else {k: alignment.report[k] for k in ("text", "tokens")},
+        "align": align,
+        "calibration": calibration,
         "options": plan.resolved.said,
         "notes": [*plan.notes, *(f"dropped {text}" for text in dropped_in_words(plan))] or None,
         "versions": versions(),

@@ -175,7 +175,9 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
 def minutes(seconds: float) -> str:
     """225.0 -> "3 min 45 s"."""
     whole = round(seconds)
-    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s"
 
 
 def describe_seconds(plan: Plan) -> str:
@@ -223,7 +225,9 @@ def _lost(config: PreTrainedConfig) -> list[str]:
     if config.attn_logit_softcapping is None or not {"hybrid", "linear_attention"} & set(config.layer_types):
         return []
     kept = f"attn_logit_softcapping {config.attn_logit_softcapping} holds where attention stays, windows included"
-    return [kept if config.mixer == "none" else f"{kept}; a state has no scores to cap"]
+    if config.mixer == "none":
+        return [kept]
+    return [f"{kept}; a state has no scores to cap"]
 
 
 def _far(placement: Placement, resolved: Resolved) -> list[str]:
@@ -259,7 +263,9 @@ def describe(plan: Plan) -> str:
     replacement = _replacement_in_words(s)
     heads = " ".join(f"{layer}:{','.join(map(str, of))}" for layer, of in s["attention_heads"].items())
     counts = ", ".join(f"{count} {kind}" for kind, count in s["tensors"].items())
-    kinds = {"attention": "attention_layers", "hybrid" if s["window"] else "mixer": "mixer_layers"}
+    kinds = {"attention": "attention_layers", "mixer": "mixer_layers"}
+    if s["window"]:
+        kinds = {"attention": "attention_layers", "hybrid": "mixer_layers"}
     if s["state_layers"]:
         kinds["with the teacher's own state"] = "state_layers"
     layers += f"  ({', '.join(f'{len(s[of])} {kind}' for kind, of in kinds.items())})"
@@ -296,11 +302,14 @@ def _replacement_in_words(s: dict[str, Any]) -> str:
         return "every layer kept"
     if not s["window"]:
         return s["mixer"]
-    kept = f" and {s['sinks']} sinks"
+    text = f"a window of {window_in_words(s['window'])}"
     if s["salient"]:
-        kept = f", {s['sinks']} sinks and {s['salient']} salient tokens"
-    state = " and a state" if s["state"] else ""
-    return f"a window of {window_in_words(s['window'])}{kept}{state}"
+        text += f", {s['sinks']} sinks and {s['salient']} salient tokens"
+    else:
+        text += f" and {s['sinks']} sinks"
+    if s["state"]:
+        text += " and a state"
+    return text
 
 
 def dropped_in_words(plan: Plan) -> list[str]:
@@ -308,10 +317,12 @@ def dropped_in_words(plan: Plan) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in plan.weights.dropped.items():
         by_reason.setdefault(reason, []).append(name)
-    return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
-        for reason, names in by_reason.items()
-    ]
+    lines = []
+    for reason, (first, *others) in by_reason.items():
+        if others:
+            first += f" and {len(others)} more"
+        lines.append(f"{first}: {reason}")
+    return lines
 
 
 def break_even_in_words(break_even: dict[str, int | None]) -> str:
@@ -331,6 +342,7 @@ def describe_decided(plan: Plan) -> str:
     """Describe the plan, and each value that was decided rather than said, with the reason, for a dry run."""
     lines = []
     for name, found in plan.resolved.decided().items():
-        value = "" if found["value"] is None else f" {found['value']}"  # some follow from the placement
-        lines.append(f"decided     {name}{value}: {found['reason']}")
+        if found["value"] is not None:  # some follow from the placement
+            name += f" {found['value']}"
+        lines.append(f"decided     {name}: {found['reason']}")
     return "\n".join([describe(plan), *lines])

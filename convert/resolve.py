@@ -96,7 +96,9 @@ class Resolved:
     @property
     def replacement(self) -> Layer:
         """A mixer, or a layer with the window that was asked for."""
-        return Mixer() if self.window is None else self.hybrid_layer(self.window)
+        if self.window is None:
+            return Mixer()
+        return self.hybrid_layer(self.window)
 
     def hybrid_layer(self, window: int) -> Hybrid:
         """A layer with a window of this width, kept heads and the rank of its map apart."""
@@ -200,7 +202,9 @@ def _kept_layers(
         return "name", named, None
     if options.cache is not None:
         return "share", None, None
-    return "share", None, SHARE if asked is None else asked
+    if asked is None:
+        return "share", None, SHARE
+    return "share", None, asked
 
 
 def _kept_heads(
@@ -232,15 +236,19 @@ def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
     asked = options.placement.bits
     if asked is not None:
         return CacheBits((asked, asked), (asked, asked))
-    return few_bits(head_dim) if choice == "budget" else CacheBits()
+    if choice == "budget":
+        return few_bits(head_dim)
+    return CacheBits()
 
 
 def few_bits(head_dim: int) -> CacheBits:
     """Bits of a number in the cache where a budget decides, as few as heads of this size allow."""
     if head_dim % 2:
         return CacheBits()
-    full = FULL_BITS if head_dim % 16 == 0 else (WINDOW_BITS, WINDOW_BITS)
-    return CacheBits(full, (WINDOW_BITS, WINDOW_BITS))
+    window = (WINDOW_BITS, WINDOW_BITS)
+    if head_dim % 16:
+        return CacheBits(window, window)
+    return CacheBits(FULL_BITS, window)
 
 
 def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | None:
@@ -320,9 +328,13 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
             beside = " (and what its own windows or states take)"
         said = "by default, since nothing was said about layers, window, heads or mixer"
         reasons["cache_bytes"] += f"{beside} {said}"
-    reasons |= _reasons_of_windows(resolved, options) if resolved.has_windows else _reasons_of_mixer(resolved, options)
+    if resolved.has_windows:
+        reasons |= _reasons_of_windows(resolved, options)
+        kind = "layers with a window"
+    else:
+        reasons |= _reasons_of_mixer(resolved, options)
+        kind = "mixers"
     if fitted and options.alignment.sequence_length is None:
-        kind = "layers with a window" if resolved.has_windows else "mixers"
         reasons["sequence_length"] = f"the default for {kind}"
     return reasons | of_type
 
@@ -339,9 +351,13 @@ def _reasons_of_windows(resolved: Resolved, options: ConversionOptions) -> dict[
     elif placement.block is None:
         reasons["block"] = f"the largest power of two, up to {BLOCK}, of which the window holds two or more"
     if placement.salient is None:
-        reasons["salient"] = "the default where a state is fitted" if resolved.salient else "no state is fitted"
+        reasons["salient"] = "no state is fitted"
+        if resolved.salient:
+            reasons["salient"] = "the default where a state is fitted"
     if placement.rank is None and resolved.has_state:
-        reasons["rank"] = "as high as a share of the teacher's weights allows" if fitted else "no state is fitted"
+        reasons["rank"] = "no state is fitted"
+        if fitted:
+            reasons["rank"] = "as high as a share of the teacher's weights allows"
     return reasons
 
 
@@ -349,7 +365,9 @@ def _reasons_of_mixer(resolved: Resolved, options: ConversionOptions) -> dict[st
     mixer = options.mixer
     reasons = {}
     if mixer.d_state is None:
-        reasons["mixer_d_state"] = "the default of mamba1" if mixer.kind == "mamba1" else "the head dimension"
+        reasons["mixer_d_state"] = "the head dimension"
+        if mixer.kind == "mamba1":
+            reasons["mixer_d_state"] = "the default of mamba1"
     if mixer.rotary is None:
         size = "smaller than a head"
         if resolved.mixer["mixer_rotary"]:

@@ -101,7 +101,9 @@ def alignment_note(align: str, window: Any, state: bool) -> str:
         return ALIGNMENT_NOTES[align]
     if not state:
         return WINDOW_NOTE
-    return UNFITTED_STATE_NOTE if align == "none" else FITTED_STATE_NOTE
+    if align == "none":
+        return UNFITTED_STATE_NOTE
+    return FITTED_STATE_NOTE
 
 
 def renewed(text: str, rows: dict[str, str], note: str | None = None) -> str:
@@ -112,8 +114,9 @@ def renewed(text: str, rows: dict[str, str], note: str | None = None) -> str:
     Args:
         rows: rows of the first table, by their names. note: the paragraph; None leaves it.
     """
-    for known in NOTES if note is not None else ():
-        text = text.replace(known, note)
+    if note is not None:
+        for known in NOTES:
+            text = text.replace(known, note)
     for row, figure in rows.items():
         line = f"| {row} | {figure} |"
         text = re.sub(rf"^\| {re.escape(row)} \|.*$", lambda _, line=line: line, text, flags=re.MULTILINE)
@@ -131,7 +134,16 @@ def _kind_tags(summary: dict[str, Any]) -> list[str]:
         return ["normalised-read"]
     if not summary["mixer_layers"]:
         return []
-    return ["sliding-window"] if summary["mixer"] == "none" else ["mamba", summary["mixer"]]
+    if summary["mixer"] == "none":
+        return ["sliding-window"]
+    return ["mamba", summary["mixer"]]
+
+
+def as_recorded(value: Any) -> str:
+    """A value of a hybrid's record as text, which is JSON unless it is one."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
@@ -150,9 +162,18 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         beside = "a state beside "
     elif summary["window"]:
         replacement = "attention to a window"
-    seen = ""
+    window = ""
     if summary["window"]:
         seen = f"{window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
+        window = f", H {beside}softmax attention to {seen}"
+    replaced_in_words = "every attention layer kept"
+    note = "Every layer is the teacher's own."
+    memory = ""
+    if replaced:
+        of_all = f"{len(replaced)} of its {len(summary['layer_types'])} attention layers"
+        replaced_in_words = f"{of_all} replaced by {replacement}"
+        note = alignment_note(conversion["align"], summary["window"], summary["state"])
+        memory = f"Memory: {break_even_in_words(summary['break_even'])}."
     cache_rows = [
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()
@@ -160,12 +181,14 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
     shares = [size["hybrid"] / size["teacher"] for size in summary["cache_bytes"].values()]
     figures = {"cache at 4k and 32k tokens, of the teacher's": f"{shares[0]:.0%}, {shares[1]:.0%}"} | NO_FIGURES
     provenance = {k: v for k, v in conversion.items() if k != "teacher_layer_types" and v not in (None, {})}
-    is_hub_id = plan.teacher.revision is not None
+    base_model = None
+    if plan.teacher.revision is not None:  # a repository of the Hub
+        base_model = plan.teacher.name
     return ModelCard.from_template(
         ModelCardData(
             library_name="transformers",
             pipeline_tag="text-generation",
-            base_model=plan.teacher.name if is_hub_id else None,
+            base_model=base_model,
             tags=["convert-to-hybrid", "hybrid", *_kind_tags(summary)],
             **licence,
         ),
@@ -174,19 +197,12 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         path=name,
         teacher=plan.teacher.public_name,
         needed=NEEDED,
-        replaced=f"{len(replaced)} of its {len(summary['layer_types'])} attention layers replaced by {replacement}"
-        if replaced
-        else "every attention layer kept",
-        window=f", H {beside}softmax attention to {seen}" if seen else "",
+        replaced=replaced_in_words,
+        window=window,
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
-        memory=f"Memory: {break_even_in_words(summary['break_even'])}." if replaced else "",
+        memory=memory,
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),
-        alignment_note=alignment_note(conversion["align"], summary["window"], summary["state"])
-        if replaced
-        else "Every layer is the teacher's own.",
-        provenance_rows="\n".join(
-            f"| {key} | `{value if isinstance(value, str) else json.dumps(value)}` |"
-            for key, value in provenance.items()
-        ),
+        alignment_note=note,
+        provenance_rows="\n".join(f"| {key} | `{as_recorded(value)}` |" for key, value in provenance.items()),
     )

@@ -29,7 +29,9 @@ def save_pictures(config: PreTrainedConfig, folder: Path) -> None:
 
 def head_kinds(config: PreTrainedConfig) -> list[list[str]]:
     """For each layer, what each key/value head is: one of KINDS."""
-    beside = "window" if config.mixer == "none" else "window and state"
+    beside = "window and state"
+    if config.mixer == "none":
+        beside = "window"
     names = dict(zip(("full_attention", "sliding_attention", "linear_attention"), KINDS, strict=False))
     shared = config.num_attention_heads // config.num_key_value_heads
     kept = [{head // shared for head in heads} for heads in config.hybrid_full_heads or [[]] * len(config.layer_types)]

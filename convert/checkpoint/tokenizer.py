@@ -100,7 +100,9 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
         return files, ()
     kind = type(tokenizer).__name__
     note = f"the tokenizer is saved anew as {kind}: the teacher's files give another one beside a {model_type} model"
-    notes = (note,) if files else ()
+    notes = ()
+    if files:
+        notes = (note,)
     files |= _saved(tokenizer)
     if _gives(files, tokenizer, model_type, trust_remote_code):
         return files, notes
@@ -228,7 +230,9 @@ def write_side_files(files: SideFiles, folder: Path) -> None:
 def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> Licence:
     """Read the licence from the head of a teacher's card, or from its GGUF file."""
     if isinstance(checkpoint, GgufCheckpoint):
-        return {} if checkpoint.licence is None else {"license": checkpoint.licence}
+        if checkpoint.licence is None:
+            return {}
+        return {"license": checkpoint.licence}
     path = teacher.folder / "README.md"
     if teacher.gguf_file is not None or not path.is_file():
         return {}
@@ -241,7 +245,13 @@ def read_licence(teacher: Teacher, checkpoint: Checkpoint) -> Licence:
         raise ValueError(
             f"The head of {path}, which names the licence, is not valid YAML; mend or remove it."
         ) from error
-    said = head if isinstance(head, dict) else {}
-    found = {name: said[name] for name in LICENCE_FIELDS if said.get(name)}
-    each = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
-    return {name: value for name, value in found.items() if all(isinstance(text, str) for text in each[name])}
+    if not isinstance(head, dict):
+        return {}
+    found = {name: head[name] for name in LICENCE_FIELDS if head.get(name)}
+    return {name: value for name, value in found.items() if _is_text_or_texts(value)}
+
+
+def _is_text_or_texts(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(text, str) for text in value)
+    return isinstance(value, str)

@@ -180,4 +180,6 @@ def attention_bytes(
 
 def num_states(config: PreTrainedConfig) -> int:
     """Recurrent states of a mixer: one per head, or one per key/value head where they share it."""
-    return config.mixer_num_kv_heads if config.mixer_shared_state else config.mixer_num_heads
+    if config.mixer_shared_state:
+        return config.mixer_num_kv_heads
+    return config.mixer_num_heads

@@ -41,12 +41,20 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
     """
     head_dim = teacher.head_dim
     heads = teacher.num_attention_heads
-    d_state = mixer.d_state
-    if d_state is None:
-        d_state = min(16, head_dim) if mixer.kind == "mamba1" else head_dim
+    kv_heads = teacher.num_key_value_heads
+    if mixer.expand_kv_heads:
+        kv_heads = heads
+    d_state = mixer.d_state or head_dim
+    norm = mixer.norm or "none"
+    if mixer.d_state is None and mixer.kind == "mamba1":
+        d_state = min(16, head_dim)
+    if mixer.norm is None and mixer.kind == "mamba2":
+        norm = "head"
     # mamba1 cuts a head into pieces of N channels, and a piece of a rotated head is not a rotated piece
     can_rotate = d_state >= head_dim
-    rotary = can_rotate if mixer.rotary is None else mixer.rotary
+    rotary = mixer.rotary
+    if rotary is None:
+        rotary = can_rotate
     if rotary and not can_rotate:
         raise ValueError(
             f"d_state {d_state} is smaller than the head dimension {head_dim}, and rotary embedding needs all of it; "
@@ -57,13 +65,13 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
     return {
         "mixer": mixer.kind,
         "mixer_num_heads": heads,
-        "mixer_num_kv_heads": heads if mixer.expand_kv_heads else teacher.num_key_value_heads,
+        "mixer_num_kv_heads": kv_heads,
         "mixer_head_dim": head_dim,
         "mixer_d_state": d_state,
         "mixer_activation": mixer.activation or "identity",
         "mixer_gate_bias": mixer.gate_bias,
         "mixer_shared_state": mixer.shared_state,
-        "mixer_norm": mixer.norm or ("head" if mixer.kind == "mamba2" else "none"),
+        "mixer_norm": norm,
         "mixer_rotary": rotary,
         "mixer_qk_norm": teacher.qk_norm,
         "mixer_decay_bias": mixer.decay_bias and mixer.kind == "discrete_mamba2",

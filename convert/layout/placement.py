@@ -60,9 +60,10 @@ class CacheBits:
     def __str__(self) -> str:
         parts = []
         for where, (keys, values) in (("full attention", self.full), ("windows", self.window)):
-            parts.append(
-                f"{keys} in {where}" if keys == values else f"{keys} for keys and {values} for values in {where}"
-            )
+            bits = f"{keys} for keys and {values} for values"
+            if keys == values:
+                bits = f"{keys}"
+            parts.append(f"{bits} in {where}")
         return ", ".join(parts)
 
 
@@ -144,8 +145,10 @@ class Placement:
         layers = zip(self.layers, teacher_layer_types, strict=True)
         fields = {
             "layer_types": [kinds.get(type(layer), teacher) for layer, teacher in layers],
-            "hybrid_full_heads": heads if any(heads) else None,
+            "hybrid_full_heads": None,
         } | self.bits.config_fields()
+        if any(heads):
+            fields["hybrid_full_heads"] = heads
         if hybrid is not None:
             # one number where all layers agree, so that most configurations stay short
             window: int | list[int] = hybrid.window
@@ -181,10 +184,19 @@ class Placement:
             if kind == "hybrid":
                 own = {"window": config.window_of(i), "full_heads": tuple(full), "rank": config.rank_of(i)}
                 layers.append(dataclasses.replace(hybrid, **own))
+            elif kind == "linear_attention":
+                layers.append(Mixer())
             else:
-                layers.append(Mixer() if kind == "linear_attention" else Attention())
-        fields = (config.full_attention_bits, config.window_bits)
-        return cls(tuple(layers), CacheBits(*(tuple(x) if isinstance(x, list) else (x, x) for x in fields)))
+                layers.append(Attention())
+        return cls(tuple(layers), CacheBits(_pair(config.full_attention_bits), _pair(config.window_bits)))
+
+
+def _pair(bits: int | list[int]) -> tuple[int, int]:
+    """Bits of keys and of values, from a field of the configuration."""
+    if isinstance(bits, int):
+        return bits, bits
+    keys, values = bits
+    return keys, values
 
 
 Undecided = Literal["layers", "heads", "windows"]

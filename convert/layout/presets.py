@@ -61,11 +61,15 @@ def attention_layers(num_layers: int, asked: int | list[int] | str) -> tuple[int
         asked: a layer, a list of them (also as text: "1,3,5"), "all", "none", a pattern of M and A, or a published
             choice by name.
     """
-    if isinstance(asked, int | list):
-        return listed_attention_layers(num_layers, asked if isinstance(asked, list) else [asked])
+    if isinstance(asked, int):
+        asked = [asked]
+    if isinstance(asked, list):
+        return listed_attention_layers(num_layers, asked)
     text = asked.strip()
-    if text in ("all", "none"):
-        return tuple(range(num_layers)) if text == "all" else ()
+    if text == "all":
+        return tuple(range(num_layers))
+    if text == "none":
+        return ()
     if text and not set(text.upper()) - set("MA"):
         return pattern_attention_layers(num_layers, text)
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -120,9 +124,11 @@ def whole_groups(heads: Heads, shared: int) -> Heads:
 
 def counted_heads(asked: int | float, total: int) -> int:
     """Count the key/value heads that `attention_heads` asks for: a number, or a share of their `total`."""
-    if isinstance(asked, float) and not 0 <= asked <= 1:
-        raise ValueError(f"attention_heads {asked} as a share of the key/value heads must lie between 0 and 1.")
-    count = round(asked * total) if isinstance(asked, float) else asked
+    count = asked
+    if isinstance(asked, float):
+        if not 0 <= asked <= 1:
+            raise ValueError(f"attention_heads {asked} as a share of the key/value heads must lie between 0 and 1.")
+        count = round(asked * total)
     if count == 0 and asked > 0:
         raise ValueError(f"attention_heads {asked} of {total} key/value heads is less than one; give a larger share.")
     if not 0 <= count <= total:

@@ -97,7 +97,8 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     if cuda:
         from transformers.utils import is_flash_attn_2_available
 
-        flash = "flash_attention_2 on request" if is_flash_attn_2_available() else flash
+        if is_flash_attn_2_available():
+            flash = "flash_attention_2 on request"
     return {
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},

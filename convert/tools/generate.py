@@ -33,7 +33,9 @@ class PieceStreamer(TextStreamer):
 
 def sampling(temperature: float) -> dict[str, Any]:
     """Arguments for `generate` to sample, or at temperature 0 to decode greedily."""
-    return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    if temperature > 0:
+        return {"do_sample": True, "temperature": temperature}
+    return {"do_sample": False}
 
 
 def generate(

@@ -1,7 +1,6 @@
 """Describe a hybrid from its configuration, its alignment.json and the headers of its weights."""
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers.utils import cached_file
 
 from modeling_llamba.hybrid_config import RECURRENT
 
+from ..checkpoint.card import as_recorded
 from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
 from ..io.reader import open_weights, read_json
@@ -98,7 +98,9 @@ def _alignment(model: str, revision: str | None) -> dict[str, Any] | None:
         )  # fmt: skip
     except (OSError, HFValidationError):
         return None
-    return None if path is None else read_json(Path(path))
+    if path is None:
+        return None
+    return read_json(Path(path))
 
 
 def describe_model(report: dict[str, Any]) -> Group:
@@ -123,7 +125,7 @@ def describe_model(report: dict[str, Any]) -> Group:
         facts.add_row("memory", break_even_in_words(report["break_even"]))
     for key, value in report["provenance"].items():
         if key != "teacher_layer_types" and value not in (None, {}):
-            facts.add_row(printable(key), printable(value if isinstance(value, str) else json.dumps(value)))
+            facts.add_row(printable(key), printable(as_recorded(value)))
     if not report["provenance"]:
         facts.add_row("teacher", "not recorded")
     facts.add_row("alignment", printable(_alignment_line(report["alignment"])))

@@ -72,7 +72,9 @@ def divergence(kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> to
 
 def wide(values: torch.Tensor) -> torch.Tensor:
     """The values in float32 if they are in half precision, else as they are."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    if values.dtype in (torch.float16, torch.bfloat16):
+        return values.float()
+    return values
 
 
 def chunk_loss(
@@ -163,7 +165,8 @@ def distillation_loss(
     bias = getattr(head, "bias", None)
     if isinstance(weight, torch.distributed.tensor.DTensor):  # FSDP2
         weight = weight.full_tensor()
-        bias = None if bias is None else bias.full_tensor()
+        if bias is not None:
+            bias = bias.full_tensor()
     differentiate = torch.is_grad_enabled()
     loss, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, teacher_of, weights, finish, differentiate)
     return DistillationOutput(loss, statistics, torch.tensor(len(hidden), device=hidden.device))
@@ -191,7 +194,9 @@ def head_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     if not isinstance(head.weight, torch.distributed.tensor.DTensor):
         return lambda hidden: finish_logits(head(hidden), model.config)
     weight = head.weight.full_tensor()
-    bias = None if head.bias is None else head.bias.full_tensor()
+    bias = head.bias
+    if bias is not None:
+        bias = bias.full_tensor()
     return lambda hidden: finish_logits(nn.functional.linear(hidden, weight.to(hidden.dtype), bias), model.config)
 
 
@@ -214,7 +219,9 @@ def add_distillation_head(model: nn.Module) -> None:
         hidden = self.base_model(*args, use_cache=False, **kwargs).last_hidden_state[:, :-1]
         following = labels[:, 1:].to(hidden.device)
         counts = following != IGNORED
-        teacher_of = None if signal is None else signal(counts)
+        teacher_of = None
+        if signal is not None:
+            teacher_of = signal(counts)
         head = self.get_output_embeddings()
         finish = functools.partial(finish_logits, config=self.config)
         return distillation_loss(hidden[counts], head, following[counts], teacher_of, weights, finish)

@@ -63,8 +63,10 @@ class DistilledSFTTrainer(SFTTrainer):
         self.weights = weights
         self.other_learning_rate = other_learning_rate
         super().__init__(model, args, **sft_options)
-        has_adapters = hasattr(self.model, "get_base_model")
-        add_distillation_head(self.model.get_base_model() if has_adapters else self.model)
+        inner = self.model
+        if hasattr(inner, "get_base_model"):  # it has adapters
+            inner = inner.get_base_model()
+        add_distillation_head(inner)
         self.teacher = None
         if teacher is not None:
             self.teacher = self._prepare_teacher(teacher)
@@ -109,10 +111,19 @@ class DistilledSFTTrainer(SFTTrainer):
         self._record(inputs, outputs)
         return loss
 
+    @property
+    def _mode(self) -> str:
+        if self.model.training:
+            return "train"
+        return "eval"
+
     def _record(self, inputs: dict[str, Any], outputs: Any) -> None:
-        mode = "train" if self.model.training else "eval"
+        mode = self._mode
         mask = inputs.get("attention_mask")
-        seen = torch.full_like(outputs.tokens, inputs["labels"].numel()) if mask is None else mask.sum()
+        if mask is None:
+            seen = torch.full_like(outputs.tokens, inputs["labels"].numel())
+        else:
+            seen = mask.sum()
         own = torch.cat([outputs.statistics, torch.stack([outputs.tokens, seen]).to(outputs.statistics)])
         totals = self.accelerator.gather(own[None]).sum(0).tolist()
         for name, value in zip((*STATISTICS, "tokens"), totals, strict=False):
@@ -123,7 +134,7 @@ class DistilledSFTTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log CE, KL and agreement per token since the last time, over all processes, beside the trainer's figures."""
-        mode = "train" if self.model.training else "eval"
+        mode = self._mode
         sums = self._sums[mode]
         prefix = ""
         if mode == "eval":  # of several sets of data each has a prefix of its own
@@ -220,7 +231,9 @@ class FiniteLoss(TrainerCallback):
 def last_whole_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that was written to its end: the trainer's state is written last."""
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
+    if not whole:
+        return None
+    return str(max(whole, key=lambda path: int(path.name.split("-")[1])))
 
 
 @dataclass
@@ -253,8 +266,10 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
     best = trainer.args.load_best_model_at_end
     # eval_strategy may have measured these very weights already
     last = next((entry for entry in log if "eval_loss" in entry and entry["step"] == steps > 0 and not best), None)
-    after = _figures(trainer.evaluate() if last is None else last)
-    return Outcome(_figures(next((entry for entry in log if entry["step"] == 0), {})), after, list(log))
+    if last is None:
+        last = trainer.evaluate()
+    first = next((entry for entry in log if entry["step"] == 0), {})
+    return Outcome(_figures(first), _figures(last), list(log))
 
 
 def _figures(metrics: dict[str, Any]) -> dict[str, float]:

@@ -59,6 +59,9 @@ def distil(
 
     from ..distillation import trainer as training
 
+    eval_dataset = None
+    if held_out is not None:
+        eval_dataset = Dataset.from_dict({"input_ids": held_out.tolist()})
     training.set_trainable(student, settings.trainable)
     folder = folder / run_key(settings, ids, seed, student)[:16]
     try:
@@ -69,7 +72,7 @@ def distil(
             weights=LossWeights(temperature=settings.temperature),
             other_learning_rate=settings.other_learning_rate,
             train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
-            eval_dataset=None if held_out is None else Dataset.from_dict({"input_ids": held_out.tolist()}),
+            eval_dataset=eval_dataset,
             data_collator=stacked,
             processing_class=no_tokenizer(),
             callbacks=callbacks,

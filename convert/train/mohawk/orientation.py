@@ -42,7 +42,8 @@ def matrix_orientation_loss(
         tiles = partial(attention_rows, attention, u, rotary, tile)
         streams = mixer.project(u, rotary)
         parts = [streams.log_a, streams.B, streams.C, mixer.D]
-        parts += [] if streams.step is None else [streams.step]
+        if streams.step is not None:
+            parts.append(streams.step)
         # gradients of all tiles gather here, and pass the projections once
         leaves = [part.detach().requires_grad_(torch.is_grad_enabled()) for part in parts]
         with torch.no_grad():

@@ -57,7 +57,10 @@ class Stages:
         for number, name in STAGES.items():
             if getattr(self.settings, name).tokens:
                 with during(f"training ({name})", lower=f"alignment.{name}.sequences or alignment.sequence_length"):
-                    report[name] = self.distil() if number == 3 else self.layerwise(name)
+                    if number == 3:
+                        report[name] = self.distil()
+                    else:
+                        report[name] = self.layerwise(name)
         return report
 
     def check(self) -> None:
@@ -176,7 +179,10 @@ def _ranks(device: torch.device) -> tuple[int, int]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return 0, 1
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "nccl"
+        dist.init_process_group(backend)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -202,7 +208,9 @@ def only_stages(settings: AlignmentOptions, stages: tuple[int, ...], tokens: int
     changed = {}
     for number, name in STAGES.items():
         stage = getattr(settings, name)
-        wanted = stage.tokens if tokens is None else tokens
+        wanted = stage.tokens
+        if tokens is not None:
+            wanted = tokens
         if number not in stages:
             wanted = 0
         elif wanted < 1:

@@ -108,7 +108,9 @@ def record_stages(folder: Path, report: dict[str, Any]) -> None:
     """Add what the stages reached to the hybrid's `alignment.json`; its configuration and card say that they ran."""
     path = folder / "alignment.json"
     config_path = folder / "config.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
+    known = {}
+    if path.is_file():
+        known = json.loads(path.read_text())
     known["stages"] = [*known.get("stages", []), report]
     path.write_text(json.dumps(known, indent=2) + "\n")
     config = json.loads(config_path.read_text())
@@ -149,7 +151,9 @@ def with_sequence_length(settings: AlignmentOptions, config: PreTrainedConfig) -
             f"alignment.sequence_length {settings.sequence_length} leaves nothing beyond the windows of this hybrid, "
             f"which hold {widest} tokens; make it longer."
         )
-    default = 512 if not hybrids else max(1024, 2 * widest)
+    default = 512
+    if hybrids:
+        default = max(1024, 2 * widest)
     return dataclasses.replace(settings, sequence_length=settings.sequence_length or default)
 
 
