@@ -14,7 +14,7 @@ from trl import DistillationConfig, DistillationTrainer, get_peft_config
 from .training.arguments import RunArguments, TeacherArguments, TeacherLoadingArguments, parse
 from .training.chat_format import not_too_long, questions
 from .training.load import load_teacher
-from .training.run import Run, script
+from .training.run import Run, script, to_both
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with Run("distillation", config, model_config, run_arguments, data, mixture, teaching) as run:
         train, held_out, student, tokenizer = run.load(data, mixture, COLUMNS)
         teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
-        train, held_out = (None if rows is None else questions(rows, tokenizer) for rows in (train, held_out))
+        train, held_out = to_both(lambda rows: questions(rows, tokenizer), train, held_out)
         limit = student.config.max_position_embeddings - config.max_completion_length
         given, train = len(train), not_too_long(train, tokenizer, limit)
         if len(train) < given:

@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer, get_peft_config
 from .training.arguments import RunArguments, TeacherArguments, parse
 from .training.chat_format import pairs
 from .training.load import load_student, load_teacher
-from .training.run import Run, script
+from .training.run import Run, script, to_both
 
 COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             teacher = None  # the student without its adapters
         else:
             teacher = load_student(model_config)[0].eval().requires_grad_(False)
-        train, held_out = (None if rows is None else pairs(rows, tokenizer) for rows in (train, held_out))
+        train, held_out = to_both(lambda rows: pairs(rows, tokenizer), train, held_out)
         trainer = DPOTrainer(
             student,
             ref_model=teacher,

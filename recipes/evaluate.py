@@ -50,8 +50,10 @@ COUNTS = ("sequences", "max_new_tokens", "contexts", "speed_batches", "speed_tok
 
 def option(default: Any, help: str) -> Any:
     """A field with a default value and what --help says of it."""
-    if default not in (None, False, []):
-        help += f" Default: {' '.join(map(str, default)) if isinstance(default, list) else default}."
+    if isinstance(default, list) and default:
+        help += f" Default: {' '.join(map(str, default))}."
+    elif default not in (None, False, []):
+        help += f" Default: {default}."
     return field(default_factory=lambda: default, metadata={"help": help})
 
 
@@ -116,7 +118,9 @@ class Options:
             raise ValueError("--depths must be different numbers from 0 to 1.")
         for name in COUNTS:
             value = getattr(self, name)
-            if value is not None and min(value if isinstance(value, list) else [value], default=1) < 1:
+            if not isinstance(value, list):
+                value = [value]
+            if any(number is not None and number < 1 for number in value):
                 raise ValueError(f"--{name.replace('_', '-')} must be 1 or more.")
         if len({source.label for source in self.sources}) < len(self.sources):
             raise ValueError("Two --text have the same name; rename one, since results are told apart by it.")
@@ -138,7 +142,9 @@ class Options:
 
     def capped(self, count: int) -> int:
         """`count`, or the limit where that is smaller."""
-        return count if self.limit is None else min(count, self.limit)
+        if self.limit is None:
+            return count
+        return min(count, self.limit)
 
     def settings(self, teacher_revision: str | None) -> dict[str, Any]:
         """Settings that the results of each part depend on, besides those that their rows record."""
@@ -165,16 +171,22 @@ def fingerprint(model: str, revision: str | None, trust_remote_code: bool) -> st
     path = Path(name)
     if not path.is_dir():
         return getattr(load_config(model, revision, trust_remote_code), "_commit_hash", None)
-    files = [path / where["gguf_file"]] if where else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    files = [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    if where:
+        files = [path / where["gguf_file"]]
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
-    config = path / "config.json"
-    return hashlib.sha256(repr(states).encode() + (config.read_bytes() if config.is_file() else b"")).hexdigest()[:16]
+    digest = hashlib.sha256(repr(states).encode())
+    if (path / "config.json").is_file():
+        digest.update((path / "config.json").read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def find_teacher_of(options: Options) -> tuple[str | None, str | None]:
     """The teacher named, none, or the one the checkpoint records, and the recorded commit."""
+    if options.teacher == "none":
+        return None, None
     if options.teacher is not None:
-        return None if options.teacher == "none" else options.teacher, None
+        return options.teacher, None
     config = load_config(options.model, trust_remote_code=options.trust_remote_code)
     try:
         return recorded_teacher(getattr(config, "conversion", None), "--teacher")
@@ -187,8 +199,9 @@ class Evaluation:
 
     def __init__(self, options: Options, teacher_revision: str | None, folder: ResultsFolder, progress):
         self.options, self.folder, self.progress = options, folder, progress
-        teacher = {} if options.teacher is None else {"teacher": (options.teacher, teacher_revision)}
-        self.names: dict[str, tuple[str, str | None]] = {"model": (options.model, None)} | teacher
+        self.names: dict[str, tuple[str, str | None]] = {"model": (options.model, None)}
+        if options.teacher is not None:
+            self.names["teacher"] = (options.teacher, teacher_revision)
         self.manager = None
         # before anything is computed for nothing
         if set(RULER) & set(options.tasks):
@@ -302,7 +315,9 @@ class Evaluation:
         count = o.capped(o.sequences)
         advance = partial(self.progress, f"{task}, {length} tokens, {which}", total=count)
         values = ruler_scores(model, self.tokenizer, task, length, count, o.batch_size, o.seed, advance)
-        metric = f"{length},{SHIPPED}" if task in ESSAYS else str(length)
+        metric = str(length)
+        if task in ESSAYS:
+            metric += f",{SHIPPED}"
         score = {"value": sum(values) / len(values), "better": True, "values": values}
         return {task: {"documents": count, "chance": None, "chances": None, "metrics": {metric: score}}}
 
@@ -348,14 +363,16 @@ def place_of(options: Options) -> Path:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Read the command line, which begins with MODEL, and measure."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    named = ["--model", *arguments] if arguments and not arguments[0].startswith("-") else arguments
-    verbose = "--verbose" in named
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    verbose = "--verbose" in arguments
     set_verbosity(verbose, quiet=False)
     with one_line_errors(verbose, "the same command goes on from here"):
         logging.disable_progress_bar()
         parser = HfArgumentParser(Options, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-        (options,) = parser.parse_args_into_dataclasses(named)
+        (options,) = parser.parse_args_into_dataclasses(arguments)
         results = evaluate(options)
         if options.json:
             sys.stdout.write(json.dumps(results, indent=2, ensure_ascii=False) + "\n")

@@ -38,7 +38,8 @@ def stepwise_rank(layer: int) -> tuple[int, int]:
 def in_steps(mixers: list[int], steps: int | None) -> list[list[int]]:
     """The layers that each of `steps` steps of nearly equal size replaces; one layer in each by default."""
     order = sorted(mixers, key=stepwise_rank)
-    steps = len(order) if steps is None else steps
+    if steps is None:
+        steps = len(order)
     if not 1 <= steps <= len(order):
         raise ValueError(f"--steps must lie between 1 and {len(order)}, not {steps}.")
     edges = [round(i * len(order) / steps) for i in range(steps + 1)]
@@ -114,7 +115,9 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
     for number, added in enumerate(plan, 1):
         mixers |= set(added)
         last = number == len(plan)
-        target = output if last else work / f"{number}"
+        target = work / f"{number}"
+        if last:
+            target = output
         console.print(f"step {number} of {len(plan)}: layers {added}")
         if (target / "config.json").is_file() and not last:
             reports.append(json.loads((target / "training.json").read_text())[-1])
@@ -126,7 +129,8 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
             if not (start / "config.json").is_file():
                 write_step(compose(lender, attention, trained, mixers), lender_folder, before, start)
             own = ["--model_name_or_path", str(start), "--output_dir", str(target)]
-            own += [] if last else ["--push_to_hub", "false"]
+            if not last:
+                own += ["--push_to_hub", "false"]
             reports.append(sft.main([*arguments, *own, "--data_chunk", f"{number}/{len(plan)}"]))
             remove_made(start)
         before = target

@@ -20,7 +20,7 @@ from convert.train.distillation.trainer import DistilledSFTTrainer
 from .training.arguments import LossArguments, RunArguments, TeacherArguments, parse
 from .training.chat_format import faithful_answers
 from .training.load import load_teacher
-from .training.run import Run, script
+from .training.run import Run, script, to_both
 
 COLUMNS = [{"messages"}, {"prompt", "completion"}, {"text"}, {"conversations"}, {"input_ids"}]
 
@@ -41,9 +41,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if "completion" in train.column_names:
             config.completion_only_loss = config.completion_only_loss is not False
         completion_only = config.completion_only_loss is not False
-        train, held_out = (
-            None if rows is None else faithful_answers(rows, tokenizer, completion_only) for rows in (train, held_out)
-        )
+        train, held_out = to_both(lambda rows: faithful_answers(rows, tokenizer, completion_only), train, held_out)
         if "labels" in train.column_names:
             config.assistant_only_loss = False  # a completion of one message is that of an assistant
         teacher = None

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from convert.checkpoint.load import encode
 from convert.tools.generate import sampling
 
-from .metrics import Advance
+from .metrics import Advance, mean
 
 Enough = Callable[[int, list[int]], bool]
 QUESTIONS = (
@@ -103,7 +103,9 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 def repetition(tokens: list[int], n: int = 4) -> float:
     """Share of n-grams that occurred before."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    if not grams:
+        return 0.0
+    return 1 - len(set(grams)) / len(grams)
 
 
 def _stop(enough: Enough, first: int, begin: int) -> Callable[..., torch.Tensor]:
@@ -138,7 +140,9 @@ def continuations(
     said: list[list[int]] = []
     torch.manual_seed(seed)
     end = model.generation_config.eos_token_id
-    ends = set(end) if isinstance(end, (list, tuple)) else {end}
+    if not isinstance(end, (list, tuple)):
+        end = [end]
+    ends = set(end)
     for start in range(0, len(prompts), batch_size):
         inputs = encode(tokenizer, list(prompts[start : start + batch_size]), chat=chat)
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
@@ -166,27 +170,39 @@ def judge(
 ) -> dict[str, Any]:
     """Figures over all prompts, and every answer; one that has as many tokens as it may have was cut off."""
     answers: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
-    repeated, share = {}, {}
+    found: dict[str, Any] = {"prompts": len(prompts)}
+    found |= dict.fromkeys(("greedy_agreement", "equal_answers", "tokens_alike", "length_ratio", "cut_off"))
+    if teacher is not None:
+        found |= agreement(model, teacher, max_new_tokens)
+    found |= {"repetition": mean([repetition(said) for said in model]), "teacher_repetition": None}
+    if teacher is not None:
+        found["teacher_repetition"] = mean([repetition(said) for said in teacher])
+    share = {}
     for which, said in (("model", model), ("teacher", teacher)):
-        texts = [None] * len(prompts) if said is None else tokenizer.batch_decode(said, skip_special_tokens=True)
+        followed = []
+        texts = [None] * len(prompts)
+        if said is not None:
+            texts = tokenizer.batch_decode(said, skip_special_tokens=True)
         for answer, text in zip(answers, texts, strict=True):
             rule = INSTRUCTIONS.get(answer["prompt"])
-            answer |= {which: text, f"{which}_followed": None if rule is None or text is None else rule(text)}
-        judged = [answer[f"{which}_followed"] for answer in answers if answer[f"{which}_followed"] is not None]
-        share[which] = sum(judged) / len(judged) if judged else None
-        repeated[which] = None if said is None else sum(map(repetition, said)) / len(said)
-    pairs = [] if teacher is None else list(zip(model, teacher, strict=True))
-    agreement = [common_prefix(a, b) / max(len(a), len(b)) for a, b in pairs]
-    alike = sorted(common_prefix(a, b) for a, b in pairs)
+            answer |= {which: text, f"{which}_followed": None}
+            if rule is not None and text is not None:
+                answer[f"{which}_followed"] = rule(text)
+                followed.append(answer[f"{which}_followed"])
+        share[which] = mean(followed)
+    count = sum(prompt in INSTRUCTIONS for prompt in prompts)
+    return found | {"instructions": share | {"count": count}, "answers": answers}
+
+
+def agreement(model: list[list[int]], teacher: list[list[int]], max_new_tokens: int) -> dict[str, float]:
+    """Figures of answers beside the teacher's to the same prompts."""
+    pairs = list(zip(model, teacher, strict=True))
+    alike = [common_prefix(a, b) for a, b in pairs]
+    longer = [max(len(a), len(b)) for a, b in pairs]
     return {
-        "prompts": len(prompts),
-        "greedy_agreement": sum(agreement) / len(agreement) if agreement else None,
-        "equal_answers": sum(a == b for a, b in pairs) / len(pairs) if pairs else None,
-        "tokens_alike": alike[len(alike) // 2] if alike else None,
-        "length_ratio": sum(map(len, model)) / sum(map(len, teacher)) if pairs else None,
-        "cut_off": sum(len(a) == max_new_tokens > len(b) for a, b in pairs) if pairs else None,
-        "repetition": repeated["model"],
-        "teacher_repetition": repeated["teacher"],
-        "instructions": share | {"count": sum(prompt in INSTRUCTIONS for prompt in prompts)},
-        "answers": answers,
+        "greedy_agreement": sum(part / whole for part, whole in zip(alike, longer, strict=True)) / len(pairs),
+        "equal_answers": sum(a == b for a, b in pairs) / len(pairs),
+        "tokens_alike": sorted(alike)[len(alike) // 2],
+        "length_ratio": sum(map(len, model)) / sum(map(len, teacher)),
+        "cut_off": sum(len(a) == max_new_tokens > len(b) for a, b in pairs) / len(pairs),
     }

@@ -5,7 +5,7 @@ sequences, since the tokens of one sequence depend on each other; of exponential
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,26 +107,37 @@ def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerTo
 
 def half_width(values: torch.Tensor) -> float | None:
     """1.96 standard errors of the mean of independent values (S,); None of a single one."""
-    return 1.96 * values.double().std().item() / math.sqrt(len(values)) if len(values) > 1 else None
+    if len(values) == 1:
+        return None
+    return 1.96 * values.double().std().item() / math.sqrt(len(values))
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Mean of some numbers; None of none."""
+    if not values:
+        return None
+    return sum(values) / len(values)
 
 
 def figures(found: PerToken) -> Figures:
     """Means over all tokens, each with the half width of its interval; None for what needs a teacher."""
-    ratio = None if found.kl is None else found.nats - found.teacher_nats
+    ratio = None
+    if found.kl is not None:
+        ratio = found.nats - found.teacher_nats
     columns = {"kl": found.kl, "perplexity": found.nats, "teacher_perplexity": found.teacher_nats,
                "perplexity_ratio": ratio, "agreement": found.agrees}  # fmt: skip
     values: Figures = {}
     for name, column in columns.items():
         if column is None:
-            mean = width = None
+            value = width = None
         else:
-            mean = column.double().mean().item()
+            value = column.double().mean().item()
             width = half_width(column.mean(1))
             if "perplexity" in name:
-                mean = math.exp(mean)
-                # the interval of an exponential, to first order
-                width = None if width is None else mean * width
-        values |= {name: mean, f"{name}_interval": width}
+                value = math.exp(value)
+                if width is not None:  # the interval of an exponential, to first order
+                    width = value * width
+        values |= {name: value, f"{name}_interval": width}
     return values
 
 

@@ -128,7 +128,9 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
     rows = []
     for distance, asked in groups.items():
         ours, error, samples = _score(model, asked, question.whole)
-        theirs, teacher_error, _ = (None, None, 0) if teacher is None else _score(teacher, asked, question.whole)
+        theirs = teacher_error = None
+        if teacher is not None:
+            theirs, teacher_error, _ = _score(teacher, asked, question.whole)
         row = {"probe": question.name, "length": question.length, "distance": distance, "samples": samples}
         row |= {"model": ours, "teacher": theirs, "model_error": error, "teacher_error": teacher_error}
         rows.append(row)
@@ -140,15 +142,21 @@ def relative_recall(rows: list[dict[str, Any]]) -> float | None:
     # the rows hold associative recall twice: over all distances, which counts, and by distance
     counted = [row for row in rows if row["probe"] != "associative" or row["distance"] is None]
     total = sum(row["teacher"] for row in counted)
-    return sum(row["model"] for row in counted) / total if total else None
+    if not total:
+        return None
+    return sum(row["model"] for row in counted) / total
 
 
 def _score(found: torch.Tensor, answers: torch.Tensor, whole: bool) -> tuple[float, float | None, int]:
     """Mean accuracy over sequences, which are independent, its standard error, and the number of sequences."""
     asked = answers.any(1)
     right, total = ((t[asked] & answers[asked]).sum(1).double() for t in (found, answers))
-    of_row = (right == total).double() if whole else right / total
-    error = of_row.std().item() / math.sqrt(len(of_row)) if len(of_row) > 1 else None
+    of_row = right / total
+    if whole:
+        of_row = (right == total).double()
+    error = None
+    if len(of_row) > 1:
+        error = of_row.std().item() / math.sqrt(len(of_row))
     return of_row.mean().item(), error, len(of_row)
 
 

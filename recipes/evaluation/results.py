@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub import EvalResult
 
 from convert.checkpoint.card import KL_ROW, RECALL_ROW, renewed
 from convert.checkpoint.pictures import KL, kl_picture
@@ -19,7 +19,7 @@ from convert.io.folder import note_made, write_beside
 from convert.io.writer import human_bytes
 from convert.teachers.teacher import public_name
 
-from ..training.save import EVALUATION, eval_results, new_card
+from ..training.save import EVALUATION, card_in, eval_results
 from .recall import relative_recall
 
 CELLS, RESULTS, REPORT = "parts", "evaluation.json", "evaluation.md"
@@ -149,7 +149,9 @@ def _cell(row: Row, column: str) -> str:
         return human_bytes(value)
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.3f}" + ("" if width is None else f" ± {width:.3f}")
+    if width is None:
+        return f"{value:.3f}"
+    return f"{value:.3f} ± {width:.3f}"
 
 
 def update_card(folder: Path, evaluation: Evaluation) -> None:
@@ -158,7 +160,7 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
     Results of other data sets that the card holds already stay.
     """
     path = folder / "README.md"
-    card = ModelCard.load(path) if path.is_file() else new_card(folder.resolve().name)
+    card = card_in(folder, folder.resolve().name)
     results = card_results(evaluation)
     ours = {(result.dataset_type, result.metric_type) for result in results}
     before = [r for r in card.data.eval_results or [] if (r.dataset_type, r.metric_type) not in ours]
@@ -168,7 +170,7 @@ def update_card(folder: Path, evaluation: Evaluation) -> None:
     rows, picture = first_rows(evaluation), []
     texts, recall = compared(evaluation)
     if texts or recall:
-        positions = [(row["stop"], row["kl"]) for row in texts[-1]["by_position"]] if texts else []
+        positions = [(row["stop"], row["kl"]) for text in texts[-1:] for row in text["by_position"]]
         by_probe: dict[str, list[tuple]] = {}
         for row in sorted(recall, key=lambda row: row["distance"] or 0):
             if row["distance"] is not None:
@@ -198,7 +200,9 @@ def first_rows(evaluation: Evaluation) -> dict[str, str]:
         rows[KL_ROW] = f"{_cell(texts[-1], 'kl')} ({texts[-1]['name']}, {texts[-1]['length']} tokens)"
     if recall:
         share = relative_recall(recall)
-        rows[RECALL_ROW] = "the teacher recalls nothing" if share is None else f"{share:.0%}"
+        rows[RECALL_ROW] = "the teacher recalls nothing"
+        if share is not None:
+            rows[RECALL_ROW] = f"{share:.0%}"
     return rows
 
 

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from convert.teachers.teacher import first_line
 
+from .metrics import mean
+
 
 def task_manager(names: Sequence[str], include_path: str | None) -> Any:
     """Make the loader of lm-eval's tasks, and of those in a folder of YAML files."""
@@ -89,20 +91,20 @@ def _results_of(task: Any, name: str, found: dict[str, Any]) -> dict[str, Any]:
             and all(isinstance(v, (int, float)) for v in values)
             and math.isclose(sum(values) / len(values), value, rel_tol=1e-6, abs_tol=1e-9)
         )
-        metrics[metric if which_filter == "none" else label] = {
-            "value": float(value),
-            "better": better.get(metric) is not False,
-            "values": [float(v) for v in values] if is_mean else None,
-        }
-    first = samples[0]["filter"] if samples else None
-    documents = [sample["doc"] for sample in samples if sample["filter"] == first]
-    chances = None
+        name = label
+        if which_filter == "none":
+            name = metric
+        metrics[name] = {"value": float(value), "better": better.get(metric) is not False, "values": None}
+        if is_mean:
+            metrics[name]["values"] = [float(v) for v in values]
+    documents = [sample["doc"] for sample in samples if sample["filter"] == samples[0]["filter"]]
+    chances = []
     if getattr(task, "OUTPUT_TYPE", None) == "multiple_choice":
         chances = [1 / len(task.doc_to_choice(document)) for document in documents]
     return {
         "documents": len(documents),
-        "chance": None if not chances else sum(chances) / len(chances),
-        "chances": chances,
+        "chance": mean(chances),
+        "chances": chances or None,
         "metrics": metrics,
     }
 
@@ -137,7 +139,9 @@ def side_by_side(
     rows = []
     for task, ours in model.items():
         for metric, mine in ours["metrics"].items():
-            other = None if teacher is None else teacher[task]["metrics"][metric]
+            other = {"value": None, "values": None}
+            if teacher is not None:
+                other = teacher[task]["metrics"][metric]
             if task in given_chance:
                 chance, source, chances = given_chance[task], "given", given_chance[task]
             elif ours["chances"] and metric.split(",")[0].startswith("acc"):
@@ -145,9 +149,9 @@ def side_by_side(
             else:
                 chance, source, chances = 0.0, "assumed", 0.0
             row = {"task": task, "metric": metric, "documents": ours["documents"], "model": mine["value"]}
-            row |= {"teacher": None if other is None else other["value"], "chance": chance, "chance_from": source}
+            row |= {"teacher": other["value"], "chance": chance, "chance_from": source}
             row |= {"relative": None, "relative_error": None}
-            if other is not None and mine["better"] and mine["values"] is not None and other["values"] is not None:
+            if mine["better"] and mine["values"] is not None and other["values"] is not None:
                 found = relative_score(mine["values"], other["values"], chances)
                 row["relative"], row["relative_error"] = found or (None, None)
             rows.append(row)

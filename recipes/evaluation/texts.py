@@ -29,7 +29,9 @@ class TextSource(NamedTuple):
     def label(self) -> str:
         """The name to show: of a path, only its last part."""
         path = Path(self.name).expanduser()
-        return path.stem if path.exists() else self.name
+        if path.exists():
+            return path.stem
+        return self.name
 
     def documents(self) -> Iterator[str]:
         """The documents in order.
@@ -54,7 +56,9 @@ class TextSource(NamedTuple):
     def fingerprint(self) -> str | None:
         """Changes when a local file or folder does; None of other texts."""
         path = Path(self.name).expanduser()
-        return hash_files(path) if path.exists() else None
+        if not path.exists():
+            return None
+        return hash_files(path)
 
     def rows(self, tokenizer: Any, length: int, count: int) -> torch.Tensor:
         """(S, length) token ids, S = `count` or as many as the text has."""

@@ -121,7 +121,9 @@ def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[An
             raise
         known = [item.name for each in classes for item in dataclasses.fields(each)]
         nearest = difflib.get_close_matches(unknown[1], known, 1, 0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "."
+        hint = "."
+        if nearest:
+            hint = f"; did you mean {nearest[0]}?"
         raise ValueError(f"Unknown key {unknown[1]!r} in the configuration file{hint}") from error
     except (TypeError, yaml.YAMLError) as error:
         raise ValueError(f"The arguments do not parse: {' '.join(str(error).split())}") from error

@@ -45,7 +45,9 @@ def question_of(row: dict[str, Any]) -> list[dict[str, str]]:
 
 def as_text(turns: list[dict[str, str]] | str) -> str:
     """The turns' texts one after another, for a model that was never taught turns."""
-    return turns if isinstance(turns, str) else BETWEEN_TURNS.join(content_of(turn) for turn in turns)
+    if isinstance(turns, str):
+        return turns
+    return BETWEEN_TURNS.join(content_of(turn) for turn in turns)
 
 
 def question_ids(question: list[dict[str, str]] | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -101,7 +103,8 @@ def render(
     """
     tools = (row or {}).get("tools")
     more = (row or {}).get("chat_template_kwargs") or {}
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if isinstance(tools, str):
+        tools = json.loads(tools)
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, tools=tools, **options, **more)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -148,7 +151,9 @@ def _in_two(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, 
         )
     example = render([*row["prompt"], turns[0] | {"content": PLACEHOLDER}], tokenizer, number, row)
     _, found, end = example.rpartition(PLACEHOLDER)
-    return prompt, content_of(turns[0]) + (end if found else tokenizer.eos_token), False
+    if not found:
+        end = tokenizer.eos_token
+    return prompt, content_of(turns[0]) + end, False
 
 
 def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_only: bool = True) -> Any:
@@ -182,13 +187,15 @@ def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_o
     def as_ids(row: Any, number: int) -> dict[str, list[int]]:
         prompt, answer, _ = _in_two(dict(row), "completion", tokenizer, number)
         asked, answered = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, answer))
-        return {
-            "input_ids": asked + answered,
-            "labels": ([-100] * len(asked) if completion_only else asked) + answered,
-        }
+        labels = asked + answered
+        if completion_only:
+            labels = [-100] * len(asked) + answered
+        return {"input_ids": asked + answered, "labels": labels}
 
     checked = rows.map(faithful, with_indices=True, remove_columns=rows.column_names)
-    return rows if all(checked["faithful"]) else rows.map(as_ids, with_indices=True, remove_columns=rows.column_names)
+    if all(checked["faithful"]):
+        return rows
+    return rows.map(as_ids, with_indices=True, remove_columns=rows.column_names)
 
 
 def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -220,13 +227,15 @@ def _faithful_pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
         if tokenizer(prompt).input_ids != ids:
             prompt = prompt.removeprefix(tokenizer.bos_token or "")
-        ended = (
-            answer.rstrip() if answer.rstrip().endswith(tokenizer.eos_token) else answer
-            for answer in (chosen, rejected)
-        )
-        return dict(zip(("prompt", "chosen", "rejected"), (prompt, *ended), strict=True)) | {
-            "faithful": same and also_same
-        }
+        parts = {"prompt": prompt, "chosen": ended(chosen), "rejected": ended(rejected)}
+        return parts | {"faithful": same and also_same}
+
+    def ended(answer: str) -> str:
+        if answer.rstrip().endswith(tokenizer.eos_token):
+            return answer.rstrip()
+        return answer
 
     rendered = rows.map(in_three, with_indices=True, remove_columns=rows.column_names)
-    return rows if all(rendered["faithful"]) else rendered.remove_columns("faithful")
+    if all(rendered["faithful"]):
+        return rows
+    return rendered.remove_columns("faithful")

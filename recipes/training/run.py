@@ -163,8 +163,8 @@ class Run:
         record.before = outcome.before
         record.after = outcome.after
         record.log = outcome.log
-        tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
-        record.tokens = tokens[-1] if tokens else None
+        for entry in trainer.state.log_history:
+            record.tokens = entry.get("num_tokens", record.tokens)
         self._finish(trainer, tokenizer, record)
         return {"stage": self.stage, "before": record.before, "after": record.after, "output": str(self.owner.output)}
 
@@ -173,7 +173,9 @@ class Run:
         work = self.owner.work
         path = work / "run.json"
         checkpoint = last_whole_checkpoint(work)
-        known = json.loads(path.read_text())["key"] if path.is_file() else None
+        known = None
+        if path.is_file():
+            known = json.loads(path.read_text())["key"]
         if checkpoint is not None and known != self.key:
             raise ValueError(f"{work} holds checkpoints of another run; delete it, or choose another output_dir.")
         # or the key would be written before another process has read the last one
@@ -193,8 +195,9 @@ class Run:
         model = trainer.accelerator.unwrap_model(trainer.model)
         check_adapters(model)
         if self.state.is_main_process:
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            try_to_write(base, tokenizer, self.source, self.owner.output.name, record)
+            if hasattr(model, "get_base_model"):  # without its adapters
+                model = model.get_base_model()
+            try_to_write(model, tokenizer, self.source, self.owner.output.name, record)
         self.state.wait_for_everyone()
 
     def _finish(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase, record: StageRecord) -> None:
@@ -238,12 +241,21 @@ def check_adapters(model: nn.Module) -> None:
         )
 
 
+def to_both(change: Callable[[Any], Any], train: Any, held_out: Any | None) -> tuple[Any, Any | None]:
+    """Change the rows to train on, and those held out where there are any."""
+    if held_out is None:
+        return change(train), None
+    return change(train), change(held_out)
+
+
 def local_files(name: str | None) -> list[tuple[str, int, int]]:
     """Name, size and time of the files at a path; empty for a name on the Hub."""
     path = Path(name or "").expanduser()
     if not name or not path.exists():
         return []
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in DATA_AND_WEIGHTS)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in DATA_AND_WEIGHTS)
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 

@@ -117,8 +117,7 @@ def _write_files(
         if (source / kept).is_file():
             (folder / kept).write_bytes((source / kept).read_bytes())
     with _taken_from(source / "README.md"):
-        card = ModelCard.load(source / "README.md") if (source / "README.md").is_file() else new_card(name)
-        with_training(card, stages, name).save(folder / "README.md")
+        with_training(card_in(source, name), stages, name).save(folder / "README.md")
     with _taken_from(source / "generation_config.json"):
         model.generation_config.validate(strict=True)  # as saving does, but only where training set a token in it
     model.config.use_cache = True  # which a trainer switches off
@@ -139,7 +138,17 @@ def _taken_from(path: Path) -> Iterator[None]:
 def read_record(folder: Path) -> list[dict[str, Any]]:
     """The stages a checkpoint went through."""
     path = folder / RECORD
-    return json.loads(path.read_text()) if path.is_file() else []
+    if not path.is_file():
+        return []
+    return json.loads(path.read_text())
+
+
+def card_in(folder: Path, name: str) -> ModelCard:
+    """The card of a model's folder, or a new one for a model that came without."""
+    path = folder / "README.md"
+    if path.is_file():
+        return ModelCard.load(path)
+    return new_card(name)
 
 
 def new_card(name: str) -> ModelCard:
@@ -174,7 +183,10 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
         for key, value in last["after"].items()
         if key in LABELS
     )
-    card.data.eval_results, card.data.model_name = (results, name) if results else (None, None)
+    card.data.eval_results = card.data.model_name = None
+    if results:
+        card.data.eval_results = results
+        card.data.model_name = name
     card.content = f"---\n{card.data.to_yaml()}\n---\n{card.text}"
     return card
 
@@ -193,7 +205,9 @@ def _settings(settings: dict[str, Any]) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    if value is None:
+        return "–"
+    return f"{value:.4g}"
 
 
 def loss_curves(stages: list[dict[str, Any]]) -> Figure:
