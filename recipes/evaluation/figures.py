@@ -27,6 +27,7 @@ PAGES = {
     RESULTS / "performance.md": "performance",
     RESULTS / "gpu.md": "performance",
     RESULTS / "training.md": "training",
+    RESULTS / "serving.md": "serving",
     RESULTS / "speculative.md": "speculative",
     RESULTS / "formats.md": "formats",
     RESULTS / "structured_matrices.md": "structured_matrices",
