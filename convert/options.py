@@ -25,10 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 import docstring_parser
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, get_loader, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, get_loader
 from jsonargparse.typing import ClosedUnitInterval, restricted_number_type
-
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 DEFAULT_CACHE = 0.08
 SALIENT = 16
