@@ -7,6 +7,7 @@ Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H 
 N dimensions of a key in the state.
 """
 
+import functools
 import math
 import statistics
 import sys
@@ -130,8 +131,9 @@ def met_by_a_token(config: PreTrainedConfig) -> int:
     return round(sum(counts) / config.num_hidden_layers)
 
 
+@functools.cache
 def measured_rates(device: torch.device, width: int) -> Rates:
-    """Measure the best rates of this machine."""
+    """Measure the best rates of this machine, once in a process."""
     a, b = (torch.rand(ROWS, width, device=device) for _ in range(2))
     many = torch.rand(2**22, device=device)
     products = 2 * ROWS**2 * width
