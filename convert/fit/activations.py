@@ -63,15 +63,21 @@ class ActivationStream:
         for first in range(begin, len(self.ids), self.at_once):
             yield slice(first, first + self.at_once)
 
-    def _take(self, here: torch.Tensor, there: torch.Tensor) -> None:
-        """Copy from the device in the type that is kept; pinned memory is not waited for."""
-        here.copy_(there.to(here.dtype), non_blocking=True)
+    def _take(self, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        """Copy from the device in the type that is kept; pinned memory is not waited for. True, on the device, where
+        all is finite."""
+        there = there.to(here.dtype)
+        here.copy_(there, non_blocking=True)
+        return there.isfinite().all()
 
     @torch.no_grad()
     def attention_data(self, layer: int) -> LayerData:
-        """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way."""
+        """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way.
+
+        A device may not have written them when this returns: only it may read them, in the order of its stream.
+        """
         block = self.teacher.block(layer)
-        seen = []
+        seen, finite = [], []
         handle = block.attention.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
         try:
             rows = list(self._rows())
@@ -88,14 +94,13 @@ class ActivationStream:
                     continue
                 (of_attention,) = seen
                 for here, there in zip((self.u, self.y), of_attention, strict=True):
-                    self._take(here[rows[0]], there)
+                    finite.append(self._take(here[rows[0]], there))
                 self._take(self.hidden[rows.pop(0)], output)  # last: without a norm before, u lies in there
                 seen.clear()
         finally:
             handle.remove()
-        if self.teacher.device.type == "cuda":
-            torch.cuda.synchronize(self.teacher.device)  # what is read now is there
-        return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1], layer), self.held_out)
+        rotary = self.teacher.rotary(self.ids.shape[1], layer)
+        return LayerData(self.u, self.y, rotary, self.held_out, finite=torch.stack(finite).all())
 
     def close(self) -> None:
         """Let go of the arrays and their file."""

@@ -28,13 +28,13 @@ from ..io.writer import Progress
 from ..memory import return_free_memory
 from ..options import FitOptions
 from .activations import ActivationStream
-from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer
+from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer, received
 from .hybrid_fit import Pieces, set_map
 from .teacher_model import TeacherModel
 
 Result = TypeVar("Result")
 Fits = dict[int, tuple[nn.Module, LayerFit]]
-"""Fitted mixers by layer, and what each fit reached."""
+"""Fitted mixers by layer, on the host, and what each fit reached."""
 
 
 class FitCache:
@@ -80,12 +80,11 @@ class FitCache:
             return
         report = json.dumps(dataclasses.asdict(fit))
         write_beside(self._path(f"layer-{layer:03d}.json"), lambda path: path.write_text(report))
-        state = {name: tensor.contiguous().cpu() for name, tensor in mixer.state_dict().items()}
+        state = {name: tensor.contiguous() for name, tensor in mixer.state_dict().items()}
         path = self._path(f"layer-{layer:03d}.safetensors")
         write_beside(path, lambda path: save_file(state, path))
-        if not any(tensor.is_cuda for tensor in mixer.state_dict().values()):
-            # mapped from the file, so that the fits of all layers need not fit into memory
-            mixer.load_state_dict(load_file(path), assign=True)
+        # mapped from the file, so that the fits of all layers need not fit into memory
+        mixer.load_state_dict(load_file(path), assign=True)
 
     def drop(self) -> None:
         """Remove the fits, which are large."""
@@ -116,7 +115,7 @@ def fit_mixers(
     fitted: Fits = {}
     for layer in layers:
         if cache.holds(layer):
-            mixer = teacher.mixer(layer)
+            mixer = teacher.mixer(layer).cpu()
             if (fit := cache.load_mixer(layer, mixer)) is not None:
                 fitted[layer] = (mixer, fit)
     missing = [layer for layer in layers if layer not in fitted]
@@ -161,7 +160,12 @@ def _fit_one(
     mixer = teacher.mixer(layer)
     try:
         if isinstance(mixer, HybridAttention):
-            return mixer.requires_grad_(False), fit_hybrid_layer(mixer, data)
-        return fit_layer(mixer, data, settings, seed)
+            unread = fit_hybrid_layer(mixer.requires_grad_(False), data)
+        else:
+            mixer, unread = fit_layer(mixer, data, settings, seed)
+        state = {name: received(tensor) for name, tensor in mixer.state_dict().items()}
+        fit = unread.read()  # the device is waited for here, for all of it
+        mixer.load_state_dict(state, assign=True)
+        return mixer, fit
     except ValueError as error:
         raise ValueError(f"Layer {layer}: {error}") from error

@@ -70,7 +70,7 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
                 mixer = aligner.model.mixer(layer)
                 if mixer.salience is not None:
                     fit_salience(mixer, [data.batch(data.fitting())[0]], data.rotary)
-                errors[layer] = held_out_error(mixer, data)
+                errors[layer] = held_out_error(mixer, data).item()
     aligner.progress("measuring layers", len(layers), len(layers))
     return errors
 
@@ -120,6 +120,7 @@ def cheapest_by_kl(
             recalled; it does not count where the teacher itself recalls few.
     """
     model = teacher.whole()
+    mixers = {layer: mixer.to(teacher.device) for layer, mixer in mixers.items()}
     gone = set()
     alone = {}
     asked = probe.answers.roll(-1, 1)

@@ -5,7 +5,6 @@ import torch
 
 from convert import convert
 from convert.fit import fit
-from convert.fit.hybrid_fit import RIDGES
 from recipes import sft
 from tests.doubles.device import StandIn
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
@@ -54,7 +53,8 @@ def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
 
 
 def test_a_layer_of_a_fit(tmp_path, monkeypatch):
-    """A solver of eigenvalues looks at its result for each ridge; all else is asked for at once."""
+    """A solver of eigenvalues looks at its result. All else is decided on the device, and what came of it read once,
+    with the weights; the teacher's are on the device already here."""
     device, found = StandIn(), []
 
     def counted(what):
@@ -66,16 +66,24 @@ def test_a_layer_of_a_fit(tmp_path, monkeypatch):
 
         return run
 
-    for name in ("fit_hybrid_layer", "fit_layer"):
+    for name in ("fit_hybrid_layer", "fit_layer", "_fit_one"):
         monkeypatch.setattr(fit, name, counted(getattr(fit, name)))
+
+    def loaded(teacher, layer):  # from a file, not counted
+        counts, device.counts = device.counts, []
+        mixer, device.counts = load(teacher, layer), counts
+        return mixer
+
+    load = fit.TeacherModel.mixer
+    monkeypatch.setattr(fit.TeacherModel, "mixer", loaded)
     move = counted(fit.ActivationStream.attention_data)
     monkeypatch.setattr(fit.ActivationStream, "attention_data", lambda stream, layer: move(stream, layer))
     teacher = save_chat_teacher(tmp_path / "teacher")
-    quick = dict(fit=dict(decays=[0.9], refine_steps=2))
+    quick = dict(fit=dict(decays=[0.9, 0.99], refine_steps=2))
     with device:
         convert(str(teacher), tmp_path / "windows", window=16, alignment=TEXT)
         convert(str(teacher), tmp_path / "mixers", attention_layers="MAAA", alignment=TEXT | quick)
-    goals = {"fit_hybrid_layer": 1 + len(RIDGES), "fit_layer": 4, "attention_data": 1}
+    goals = {"fit_hybrid_layer": 1, "fit_layer": 0, "_fit_one": 2, "attention_data": 0}
     assert {name for name, _ in found} == goals.keys()
     for name, goal in goals.items():
         counts = max((counts for which, counts in found if which == name), key=lambda counts: counts.syncs)

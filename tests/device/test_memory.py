@@ -23,9 +23,9 @@ def teacher(tmp_path_factory):
     return save_chat_teacher(tmp_path_factory.mktemp("memory") / "teacher")
 
 
-def converted(teacher, out, limit=2**33):
+def converted(teacher, out, limit=2**33, **alignment):
     with StandIn(limit=limit) as device:
-        convert(str(teacher), out, window=16, attention_layers=0, alignment=TEXT)
+        convert(str(teacher), out, window=16, attention_layers=0, alignment=TEXT | alignment)
     return load_file(out / "model.safetensors"), device
 
 
@@ -103,3 +103,18 @@ def test_large_teachers_fit_on_one_device(shape, most):
         num_attention_heads=H, num_key_value_heads=8, layer_types=["full_attention"] * layers,
     )  # fmt: skip
     assert most / 10 < device_bytes(config, 26, 4, 1024, 224) < most
+
+
+def test_what_is_fitted_leaves_the_device(tmp_path, monkeypatch):
+    """Or the mixers of a deep teacher would fill it: those of 70B take 48 GB."""
+    monkeypatch.setattr("convert.dry_run.alignment_cost", lambda plan: None)
+    peaks = []
+    for layers in (2, 6):
+        config = LlamaConfig(**TINY | {"num_hidden_layers": layers})
+        LlamaForCausalLM(config).save_pretrained(tmp_path / f"{layers}")
+        chat_tokenizer().save_pretrained(tmp_path / f"{layers}")
+        text = tmp_path / "text.txt"
+        text.write_text(" ".join(f"w{7 + i % 100}" for i in range(2000)))
+        _, device = converted(tmp_path / f"{layers}", tmp_path / f"out{layers}", text=str(text))
+        peaks.append(device.peak())
+    assert peaks[1] < peaks[0] + 2**12  # in blocks of 512 bytes
