@@ -56,7 +56,7 @@ class LayerFit:
 
 
 class Unread(NamedTuple):
-    """What a fit reached, as numbers on its device; the first is 0 where activations were not finite."""
+    """Errors and choices of a fit as numbers on its device; the first is 0 where activations were not finite."""
 
     numbers: torch.Tensor
     as_fit: Callable[..., LayerFit]
@@ -86,7 +86,7 @@ class LayerData:
     held_out: int
     pieces: Pieces = Pieces()
     finite: torch.Tensor | None = None
-    """True on the device where no number of u and y is NaN or infinite; None where nobody has looked."""
+    """True, on the device, if all numbers of u and y are finite; None before they were checked."""
 
     def fewer(self, fitting: int) -> "LayerData":
         """Keep at most so many of the sequences to fit on."""

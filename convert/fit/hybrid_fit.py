@@ -41,7 +41,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class HybridFit(NamedTuple):
-    """What the fit of a hybrid layer found, all of it on the device.
+    """Result of the fit of a hybrid layer, all of it on the device.
 
     down (rank, E), up (D, rank): a low-rank map of the highest rank judged, whose first r rows and columns are the map
     of rank r. mapped (): held-out relative squared error of the layer with the theory's mass and no output map. best
