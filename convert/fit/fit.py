@@ -35,6 +35,8 @@ from .processes import ALONE, FIT, Team
 from .teacher_model import TeacherModel
 
 Result = TypeVar("Result")
+Sizes = TypeVar("Sizes")
+"""Sizes of what lies in memory at once, whose `smaller` is the next that takes less, None at the last."""
 Fits = dict[int, tuple[nn.Module, LayerFit]]
 """Fitted mixers by layer, on the host, and what each fit reached."""
 
@@ -219,7 +221,7 @@ def _taken(
     return layer, mixer, fit
 
 
-def within_memory(work: Callable[[Pieces], Result], pieces: Pieces) -> tuple[Result, Pieces]:
+def within_memory(work: Callable[[Sizes], Result], pieces: Sizes) -> tuple[Result, Sizes]:
     """Work with these pieces, or with smaller ones where memory does not suffice; the result, and the pieces of it."""
     while True:
         try:

@@ -9,11 +9,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from convert import convert
 from convert.cli import main as command
 from convert.fit import activations, fit
+from convert.fit.aligner import Aligner
 from convert.fit.cost import device_bytes
+from convert.fit.hybrid_fit import Pieces
+from convert.fit.text import CalibrationRows
+from convert.layout.placement import Hybrid, everywhere
+from convert.options import make_options
+from convert.resolve import resolve
+from convert.scores import layer_costs, retrieval
+from convert.teachers.teacher import find_teacher
+from convert.teachers.weights import TeacherWeights
 from modeling_llamba import LlambaConfig
 from tests.doubles.device import StandIn
 from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher
-from tests.teachers import TINY
+from tests.teachers import TINY, random_ids
 
 TEXT = dict(text="sampled", tokens=12 * 64, sequence_length=64, held_out_sequences=2, device="cuda")
 
@@ -118,3 +127,53 @@ def test_what_is_fitted_leaves_the_device(tmp_path, monkeypatch):
         _, device = converted(tmp_path / f"{layers}", tmp_path / f"out{layers}", text=str(text))
         peaks.append(device.peak())
     assert peaks[1] < peaks[0] + 2**12  # in blocks of 512 bytes
+
+
+def test_scores_are_taken_in_smaller_pieces(teacher, monkeypatch):
+    """Heads by half of the rows, errors of layers by half of the sequences, and the same scores come out."""
+    ids, found = random_ids(4, 64), {}
+    used = []
+    monkeypatch.setattr(layer_costs, "within_memory", lambda *args: used.append(fit.within_memory(*args)) or used[-1])
+    monkeypatch.setattr(retrieval, "within_memory", layer_costs.within_memory)
+    for name, lower in (("whole", 0), ("pieces", 2**12)):
+        options = make_options(str(teacher), "unused", window=16, attention_layers=0, alignment=TEXT | {"tokens": 384})
+        weights = TeacherWeights.of(find_teacher(str(teacher)))
+        with StandIn(limit=2**33 if not lower else found["peak of heads"] - lower) as device:
+            aligner = Aligner(weights, resolve(options, weights))
+            heads = retrieval.retrieval_scores(aligner.model, ids)
+        if not lower:
+            found["peak of heads"] = device.peak()
+        with StandIn() as device:
+            aligner = Aligner(weights, resolve(options, weights))
+            placement = everywhere(Hybrid(16, 8, 4, salient=4), 4)
+            aligner.ids = ids
+            text = CalibrationRows(ids, 0)
+            monkeypatch.setattr(Aligner, "text", text)
+            aligner.model.whole()
+            torch.cuda.reset_peak_memory_stats()
+            device.books[0].limit = found["peak of layers"] - lower if lower else 2**33
+            errors = layer_costs.layer_errors(aligner, placement)
+        if not lower:
+            found["peak of layers"] = device.peak()
+        found[name] = heads, torch.tensor(list(errors.values()))
+    for here, there in zip(found["whole"], found["pieces"], strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-6)
+    assert min(size.at_once for _, size in used if isinstance(size, retrieval.Rows)) < 4
+    assert not all(size.kept for _, size in used if isinstance(size, Pieces))
+
+
+@pytest.mark.parametrize("stage", ["matrix_orientation", "hidden_state_alignment", "distillation"])
+def test_a_stage_says_what_to_lower(stage, teacher, tmp_path, capsys):
+    hybrid, out, config = tmp_path / "hybrid", tmp_path / "out", tmp_path / "x.yaml"
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{7 + i % 100}" for i in range(2000)))
+    convert(str(teacher), hybrid, align="none", attention_layers="MAMA")
+    alignment = {name: value for name, value in TEXT.items() if name != "tokens"}
+    alignment |= {"text": str(text), stage: {"tokens": 512, "sequences": 4}}
+    others = {"matrix_orientation", "hidden_state_alignment", "distillation"} - {stage}
+    config.write_text(yaml.safe_dump({"alignment": alignment | {name: {"tokens": 0} for name in others}}))
+    with StandIn(limit=2**20), pytest.raises(SystemExit):
+        command(["mohawk", str(hybrid), str(out), "--teacher", str(teacher), "--config", str(config)])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: out of memory, while training ({stage})"), error
+    assert f"lower alignment.{stage}.sequences or alignment.sequence_length" in error and not out.exists()
