@@ -5,6 +5,8 @@ import torch
 
 from convert import convert
 from convert.fit import fit
+from modeling_llamba.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid_cache import HybridLayer
 from recipes import sft
 from tests.doubles.device import StandIn
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
@@ -50,6 +52,37 @@ def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
         with device.counting() as counts:
             model(ids, attention_mask=mask, use_cache=True)
         check(f"prompt with a mask, {pattern}", counts, 1)
+
+
+@pytest.mark.parametrize("dtype, of_token, of_opening", [(torch.float32, 110, 152), (torch.bfloat16, 127, 173)])
+@torch.no_grad()
+def test_a_token_by_one_launch_a_layer(dtype, of_token, of_opening, monkeypatch):
+    """With Triton's step, for which PyTorch's computes here without being counted: what is left, for two layers and
+    the head, are products, norms, rotations, columns that are written, and sums."""
+    model, ids = make_student(pattern="beside-only", dtype=dtype), random_ids(1, 60)
+    step, put, device = HybridAttention.step, HybridLayer.put, StandIn()
+
+    def one_launch(*arguments):
+        device.note_launch("mix_one")
+        counts, device.counts = device.counts, []
+        monkeypatch.setattr(HybridLayer, "put", lambda *of_put: written(counts, *of_put))
+        result, device.counts = step(*arguments), counts
+        return result
+
+    def written(counts, *arguments):  # before the kernel, by PyTorch there, too
+        device.counts = counts
+        result, device.counts = put(*arguments), []
+        return result
+
+    monkeypatch.setattr(HybridAttention, "step", one_launch)
+    with device:
+        model, ids = model.cuda(), ids.cuda()
+        cache = model(ids, use_cache=True).past_key_values
+        for what, most in (("a block opens", of_opening), ("else", of_token)):
+            with device.counting() as counts:
+                model(ids[:, :1], past_key_values=cache, use_cache=True)
+            assert counts.kernels["mix_one"] == 2
+            check(f"token, one launch a step, {what}, {dtype}"[:40], counts, 0, most)
 
 
 def test_a_layer_of_a_fit(tmp_path, monkeypatch):
