@@ -94,10 +94,14 @@ def convert_command(options: ConversionOptions, switches: Switches) -> None:
 
         _print(plan_conversion(options), describe_decided, as_json, quiet)
         return
+    from .fit.processes import rank_of_process
     from .io.writer import human_bytes
     from .pipeline import run
     from .plan import describe_seconds, plan_printer
 
+    if rank_of_process() > 0:  # the first process says what there is to say
+        run(options)
+        return
     print_plan = plan_printer(lambda text: console.print(printable(text), markup=False))
     with progress_bars(quiet) as progress:
         plan = run(options, (lambda plan: None) if quiet or as_json else print_plan, progress)

@@ -25,6 +25,7 @@ from .checkpoint.tokenizer import Licence, SideFiles, read_licence, write_side_f
 from .dry_run import checked, costed, open_teacher
 from .errors import during
 from .fit.aligner import Aligner, Alignment
+from .fit.processes import OVER, Team, joined
 from .io.folder import OutputFolder, check_apart
 from .io.writer import Progress, plan_shards, write_and_hash
 from .layout.placement import Decision
@@ -73,6 +74,23 @@ def run(
         ValueError: bad options, teacher or weights.
         OSError: the disk.
     """
+    with joined() as team:
+        if team.rank > 0:
+            return _help(options, team)
+        plan = _run(options, on_plan, progress, team)
+        team.announce(OVER, plan.placement)
+        return plan
+
+
+def _help(options: ConversionOptions, team: Team) -> Plan:
+    """Help the first process, which decides and writes."""
+    weights, _ = open_teacher(options)
+    resolved = resolve(options, weights)
+    placement = Aligner(weights, resolved, team=team).help()
+    return make_plan(weights, Decision(placement), resolved)
+
+
+def _run(options: ConversionOptions, on_plan: Callable[[Plan], None], progress: Progress, team: Team) -> Plan:
     # links are followed once, so that the folder that is compared and locked is the one that is written
     output = Path(os.path.realpath(Path(options.output.folder).expanduser()))
     watch = Stopwatch()
@@ -90,10 +108,15 @@ def run(
         # before the fit, which takes minutes
         if resolved.alignment.method == "mohawk":
             check_stages(resolved.alignment, resolved.mixer["mixer"], resolved.has_windows)
+            if team.size > 1:
+                raise ValueError(
+                    "A conversion's own stages train in one process. Convert without them (--align closed-form), then "
+                    "train the hybrid with torchrun and `convert-to-hybrid mohawk`."
+                )
         aligned = resolved.alignment.method != "none"
         aligner = None
         if aligned:
-            aligner = Aligner(weights, resolved, progress, owner.make_work())
+            aligner = Aligner(weights, resolved, progress, owner.make_work(), team)
         with during(f"planning and fitting {output}", lower=LOWER_FOR_FITS):
             budget = Budget(weights, resolved)
             # without scores at first, so that what cannot be is refused in seconds

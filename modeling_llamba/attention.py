@@ -105,6 +105,11 @@ def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
     return torch.sigmoid(attention.gate_proj(hidden_states)).unflatten(-1, (-1, attention.head_dim))
 
 
+DECODED = 2**27
+"""Numbers of keys that are taken out of their rows at once, as far as one head has not more: 64 sequences of 32,768
+tokens would otherwise take as much memory for a moment as their whole cache."""
+
+
 def attend_rounded(
     roundings: tuple[Rounding, Rounding],
     attend: Callable,
@@ -131,10 +136,26 @@ def attend_rounded(
         key, value = _with_past(of_keys, key, key_rows), _with_past(of_values, value, value_rows)
         return attend(query, key, value)
     # what is held is not rotated back: there is much of it, and of queries and outputs little
-    key = of_keys.decode(key_rows, query.dtype, rotated=True)
-    value = of_values.decode(value_rows, query.dtype, rotated=True)
-    output, probabilities = attend(of_keys.rotate(query), key, value)
-    return of_values.rotate(output), probabilities
+    query = of_keys.rotate(query)
+    batch, heads, length = key_rows.shape[:3]
+    at_once = heads
+    # a compiled graph would be one for a number of parts
+    if (of_keys.rounds or of_values.rounds) and not is_torchdynamo_compiling():
+        at_once = max(DECODED // (batch * length * of_keys.dim), 1)
+    shared = query.shape[1] // heads
+    outputs = []
+    probabilities = []
+    for first in range(0, heads, at_once):
+        of_heads = slice(first, first + at_once)
+        key = of_keys.decode(key_rows[:, of_heads], query.dtype, rotated=True)
+        value = of_values.decode(value_rows[:, of_heads], query.dtype, rotated=True)
+        part = attend(query[:, first * shared : (first + at_once) * shared], key, value)
+        outputs.append(part[0])
+        probabilities.append(part[1])
+    if len(outputs) == 1:
+        return of_values.rotate(outputs[0]), probabilities[0]
+    whole = None if probabilities[0] is None else torch.cat(probabilities, dim=1)
+    return of_values.rotate(torch.cat(outputs, dim=2)), whole
 
 
 def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import during, is_out_of_memory
 from .closed_form import LayerData
+from .processes import ALONE, Team
 from .teacher_model import TeacherModel
 
 STREAM_SEQUENCES = 4
@@ -26,17 +27,27 @@ class ActivationStream:
     Args:
         ids: (S, L) token ids. held_out: how many of the last sequences judge instead of fit.
         memory: bytes the activations may take in memory; more goes to a temporary file in `folder`.
+        team: processes over which the sequences are divided.
     """
 
     def __init__(
-        self, teacher: TeacherModel, ids: torch.Tensor, held_out: int, memory: int, folder: Path | None = None
+        self,
+        teacher: TeacherModel,
+        ids: torch.Tensor,
+        held_out: int,
+        memory: int,
+        folder: Path | None = None,
+        team: Team = ALONE,
     ):
         if not 0 < held_out < len(ids):
             raise ValueError(f"{len(ids)} calibration sequences cannot be split into fitting and {held_out} held-out.")
         self.teacher = teacher
-        self.ids = ids
+        self.length = ids.shape[1]
         self.held_out = held_out
+        self.team = team
         self.at_once = STREAM_SEQUENCES
+        self.shape = (*ids.shape, teacher.config.hidden_size)
+        ids = ids[team.rows(len(ids), STREAM_SEQUENCES)]
         shape = (*ids.shape, teacher.config.hidden_size)
         # the stream in float32, the attention's input and output in bfloat16
         on_disk = ids.numel() * shape[-1] * (4 + 2 + 2) > memory
@@ -46,6 +57,7 @@ class ActivationStream:
         self.hidden = self._array("hidden", shape, torch.float32)
         self.u = self._array("u", shape, torch.bfloat16)
         self.y = self._array("y", shape, torch.bfloat16)
+        self.whole: tuple[torch.Tensor, torch.Tensor] | None = None
         for rows in self._rows():
             self._take(self.hidden[rows], teacher.embed(ids[rows]))
 
@@ -60,18 +72,25 @@ class ActivationStream:
         return torch.from_file(os.fspath(path), shared=True, size=size, dtype=dtype).view(shape)
 
     def _rows(self, begin: int = 0) -> Iterator[slice]:
-        for first in range(begin, len(self.ids), self.at_once):
+        for first in range(begin, len(self.hidden), self.at_once):
             yield slice(first, first + self.at_once)
 
-    def _take(self, here: torch.Tensor, there: torch.Tensor) -> None:
-        """Copy from the device in the type that is kept; pinned memory is not waited for."""
-        here.copy_(there.to(here.dtype), non_blocking=True)
+    def _take(self, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        """Copy from the device in the type that is kept; pinned memory is not waited for. True, on the device, where
+        all is finite."""
+        there = there.to(here.dtype)
+        here.copy_(there, non_blocking=True)
+        return there.isfinite().all()
 
     @torch.no_grad()
     def attention_data(self, layer: int) -> LayerData:
-        """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way."""
+        """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way.
+
+        A device may not have written them when this returns: only it may read them, in the order of its stream.
+        """
         block = self.teacher.block(layer)
         seen = []
+        finite = [torch.ones((), dtype=torch.bool, device=self.teacher.device)]
         handle = block.attention.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
         try:
             rows = list(self._rows())
@@ -88,17 +107,31 @@ class ActivationStream:
                     continue
                 (of_attention,) = seen
                 for here, there in zip((self.u, self.y), of_attention, strict=True):
-                    self._take(here[rows[0]], there)
+                    finite.append(self._take(here[rows[0]], there))
                 self._take(self.hidden[rows.pop(0)], output)  # last: without a norm before, u lies in there
                 seen.clear()
         finally:
             handle.remove()
+        return LayerData(self.u, self.y, self._rotary(layer), self.held_out, finite=torch.stack(finite).all())
+
+    def _rotary(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.teacher.rotary(self.length, layer)
+
+    def gathered(self, data: LayerData, layer: int, owner: int) -> LayerData | None:
+        """A layer's data of all sequences in the process that fits it; None in the others."""
+        if self.team.size == 1:
+            return data
         if self.teacher.device.type == "cuda":
-            torch.cuda.synchronize(self.teacher.device)  # what is read now is there
-        return LayerData(self.u, self.y, self.teacher.rotary(self.ids.shape[1], layer), self.held_out)
+            torch.cuda.synchronize(self.teacher.device)  # what is sent now is there
+        mine = self.team.rank == owner
+        if mine and self.whole is None:
+            self.whole = tuple(self._array(f"whole-{name}", self.shape, torch.bfloat16) for name in ("u", "y"))
+        for number, part in enumerate((data.u, data.y)):
+            self.team.gather(part, self.whole[number] if mine else None, owner, STREAM_SEQUENCES)
+        return LayerData(*self.whole, self._rotary(layer), self.held_out) if mine else None
 
     def close(self) -> None:
         """Let go of the arrays and their file."""
-        self.hidden = self.u = self.y = None
+        self.hidden = self.u = self.y = self.whole = None
         if self._folder is not None:
             self._folder.cleanup()

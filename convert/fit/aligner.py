@@ -21,9 +21,10 @@ from ..plan import Plan
 from ..resolve import Resolved
 from ..teachers.teacher import public_name
 from ..teachers.weights import TeacherWeights
-from .fit import FitCache, Fits, fit_mixers
+from .fit import FitCache, Fits, fit_mixers, help_fit
 from .hybrid_fit import cut_map, ranks_within
 from .probes import plain_tokens, with_recall
+from .processes import ALONE, OVER, Team
 from .teacher_model import TeacherModel
 from .text import CalibrationRows, calibration_rows
 
@@ -60,6 +61,7 @@ class Aligner:
 
     Args:
         work: folder that keeps fits, so that an interrupted run resumes; None keeps nothing.
+        team: processes that fit together.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Aligner:
         resolved: Resolved,
         progress: Progress = lambda what, done, total: None,
         work: Path | None = None,
+        team: Team = ALONE,
     ):
         self.weights = weights
         self.resolved = resolved
         self.progress = progress
         self.work = work
+        self.team = team
         keep_free_memory(LARGEST_KEPT)
         self.model = TeacherModel(weights, resolved.alignment.device, resolved.initial_decay, resolved.seed)
         self.report: dict[str, Any] = {}
@@ -132,8 +136,17 @@ class Aligner:
         self._caches.append(self.cache(settings))
         return fit_mixers(
             self.model, layers, self.ids, held_out, settings, self._caches[-1], parse_size(memory),
-            self.resolved.seed, self.progress, self.work,
+            self.resolved.seed, self.progress, self.work, self.team,
         )  # fmt: skip
+
+    def help(self) -> Placement:
+        """Help the first process with its fits until it is over; the placement that it came to."""
+        while True:
+            what, *parts = self.team.wait()
+            if what == OVER:
+                return parts[0]
+            help_fit(self.model, *parts, self.team)
+            return_free_memory()
 
     def align(self, plan: Plan) -> Alignment:
         """Fit the mixers of a plan's replaced layers."""

@@ -12,7 +12,9 @@ Shapes: S sequences, L length, D model width, E features before out_proj.
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from modeling_llamba.hybrid_attention import HybridAttention
 
 from ..io.mapping import set_decay
 from ..options import FitOptions
-from .hybrid_fit import SALIENCE_SEQUENCES, Pieces, fit_hybrid, fit_salience, set_map
+from .hybrid_fit import RIDGES, SALIENCE_SEQUENCES, Pieces, fit_hybrid, fit_salience, set_map
 
 TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
@@ -53,6 +55,27 @@ class LayerFit:
         return cls(**record, by_rank=by_rank and {int(rank): error for rank, error in by_rank.items()})
 
 
+class Unread(NamedTuple):
+    """Errors and choices of a fit as numbers on its device; the first is 0 where activations were not finite."""
+
+    numbers: torch.Tensor
+    as_fit: Callable[..., LayerFit]
+    """Makes a report of the other numbers."""
+
+    def read(self) -> LayerFit:
+        """Wait for the device, and report.
+
+        Raises:
+            ValueError: the activations are not finite, or there is no fit with a finite error.
+        """
+        finite, *numbers = self.numbers.tolist()
+        if not finite:
+            raise ValueError(
+                "The teacher's activations contain NaN or infinity on this text; its weights are damaged."
+            )
+        return self.as_fit(*numbers)
+
+
 @dataclass
 class LayerData:
     """One layer's inputs u and targets y (S, L, D), the last `held_out` sequences for judging."""
@@ -62,6 +85,8 @@ class LayerData:
     rotary: tuple[torch.Tensor, torch.Tensor]
     held_out: int
     pieces: Pieces = Pieces()
+    finite: torch.Tensor | None = None
+    """True, on the device, if all numbers of u and y are finite; None before they were checked."""
 
     def fewer(self, fitting: int) -> "LayerData":
         """Keep at most so many of the sequences to fit on."""
@@ -83,32 +108,40 @@ class LayerData:
     def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:
         """u and y of some sequences in float32 on the mixer's device."""
         device = self.rotary[0].device
-        index = torch.as_tensor(rows)
-        u, y = (sent(part[index], device).float() for part in (self.u, self.y))
+        # slices, which the device reads itself: it may not have come to writing them yet
+        slices = [slice(rows.start, rows.stop)] if isinstance(rows, range) else [slice(i, i + 1) for i in rows]
+        u, y = (
+            torch.cat([part[which].to(device, non_blocking=True) for which in slices]).float()
+            for part in (self.u, self.y)
+        )
         return u, y
 
+    def is_finite(self) -> torch.Tensor:
+        """True, on the device, where no number is NaN or infinite."""
+        if self.finite is not None:
+            return self.finite
+        parts = [rows.isfinite().all() for part in (self.u, self.y) for rows in part.split(self.pieces.sequences)]
+        return torch.stack(parts).all().to(self.rotary[0].device)
 
-def sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, for which the host does not wait."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+def received(t: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host, which is there once the device has been waited for."""
+    if not t.is_cuda:
+        return t
+    here = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    return here.copy_(t, non_blocking=True)
 
 
-def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0) -> tuple[nn.Module, LayerFit]:
+def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0) -> tuple[nn.Module, Unread]:
     """Fit a mapped mixer that stands alone to (u, y).
 
     Returns:
         The fitted mixer and its errors. A step that does not lower the held-out error is taken back.
-
-    Raises:
-        ValueError: the activations are not finite, or no candidate gives a finite error.
     """
-    check_finite(data)
     with torch.no_grad():
         mapped = held_out_error(mixer, data)
         decay, mixer = best_decay(mixer, data.fewer(DECAY_SEQUENCES), settings)
         solved, ridge = solve_out_proj(mixer, data, settings.ridges)
-    if not math.isfinite(solved):
-        raise ValueError("No decay gives a finite error: the normal equations are singular or the features overflow.")
     refined = solved
     if settings.refine_steps:
         candidate = copy.deepcopy(mixer)
@@ -117,59 +150,82 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int
         with torch.no_grad():
             # the steps moved the features, so the best out_proj for them is another one
             error, _ = solve_out_proj(candidate, data, settings.ridges)
-        if error < solved:
-            refined = error
-            mixer = candidate
-    return mixer.requires_grad_(False), LayerFit(decay, ridge, mapped, solved, refined)
+            take_if(error < solved, mixer, candidate)
+            refined = torch.minimum(error, solved)
+    numbers = torch.stack([t.double() for t in (data.is_finite(), decay, ridge, mapped, solved, refined)])
 
+    def as_fit(decay: float, ridge: float, mapped: float, solved: float, refined: float) -> LayerFit:
+        if not math.isfinite(solved):
+            raise ValueError(
+                "No decay gives a finite error: the normal equations are singular or the features overflow."
+            )
+        found = (*settings.decays, None)[int(decay)]
+        return LayerFit(found, (None, *settings.ridges)[int(ridge)], mapped, solved, refined)
 
-def check_finite(data: LayerData) -> None:
-    """Refuse activations with NaN or infinity."""
-    if not all(torch.isfinite(rows).all() for part in (data.u, data.y) for rows in part.split(data.pieces.sequences)):
-        raise ValueError("The teacher's activations contain NaN or infinity on this text; its weights are damaged.")
+    return mixer.requires_grad_(False), Unread(numbers, as_fit)
 
 
 @torch.no_grad()
-def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> LayerFit:
+def take_if(better: torch.Tensor, mixer: nn.Module, other: nn.Module) -> None:
+    """Give a mixer the other's parameters, in place, where `better` is true; the host need not know."""
+    for ours, theirs in zip(mixer.state_dict().values(), other.state_dict().values(), strict=True):
+        ours.copy_(torch.where(better, theirs, ours))
+
+
+@torch.no_grad()
+def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> Unread:
     """Fit a hybrid layer to (u, y) in place: salience, mass, and an output map of the highest rank judged.
 
     Raises:
-        ValueError: the activations are not finite, or the sequences hardly longer than the window.
+        ValueError: the sequences are hardly longer than the window.
     """
-    check_finite(data)
     if layer.salience is not None:
         inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SALIENCE_SEQUENCES]))
         fit_salience(layer, inputs, data.rotary, data.pieces.queries)
+    finite = data.is_finite().double()
     if layer.mass is None:
-        error = held_out_error(layer, data)
-        return LayerFit(None, None, error, error, error)
+        numbers = torch.stack([finite, held_out_error(layer, data)])
+        return Unread(numbers, lambda error: LayerFit(None, None, error, error, error))
     fitting = data.in_batches(data.fitting())
     judging = data.in_batches(data.judging())
-    parts = (fitting[::2], fitting[1::2], judging)
-    mapped, fitted = fit_hybrid(layer, data.batch, *parts, data.rotary, data.pieces)
-    error = min(fitted.errors.values())
-    set_map(layer, fitted.down, fitted.up)
-    return LayerFit(None, fitted.ridge, mapped, error, error, fitted.errors)
+    fit = fit_hybrid(layer, data.batch, fitting[::2], fitting[1::2], judging, data.rotary, data.pieces)
+    set_map(layer, fit.down, fit.up)
+
+    def as_fit(mapped: float, best: float, *errors: float) -> LayerFit:
+        error = min(errors)
+        if math.isinf(error):
+            raise ValueError(
+                "The normal equations of the output map are singular: the features are all zero or not finite."
+            )
+        ridge = (*RIDGES, None)[int(best)]
+        return LayerFit(None, ridge, mapped, error, error, dict(zip(fit.ranks, errors, strict=True)))
+
+    numbers = torch.cat([torch.stack([finite, fit.mapped, fit.best.double()]), fit.errors])
+    return Unread(numbers, as_fit)
 
 
 @torch.no_grad()
-def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple[float | None, nn.Module]:
-    """The decay with the lowest held-out error, and a copy of the mixer with it; None where it cannot be set."""
-    best_error = math.inf
-    best = None
+def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple[torch.Tensor, nn.Module]:
+    """The number of the decay with the lowest held-out error, and a copy of the mixer with it; -1 and the mixer itself
+    where none can be set or none gives a finite error."""
+    device = data.rotary[0].device
+    best_error = torch.full((), math.inf, dtype=torch.float64, device=device)
+    best = torch.full((), -1, device=device)
     best_mixer = mixer
-    for decay in settings.decays:
+    for number, decay in enumerate(settings.decays):
         candidate = copy.deepcopy(mixer)
         if not set_decay(candidate, decay):
             break
         # nothing to compare, so the solve is left to the caller
         if len(settings.decays) == 1:
-            return decay, candidate
+            return best.zero_(), candidate
         error, _ = solve_out_proj(candidate, data, settings.ridges)
-        if error < best_error:
-            best_error = error
-            best = decay
-            best_mixer = candidate
+        better = error < best_error
+        if best_mixer is mixer:
+            best_mixer = copy.deepcopy(mixer)
+        take_if(better, best_mixer, candidate)
+        best = torch.where(better, number, best)
+        best_error = torch.minimum(error, best_error)
     return best, best_mixer
 
 
@@ -185,7 +241,7 @@ def features(mixer: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torc
 
 
 @torch.no_grad()
-def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...]) -> tuple[float, float | None]:
+def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Put the best out_proj (and bias) into the mixer, in place.
 
     Ridge regression with normal equations in float64: min ||F W - Y||^2 + r ||W - W0||^2 with W0 the out_proj at hand
@@ -193,7 +249,8 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     held-out error; W0 itself is a candidate.
 
     Returns:
-        The held-out relative error, and the ridge, None if W0 was best.
+        The held-out relative error, and the number of the ridge among (None, *ridges), None for W0. Both stay on the
+        device.
     """
     out = mixer.out_proj
     gram, moment = normal_equations(mixer, data)
@@ -202,24 +259,26 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     scale = squares.mean().expand_as(squares)
     # kept, since every ridge is judged on the same features
     judged = [_pair(mixer, data, rows) for rows in data.in_batches(data.judging())]
-    candidates = [prior]
-    found = [_error_of(prior, judged)]
-    for ridge in ridges:
+    best = prior
+    best_error = _error_of(prior, judged).nan_to_num(math.inf)
+    choice = torch.zeros((), dtype=torch.long, device=best.device)
+    for number, ridge in enumerate(ridges, start=1):
         # a bias has no reason to be small; what is left of the penalty keeps the matrix regular
         bias = 1e-6 * scale.mean().expand(len(gram) - out.in_features)
         penalty = ridge * torch.cat([scale, bias])
         # reports a failure instead of raising it, so that a larger ridge gets its turn
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
-        candidates.append(torch.cholesky_solve(moment + penalty[:, None] * prior, factor))
-        found.append(_error_of(candidates[-1], judged).masked_fill(info != 0, math.inf))
-    errors = torch.stack(found).nan_to_num(math.inf).tolist()  # the device is waited for here alone
-    best_error = min(errors)
-    best = candidates[errors.index(best_error)]
-    best_ridge = (None, *ridges)[errors.index(best_error)]
+        candidate = torch.cholesky_solve(moment + penalty[:, None] * prior, factor)
+        error = _error_of(candidate, judged).masked_fill(info != 0, math.inf).nan_to_num(math.inf)
+        # chosen on the device, which the host need not wait for
+        better = error < best_error
+        best = torch.where(better, candidate, best)
+        choice = torch.where(better, number, choice)
+        best_error = torch.minimum(error, best_error)
     out.weight.copy_(best[: out.in_features].T)
     if out.bias is not None:
         out.bias.copy_(best[out.in_features])
-    return best_error, best_ridge
+    return best_error, choice
 
 
 def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,8 +312,9 @@ def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tenso
 
 
 @torch.no_grad()
-def held_out_error(mixer: nn.Module, data: LayerData) -> float:
-    """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit, of a hybrid layer behind its window."""
+def held_out_error(mixer: nn.Module, data: LayerData) -> torch.Tensor:
+    """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit, of a hybrid layer behind its window; one
+    number, on the device."""
     error = 0.0
     total = 0.0
     # tokens whose whole past lies in the window come out exact, and would dilute the error
@@ -263,7 +323,7 @@ def held_out_error(mixer: nn.Module, data: LayerData) -> float:
         u, y = data.batch(rows)
         error = error + ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().double()
         total = total + (y[:, start:] ** 2).sum().double()
-    return (error / total.clamp_min(TINY)).item()
+    return error / total.clamp_min(TINY)
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:
@@ -271,7 +331,7 @@ def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -
     generator = torch.Generator().manual_seed(seed)
     squares = [data.batch(rows)[1].pow(2).mean().double() * len(rows) for rows in data.in_batches(data.fitting())]
     # the loss becomes relative to the targets, so that one learning rate fits every layer
-    scale = len(data.fitting()) / sum(squares).clamp_min(TINY).item()
+    scale = (len(data.fitting()) / sum(squares).clamp_min(TINY)).float()
     trained = [parameter for parameter in mixer.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=REFINE_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
     steps = settings.refine_steps

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_attention import HybridAttention
 
@@ -28,13 +29,16 @@ from ..io.writer import Progress
 from ..memory import return_free_memory
 from ..options import FitOptions
 from .activations import ActivationStream
-from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer
+from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer, received
 from .hybrid_fit import Pieces, set_map
+from .processes import ALONE, FIT, Team
 from .teacher_model import TeacherModel
 
 Result = TypeVar("Result")
+Sizes = TypeVar("Sizes")
+"""Sizes of what lies in memory at once, whose `smaller` is the next that takes less, None at the last."""
 Fits = dict[int, tuple[nn.Module, LayerFit]]
-"""Fitted mixers by layer, and what each fit reached."""
+"""Fitted mixers by layer, on the host, and what each fit reached."""
 
 
 class FitCache:
@@ -66,12 +70,9 @@ class FitCache:
             state = load_file(path)
             if not all(is_finite(tensor) for tensor in state.values()):
                 raise ValueError(f"{path} holds values that are not finite.")
-            if "down.weight" in state:
-                set_map(mixer, state["down.weight"], state["up.weight"])
-            mixer.load_state_dict(state)
+            fill(mixer, state)
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError):  # damaged: it is fitted again
             return None
-        mixer.requires_grad_(False)
         return fit
 
     def save_mixer(self, layer: int, mixer: nn.Module, fit: LayerFit) -> None:
@@ -80,12 +81,11 @@ class FitCache:
             return
         report = json.dumps(dataclasses.asdict(fit))
         write_beside(self._path(f"layer-{layer:03d}.json"), lambda path: path.write_text(report))
-        state = {name: tensor.contiguous().cpu() for name, tensor in mixer.state_dict().items()}
+        state = {name: tensor.contiguous() for name, tensor in mixer.state_dict().items()}
         path = self._path(f"layer-{layer:03d}.safetensors")
         write_beside(path, lambda path: save_file(state, path))
-        if not any(tensor.is_cuda for tensor in mixer.state_dict().values()):
-            # mapped from the file, so that the fits of all layers need not fit into memory
-            mixer.load_state_dict(load_file(path), assign=True)
+        # mapped from the file, so that the fits of all layers need not fit into memory
+        mixer.load_state_dict(load_file(path), assign=True)
 
     def drop(self) -> None:
         """Remove the fits, which are large."""
@@ -94,6 +94,14 @@ class FitCache:
 
     def _path(self, name: str) -> Path | None:
         return None if self.folder is None else self.folder / name
+
+
+def fill(mixer: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Give a mixer the tensors of another fit, its output map included."""
+    if "down.weight" in state:
+        set_map(mixer, state["down.weight"], state["up.weight"])
+    mixer.load_state_dict(state)
+    mixer.requires_grad_(False)
 
 
 def fit_mixers(
@@ -107,41 +115,113 @@ def fit_mixers(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
     folder: Path | None = None,
+    team: Team = ALONE,
 ) -> Fits:
     """Fit the mixers of `layers` on token ids (S, L), of which the last `held_out` rows judge.
 
     Args:
         memory: bytes of activations; more goes to a temporary file in `folder`.
+        team: processes that fit together, of which this is the first.
     """
     fitted: Fits = {}
     for layer in layers:
         if cache.holds(layer):
-            mixer = teacher.mixer(layer)
+            mixer = teacher.mixer(layer).cpu()
             if (fit := cache.load_mixer(layer, mixer)) is not None:
                 fitted[layer] = (mixer, fit)
-    missing = [layer for layer in layers if layer not in fitted]
+    missing = sorted(layer for layer in layers if layer not in fitted)
     if not missing:
         return fitted
-    pieces = Pieces()
-    # the stream has to pass the layers that are fitted already, too
-    with contextlib.closing(ActivationStream(teacher, ids, held_out, memory, folder)) as stream:
-        for layer in range(max(missing) + 1):
-            progress("aligning, layers", layer, max(missing) + 1)
-            data = stream.attention_data(layer)
-            if layer in missing:
-                fitted[layer], pieces = within_memory(
-                    lambda pieces, layer=layer, data=data: _fit_one(
-                        teacher, layer, dataclasses.replace(data, pieces=pieces), settings, seed + layer
-                    ),
-                    pieces,
-                )
-                cache.save_mixer(layer, *fitted[layer])
-                return_free_memory()
+    task = (missing, ids, held_out, settings, memory, seed)
+    team.announce(FIT, teacher.mixer_config, task)
+    for layer, mixer, fit in fits_of(teacher, *task, team, progress, folder):
+        cache.save_mixer(layer, mixer, fit)
+        fitted[layer] = (mixer, fit)
+        return_free_memory()
     progress("aligning, layers", max(missing) + 1, max(missing) + 1)
     return fitted
 
 
-def within_memory(work: Callable[[Pieces], Result], pieces: Pieces) -> tuple[Result, Pieces]:
+def fits_of(
+    teacher: TeacherModel,
+    missing: list[int],
+    ids: torch.Tensor,
+    held_out: int,
+    settings: FitOptions,
+    memory: int,
+    seed: int,
+    team: Team,
+    progress: Progress = lambda what, done, total: None,
+    folder: Path | None = None,
+) -> Iterator[tuple[int, nn.Module, LayerFit]]:
+    """Layers with their fits as they are made, by all processes together; in all but the first none comes out."""
+    pieces = Pieces()
+    begin = 0
+    # the stream has to pass the layers that are fitted already, too
+    with contextlib.closing(ActivationStream(teacher, ids, held_out, memory, folder, team)) as stream:
+        for turn in team.turns(missing):
+            mine = None
+            for layer in range(begin, turn[-1] + 1):
+                progress("aligning, layers", layer, missing[-1] + 1)
+                data = stream.attention_data(layer)
+                if layer in turn:
+                    data = stream.gathered(data, layer, turn.index(layer))
+                    mine = mine if data is None else (layer, data)
+            begin = turn[-1] + 1
+            found = None
+            if mine is not None:
+                found, pieces = _fit_mine(teacher, *mine, settings, seed, pieces, team)
+            for result in team.at_the_first(found):
+                if result is not None:
+                    yield _taken(teacher, *result)
+
+
+def help_fit(teacher: TeacherModel, mixer_config: PreTrainedConfig, task: tuple, team: Team) -> None:
+    """Do this process's part of a fit that the first one announced."""
+    teacher.follow(mixer_config)
+    for _ in fits_of(teacher, *task, team):
+        raise AssertionError("fits come out in the first process alone")
+
+
+Found = tuple[int, nn.Module | dict[str, torch.Tensor] | Exception, LayerFit | None]
+"""A layer with its mixer or, from another process, that one's tensors; or with what ended its fit."""
+
+
+def _fit_mine(
+    teacher: TeacherModel,
+    layer: int,
+    data: LayerData,
+    settings: FitOptions,
+    seed: int,
+    pieces: Pieces,
+    team: Team,
+) -> tuple[Found, Pieces]:
+    try:
+        (mixer, fit), pieces = within_memory(
+            lambda pieces: _fit_one(teacher, layer, dataclasses.replace(data, pieces=pieces), settings, seed + layer),
+            pieces,
+        )
+    except Exception as error:
+        if team.rank == 0:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        return (layer, kind(str(error)), None), pieces  # the first process says it
+    return (layer, mixer if team.rank == 0 else mixer.state_dict(), fit), pieces
+
+
+def _taken(
+    teacher: TeacherModel, layer: int, found: nn.Module | dict | Exception, fit: LayerFit
+) -> tuple[int, nn.Module, LayerFit]:
+    if isinstance(found, Exception):
+        raise found
+    if isinstance(found, nn.Module):
+        return layer, found, fit
+    mixer = teacher.mixer(layer).cpu()
+    fill(mixer, found)
+    return layer, mixer, fit
+
+
+def within_memory(work: Callable[[Sizes], Result], pieces: Sizes) -> tuple[Result, Sizes]:
     """Work with these pieces, or with smaller ones where memory does not suffice; the result, and the pieces of it."""
     while True:
         try:
@@ -161,7 +241,12 @@ def _fit_one(
     mixer = teacher.mixer(layer)
     try:
         if isinstance(mixer, HybridAttention):
-            return mixer.requires_grad_(False), fit_hybrid_layer(mixer, data)
-        return fit_layer(mixer, data, settings, seed)
+            unread = fit_hybrid_layer(mixer.requires_grad_(False), data)
+        else:
+            mixer, unread = fit_layer(mixer, data, settings, seed)
+        state = {name: received(tensor) for name, tensor in mixer.state_dict().items()}
+        fit = unread.read()  # the device is waited for here, for all of it
+        mixer.load_state_dict(state, assign=True)
+        return mixer, fit
     except ValueError as error:
         raise ValueError(f"Layer {layer}: {error}") from error

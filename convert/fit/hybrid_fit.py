@@ -13,7 +13,6 @@ width; n tokens. Others as in modeling_llamba/hybrid_attention.py.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,18 +40,21 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class OutputMap:
-    """A low-rank map of the highest rank judged, whose first r rows and columns are the map of rank r.
+class HybridFit(NamedTuple):
+    """Result of the fit of a hybrid layer, all of it on the device.
 
-    down (rank, E), up (D, rank). errors: held-out relative squared error of the layer by rank. ridge: the one chosen,
-    None where the rank is 0.
+    down (rank, E), up (D, rank): a low-rank map of the highest rank judged, whose first r rows and columns are the map
+    of rank r. mapped (): held-out relative squared error of the layer with the theory's mass and no output map. best
+    (): number of the ridge, -1 where the rank is 0. errors: by rank, infinite where no ridge has a solution. ranks:
+    which these are.
     """
 
     down: torch.Tensor
     up: torch.Tensor
-    errors: dict[int, float]
-    ridge: float | None
+    mapped: torch.Tensor
+    best: torch.Tensor
+    errors: torch.Tensor
+    ranks: list[int]
 
 
 class Pieces(NamedTuple):
@@ -91,7 +93,7 @@ def fit_hybrid(
     judging: list[range],
     rotary: Rotary,
     pieces: Pieces,
-) -> tuple[float, OutputMap | None]:
+) -> HybridFit:
     """Fit the mass, in place, and the output map.
 
     Args:
@@ -99,10 +101,6 @@ def fit_hybrid(
         for_mass, others: sequences. The output map is fitted on both, the mass on the former alone: it has few
             numbers, and to know the true mass takes long.
         judging: other sequences.
-
-    Returns:
-        The relative squared error on `judging` with the theory's mass and no output map; and the map, None in a layer
-        that has none.
     """
     judging = [(u, y, *_projected(layer, u, rotary)) for u, y in map(batch, judging)]
     start = layer.shape.window
@@ -126,8 +124,9 @@ def fit_hybrid(
     fit_mass(layer, once(), pieces.queries)
     return_free_memory()
     if layer.down is None:
-        mapped, error = torch.stack([mapped, _squares(residuals()) / total]).tolist()
-        return mapped, OutputMap(layer.mass.new_zeros(0, 0), layer.mass.new_zeros(0, 0), {0: error}, None)
+        none = layer.mass.new_zeros(0, 0)
+        no_ridge = torch.full_like(mapped, -1)
+        return HybridFit(none, none, mapped, no_ridge, (_squares(residuals()) / total)[None], [0])
     first = (_mixed(layer, *seen_before.pop()) for _ in range(len(seen_before)))  # each is let go after its use
     rest = map(batch, others if pieces.kept else [*for_mass, *others])
     rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in rest)
@@ -135,7 +134,8 @@ def fit_hybrid(
     for seen in itertools.chain(first, rest):
         gram = gram + _gram(seen.features).double()
         moment = moment + (seen.features.T @ seen.residual).double()
-    return _best_map(gram, moment, residuals(), total, mapped)
+    down, up, best, errors, ranks = _best_map(gram, moment, residuals(), total)
+    return HybridFit(down, up, mapped, best, errors, ranks)
 
 
 def _squares(seen: list[Seen]) -> torch.Tensor:
@@ -143,38 +143,40 @@ def _squares(seen: list[Seen]) -> torch.Tensor:
 
 
 def _best_map(
-    gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: torch.Tensor, mapped: torch.Tensor
-) -> tuple[float, OutputMap]:
-    """`mapped` as a number, and the output map by reduced-rank ridge regression, with the best ridge."""
+    gram: torch.Tensor, moment: torch.Tensor, judged: list[Seen], total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+    """The output map by reduced-rank ridge regression, with the best ridge: all of `HybridFit` but `mapped`."""
     scale = gram.diagonal().mean()
-    found = []
     rank = min(max(RANKS), moment.shape[1], moment.shape[0])
     ranks = [r for r in RANKS if r <= rank]
+    solutions = []
+    explained = []
+    singular = []
     for ridge in RIDGES:
         factor, info = torch.linalg.cholesky_ex(gram + torch.diag((ridge * scale).expand(len(gram))))
-        solution = torch.cholesky_solve(moment, factor)
+        solutions.append(torch.cholesky_solve(moment, factor))
         # reduced-rank regression: the best map of rank r keeps the r main directions of the fitted outputs
-        explained = solution.T @ (gram @ solution)
-        singular = (info != 0) | ~explained.isfinite().all()
-        energy, directions = torch.linalg.eigh(explained.masked_fill(singular, 0))
+        explained.append(solutions[-1].T @ (gram @ solutions[-1]))
+        singular.append((info != 0) | ~explained[-1].isfinite().all())
+        explained[-1].masked_fill_(singular[-1], 0)
+    del factor
+    # all at once, since the host looks at how each call ended
+    energies, directions = torch.linalg.eigh(torch.stack(explained))
+    found = []
+    for solution, energy, main in zip(solutions, energies, directions, strict=True):
         # eigh sorts upwards; turned round, the first r columns are the map of rank r
-        directions = directions[:, -rank:].flip(1)
+        main = main[:, -rank:].flip(1)
         # the middle of the map as large as a unit vector, so that a step of training moves both parts alike
         size = (energy[-rank:].flip(0).clamp(min=0) / gram.diagonal().sum()).sqrt().clamp(min=1e-12)
-        down = ((solution @ directions) / size.sqrt()).T.float()
-        up = (directions * size.sqrt()).float()
+        down = ((solution @ main) / size.sqrt()).T.float()
+        up = (main * size.sqrt()).float()
         errors = torch.stack([_error(judged, down[:r], up[:, :r]) / total for r in ranks])
-        found.append((down, up, errors.masked_fill(singular, math.inf)))
-    # the device is waited for here, and by eigh
-    mapped, *errors = torch.cat([mapped[None], *(errors for *_, errors in found)]).nan_to_num(math.inf).tolist()
-    by_ridge = [errors[i : i + len(ranks)] for i in range(0, len(errors), len(ranks))]
-    best = min(range(len(RIDGES)), key=lambda i: min(by_ridge[i]))
-    if math.isinf(min(by_ridge[best])):
-        raise ValueError(
-            "The normal equations of the output map are singular: the features are all zero or not finite."
-        )
-    down, up, _ = found[best]
-    return mapped, OutputMap(down, up, dict(zip(ranks, by_ridge[best], strict=True)), RIDGES[best])
+        found.append((down, up, errors))
+    downs, ups, errors = (torch.stack(parts) for parts in zip(*found, strict=True))
+    errors = errors.masked_fill(torch.stack(singular)[:, None], math.inf).nan_to_num(math.inf)
+    best = errors.amin(1).argmin()
+    down, up, errors = (parts.index_select(0, best[None])[0] for parts in (downs, ups, errors))
+    return down, up, best, errors, ranks
 
 
 def _error(judged: list[Seen], down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from modeling_llamba.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid_model import finish_logits
 
 from ..fit.activations import ActivationStream
 from ..fit.aligner import Aligner
-from ..fit.closed_form import held_out_error
+from ..fit.closed_form import LayerData, held_out_error
 from ..fit.divergence import kl_of_hidden
-from ..fit.hybrid_fit import fit_salience
+from ..fit.fit import within_memory
+from ..fit.hybrid_fit import Pieces, fit_salience
 from ..fit.probes import Probe, copy_probe, plain_tokens
 from ..fit.teacher_model import TeacherModel, replaced
 from ..io.writer import Progress
@@ -61,6 +63,7 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
     if not aligner.resolved.has_windows:  # whose rows ask for recall already
         rows = aligner.with_recall(rows)
     errors = {}
+    pieces = Pieces()
     layers = range(max(placement.windows) + 1)
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
         for layer in layers:
@@ -68,9 +71,15 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
             data = stream.attention_data(layer)
             if layer in placement.windows:
                 mixer = aligner.model.mixer(layer)
-                if mixer.salience is not None:
-                    fit_salience(mixer, [data.batch(data.fitting())[0]], data.rotary)
-                errors[layer] = held_out_error(mixer, data)
+
+                def measured(pieces: Pieces, mixer: HybridAttention = mixer, data: LayerData = data) -> float:
+                    data = dataclasses.replace(data, pieces=pieces)
+                    if mixer.salience is not None:
+                        inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
+                        fit_salience(mixer, inputs, data.rotary, pieces.queries)
+                    return held_out_error(mixer, data).item()
+
+                errors[layer], pieces = within_memory(measured, pieces)
     aligner.progress("measuring layers", len(layers), len(layers))
     return errors
 
@@ -120,6 +129,7 @@ def cheapest_by_kl(
             recalled; it does not count where the teacher itself recalls few.
     """
     model = teacher.whole()
+    mixers = {layer: mixer.to(teacher.device) for layer, mixer in mixers.items()}
     gone = set()
     alone = {}
     asked = probe.answers.roll(-1, 1)

@@ -10,10 +10,14 @@ docs/results/ablations.md). Heads that look back by a step or two, which copying
 window.
 """
 
+from typing import NamedTuple
+
 import torch
+from torch import nn
 
 from modeling_llamba.hybrid_config import RECURRENT
 
+from ..fit.fit import within_memory
 from ..fit.probes import needle_probe, plain_tokens
 from ..fit.teacher_model import TeacherModel, attention_rows
 from ..io.writer import Progress
@@ -46,31 +50,54 @@ def retrieval_scores(
     hidden = teacher.embed(probe.ids)
     scores = []
     same = []
-    inputs = teacher.block_inputs(hidden)
+    rows = Rows(len(hidden))
     for layer in range(teacher.num_layers):
         progress("scoring heads, layers", layer, teacher.num_layers)
         block = teacher.block(layer)
-        if block.layer_type == RECURRENT:
-            scores.append(torch.zeros(teacher.config.num_attention_heads))
-            same.append(torch.zeros(teacher.config.num_attention_heads, dtype=torch.bool))
-            hidden = block(hidden, **inputs)
-            continue
-        u = block.input_layernorm(hidden)
-        rotary = teacher.rotary(probe.ids.shape[1], layer)
-        ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=probe.ids.shape[1] - NEEDLE)
-        found = asking[..., place : place + NEEDLE]  # (rows, heads, NEEDLE, NEEDLE)
-        following = found.diagonal(1, -2, -1).mean(-1)
-        scores.append((found.sum(-1).amax(-1) + FOLLOWING * following).mean(0).cpu())
-        at_same = found.diagonal(0, -2, -1).mean((0, -1)).cpu()
+
+        def of_rows(rows: Rows, layer: int = layer, block: nn.Module = block, hidden: torch.Tensor = hidden) -> list:
+            parts = [_scored(teacher, layer, block, part, place) for part in hidden.split(rows.at_once)]
+            return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+        (hidden, attended, at_same, to_needle), rows = within_memory(of_rows, rows)
+        scores.append(attended.mean(0).cpu())
         # looks at the same token with more than half of the attention that it pays to the needle
-        same.append(at_same > found.sum(-1).mean((0, -1)).cpu() / 2)
-        hidden = block(hidden, **inputs)
+        same.append(at_same.mean(0).cpu() > to_needle.mean(0).cpu() / 2)
     progress("scoring heads, layers", teacher.num_layers, teacher.num_layers)
     scores = torch.stack(scores)
     same = torch.stack(same)
     # one head of this kind is enough: what a second one finds, the first found
     best = (scores * same).amax()
     return torch.where(same & (scores < best), scores / 2, scores)
+
+
+class Rows(NamedTuple):
+    """Number of rows that a block of the teacher reads at once."""
+
+    at_once: int
+
+    def smaller(self) -> "Rows | None":
+        """Half as many; None where it is one row already."""
+        return Rows(self.at_once // 2) if self.at_once > 1 else None
+
+
+def _scored(
+    teacher: TeacherModel, layer: int, block: nn.Module, hidden: torch.Tensor, place: int
+) -> tuple[torch.Tensor, ...]:
+    """The block's output for some rows, and of each row and head: its score, and the attention of the second needle's
+    tokens to the same tokens and to all of the first needle."""
+    output = block(hidden, **teacher.block_inputs(hidden))
+    if block.layer_type == RECURRENT:
+        none = hidden.new_zeros(len(hidden), teacher.config.num_attention_heads)
+        return output, none, none, none
+    length = hidden.shape[1]
+    u = block.input_layernorm(hidden)
+    rotary = teacher.rotary(length, layer)
+    ((_, asking),) = attention_rows(block.self_attn, u, rotary, NEEDLE, first=length - NEEDLE)
+    found = asking[..., place : place + NEEDLE]  # (rows, heads, NEEDLE, NEEDLE)
+    following = found.diagonal(1, -2, -1).mean(-1)
+    to_needle = found.sum(-1)
+    return output, to_needle.amax(-1) + FOLLOWING * following, found.diagonal(0, -2, -1).mean(-1), to_needle.mean(-1)
 
 
 def ranked_heads(scores: torch.Tensor, shared: int) -> list[KVHead]:

@@ -1,5 +1,6 @@
 """What a user with a GPU does first, on the stand-in device, and the same on the CPU beside it."""
 
+import io
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from convert import convert
 from convert.cli import main as command
 from recipes import distillation, dpo, seqkd, sft
 from recipes import evaluate as evaluation
+from recipes.cli import main as recipes_command
 from tests.doubles.device import StandIn
 from tests.recipes.tiny_chat import common_arguments, conversations, preferences, save_chat_teacher, save_hybrid
 from tests.students import make_student
@@ -131,6 +133,38 @@ def test_evaluate(world, tmp_path, capsys):
     assert there["text"][0]["kl"] == pytest.approx(here["text"][0]["kl"], rel=1e-3)
     assert there["recall"] == here["recall"] and there["generation"]["answers"] == here["generation"]["answers"]
     assert here["speed"][0]["cache_bytes"] == there["speed"][0]["cache_bytes"]
+
+
+def test_chat(world, capsys, monkeypatch):
+    said = []
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("w9 w10\nw11 w12 w13\n"))
+        with StandIn() as stand_in:
+            command(["chat", str(world["hybrid"]), "--device", device, "--max-new-tokens", "12", "--temperature", "0"])
+        assert (stand_in.peak() > 0) == (device == "cuda")
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+
+
+def test_compare(world, tmp_path):
+    """All methods: caches in few bits, windows, eviction with its second reading of the context, and speed."""
+    text, found = tmp_path / "text.jsonl", []
+    text.write_text("".join(json.dumps({"text": f"w{i} w7 w{i + 1} " * 60}) + "\n" for i in range(8, 28)))
+    for device in ("cpu", "cuda"):
+        with StandIn() as stand_in:
+            recipes_command(["compare", str(world["teacher"]), str(world["hybrid"]), "--text", str(text),
+                             "--length", "128", "--first", "32", "--rows", "1", "--speed", "64", "--dtype", "float32",
+                             "--device", device, "--out", str(tmp_path / device), "--quiet"])  # fmt: skip
+        assert (stand_in.peak() > 0) == (device == "cuda")
+        found.append(json.loads((tmp_path / device / "compare.json").read_text()))
+    here, there = (comparison["methods"] for comparison in found)
+    assert len(here) >= 8
+    for one, other in zip(here, there, strict=True):
+        assert one["name"] == other["name"] and one["cache_bytes"] == other["cache_bytes"]
+        assert other["recall"] == one["recall"]
+        for of_one, of_other in zip(one["text"].values(), other["text"].values(), strict=True):
+            kl = of_one["after_contexts"]["kl"]
+            assert of_other["after_contexts"]["kl"] == pytest.approx(kl, rel=1e-2, abs=1e-6)
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from modeling_llamba import attention
 from modeling_llamba.hybrid_config import CACHE_BITS
 from modeling_llamba.naive import _rounded
 from modeling_llamba.rounding import Rounding
@@ -70,6 +71,33 @@ def test_a_prompt_is_its_steps_and_its_chunks():
             cache = output.past_key_values
             found.append(output.logits)
         torch.testing.assert_close(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_heads_are_taken_out_of_their_rows_in_parts(implementation, monkeypatch):
+    """Behind padding; eager attention returns its probabilities, too."""
+    model = make_student(**MIXED).float().eval()  # eager attention's masks are none in float64
+    model.set_attn_implementation(implementation)
+    ids = random_ids(2, 46)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    read = []
+    decode = Rounding.decode
+    monkeypatch.setattr(Rounding, "decode", lambda *args, **how: read.append(1) or decode(*args, **how))
+
+    def run():
+        read.clear()
+        cache = model(ids[:, :45], attention_mask=mask[:, :45], use_cache=True).past_key_values
+        asked = implementation == "eager"
+        out = model(ids[:, 45:], attention_mask=mask, past_key_values=cache, output_attentions=asked)
+        return len(read), [out.logits, *(out.attentions or ())]
+
+    calls, whole = run()
+    monkeypatch.setattr(attention, "DECODED", 1)
+    more_calls, parts = run()
+    assert more_calls > calls and len(whole) == len(parts) == (3 if implementation == "eager" else 1)
+    torch.testing.assert_close(parts, whole)
 
 
 @pytest.mark.parametrize("recording", [False, True])

@@ -187,6 +187,9 @@ def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
         query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    shape = query.shape
+    if enable_gqa and attn_mask is None and not is_causal:  # queries of one key side by side
+        query = query.reshape(shape[0], key.shape[1], -1, shape[3])
+    elif enable_gqa:
+        key, value = (t.repeat_interleave(shape[1] // t.shape[1], dim=1) for t in (key, value))
+    return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0].reshape(shape)
