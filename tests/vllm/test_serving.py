@@ -1,16 +1,19 @@
 """Hybrids in vLLM, against transformers: equal tokens, however requests are cut, mixed, shared and stopped."""
 
+import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 import torch
 
-from tests.vllm.conftest import ROOT, SETTINGS, reference
+from tests.vllm.conftest import ROOT, SETTINGS, reference, start_reference
 from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED
 
 pytestmark = pytest.mark.vllm
@@ -153,7 +156,7 @@ def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
     assert len({tuple(sample.token_ids) for _, sample in samples}) > 4
     file = tmp_path / "samples.json"
     file.write_text(json.dumps([{"prompt": p, "tokens": list(s.token_ids)} for p, s in samples]))
-    reference("score", str(models / "hybrid"), str(file))
+    reference("tests.vllm.reference", "score", str(models / "hybrid"), str(file))
     wrong, worst = differences([sample for _, sample in samples], json.loads(file.read_text()))
     assert wrong == 0 and worst < 1e-4
 
@@ -211,18 +214,18 @@ def test_bamba_is_not_for_vllm(engine):
         engine("bamba", enforce_eager=True)
 
 
-@pytest.fixture
-def server(models, tmp_path):
+@contextlib.contextmanager
+def serving(models, name, log):
     """An OpenAI client of a server of its own, which found the model by the plugin."""
     openai = pytest.importorskip("openai")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "hybrid")]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / name)]
     command += ["--kv-cache-memory-bytes", str(2**27)]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", "hybrid"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=log, stderr=log, cwd=ROOT)
+    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", name]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=file, stderr=file, cwd=ROOT)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         try:
             for _ in range(600):
@@ -230,12 +233,18 @@ def server(models, tmp_path):
                     client.models.list()
                     break
                 except openai.APIConnectionError:
-                    assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                    assert process.poll() is None, log.read_text()[-3000:]
                     time.sleep(1)
             yield client
         finally:
             process.terminate()
             process.wait()
+
+
+@pytest.fixture
+def server(models, tmp_path):
+    with serving(models, "hybrid", tmp_path / "log") as client:
+        yield client
 
 
 def test_chat_streams_and_stops(server, models, prompts):
@@ -254,3 +263,51 @@ def test_chat_streams_and_stops(server, models, prompts):
     stop = next(word for word in words[3:] if word not in words[:3])
     stopped = server.completions.create(**text, stop=[f" {stop}"]).choices[0]
     assert stopped.finish_reason == "stop" and stopped.text == given.text[: given.text.index(f" {stop}")]
+
+
+QUESTIONS = 40
+
+
+def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
+    """SeqKD: killed half-way, refused without a server, gone on with another; the answers that transformers gives."""
+    rows = [{"instruction": f"w{10 + i} w{20 + i} w{30 + i}", "input": ""} for i in range(QUESTIONS)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        "--teacher_model_name_or_path",
+        str(models / "teacher"),
+        "--dataset_name",
+        str(tmp_path / "prompts.jsonl"),
+    ]
+    command += ["--max_new_tokens", "48", "--truncated", "keep", "--test_share", "0", "--teacher_dtype", "float32"]
+    command += ["--output_dir"]
+    reference("recipes.seqkd", *command, str(tmp_path / "local"))
+    command += [str(tmp_path / "served"), "--concurrency", "2", "--server"]
+    answers = tmp_path / "served.work" / "answers.jsonl"
+    with serving(models, "teacher", tmp_path / "log") as client:
+        url = str(client.base_url)
+        process = start_reference("recipes.seqkd", *command, url)
+        for _ in range(6000):
+            if answers.is_file() and len(answers.read_text().splitlines()) > QUESTIONS // 4:
+                break
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+    kept = len(answers.read_text().splitlines())
+    assert QUESTIONS // 4 < kept < QUESTIONS and not (tmp_path / "served").exists()
+    with pytest.raises(subprocess.CalledProcessError):
+        reference("recipes.seqkd", *command, url)
+    with serving(models, "teacher", tmp_path / "log") as client:
+        reference("recipes.seqkd", *command, str(client.base_url))
+        (requests,) = re.findall(
+            r"^vllm:request_success_total.*finished_reason=.length.* ([\d.]+)$", metrics(client), re.M
+        )
+    assert float(requests) == QUESTIONS - kept
+    expected, found = ((tmp_path / name / "train.jsonl").read_text() for name in ("local", "served"))
+    assert found == expected
+
+
+def metrics(client) -> str:
+    """The server's own count of what it did."""
+    with urllib.request.urlopen(str(client.base_url).replace("/v1/", "/metrics")) as page:
+        return page.read().decode()
