@@ -2,9 +2,9 @@
 
 What a mixer holds, and a hybrid layer but for its kept heads, has a constant size, so a request has one slot of each
 layer: to vLLM it is the state of a Mamba layer. vLLM runs the tokens of all requests as one row: first a token each of
-those that decode, then the prompts that are read, or parts of them. Those that decode are one batch here, each prompt
-is a batch of its own. A slot of a hybrid layer holds the tensors of `Held`, from which the layer's own `prompt` and
-`step` go on.
+those that decode, then the prompts that are read, or parts of them. Those that decode are one batch here, and prompts
+that begin at the same token are batches of like lengths (`together`). A slot of a hybrid layer holds the tensors of
+`Held`, from which the layer's own `prompt` and `step` go on.
 
 Shapes: B requests, L tokens, H' query and K key/value heads with a window, D head dim; those of mixers are as in
 matrix_mixer.py.
@@ -14,10 +14,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -150,16 +152,52 @@ class SlotRows(HybridLayer):
         return 0, self.held.salience.shape[1], self._hidden(self.held, column[:, None])
 
 
+PADDED = 1.25
+"""Tokens of a batch of prompts, padding included, for each of its tokens at most."""
+
+
+class Span(NamedTuple):
+    """Prompt, or a part of it, in vLLM's row: its first token, one after its last, and the request's tokens before."""
+
+    start: int
+    stop: int
+    seen: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+def together(spans: list[Span], ragged: bool) -> list[list[int]]:
+    """Numbers of the spans that are one batch each, the longest first: all of it begins at the same token.
+
+    Args:
+        ragged: True if shorter spans may be padded; else those of a batch are of one length.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(spans)), key=lambda i: (spans[i].seen, -spans[i].length)):
+        span = spans[i]
+        batch = batches[-1] if batches else None
+        if batch is not None and spans[batch[0]].seen == span.seen:
+            longest = spans[batch[0]].length
+            tokens = sum(spans[j].length for j in batch) + span.length
+            if span.length == longest or (ragged and longest * (len(batch) + 1) <= PADDED * tokens):
+                batch.append(i)
+                continue
+        batches.append([i])
+    return batches
+
+
 @dataclass
 class SlotMetadata(BaseMambaAttentionMetadata):
     """vLLM's, and what would have to be asked of a device.
 
-    prompts: (first token in the row, one after its last, tokens of the request before them) of each prompt. decoding:
-    tokens before the next one of each request that decodes. opening: by width of the window, which of these requests
-    open a block, or None; made by the first layer that asks.
+    prompts: the span of each prompt. decoding: tokens before the next one of each request that decodes. opening: by
+    width of the window, which of these requests open a block, or None; made by the first layer that asks.
     """
 
-    prompts: list[tuple[int, int, int]] = field(default_factory=list)
+    prompts: list[Span] = field(default_factory=list)
     decoding: list[int] = field(default_factory=list)
     opening: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
 
@@ -167,6 +205,16 @@ class SlotMetadata(BaseMambaAttentionMetadata):
     def prompt_slots(self) -> list[int]:
         """The slot of each prompt; a device is asked for them once, not by every layer."""
         return self.state_indices_tensor_p.tolist()
+
+    @functools.cached_property
+    def ragged_batches(self) -> list[list[int]]:
+        """Prompts that are one batch where padding does no harm."""
+        return together(self.prompts, ragged=True)
+
+    @functools.cached_property
+    def even_batches(self) -> list[list[int]]:
+        """Prompts that are one batch without padding."""
+        return together(self.prompts, ragged=False)
 
     @functools.cached_property
     def decoding_slots(self) -> torch.Tensor:
@@ -188,7 +236,7 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
 
     metadata_cls = SlotMetadata
     needs_causal_conv1d_metadata = False
-    # prompts are gone through one by one, and blocks opened where one begins: graphs hold what lies between layers
+    # prompts are of any lengths, and blocks opened where one begins: graphs hold what lies between layers
     _cudagraph_support = AttentionCGSupport.NEVER
 
     def build(
@@ -198,11 +246,11 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
         metadata = self._compute_common_metadata(common_attn_metadata)
         ends = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
-        spans = [(s, e, n - (e - s)) for s, e, n in zip(ends, ends[1:], lengths, strict=False)]
+        spans = [Span(s, e, n - (e - s)) for s, e, n in zip(ends, ends[1:], lengths, strict=False)]
         decodes = spans[: metadata.num_decodes]
         prompts = spans[metadata.num_decodes :]
         metadata.prompts = prompts[: metadata.num_prefills]
-        metadata.decoding = [seen for _, _, seen in decodes]
+        metadata.decoding = [span.seen for span in decodes]
         return metadata
 
 
@@ -226,8 +274,11 @@ class SlotLayer(nn.Module, MambaBase):
     """A layer that goes on from slots; takes the place of the one that it holds.
 
     A kind of layer has `forward`, which hands tensors (1, L, ...) to `in_slots`, and `prompt` and `decode`, which
-    write what `in_slots` returns.
+    write what `in_slots` returns. paddings: what of each of these tensors stands behind a prompt that is shorter than
+    others of its batch; None where none may be.
     """
+
+    paddings: list[float] | None = None
 
     def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
@@ -283,9 +334,26 @@ class SlotLayer(nn.Module, MambaBase):
         if decodes:
             self.decode([t[0, :decodes, None] for t in inputs], output[0, :decodes, None], metadata)
         if metadata.num_prefills:
-            for (start, stop, seen), slot in zip(metadata.prompts, metadata.prompt_slots, strict=True):
-                part = slice(start, stop)
-                self.prompt([t[:, part] for t in inputs], output[:, part], slice(slot, slot + 1), seen)
+            for batch in metadata.even_batches if self.paddings is None else metadata.ragged_batches:
+                slots = [metadata.prompt_slots[i] for i in batch]
+                self._prompts(inputs, output, [metadata.prompts[i] for i in batch], slots)
+
+    def _prompts(self, inputs: list[torch.Tensor], output: torch.Tensor, spans: list[Span], slots: list[int]) -> None:
+        """Prompts of some requests, as one batch."""
+        first = spans[0]
+        if len(spans) == 1:
+            part = slice(first.start, first.stop)
+            self.prompt([t[:, part] for t in inputs], output[:, part], slice(slots[0], slots[0] + 1), first.seen)
+            return
+        paddings = self.paddings or [0.0] * len(inputs)
+        batch = [
+            pad_sequence([t[0, span.start : span.stop] for span in spans], True, padding)
+            for t, padding in zip(inputs, paddings, strict=True)
+        ]
+        mixed = output.new_zeros(len(spans), first.length, output.shape[2])
+        self.prompt(batch, mixed, torch.tensor(slots, device=output.device), first.seen)
+        for row, span in zip(mixed, spans, strict=True):
+            output[0, span.start : span.stop] = row[: span.length]
 
 
 class MixerSlots(SlotLayer):
@@ -295,8 +363,8 @@ class MixerSlots(SlotLayer):
         """(1, L, hidden) -> (1, L, hidden)."""
         return self.in_slots([*position_embeddings, hidden_states], hidden_states.shape[-1])
 
-    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, which: slice | None, seen: int) -> None:
-        """Tokens of one request, which `seen` others precede."""
+    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, which: Which | None, seen: int) -> None:
+        """Tokens (B, L, ...) of requests, which `seen` others precede in each."""
         self._mix(inputs, output, None if which is None else MixerCache(self.slots, which, seen > 0))
 
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
@@ -336,9 +404,13 @@ class PagedHeads(nn.ModuleList):
 class HybridSlots(SlotLayer):
     """A hybrid layer.
 
+    Padding has no number and no salience, so that nothing of it is held.
+
     Args:
         step: `step_rows`, or `compiled_step()`, the same for all layers of a model.
     """
+
+    paddings = [-1, -torch.inf, 0.0]
 
     def __init__(
         self, mixer: HybridAttention, config, layer: int, vllm_config: VllmConfig, prefix: str, step: Callable
@@ -346,6 +418,7 @@ class HybridSlots(SlotLayer):
         super().__init__(mixer, config, layer, vllm_config, prefix)
         self.step = step
         self.example = None
+        self.reach = config.hybrid_sink_reach
         if mixer.kept:
             mixer.kept_heads.paged = PagedHeads(mixer, vllm_config.cache_config, prefix)
 
@@ -356,10 +429,14 @@ class HybridSlots(SlotLayer):
             return
         for name, t in self.slots.items():  # what is compiled for one layer does for windows of other widths
             torch._dynamo.maybe_mark_dynamic(t, [0, *{"keys": [2], "values": [2], "salience": [1]}.get(name, [])])
-        for requests in (1, 2):
-            tokens = [t.repeat(requests, *[1] * (t.ndim - 1)) for t in self.example]
-            with torch.inference_mode():
-                self._step(tokens, tokens[0].new_zeros(requests))
+        examples = [self.example]
+        if self._has_far_sinks(self.example):
+            examples.append(self._without_far_sinks(self.example))
+        for example in examples:
+            for requests in (1, 2):
+                tokens = [t.repeat(requests, *[1] * (t.ndim - 1)) for t in example]
+                with torch.inference_mode():
+                    self._step(tokens, tokens[0].new_zeros(requests))
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs, *nothing: None
@@ -371,18 +448,22 @@ class HybridSlots(SlotLayer):
         new = attention.select_windowed(projected)
         heads = torch.cat([t for t in new[:4] if t is not None], dim=1)
         size = new.query[0, :, 0].numel()
-        width = size if attention.down is None else 4 * size
-        mixed = self.in_slots([inputs.index, new.salience, heads.transpose(1, 2)], width)
+        rank = 0 if attention.down is None else attention.down.out_features
+        mixed = self.in_slots([inputs.index, new.salience, heads.transpose(1, 2)], size + rank)
         output = mixed[..., :size].unflatten(2, (-1, attention.head_dim))
-        return attention.project_out(output, of_kept, mixed[..., size:])
+        output = attention.project_out(output, of_kept, None)
+        return output if rank == 0 else output + attention.up(mixed[..., size:])
 
-    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, which: slice | None, seen: int) -> None:
-        """Tokens of one request, which `seen` others precede."""
+    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, which: Which | None, seen: int) -> None:
+        """Tokens (B, L, ...) of requests, which `seen` others precede in each; index -1 at padding behind them."""
         index = inputs[0]
+        all_inputs = inputs
+        if seen + index.shape[1] <= self.reach:
+            inputs = self._without_far_sinks(inputs)
         projected = projected_of(self.mixer, *inputs[1:])
         if which is None:
             cache = None
-            self.example = [t[0, :1, None].clone() for t in inputs]
+            self.example = [t[0, :1, None].clone() for t in all_inputs]
         else:
             cache = HybridLayer(self.mixer.shape)
             cache.held = held_in(self.slots, which, index[:, 0]) if seen else None
@@ -395,6 +476,8 @@ class HybridSlots(SlotLayer):
         opening = metadata.opening_slots(self.mixer.shape)
         if opening is not None:
             put(self.slots, opening, open_block(held_in(self.slots, opening, opening), self.mixer.shape))
+        if max(metadata.decoding) < self.reach:
+            inputs = self._without_far_sinks(inputs)
         self._give(output, *self._step(inputs, metadata.decoding_slots))
 
     def _step(self, inputs: list[torch.Tensor], which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -402,13 +485,27 @@ class HybridSlots(SlotLayer):
         inputs = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
         return self.step(self.mixer, self.slots, which, *inputs)
 
+    def _has_far_sinks(self, inputs: list[torch.Tensor]) -> bool:
+        """True if there are queries to sinks that are farther away than the teacher was trained for."""
+        K, shared = self.mixer.kv_groups
+        return inputs[2].shape[2] > K * (shared + 2)
+
+    def _without_far_sinks(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Leave these queries out: of tokens that no sink is so far from, they are the others' equal."""
+        if not self._has_far_sinks(inputs):
+            return inputs
+        K, shared = self.mixer.kv_groups
+        index, salience, heads = inputs
+        return [index, salience, torch.cat([heads[:, :, : K * shared], heads[:, :, 2 * K * shared :]], dim=2)]
+
     def _give(self, output: torch.Tensor, of_heads: torch.Tensor, features: torch.Tensor | None) -> None:
-        """Write (B, L, H', D) and the features of the last tokens (B, L', 3 H' D) into the output, which is zero."""
+        """Write (B, L, H', D) and what the low-rank map makes of the features of the last tokens, (B, L', 3 H' D),
+        into the output, which is zero."""
         of_heads = of_heads.flatten(2)
         size = of_heads.shape[2]
         output[..., :size] = of_heads
         if features is not None and size < output.shape[2]:
-            output[:, output.shape[1] - features.shape[1] :, size:] = features
+            output[:, output.shape[1] - features.shape[1] :, size:] = self.mixer.down(features)
 
 
 def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torch.Tensor) -> Projected:

@@ -23,6 +23,8 @@ SERVED = [CONVERTED, *(name for name in CASES if name not in REFUSED)]
 COMPILED = [CONVERTED, "phi, heads kept apart", "mixers alone", "two kinds of RoPE, caps, far sinks"]
 # chunks that cut blocks of 8, the window of 24 and the short convolution; fewer slots than requests
 IN_PIECES = dict(enforce_eager=True, max_num_batched_tokens=47, max_num_seqs=3, enable_prefix_caching=False)
+# all prompts in one step, in batches of like lengths
+AT_ONCE = dict(enforce_eager=True, max_num_batched_tokens=2048, enable_prefix_caching=False)
 
 
 def greedy(llm, prompts, **options):
@@ -61,6 +63,36 @@ def assert_equal(outputs, references):
 def test_tokens_and_log_probabilities_are_transformers(name, engine, models, prompts):
     """Ragged prompts of 1 to 600 tokens, ten requests in three slots."""
     assert_equal(greedy(engine(name, **IN_PIECES), prompts), expected(models, name))
+
+
+@pytest.mark.parametrize("name", [CONVERTED, "phi, heads kept apart", "two kinds of RoPE, caps, far sinks", "mamba2"])
+def test_prompts_of_like_lengths_are_one_batch(name, engine, models, prompts, monkeypatch):
+    """Padded where the layer can have it, and two of one length, which every layer takes together."""
+    from recipes.serving import slots
+
+    batches = []
+    inner = slots.SlotLayer._prompts
+
+    def noted(self, inputs, output, spans, *others):
+        batches.append((type(self).__name__, [span.length for span in spans]))
+        inner(self, inputs, output, spans, *others)
+
+    monkeypatch.setattr(slots.SlotLayer, "_prompts", noted)
+    assert_equal(
+        greedy(engine(name, **AT_ONCE), [*prompts, prompts[1]]), [*expected(models, name), expected(models, name)[1]]
+    )
+    assert ("HybridSlots", [130, 122, 118, 70]) in batches and ("HybridSlots", [37, 37]) in batches
+    if name != CONVERTED:  # which has no mixers
+        assert ("MixerSlots", [37, 37]) in batches and ("MixerSlots", [122]) in batches
+
+
+def test_which_prompts_are_together():
+    from recipes.serving.slots import Span, together
+
+    spans = [Span(0, 100, 0), Span(100, 190, 0), Span(190, 290, 64), Span(290, 291, 0), Span(291, 391, 64)]
+    assert together(spans, ragged=True) == [[0, 1], [3], [2, 4]]
+    assert together(spans, ragged=False) == [[0], [1], [3], [2, 4]]
+    assert together([], ragged=True) == []
 
 
 def test_few_bits_round_as_in_transformers(engine, models, prompts):
