@@ -119,23 +119,21 @@ def test_what_is_lost_shows(name, lost, engine, models, prompts, monkeypatch):
     """Every part of a prompt but the first finds one of a slot's tensors empty: what is compared above must see it."""
     from recipes.serving import slots
 
-    class Forgetful(dict):
-        def __getitem__(self, key):
-            found = super().__getitem__(key)
-            empty = -torch.inf if lost == "salience" else 0
-            return torch.full_like(found, empty) if key == lost else found
+    fetch = slots.SlotLayer.fetch
+    prompt = slots.HybridSlots.prompt if name == "hybrid" else slots.MixerSlots.prompt
 
-    held_in, init = slots.held_in, slots.MixerCache.__init__
+    def forget(self, rows):
+        content, tensors = fetch(self, rows)
+        if lost in tensors:
+            tensors[lost].fill_(-torch.inf if lost == "salience" else 0)
+        return content, tensors
 
-    def forget(held, which):
-        return Forgetful(held) if isinstance(which, slice) else held
+    def forgetful(self, *arguments):
+        with monkeypatch.context() as while_it_reads:
+            while_it_reads.setattr(slots.SlotLayer, "fetch", forget)
+            prompt(self, *arguments)
 
-    def cache_of(self, held, which, begun):
-        init(self, forget(held, which), which, begun)
-        self.slots = held
-
-    monkeypatch.setattr(slots, "held_in", lambda held, which, seen: held_in(forget(held, which), which, seen))
-    monkeypatch.setattr(slots.MixerCache, "__init__", cache_of)
+    monkeypatch.setattr(slots.HybridSlots if name == "hybrid" else slots.MixerSlots, "prompt", forgetful)
     llm = engine(name, **IN_PIECES)
     long = [i for i, prompt in enumerate(prompts) if len(prompt) > 60]
     references = expected(models, name)
