@@ -156,9 +156,48 @@ def test_cuda_graphs_end_where_slots_are_read():
     assert torch.ops.vllm.hybrid_slots.default.name() in config.splitting_ops
 
 
+def test_kept_heads_in_eight_bits_of_vllm(engine, models, prompts):
+    """vLLM's own flag halves what kept heads take; windows and states are rounded as the checkpoint says."""
+    llm = engine("hybrid", **IN_PIECES, kv_cache_dtype="fp8")
+    outputs = [output.outputs[0] for output in greedy(llm, prompts, max_tokens=1)]
+    first = [{name: row[name][:1] for name in ("tokens", "logprobs")} for row in expected(models, "hybrid")]
+    wrong, worst = differences(outputs, first)
+    assert wrong <= 1 and 1e-3 < worst < 0.3, f"{wrong} tokens differ, log-probabilities by {worst}"
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """vLLM's options with which slots are cut into several pages."""
+    from recipes.serving import slots
+
+    monkeypatch.setattr(slots, "PAGE", 1)
+    return dict(enforce_eager=True, block_size=32)
+
+
 @pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
-def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
-    llm = engine(name, enforce_eager=True)
+def test_a_slot_lies_in_as_many_pages_as_it_needs(name, engine, models, prompts, small_pages):
+    from recipes.serving.slots import SlotLayer, SlotPage, bytes_of
+
+    llm = engine(name, **IN_PIECES | small_pages)
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    (size,) = {group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    counts = [len(layer.pages) for layer in layers if isinstance(layer, SlotLayer)]
+    assert max(counts) > 1
+    for layer in layers:
+        if isinstance(layer, SlotLayer):
+            assert (len(layer.pages) - 1) * size < bytes_of(layer.sizes) <= len(layer.pages) * size
+    of_slots = [layer for layer in layers if isinstance(layer, SlotPage)]
+    kept = {"hybrid": 2}.get(name, 0)  # an attention layer and a kept head
+    assert sum(len(group.layer_names) for group in config.kv_cache_groups) == len(of_slots) + kept
+    assert_equal(greedy(llm, prompts), expected(models, name))
+
+
+@pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
+@pytest.mark.parametrize("pages", ["one", "several"])
+def test_a_prefix_that_is_shared_is_read_once(name, pages, engine, models, prompts, request):
+    options = dict(enforce_eager=True) if pages == "one" else request.getfixturevalue("small_pages")
+    llm = engine(name, **options)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     greedy(llm, [prompts[longest][:520]])
     outputs = greedy(llm, [prompts[longest], prompts[longest]])
