@@ -599,7 +599,8 @@ class FamiliesOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Talk with a model; every line is a turn, and none is read twice."""
+    """Talk with a model; every line is a turn, and none is read twice. `/retry` answers the last one again, `/edit
+    TEXT` another in its place."""
 
     model: str | None = None
     """Folder, Hub id or GGUF file."""

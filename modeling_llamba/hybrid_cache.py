@@ -217,9 +217,10 @@ class HybridLayer(CacheLayerMixin):
         """Keep what `crop` needs from here on."""
         self.record_past = True
         base = None if self.held is None else self.held.copied()
-        self.recording = Recording(base, (2, 2, 1, 1), lambda held, tokens: self._replay(held, NewTokens(*tokens)))
+        self.recording = Recording(base, (2, 2, 1, 1), self._replay)  # no lambda, which cannot be saved
 
-    def _replay(self, held: Held | None, tokens: NewTokens) -> Held:
+    def _replay(self, held: Held | None, recorded: Tensors) -> Held:
+        tokens = NewTokens(*recorded)
         return advance(Held.empty(self.shape, tokens) if held is None else held, tokens, self.shape)
 
     def _record(self, tokens: NewTokens) -> None:
@@ -261,6 +262,15 @@ class HybridLayer(CacheLayerMixin):
         self.length -= count
         self.kept.crop(-count)
         return True
+
+    def go_back(self, held: Held | None, length: int) -> None:
+        """Hold what was held after so many tokens; the kept heads' keys are left to the caller."""
+        self.held = held
+        self.readout = None
+        self.length = length
+        self.recording = None
+        if self.record_past:
+            self.activate_past_recording()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Not used: the first tokens make what is held."""

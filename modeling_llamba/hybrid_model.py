@@ -24,6 +24,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
+from .cache_checkpoint import CacheCheckpoint
 from .hybrid_attention import HybridAttention, HybridInputs, theory_mass
 from .hybrid_cache import (
     RecurrentCache,
@@ -457,6 +458,10 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     def new_cache(self) -> Cache:
         """An empty cache for this model."""
         return new_cache(self.config)
+
+    def cache_checkpoint(self, cache: Cache) -> CacheCheckpoint:
+        """The cache after the tokens so far, to which `restore(cache)` takes it back when it has gone on."""
+        return CacheCheckpoint(cache)
 
     @can_return_tuple
     def forward(

@@ -6,11 +6,16 @@ Prompts: `messages` (up to the first answer), `prompt` (a text or messages), or 
 generated in batches with the teacher's chat template, written as they come, and, when all are there, put in place as
 a folder that `dataset_name:` of the other recipes takes: train.jsonl, test.jsonl, README.md. Interrupted, the same
 command goes on. Every batch has its own seed, so that makes no difference to the result.
+
+With `--server http://HOST:PORT/v1` the answers are made by whatever serves the teacher there and speaks OpenAI's
+protocol, `--concurrency` at a time; of the teacher itself only the tokenizer is read here.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +33,11 @@ from .training.arguments import TeacherArguments, parse_classes
 from .training.chat_format import as_text, question_ids, question_of, render
 from .training.load import load_splits, load_teacher
 from .training.run import local_files, script
+from .training.server import Server
 
 COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
+Answers = dict[int, dict[str, Any]]
+"""{"text", "finished"} by number of the prompt."""
 
 
 @dataclass
@@ -45,6 +53,14 @@ class SeqKDArguments:
         metadata={"help": "Answers cut off at max_new_tokens, which teach to stop anywhere."},
     )
     batch_size: int = field(default=16, metadata={"help": "Number of prompts answered at once."})
+    server: str | None = field(
+        default=None,
+        metadata={"help": "URL of a server that speaks OpenAI's protocol, as http://localhost:8000/v1, and answers."},
+    )
+    server_model: str | None = field(
+        default=None, metadata={"help": "The teacher's name there, if the server has several models."}
+    )
+    concurrency: int = field(default=16, metadata={"help": "Number of prompts that the server has at once."})
     temperature: float = field(default=0.0, metadata={"help": "Temperature of sampling; 0 takes the likeliest token."})
     test_share: float = field(default=0.05, metadata={"help": "Share of the rows that become the test split."})
     seed: int = field(default=0, metadata={"help": "Seed of sampling and of the choice of test rows."})
@@ -52,13 +68,15 @@ class SeqKDArguments:
     overwrite: bool = field(default=False, metadata={"help": "Replace output_dir if this recipe wrote it."})
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "max_prompt_length", "batch_size"):
+        for name in ("max_new_tokens", "max_prompt_length", "batch_size", "concurrency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         if not 0 <= self.test_share < 1:
             raise ValueError(f"test_share must lie in [0, 1), not {self.test_share}.")
         if self.temperature < 0:
             raise ValueError(f"temperature must be 0 or more, not {self.temperature}.")
+        if self.server is None and self.server_model is not None:
+            raise ValueError("server_model has no effect without server, the URL of one.")
 
 
 @dataclass
@@ -150,38 +168,79 @@ def answer_all(
     key = run_key(prompts, teaching, arguments)
     path = work / "answers.jsonl"
     marker = work / "run.txt"
-    if path.is_file() and (not marker.is_file() or marker.read_text() != key):
+    begun = path.is_file() and path.stat().st_size > 0
+    if begun and (not marker.is_file() or marker.read_text() != key):
         raise ValueError(f"{work} holds answers of another run; delete it or choose another output_dir.")
     marker.write_text(key)
     answers = read_answers(path)
-    # like lengths together, so that little is padding; the batches do not depend on what is there already
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
-    batches = [order[i : i + arguments.batch_size] for i in range(0, len(order), arguments.batch_size)]
-    left = [(n, batch) for n, batch in enumerate(batches) if not all(i in answers for i in batch)]
-    teacher = Answerer(teaching, tokenizer, arguments) if left else None
-    with open(path, "a") as file:
-        for number, batch in tqdm(left, desc="answers", unit="batch"):
-            # a seed for each batch, so that a run that resumes draws what an uninterrupted one would
-            set_seed((arguments.seed * 1_000_003 + number) % 2**32)
-            for i, ids in zip(batch, teacher([prompts[i].ids for i in batch]), strict=True):
-                answers[i] = finished_answer(ids, tokenizer, teacher.stops)
-                file.write(json.dumps({"index": i} | answers[i]) + "\n")
+    if arguments.server is None:
+        found = from_teacher(prompts, answers, tokenizer, teaching, arguments)
+    else:
+        found = from_server(prompts, answers, arguments)
+    with open(path, "a") as file, tqdm(desc="answers", total=len(prompts), initial=len(answers)) as bar:
+        for some in found:
+            answers |= some
+            file.write("".join(json.dumps({"index": i} | answer) + "\n" for i, answer in some.items()))
             file.flush()
             # answers take hours, and a crash of the machine loses what the system has not written
             os.fsync(file.fileno())
+            bar.update(len(some))
     return [answers[i] for i in range(len(prompts))]
+
+
+def from_teacher(
+    prompts: list[Prompt],
+    known: Answers,
+    tokenizer: PreTrainedTokenizerBase,
+    teaching: TeacherArguments,
+    arguments: SeqKDArguments,
+) -> Iterator[Answers]:
+    """Answers of the teacher, loaded here, to the prompts of each batch that holds one without an answer."""
+    # like lengths together, so that little is padding; the batches do not depend on what is there already
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
+    batches = [order[i : i + arguments.batch_size] for i in range(0, len(order), arguments.batch_size)]
+    left = [(n, batch) for n, batch in enumerate(batches) if not all(i in known for i in batch)]
+    teacher = Answerer(teaching, tokenizer, arguments) if left else None
+    for number, batch in left:
+        # a seed for each batch, so that a run that resumes draws what an uninterrupted one would
+        set_seed(seed_of(arguments, number))
+        drawn = teacher([prompts[i].ids for i in batch])
+        yield {i: finished_answer(ids, tokenizer, teacher.stops) for i, ids in zip(batch, drawn, strict=True)}
+
+
+def from_server(prompts: list[Prompt], known: Answers, arguments: SeqKDArguments) -> Iterator[Answers]:
+    """Answers of a server to the prompts without one, as they come; each has a seed of its own."""
+    left = [i for i in range(len(prompts)) if i not in known]
+    if not left:
+        return
+    server = Server(arguments.server, arguments.server_model)
+    sampling = arguments.max_new_tokens, arguments.temperature
+    with ThreadPoolExecutor(arguments.concurrency) as pool:
+        asked = {pool.submit(server.answer, prompts[i].turns, *sampling, seed_of(arguments, i)): i for i in left}
+        try:
+            for done in as_completed(asked):
+                yield {asked[done]: done.result()}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def seed_of(arguments: SeqKDArguments, number: int) -> int:
+    """Seed of a batch or a prompt."""
+    return (arguments.seed * 1_000_003 + number) % 2**32
 
 
 def run_key(prompts: list[Prompt], teaching: TeacherArguments, arguments: SeqKDArguments) -> str:
     """A hash of everything the answers depend on."""
-    without = ("output_dir", "overwrite", "test_share", "truncated")  # which say what becomes of the answers
+    # the first four say what becomes of the answers, the others where and how fast they are made
+    without = ("output_dir", "overwrite", "test_share", "truncated", "server", "concurrency")
     shown = {k: v for k, v in vars(arguments).items() if k not in without}
+    shown["by a server"] = arguments.server is not None
     files = local_files(teaching.teacher_model_name_or_path)
     text = json.dumps([shown, vars(teaching), files, [prompt.ids for prompt in prompts]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_answers(path: Path) -> dict[int, dict[str, Any]]:
+def read_answers(path: Path) -> Answers:
     """The answers written before an interruption, by prompt; a line cut short at the end is removed."""
     answers = {}
     whole = 0

@@ -1,26 +1,48 @@
-"""A conversation with a model whose cache carries on from turn to turn, so that nothing is read twice."""
+"""A conversation with a model whose cache carries on from turn to turn, so that nothing is read twice.
+
+What a turn changes of the text before it (an answer that is made anew, a question that is edited, a template that
+leaves out the reasoning of earlier answers) is read from the last checkpoint on that the texts have in common. There
+are two in each turn: where its question begins, and where its answer does, whatever either says.
+"""
 
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
+
+from modeling_llamba.cache_checkpoint import CacheCheckpoint
 
 from ..checkpoint.load import encode_chats, load_model, prompt_tokenizer
 from ..errors import during
 from ..options import ChatOptions
 from .generate import PieceStreamer, print_piece, sampling
 
+CHECKPOINTS = 8
+"""Checkpoints that are kept, the last ones: those of four turns."""
+
+
+class Mark(NamedTuple):
+    """A checkpoint and its number of tokens."""
+
+    length: int
+    checkpoint: CacheCheckpoint
+
 
 class Conversation:
     """Turns of one conversation, and the cache in which a model holds them.
+
+    Args:
+        checkpoints: how many are kept; without any, a conversation that is not the last one going on is read anew.
 
     Raises:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, checkpoints: int = CHECKPOINTS):
         if not tokenizer.chat_template:
             raise ValueError("This model has no chat template; continue a text with `generate --raw --prompt TEXT`.")
         self.model = model
@@ -29,18 +51,21 @@ class Conversation:
         self.cache: Cache | None = None
         self.held: list[int] = []
         """Tokens in the cache."""
+        self.marks: deque[Mark] = deque(maxlen=checkpoints)
 
     def answer(
         self, said: str, max_new_tokens: int, temperature: float, on_text: Callable[[str], None] = lambda piece: None
     ) -> str:
         """The model's answer to what the user says next; each piece of it goes to `on_text` as it is decoded."""
         self.messages.append({"role": "user", "content": said})
-        ids = encode_chats(self.tokenizer, [self.messages])["input_ids"].to(self.model.device)
-        if ids[0, : len(self.held)].tolist() != self.held:
-            self.cache = None  # a state cannot go back, so what this template changes in earlier turns is read again
+        ids = self._tokens(self.messages)
+        self._go_back(ids)
+        if self.marks.maxlen:
+            self._read_with_marks(ids)
+        inputs = torch.tensor([ids], device=self.model.device)
         made = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
             past_key_values=self.cache,
             **sampling(temperature),
             max_new_tokens=max_new_tokens,
@@ -49,9 +74,77 @@ class Conversation:
         )
         self.cache = made.past_key_values
         self.held = made.sequences[0, :-1].tolist()
-        answer = self.tokenizer.decode(made.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+        answer = self.tokenizer.decode(made.sequences[0, len(ids) :], skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": answer})
         return answer
+
+    def answer_again(
+        self,
+        said: str | None,
+        max_new_tokens: int,
+        temperature: float,
+        on_text: Callable[[str], None] = lambda piece: None,
+    ) -> str:
+        """`answer` in place of the last turn, to what the user said there or to `said`.
+
+        Raises:
+            ValueError: there is no turn yet.
+        """
+        if not self.messages:
+            raise ValueError("There is no turn yet to take back; say something first.")
+        if said is None:
+            said = self.messages[-2]["content"]
+        del self.messages[-2:]
+        return self.answer(said, max_new_tokens, temperature, on_text)
+
+    def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        return encode_chats(self.tokenizer, [messages])["input_ids"][0].tolist()
+
+    def _go_back(self, ids: list[int]) -> None:
+        """Take the cache back to a beginning of these tokens, of which one at least is left to read."""
+        common = min(shared_beginning(self.held, ids), len(ids) - 1)
+        if common == len(self.held):
+            return
+        while self.marks and self.marks[-1].length > common:
+            self.marks.pop()
+        if not self.marks:
+            self.cache = None
+            self.held = []
+            return
+        self.marks[-1].checkpoint.restore(self.cache)
+        self.held = ids[: self.marks[-1].length]
+
+    def _read_with_marks(self, ids: list[int]) -> None:
+        """Read the tokens up to where this turn's question begins, and up to where its answer does; keep both."""
+        # an answer and a question that begin unlike the real ones, so that only what any would follow is shared
+        other = "B" if self.messages[-1]["content"].startswith("A") else "A"
+        question = {"role": "user", "content": other}
+        conversations = [self.messages[:-1] + [question]]
+        conversations.append([*self.messages, {"role": "assistant", "content": other}, question])
+        for messages in conversations:
+            length = min(shared_beginning(self._tokens(messages), ids), len(ids) - 1)
+            if length > len(self.held):
+                self._read(ids, length)
+            if length == len(self.held) and (not self.marks or self.marks[-1].length < length):
+                self.marks.append(Mark(length, CacheCheckpoint(self.cache)))
+
+    @torch.no_grad()
+    def _read(self, ids: list[int], length: int) -> None:
+        """Let the cache hold the first `length` of these tokens."""
+        new = torch.tensor([ids[len(self.held) : length]], device=self.model.device)
+        read = self.model(input_ids=new, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache = read.past_key_values
+        self.held = ids[:length]
+
+
+def shared_beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens at the beginning that two texts have in common."""
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
 
 
 def chat(options: ChatOptions) -> None:
@@ -63,9 +156,26 @@ def chat(options: ChatOptions) -> None:
     conversation = Conversation(model, tokenizer)
     torch.manual_seed(options.seed)
     if sys.stdin.isatty():
-        sys.stderr.write("Say something; an empty line or Ctrl-D ends the conversation.\n")
+        sys.stderr.write(
+            "Say something. /retry answers the last line again, /edit TEXT answers TEXT in its place; an empty line "
+            "or Ctrl-D ends the conversation.\n"
+        )
     while said := _next_line():
-        conversation.answer(said, options.max_new_tokens, options.temperature, print_piece)
+        _take_turn(conversation, said, options)
+
+
+def _take_turn(conversation: Conversation, said: str, options: ChatOptions) -> None:
+    """Print the answer to a line, or to what a command makes of the last one."""
+    how = options.max_new_tokens, options.temperature, print_piece
+    command, _, text = said.partition(" ")
+    again = said == "/retry" or command == "/edit"
+    if again and (not conversation.messages or (command == "/edit" and not text.strip())):
+        sys.stderr.write("/retry and /edit TEXT are about the last line, so that there has to be one.\n")
+    elif again:
+        conversation.answer_again(text.strip() or None, *how)
+        print_piece("\n")
+    else:
+        conversation.answer(said, *how)
         print_piece("\n")
 
 

@@ -83,7 +83,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--make", action="store_true", help="make the two models in the folder, and stop")
     cells = ["512x1", "512x8", "4096x1", "4096x8", "8000x1"]  # the teacher's positions end at 8,192
-    parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests")
+    parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests; none: memory alone")
+    parser.add_argument("--dtype", default="float32", help="type of the weights, and of the cache")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 halves the teacher's cache, and kept heads")
     args = parser.parse_args()
     if args.make:
         make_models(args.folder)
@@ -91,14 +93,22 @@ def main() -> None:
     os.environ |= SETTINGS
     from vllm import LLM
 
-    options = {"dtype": "float32", "max_num_batched_tokens": 2048, "max_num_seqs": 8, "enable_prefix_caching": False}
-    options |= {"skip_tokenizer_init": True, "max_model_len": max(FITTING)}
+    options = {
+        "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+    }
+    options |= {"skip_tokenizer_init": True, "max_model_len": max(FITTING), "enforce_eager": not args.cells}
     engines = {name: LLM(str(args.folder / name), **options).llm_engine for name in ("teacher", "hybrid")}
     gibibytes = SETTINGS["VLLM_CPU_KVCACHE_SPACE"]
-    print(f"Requests that fit in {gibibytes} GiB\n\n| tokens | teacher | hybrid |\n|---|---|---|")
+    print(f"Requests that fit in {gibibytes} GiB\n\n| tokens | teacher | hybrid | ratio |\n|---|---|---|---|")
     for tokens in FITTING:
-        fitting = [f"{fit(engine, tokens):.1f}" for engine in engines.values()]
-        print(f"| {tokens} | {' | '.join(fitting)} |", flush=True)
+        fitting = [fit(engine, tokens) for engine in engines.values()]
+        print(f"| {tokens} | {fitting[0]:.1f} | {fitting[1]:.1f} | {fitting[1] / fitting[0]:.2f} |", flush=True)
+    if not args.cells:
+        return
     columns = ["context, requests", "new tokens/s: teacher", "hybrid", "ratio"]
     columns += ["prompts' tokens/s: teacher", "hybrid", "ratio"]
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

@@ -1,10 +1,12 @@
 """Memory that a layer carries from step to step, in the slots that vLLM gives to requests.
 
 What a mixer holds, and a hybrid layer but for its kept heads, has a constant size, so a request has one slot of each
-layer: to vLLM it is the state of a Mamba layer. vLLM runs the tokens of all requests as one row: first a token each of
-those that decode, then the prompts that are read, or parts of them. Those that decode are one batch here, each prompt
-is a batch of its own. A slot of a hybrid layer holds the tensors of `Held`, from which the layer's own `prompt` and
-`step` go on.
+layer. Slots are of very different sizes and vLLM's pages all of one, so a slot lies in as many pages as it needs; to
+vLLM each of them is the state of a Mamba layer (`SlotPage`). A step copies the slots of its requests into one tensor,
+works there, and writes back what has changed. vLLM runs the tokens of all requests as one row: first a token each of
+those that decode, then the prompts that are read, or parts of them. Those that decode are one batch here, and prompts
+that begin at the same token are batches of like lengths (`together`). A slot of a hybrid layer holds the tensors of
+`Held`, from which the layer's own `prompt` and `step` go on.
 
 Shapes: B requests, L tokens, H' query and K key/value heads with a window, D head dim; those of mixers are as in
 matrix_mixer.py.
@@ -12,21 +14,24 @@ matrix_mixer.py.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import async_tensor_h2d, direct_register_custom_op
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, async_tensor_h2d, direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs, Projected
@@ -34,8 +39,10 @@ from modeling_llamba.hybrid_cache import HybridLayer
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Slots = dict[str, torch.Tensor]
+"""The tensors of some requests' slots, (B, ...) each."""
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-Which = torch.Tensor | slice
+PAGE = 2**15
+"""Bytes of a page at least. Of larger pages more is left empty, of smaller ones vLLM has more to keep account of."""
 
 
 def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
@@ -61,25 +68,34 @@ def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
     return dict(sorted(sizes.items(), key=lambda item: -item[1][1].itemsize))
 
 
-def slot_shape(sizes: Sizes) -> tuple[tuple[int, ...], ...]:
-    """A slot as vLLM sees it: one row of float32."""
-    return ((-(-sum(prod(shape) * dtype.itemsize for shape, dtype in sizes.values()) // 4),),)
+def bytes_of(sizes: Sizes) -> int:
+    """Bytes of a slot."""
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
+
+
+def page_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes of a page: as many of the pages that attention takes anyway as make PAGE bytes."""
+    config = vllm_config.model_config.hf_config
+    cache = vllm_config.cache_config
+    is_auto = cache.cache_dtype == "auto"
+    dtype = vllm_config.model_config.dtype if is_auto else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype]
+    heads = config.num_key_value_heads if {"full_attention", "sliding_attention"} & set(config.layer_types) else 1
+    unit = cache.block_size * heads * 2 * config.head_dim * dtype.itemsize
+    return unit * -(-PAGE // unit)
 
 
 class MixerCache:
     """State of a mixer for some requests: the cache and its only layer in one, as the mixer's code reads them.
 
     Args:
-        slots: the tensors of all slots by name, (slots, ...) each. which: those of the requests, (B,) or a slice.
-        begun: whether the requests have begun; if not, what the slots hold is of others.
+        slots: the requests'. begun: whether the requests have begun; if not, what the slots hold is of others.
     """
 
-    def __init__(self, slots: Slots, which: Which, begun: bool):
+    def __init__(self, slots: Slots, begun: bool):
         self.slots = slots
-        self.which = which
         self.has_previous_state = {0: begun}
         self.conv_states, self.recurrent_states = (
-            {0: slots[name][which] if begun else None} for name in ("conv", "recurrent")
+            {0: slots[name].contiguous() if begun else None} for name in ("conv", "recurrent")
         )
 
     @property
@@ -103,19 +119,19 @@ class MixerCache:
 
     def write(self) -> None:
         """Put what the mixer has left here into the slots."""
-        self.slots["conv"][self.which] = self.conv_states[0]
-        self.slots["recurrent"][self.which] = self.recurrent_states[0].to(self.slots["recurrent"].dtype)
+        self.slots["conv"].copy_(self.conv_states[0])
+        self.slots["recurrent"].copy_(self.recurrent_states[0])
 
 
-def held_in(slots: Slots, which: Which, seen: torch.Tensor) -> Held:
+def held_in(slots: Slots, seen: torch.Tensor) -> Held:
     """State of a hybrid layer for requests that have `seen` tokens (B,)."""
-    return Held(*(slots[name][which] if name in slots else None for name in Held._fields[:4]), seen)
+    return Held(*(slots.get(name) for name in Held._fields[:4]), seen)
 
 
-def put(slots: Slots, which: Which, held: Held) -> None:
+def put(slots: Slots, held: Held) -> None:
     """Write what a hybrid layer holds into slots."""
     for name in slots:
-        slots[name][which] = getattr(held, name)
+        slots[name].copy_(getattr(held, name))
 
 
 class SlotRows(HybridLayer):
@@ -125,10 +141,9 @@ class SlotRows(HybridLayer):
     all widths.
     """
 
-    def __init__(self, shape: BlockShape, slots: Slots, which: torch.Tensor):
+    def __init__(self, shape: BlockShape, slots: Slots):
         super().__init__(shape)
         self.slots = slots
-        self.which = which
 
     def put(self, tokens: NewTokens, start: None) -> torch.Tensor:
         """Write a token, like `HybridLayer.put`."""
@@ -138,10 +153,11 @@ class SlotRows(HybridLayer):
         blocks = (self.slots["salience"].shape[1] - P) // E
         # blocks move forward as the window fills, so that the token's own is the last
         column = P + number - (number // E - blocks + 1).clamp(min=0) * E
+        row = torch.arange(number.shape[0], device=number.device)
         for name in ("keys", "values"):
-            self.slots[name][self.which, :, column] = getattr(tokens, name)[:, :, 0]
-        self.slots["salience"][self.which, column] = tokens.salience[:, 0]
-        self.held = held_in(self.slots, self.which, number + 1)
+            self.slots[name][row, :, column] = getattr(tokens, name)[:, :, 0]
+        self.slots["salience"][row, column] = tokens.salience[:, 0]
+        self.held = held_in(self.slots, number + 1)
         return column
 
     def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
@@ -150,36 +166,76 @@ class SlotRows(HybridLayer):
         return 0, self.held.salience.shape[1], self._hidden(self.held, column[:, None])
 
 
+PADDED = 1.25
+"""Tokens of a batch of prompts, padding included, for each of its tokens at most."""
+
+
+class Span(NamedTuple):
+    """Prompt, or a part of it, in vLLM's row: its first token, one after its last, and the request's tokens before."""
+
+    start: int
+    stop: int
+    seen: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+def together(spans: list[Span], ragged: bool) -> list[list[int]]:
+    """Numbers of the spans that are one batch each, the longest first: all of it begins at the same token.
+
+    Args:
+        ragged: True if shorter spans may be padded; else those of a batch are of one length.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(spans)), key=lambda i: (spans[i].seen, -spans[i].length)):
+        span = spans[i]
+        batch = batches[-1] if batches else None
+        if batch is not None and spans[batch[0]].seen == span.seen:
+            longest = spans[batch[0]].length
+            tokens = sum(spans[j].length for j in batch) + span.length
+            if span.length == longest or (ragged and longest * (len(batch) + 1) <= PADDED * tokens):
+                batch.append(i)
+                continue
+        batches.append([i])
+    return batches
+
+
 @dataclass
 class SlotMetadata(BaseMambaAttentionMetadata):
     """vLLM's, and what would have to be asked of a device.
 
-    prompts: (first token in the row, one after its last, tokens of the request before them) of each prompt. decoding:
-    tokens before the next one of each request that decodes. opening: by width of the window, which of these requests
-    open a block, or None; made by the first layer that asks.
+    prompts: the span of each prompt. decoding: tokens before the next one of each request that decodes. opening: by
+    width of the window, which of these requests open a block, or None; made by the first layer that asks.
     """
 
-    prompts: list[tuple[int, int, int]] = field(default_factory=list)
+    prompts: list[Span] = field(default_factory=list)
     decoding: list[int] = field(default_factory=list)
     opening: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     @functools.cached_property
-    def prompt_slots(self) -> list[int]:
-        """The slot of each prompt; a device is asked for them once, not by every layer."""
-        return self.state_indices_tensor_p.tolist()
+    def ragged_batches(self) -> list[list[int]]:
+        """Prompts that are one batch where padding does no harm."""
+        return together(self.prompts, ragged=True)
 
     @functools.cached_property
-    def decoding_slots(self) -> torch.Tensor:
-        """The slot of each request that decodes, (B,)."""
-        return self.state_indices_tensor_d[: self.num_decodes, 0].long()
+    def even_batches(self) -> list[list[int]]:
+        """Prompts that are one batch without padding."""
+        return together(self.prompts, ragged=False)
 
-    def opening_slots(self, shape: BlockShape) -> torch.Tensor | None:
-        """The slots in which a block is to be opened, if any."""
+    def pages(self, decode: bool) -> torch.Tensor:
+        """The page of each request that decodes, or of each prompt, (B,)."""
+        if decode:
+            return self.state_indices_tensor_d[: self.num_decodes, 0]
+        return self.state_indices_tensor_p
+
+    def opening_rows(self, shape: BlockShape, device: torch.device) -> torch.Tensor | None:
+        """Rows of those that decode in which a block is to be opened, if any."""
         if shape.window not in self.opening:
-            which = [i for i, n in enumerate(self.decoding) if n % shape.block == 0 and n >= shape.window]
-            slots = self.decoding_slots
-            which = async_tensor_h2d(which, dtype=torch.long, device=slots.device) if which else None
-            self.opening[shape.window] = None if which is None else slots[which]
+            rows = [i for i, n in enumerate(self.decoding) if n % shape.block == 0 and n >= shape.window]
+            self.opening[shape.window] = async_tensor_h2d(rows, dtype=torch.long, device=device) if rows else None
         return self.opening[shape.window]
 
 
@@ -188,7 +244,7 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
 
     metadata_cls = SlotMetadata
     needs_causal_conv1d_metadata = False
-    # prompts are gone through one by one, and blocks opened where one begins: graphs hold what lies between layers
+    # prompts are of any lengths, and blocks opened where one begins: graphs hold what lies between layers
     _cudagraph_support = AttentionCGSupport.NEVER
 
     def build(
@@ -198,11 +254,11 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
         metadata = self._compute_common_metadata(common_attn_metadata)
         ends = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
-        spans = [(s, e, n - (e - s)) for s, e, n in zip(ends, ends[1:], lengths, strict=False)]
+        spans = [Span(s, e, n - (e - s)) for s, e, n in zip(ends, ends[1:], lengths, strict=False)]
         decodes = spans[: metadata.num_decodes]
         prompts = spans[metadata.num_decodes :]
         metadata.prompts = prompts[: metadata.num_prefills]
-        metadata.decoding = [seen for _, _, seen in decodes]
+        metadata.decoding = [span.seen for span in decodes]
         return metadata
 
 
@@ -222,40 +278,41 @@ class SlotBackend(AttentionBackend):
         return True
 
 
-class SlotLayer(nn.Module, MambaBase):
-    """A layer that goes on from slots; takes the place of the one that it holds.
+class SlotPage(MambaBase):
+    """A page of a layer's slot, to vLLM the state of a Mamba layer.
 
-    A kind of layer has `forward`, which hands tensors (1, L, ...) to `in_slots`, and `prompt` and `decode`, which
-    write what `in_slots` returns.
+    Args:
+        bound: called when vLLM has given the page its memory.
     """
 
-    def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str):
-        super().__init__()
-        self.mixer = mixer
+    def __init__(self, prefix: str, vllm_config: VllmConfig, bound: Callable[[], None]):
         self.prefix = prefix
-        self.sizes = sizes_of(config, layer, vllm_config.model_config.dtype)
+        self.bound = bound
+        self.size = page_bytes(vllm_config)
         self.kv_cache = ()
-        self.slots = {}
+        self.first_row = 0
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        """A state as large as a page, so that vLLM has nothing to pad."""
+        return replace(super().get_kv_cache_spec(vllm_config), page_size_padded=None)
+
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """One tensor: vLLM copies slots for prefixes that are shared, and wants as many tensors of each layer."""
-        return slot_shape(self.sizes)
+        """One tensor: vLLM copies pages for prefixes that are shared, and wants as many tensors of each layer."""
+        return ((self.size // 4,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Dtypes of the state tensor, as a one-element tuple."""
         return (torch.float32,)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Cut vLLM's pages (slots, 1, 1, bytes) into the tensors of a slot."""
+        """Find vLLM's pages (pages, 1, 1, bytes) in the memory that all layers share."""
         super().bind_kv_cache(kv_cache)
-        pages = kv_cache.squeeze((1, 2))
-        start = 0
-        for name, (shape, dtype) in self.sizes.items():
-            size = prod(shape) * dtype.itemsize
-            # by way of DLPack it is a tensor of its own to torch.compile, which takes views of one another badly
-            self.slots[name] = torch.from_dlpack(pages[:, start : start + size].view(dtype).view(-1, *shape))
-            start += size
+        self.size = kv_cache.stride(0) * kv_cache.element_size()
+        first_byte = kv_cache.storage_offset() * kv_cache.element_size()
+        assert first_byte % self.size == 0
+        self.first_row = first_byte // self.size
+        self.bound()
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -265,6 +322,72 @@ class SlotLayer(nn.Module, MambaBase):
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Backend whose builder makes `SlotMetadata`, for vLLM."""
         return SlotBackend
+
+
+class SlotLayer(nn.Module):
+    """A layer that goes on from slots; takes the place of the one that it holds.
+
+    A kind of layer has `forward`, which hands tensors (1, L, ...) to `in_slots`, and `prompt` and `decode`, which
+    write what `in_slots` returns. paddings: what of each of these tensors stands behind a prompt that is shorter than
+    others of its batch; None where none may be. Rows (B, pages) say where in memory the pages of requests lie.
+    """
+
+    paddings: list[float] | None = None
+
+    def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        self.mixer = mixer
+        self.prefix = prefix
+        self.sizes = sizes_of(config, layer, vllm_config.model_config.dtype)
+        self.memory = None
+        count = -(-bytes_of(self.sizes) // page_bytes(vllm_config))
+        self.pages = [SlotPage(f"{prefix}.page{i}", vllm_config, self._bound) for i in range(count)]
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def _bound(self) -> None:
+        if any(len(page.kv_cache) == 0 for page in self.pages):
+            return
+        last = self.pages[-1]
+        whole = torch.empty(0, dtype=torch.uint8, device=last.kv_cache[0].device)
+        whole.set_(last.kv_cache[0].untyped_storage())
+        self.memory = whole[: len(whole) // last.size * last.size].view(-1, last.size)
+        self.first_rows = torch.tensor([page.first_row for page in self.pages], device=whole.device)
+        self.ready()
+
+    def ready(self) -> None:
+        """Do what needs the slots' memory once."""
+
+    def rows(self, decode: bool) -> torch.Tensor:
+        """Rows of memory (B, pages) of the requests that decode, or of those whose prompts are read."""
+        metadata = get_forward_context().attn_metadata
+        pages = [metadata[page.prefix].pages(decode) for page in self.pages]
+        return torch.stack(pages, dim=1) + self.first_rows
+
+    def fetch(self, rows: torch.Tensor) -> tuple[torch.Tensor, Slots]:
+        """Bytes (B, bytes) of requests' slots, and the tensors that they are."""
+        content = self.memory[rows].flatten(1)
+        return content, self.cut(content)
+
+    def empty(self, requests: int) -> tuple[torch.Tensor, Slots]:
+        """`fetch` for requests that have no slots yet."""
+        content = self.memory.new_empty(requests, len(self.pages) * self.memory.shape[1])
+        return content, self.cut(content)
+
+    def cut(self, content: torch.Tensor) -> Slots:
+        """The tensors in slots (B, bytes)."""
+        slots = {}
+        start = 0
+        for name, (shape, dtype) in self.sizes.items():
+            size = prod(shape) * dtype.itemsize
+            tensor = content[:, start : start + size].view(dtype).view(-1, *shape)
+            # by way of DLPack it is a tensor of its own to torch.compile, which takes views of one another badly
+            slots[name] = torch.from_dlpack(tensor)
+            start += size
+        return slots
+
+    def store(self, rows: torch.Tensor, content: torch.Tensor) -> None:
+        """Write whole slots (B, bytes)."""
+        self.memory[rows] = content.view(*rows.shape, -1)
 
     def in_slots(self, inputs: list[torch.Tensor], width: int) -> torch.Tensor:
         """(1, L, width) from tensors (1, L, ...) of all requests' tokens in one row."""
@@ -278,14 +401,33 @@ class SlotLayer(nn.Module, MambaBase):
         if metadata is None:  # vLLM measures memory
             self.prompt(inputs, output, None, 0)
             return
-        metadata: SlotMetadata = metadata[self.prefix]
+        metadata: SlotMetadata = metadata[self.pages[0].prefix]
         decodes = metadata.num_decodes
         if decodes:
             self.decode([t[0, :decodes, None] for t in inputs], output[0, :decodes, None], metadata)
         if metadata.num_prefills:
-            for (start, stop, seen), slot in zip(metadata.prompts, metadata.prompt_slots, strict=True):
-                part = slice(start, stop)
-                self.prompt([t[:, part] for t in inputs], output[:, part], slice(slot, slot + 1), seen)
+            rows = self.rows(decode=False)
+            for batch in metadata.even_batches if self.paddings is None else metadata.ragged_batches:
+                self._prompts(inputs, output, [metadata.prompts[i] for i in batch], rows[batch])
+
+    def _prompts(
+        self, inputs: list[torch.Tensor], output: torch.Tensor, spans: list[Span], rows: torch.Tensor
+    ) -> None:
+        """Prompts of some requests, as one batch."""
+        first = spans[0]
+        if len(spans) == 1:
+            part = slice(first.start, first.stop)
+            self.prompt([t[:, part] for t in inputs], output[:, part], rows, first.seen)
+            return
+        paddings = self.paddings or [0.0] * len(inputs)
+        batch = [
+            pad_sequence([t[0, span.start : span.stop] for span in spans], True, padding)
+            for t, padding in zip(inputs, paddings, strict=True)
+        ]
+        mixed = output.new_zeros(len(spans), first.length, output.shape[2])
+        self.prompt(batch, mixed, rows, first.seen)
+        for row, span in zip(mixed, spans, strict=True):
+            output[0, span.start : span.stop] = row[: span.length]
 
 
 class MixerSlots(SlotLayer):
@@ -295,13 +437,21 @@ class MixerSlots(SlotLayer):
         """(1, L, hidden) -> (1, L, hidden)."""
         return self.in_slots([*position_embeddings, hidden_states], hidden_states.shape[-1])
 
-    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, which: slice | None, seen: int) -> None:
-        """Tokens of one request, which `seen` others precede."""
-        self._mix(inputs, output, None if which is None else MixerCache(self.slots, which, seen > 0))
+    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int) -> None:
+        """Tokens (B, L, ...) of requests, which `seen` others precede in each."""
+        if rows is None:
+            self._mix(inputs, output, None)
+            return
+        content, slots = self.fetch(rows) if seen else self.empty(len(rows))
+        self._mix(inputs, output, MixerCache(slots, seen > 0))
+        self.store(rows, content)
 
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
         """One token of each request."""
-        self._mix(inputs, output, MixerCache(self.slots, metadata.decoding_slots, begun=True))
+        rows = self.rows(decode=True)
+        content, slots = self.fetch(rows)
+        self._mix(inputs, output, MixerCache(slots, begun=True))
+        self.store(rows, content)
 
     def _mix(self, inputs: list[torch.Tensor], output: torch.Tensor, cache: MixerCache | None) -> None:
         *rotary, hidden_states = inputs
@@ -336,9 +486,13 @@ class PagedHeads(nn.ModuleList):
 class HybridSlots(SlotLayer):
     """A hybrid layer.
 
+    Padding has no number and no salience, so that nothing of it is held.
+
     Args:
         step: `step_rows`, or `compiled_step()`, the same for all layers of a model.
     """
+
+    paddings = [-1, -torch.inf, 0.0]
 
     def __init__(
         self, mixer: HybridAttention, config, layer: int, vllm_config: VllmConfig, prefix: str, step: Callable
@@ -346,20 +500,45 @@ class HybridSlots(SlotLayer):
         super().__init__(mixer, config, layer, vllm_config, prefix)
         self.step = step
         self.example = None
+        self.reach = config.hybrid_sink_reach
+        self.columns = mixer.shape.places + mixer.shape.window
         if mixer.kept:
             mixer.kept_heads.paged = PagedHeads(mixer, vllm_config.cache_config, prefix)
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Compile the step, too, for one request and for several, with slot 0, which vLLM gives to no request."""
-        super().bind_kv_cache(kv_cache)
+    def ready(self) -> None:
+        """Compile the step for one request and for several; find the bytes that one writes."""
+        self.written, self.per_column = self._written()
         if self.example is None or self.step is step_rows:
             return
-        for name, t in self.slots.items():  # what is compiled for one layer does for windows of other widths
-            torch._dynamo.maybe_mark_dynamic(t, [0, *{"keys": [2], "values": [2], "salience": [1]}.get(name, [])])
-        for requests in (1, 2):
-            tokens = [t.repeat(requests, *[1] * (t.ndim - 1)) for t in self.example]
-            with torch.inference_mode():
-                self._step(tokens, tokens[0].new_zeros(requests))
+        examples = [self.example]
+        if self._has_far_sinks(self.example):
+            examples.append(self._without_far_sinks(self.example))
+        for example in examples:
+            for requests in (1, 2):
+                tokens = [t.repeat(requests, *[1] * (t.ndim - 1)) for t in example]
+                _, slots = self.empty(requests)
+                for name, t in slots.items():  # what is compiled for one layer does for windows of other widths
+                    t.zero_()
+                    torch._dynamo.maybe_mark_dynamic(
+                        t, [0, *{"keys": [2], "values": [2], "salience": [1]}.get(name, [])]
+                    )
+                with torch.inference_mode():
+                    self._step(tokens, slots)
+
+    def _written(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bytes of a slot that belong to a token in its first column, and how much farther they are in the next."""
+        places = torch.arange(len(self.pages) * self.memory.shape[1], device=self.memory.device)
+        found = []
+        start = 0
+        for name, (shape, dtype) in self.sizes.items():
+            size = prod(shape) * dtype.itemsize
+            if name != "state":
+                of_token = dtype.itemsize * (1 if name == "salience" else shape[-1])
+                columns = places[start : start + size].view(-1, self.columns, of_token)
+                found.append((columns[:, 0].flatten(), of_token))
+            start += size
+        steps = [torch.full_like(places, step) for places, step in found]
+        return torch.cat([places for places, _ in found]), torch.cat(steps)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs, *nothing: None
@@ -371,44 +550,84 @@ class HybridSlots(SlotLayer):
         new = attention.select_windowed(projected)
         heads = torch.cat([t for t in new[:4] if t is not None], dim=1)
         size = new.query[0, :, 0].numel()
-        width = size if attention.down is None else 4 * size
-        mixed = self.in_slots([inputs.index, new.salience, heads.transpose(1, 2)], width)
+        rank = 0 if attention.down is None else attention.down.out_features
+        mixed = self.in_slots([inputs.index, new.salience, heads.transpose(1, 2)], size + rank)
         output = mixed[..., :size].unflatten(2, (-1, attention.head_dim))
-        return attention.project_out(output, of_kept, mixed[..., size:])
+        output = attention.project_out(output, of_kept, None)
+        return output if rank == 0 else output + attention.up(mixed[..., size:])
 
-    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, which: slice | None, seen: int) -> None:
-        """Tokens of one request, which `seen` others precede."""
+    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int) -> None:
+        """Tokens (B, L, ...) of requests, which `seen` others precede in each; index -1 at padding behind them."""
         index = inputs[0]
-        projected = projected_of(self.mixer, *inputs[1:])
-        if which is None:
-            cache = None
+        if rows is None:
             self.example = [t[0, :1, None].clone() for t in inputs]
-        else:
-            cache = HybridLayer(self.mixer.shape)
-            cache.held = held_in(self.slots, which, index[:, 0]) if seen else None
-        self._give(output, *self.mixer.prompt(projected, HybridInputs(index, start=seen), cache))
-        if cache is not None:
-            put(self.slots, which, cache.held)
+        if seen + index.shape[1] <= self.reach:
+            inputs = self._without_far_sinks(inputs)
+        projected = projected_of(self.mixer, *inputs[1:])
+        inputs = HybridInputs(index, start=seen)
+        if rows is None:
+            self._give(output, *self.mixer.prompt(projected, inputs, None))
+            return
+        cache = HybridLayer(self.mixer.shape)
+        content, slots = self.fetch(rows) if seen else self.empty(len(rows))
+        cache.held = held_in(slots, index[:, 0]) if seen else None
+        self._give(output, *self.mixer.prompt(projected, inputs, cache))
+        put(slots, cache.held)
+        self.store(rows, content)
 
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
         """One token of each request."""
-        opening = metadata.opening_slots(self.mixer.shape)
+        shape = self.mixer.shape
+        rows = self.rows(decode=True)
+        content, slots = self.fetch(rows)
+        opening = metadata.opening_rows(shape, rows.device)
         if opening is not None:
-            put(self.slots, opening, open_block(held_in(self.slots, opening, opening), self.mixer.shape))
-        self._give(output, *self._step(inputs, metadata.decoding_slots))
+            before = {name: t[opening] for name, t in slots.items()}
+            held = open_block(held_in(before, opening), shape)
+            for name, t in slots.items():
+                t[opening] = getattr(held, name)
+            self.store(rows[opening], content[opening])
+        if max(metadata.decoding) < self.reach:
+            inputs = self._without_far_sinks(inputs)
+        self._give(output, *self._step(inputs, slots))
+        self._store_columns(rows, content, inputs[0][:, 0])
 
-    def _step(self, inputs: list[torch.Tensor], which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _store_columns(self, rows: torch.Tensor, content: torch.Tensor, number: torch.Tensor) -> None:
+        """Write the columns of the tokens of these numbers (B,) alone."""
+        shape = self.mixer.shape
+        blocks_before = (number // shape.block - shape.whole_blocks).clamp(min=0)
+        column = shape.places + number - blocks_before * shape.block
+        places = self.written + column[:, None] * self.per_column
+        size = self.memory.shape[1]
+        where = rows.gather(1, places // size) * size + places % size
+        self.memory.view(-1)[where] = content.gather(1, places)
+
+    def _step(self, inputs: list[torch.Tensor], slots: Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
         # made and laid out alike, since what is compiled depends on that
         inputs = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
-        return self.step(self.mixer, self.slots, which, *inputs)
+        return self.step(self.mixer, slots, *inputs)
+
+    def _has_far_sinks(self, inputs: list[torch.Tensor]) -> bool:
+        """True if there are queries to sinks that are farther away than the teacher was trained for."""
+        K, shared = self.mixer.kv_groups
+        return inputs[2].shape[2] > K * (shared + 2)
+
+    def _without_far_sinks(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Leave these queries out: of tokens that no sink is so far from, they are the others' equal."""
+        if not self._has_far_sinks(inputs):
+            return inputs
+        K, shared = self.mixer.kv_groups
+        index, salience, heads = inputs
+        return [index, salience, torch.cat([heads[:, :, : K * shared], heads[:, :, 2 * K * shared :]], dim=2)]
 
     def _give(self, output: torch.Tensor, of_heads: torch.Tensor, features: torch.Tensor | None) -> None:
-        """Write (B, L, H', D) and the features of the last tokens (B, L', 3 H' D) into the output, which is zero."""
+        """Write (B, L, H', D) and what the low-rank map makes of the features of the last tokens, (B, L', 3 H' D),
+        into the output, which is zero."""
         of_heads = of_heads.flatten(2)
         size = of_heads.shape[2]
         output[..., :size] = of_heads
         if features is not None and size < output.shape[2]:
-            output[:, output.shape[1] - features.shape[1] :, size:] = features
+            output[:, output.shape[1] - features.shape[1] :, size:] = self.mixer.down(features)
 
 
 def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torch.Tensor) -> Projected:
@@ -424,14 +643,13 @@ def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torc
 def step_rows(
     attention: HybridAttention,
     slots: Slots,
-    which: torch.Tensor,
     index: torch.Tensor,
     salience: torch.Tensor,
     heads: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`HybridAttention.step` for a token of each request, in the slots themselves."""
     projected = projected_of(attention, salience, heads)
-    return attention.step(projected, HybridInputs(index), SlotRows(attention.shape, slots, which))
+    return attention.step(projected, HybridInputs(index), SlotRows(attention.shape, slots))
 
 
 def compiled_step() -> Callable:

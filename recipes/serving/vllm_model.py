@@ -19,7 +19,7 @@ from modeling_llamba.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel, f
 from modeling_llamba.modeling_llamba import LlambaModel
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
-from .slots import HybridSlots, MixerSlots, compiled_step, sizes_of, slot_shape, step_rows
+from .slots import HybridSlots, MixerSlots, compiled_step, step_rows
 
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
 
@@ -140,11 +140,8 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """The largest slot of a layer, which says how large vLLM's pages are."""
-        config = vllm_config.model_config.hf_config
-        dtype = vllm_config.model_config.dtype
-        layers = [i for i, kind in enumerate(config.layer_types) if kind in ("linear_attention", "hybrid")]
-        return max(slot_shape(sizes_of(config, i, dtype)) for i in layers)
+        """One number, so that vLLM leaves the pages of attention as small as they are; `SlotPage` has its own size."""
+        return ((1,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:

@@ -17,18 +17,29 @@ SETTINGS = {
 }
 
 
-def reference(*arguments: str) -> None:
-    """tests.vllm.reference, in the environment that REFERENCE_PYTHON names."""
+def start_reference(*arguments: str) -> subprocess.Popen:
+    """A module with arguments, in the environment that REFERENCE_PYTHON names: the project's own."""
     python = os.environ.get("REFERENCE_PYTHON", ".venv/bin/python")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM")}
-    subprocess.run([python, "-m", "tests.vllm.reference", *arguments], cwd=ROOT, env=environment, check=True)
+    return subprocess.Popen([python, "-m", *arguments], cwd=ROOT, env=environment)
+
+
+def reference(*arguments: str) -> None:
+    """`start_reference`, run to its end.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    process = start_reference(*arguments)
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
     """A folder of models with their references."""
     folder = tmp_path_factory.mktemp("models")
-    reference("make", str(folder))
+    reference("tests.vllm.reference", "make", str(folder))
     return folder
 
 

@@ -1,16 +1,19 @@
 """Hybrids in vLLM, against transformers: equal tokens, however requests are cut, mixed, shared and stopped."""
 
+import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 import torch
 
-from tests.vllm.conftest import ROOT, SETTINGS, reference
+from tests.vllm.conftest import ROOT, SETTINGS, reference, start_reference
 from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED
 
 pytestmark = pytest.mark.vllm
@@ -20,6 +23,8 @@ SERVED = [CONVERTED, *(name for name in CASES if name not in REFUSED)]
 COMPILED = [CONVERTED, "phi, heads kept apart", "mixers alone", "two kinds of RoPE, caps, far sinks"]
 # chunks that cut blocks of 8, the window of 24 and the short convolution; fewer slots than requests
 IN_PIECES = dict(enforce_eager=True, max_num_batched_tokens=47, max_num_seqs=3, enable_prefix_caching=False)
+# all prompts in one step, in batches of like lengths
+AT_ONCE = dict(enforce_eager=True, max_num_batched_tokens=2048, enable_prefix_caching=False)
 
 
 def greedy(llm, prompts, **options):
@@ -60,6 +65,36 @@ def test_tokens_and_log_probabilities_are_transformers(name, engine, models, pro
     assert_equal(greedy(engine(name, **IN_PIECES), prompts), expected(models, name))
 
 
+@pytest.mark.parametrize("name", [CONVERTED, "phi, heads kept apart", "two kinds of RoPE, caps, far sinks", "mamba2"])
+def test_prompts_of_like_lengths_are_one_batch(name, engine, models, prompts, monkeypatch):
+    """Padded where the layer can have it, and two of one length, which every layer takes together."""
+    from recipes.serving import slots
+
+    batches = []
+    inner = slots.SlotLayer._prompts
+
+    def noted(self, inputs, output, spans, *others):
+        batches.append((type(self).__name__, [span.length for span in spans]))
+        inner(self, inputs, output, spans, *others)
+
+    monkeypatch.setattr(slots.SlotLayer, "_prompts", noted)
+    assert_equal(
+        greedy(engine(name, **AT_ONCE), [*prompts, prompts[1]]), [*expected(models, name), expected(models, name)[1]]
+    )
+    assert ("HybridSlots", [130, 122, 118, 70]) in batches and ("HybridSlots", [37, 37]) in batches
+    if name != CONVERTED:  # which has no mixers
+        assert ("MixerSlots", [37, 37]) in batches and ("MixerSlots", [122]) in batches
+
+
+def test_which_prompts_are_together():
+    from recipes.serving.slots import Span, together
+
+    spans = [Span(0, 100, 0), Span(100, 190, 0), Span(190, 290, 64), Span(290, 291, 0), Span(291, 391, 64)]
+    assert together(spans, ragged=True) == [[0, 1], [3], [2, 4]]
+    assert together(spans, ragged=False) == [[0], [1], [3], [2, 4]]
+    assert together([], ragged=True) == []
+
+
 def test_few_bits_round_as_in_transformers(engine, models, prompts):
     """But for numbers that lie between two codes, which the last digit of a float32 decides."""
     outputs = [output.outputs[0] for output in greedy(engine(ROUNDED, **IN_PIECES), prompts)]
@@ -84,23 +119,21 @@ def test_what_is_lost_shows(name, lost, engine, models, prompts, monkeypatch):
     """Every part of a prompt but the first finds one of a slot's tensors empty: what is compared above must see it."""
     from recipes.serving import slots
 
-    class Forgetful(dict):
-        def __getitem__(self, key):
-            found = super().__getitem__(key)
-            empty = -torch.inf if lost == "salience" else 0
-            return torch.full_like(found, empty) if key == lost else found
+    fetch = slots.SlotLayer.fetch
+    prompt = slots.HybridSlots.prompt if name == "hybrid" else slots.MixerSlots.prompt
 
-    held_in, init = slots.held_in, slots.MixerCache.__init__
+    def forget(self, rows):
+        content, tensors = fetch(self, rows)
+        if lost in tensors:
+            tensors[lost].fill_(-torch.inf if lost == "salience" else 0)
+        return content, tensors
 
-    def forget(held, which):
-        return Forgetful(held) if isinstance(which, slice) else held
+    def forgetful(self, *arguments):
+        with monkeypatch.context() as while_it_reads:
+            while_it_reads.setattr(slots.SlotLayer, "fetch", forget)
+            prompt(self, *arguments)
 
-    def cache_of(self, held, which, begun):
-        init(self, forget(held, which), which, begun)
-        self.slots = held
-
-    monkeypatch.setattr(slots, "held_in", lambda held, which, seen: held_in(forget(held, which), which, seen))
-    monkeypatch.setattr(slots.MixerCache, "__init__", cache_of)
+    monkeypatch.setattr(slots.HybridSlots if name == "hybrid" else slots.MixerSlots, "prompt", forgetful)
     llm = engine(name, **IN_PIECES)
     long = [i for i, prompt in enumerate(prompts) if len(prompt) > 60]
     references = expected(models, name)
@@ -123,9 +156,48 @@ def test_cuda_graphs_end_where_slots_are_read():
     assert torch.ops.vllm.hybrid_slots.default.name() in config.splitting_ops
 
 
+def test_kept_heads_in_eight_bits_of_vllm(engine, models, prompts):
+    """vLLM's own flag halves what kept heads take; windows and states are rounded as the checkpoint says."""
+    llm = engine("hybrid", **IN_PIECES, kv_cache_dtype="fp8")
+    outputs = [output.outputs[0] for output in greedy(llm, prompts, max_tokens=1)]
+    first = [{name: row[name][:1] for name in ("tokens", "logprobs")} for row in expected(models, "hybrid")]
+    wrong, worst = differences(outputs, first)
+    assert wrong <= 1 and 1e-3 < worst < 0.3, f"{wrong} tokens differ, log-probabilities by {worst}"
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """vLLM's options with which slots are cut into several pages."""
+    from recipes.serving import slots
+
+    monkeypatch.setattr(slots, "PAGE", 1)
+    return dict(enforce_eager=True, block_size=32)
+
+
 @pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
-def test_a_prefix_that_is_shared_is_read_once(name, engine, models, prompts):
-    llm = engine(name, enforce_eager=True)
+def test_a_slot_lies_in_as_many_pages_as_it_needs(name, engine, models, prompts, small_pages):
+    from recipes.serving.slots import SlotLayer, SlotPage, bytes_of
+
+    llm = engine(name, **IN_PIECES | small_pages)
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    (size,) = {group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    counts = [len(layer.pages) for layer in layers if isinstance(layer, SlotLayer)]
+    assert max(counts) > 1
+    for layer in layers:
+        if isinstance(layer, SlotLayer):
+            assert (len(layer.pages) - 1) * size < bytes_of(layer.sizes) <= len(layer.pages) * size
+    of_slots = [layer for layer in layers if isinstance(layer, SlotPage)]
+    kept = {"hybrid": 2}.get(name, 0)  # an attention layer and a kept head
+    assert sum(len(group.layer_names) for group in config.kv_cache_groups) == len(of_slots) + kept
+    assert_equal(greedy(llm, prompts), expected(models, name))
+
+
+@pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
+@pytest.mark.parametrize("pages", ["one", "several"])
+def test_a_prefix_that_is_shared_is_read_once(name, pages, engine, models, prompts, request):
+    options = dict(enforce_eager=True) if pages == "one" else request.getfixturevalue("small_pages")
+    llm = engine(name, **options)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     greedy(llm, [prompts[longest][:520]])
     outputs = greedy(llm, [prompts[longest], prompts[longest]])
@@ -153,7 +225,7 @@ def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
     assert len({tuple(sample.token_ids) for _, sample in samples}) > 4
     file = tmp_path / "samples.json"
     file.write_text(json.dumps([{"prompt": p, "tokens": list(s.token_ids)} for p, s in samples]))
-    reference("score", str(models / "hybrid"), str(file))
+    reference("tests.vllm.reference", "score", str(models / "hybrid"), str(file))
     wrong, worst = differences([sample for _, sample in samples], json.loads(file.read_text()))
     assert wrong == 0 and worst < 1e-4
 
@@ -211,18 +283,18 @@ def test_bamba_is_not_for_vllm(engine):
         engine("bamba", enforce_eager=True)
 
 
-@pytest.fixture
-def server(models, tmp_path):
+@contextlib.contextmanager
+def serving(models, name, log):
     """An OpenAI client of a server of its own, which found the model by the plugin."""
     openai = pytest.importorskip("openai")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "hybrid")]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / name)]
     command += ["--kv-cache-memory-bytes", str(2**27)]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", "hybrid"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=log, stderr=log, cwd=ROOT)
+    command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", name]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=file, stderr=file, cwd=ROOT)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         try:
             for _ in range(600):
@@ -230,12 +302,18 @@ def server(models, tmp_path):
                     client.models.list()
                     break
                 except openai.APIConnectionError:
-                    assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                    assert process.poll() is None, log.read_text()[-3000:]
                     time.sleep(1)
             yield client
         finally:
             process.terminate()
             process.wait()
+
+
+@pytest.fixture
+def server(models, tmp_path):
+    with serving(models, "hybrid", tmp_path / "log") as client:
+        yield client
 
 
 def test_chat_streams_and_stops(server, models, prompts):
@@ -254,3 +332,51 @@ def test_chat_streams_and_stops(server, models, prompts):
     stop = next(word for word in words[3:] if word not in words[:3])
     stopped = server.completions.create(**text, stop=[f" {stop}"]).choices[0]
     assert stopped.finish_reason == "stop" and stopped.text == given.text[: given.text.index(f" {stop}")]
+
+
+QUESTIONS = 40
+
+
+def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
+    """SeqKD: killed half-way, refused without a server, gone on with another; the answers that transformers gives."""
+    rows = [{"instruction": f"w{10 + i} w{20 + i} w{30 + i}", "input": ""} for i in range(QUESTIONS)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        "--teacher_model_name_or_path",
+        str(models / "teacher"),
+        "--dataset_name",
+        str(tmp_path / "prompts.jsonl"),
+    ]
+    command += ["--max_new_tokens", "48", "--truncated", "keep", "--test_share", "0", "--teacher_dtype", "float32"]
+    command += ["--output_dir"]
+    reference("recipes.seqkd", *command, str(tmp_path / "local"))
+    command += [str(tmp_path / "served"), "--concurrency", "2", "--server"]
+    answers = tmp_path / "served.work" / "answers.jsonl"
+    with serving(models, "teacher", tmp_path / "log") as client:
+        url = str(client.base_url)
+        process = start_reference("recipes.seqkd", *command, url)
+        for _ in range(6000):
+            if answers.is_file() and len(answers.read_text().splitlines()) > QUESTIONS // 4:
+                break
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+    kept = len(answers.read_text().splitlines())
+    assert QUESTIONS // 4 < kept < QUESTIONS and not (tmp_path / "served").exists()
+    with pytest.raises(subprocess.CalledProcessError):
+        reference("recipes.seqkd", *command, url)
+    with serving(models, "teacher", tmp_path / "log") as client:
+        reference("recipes.seqkd", *command, str(client.base_url))
+        (requests,) = re.findall(
+            r"^vllm:request_success_total.*finished_reason=.length.* ([\d.]+)$", metrics(client), re.M
+        )
+    assert float(requests) == QUESTIONS - kept
+    expected, found = ((tmp_path / name / "train.jsonl").read_text() for name in ("local", "served"))
+    assert found == expected
+
+
+def metrics(client) -> str:
+    """The server's own count of what it did."""
+    with urllib.request.urlopen(str(client.base_url).replace("/v1/", "/metrics")) as page:
+        return page.read().decode()

@@ -13,7 +13,7 @@ from convert import convert
 from convert.cli import main
 from convert.plan import break_even_in_words
 from convert.teachers.teacher import recorded_teacher
-from convert.tools.chat import Conversation
+from convert.tools.chat import Conversation, shared_beginning
 from convert.tools.env import environment
 from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaForCausalLM
@@ -21,7 +21,7 @@ from tests.helpers.before import BEFORE
 from tests.helpers.command import check_one_line_error
 from tests.helpers.command import run_as_is as use
 from tests.helpers.tokenizers import tokenizer
-from tests.recipes.tiny_chat import save_chat_teacher, save_hybrid
+from tests.recipes.tiny_chat import REASONING, save_chat_teacher, save_hybrid
 from tests.students import make_student, student_config
 from tests.teachers import TINY, random_ids
 
@@ -214,20 +214,88 @@ def chatting(tmp_path_factory):
     return save_hybrid(teacher, folder / "hybrid", attention_layers=0.25, window=4, attention_heads="1:0,1:1")
 
 
-@pytest.mark.parametrize("limit", [2, 9])
-def test_a_conversation_reads_nothing_twice_and_answers_as_if_it_had(chatting, limit):
-    model, tokenizer = LlambaForCausalLM.from_pretrained(chatting).eval(), AutoTokenizer.from_pretrained(chatting)
-    conversation, read = Conversation(model, tokenizer), []
+def talking(folder, template=None, **options):
+    """A conversation, and a function that takes a turn and returns how many tokens were read before the answer.
+
+    Each answer has to be the one that the whole conversation gives when it is read anew.
+    """
+    model, tokenizer = LlambaForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    conversation, read = Conversation(model, tokenizer, **options), []
     model.model.embed_tokens.register_forward_hook(lambda module, ids, out: read.append(ids[0].shape[1]))
-    for said in ("w9 w10 w11", "w12 w9", "w40"):
-        answer = conversation.answer(said, limit, 0.0)
-        turns, fed = conversation.messages[:-1], sum(read)
+
+    def turn(say, *arguments) -> int:
+        read.clear()
+        answer = say(*arguments, LIMIT, 0.0)
+        count = sum(read)
+        turns = conversation.messages[:-1]
         anew = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        ids = model.generate(**anew, do_sample=False, max_new_tokens=limit)[0]
+        ids = model.generate(**anew, do_sample=False, max_new_tokens=LIMIT)[0]
         assert answer == tokenizer.decode(ids[anew["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert fed == len(ids) - 1 == len(conversation.held)
-        del read[:]
-        read.append(fed)
+        assert conversation.held == ids[:-1].tolist()
+        return count - (len(ids) - 1 - anew["input_ids"].shape[1])
+
+    return conversation, turn
+
+
+def tokens_of(conversation, messages):
+    return conversation.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+LIMIT = 9
+LINES = ("w9 w10 w11", "w12 w9", "w40", "w41 w42 w43 w44 w45")
+
+
+def test_a_conversation_reads_nothing_twice_and_answers_as_if_it_had(chatting):
+    """The question with w4, w6 and w5; the last token of the answer before it, and its end where it was cut off."""
+    conversation, turn = talking(chatting)
+    for number, said in enumerate(LINES):
+        assert turn(conversation.answer, said) - len(said.split()) in ((4, 5) if number else (3,))
+
+
+def test_a_turn_that_is_taken_back_is_all_that_is_read(chatting):
+    """Again: the last token before the answer. Another question: itself, and the two tokens around it."""
+    conversation, turn = talking(chatting)
+    for said in LINES:
+        turn(conversation.answer, said)
+        before = conversation.messages[:-2]
+        for other in ("w50 w51", "w52 w51"):
+            assert turn(conversation.answer_again, None) == 1
+            assert turn(conversation.answer_again, other) == 4
+        assert turn(conversation.answer_again, said) == len(said.split()) + 2
+        assert conversation.messages[:-2] == before
+
+
+def test_a_template_that_drops_reasoning_reads_from_the_answer_on(chatting):
+    conversation, turn = talking(chatting, REASONING)
+    for said in LINES:
+        held = conversation.held
+        count = turn(conversation.answer, said)
+        asked = tokens_of(conversation, conversation.messages[:-1])
+        assert count == len(asked) - shared_beginning(asked, held)
+        assert turn(conversation.answer_again, "w50") == 3
+        assert turn(conversation.answer_again, said) == len(said.split()) + 2
+
+
+def test_turns_further_back_than_checkpoints_are_read_anew(chatting):
+    conversation, turn = talking(chatting, checkpoints=2)
+    for said in LINES:
+        turn(conversation.answer, said)
+    del conversation.messages[4:]
+    assert turn(conversation.answer, "w60") > 15
+    conversation, turn = talking(chatting, checkpoints=0)
+    assert turn(conversation.answer, "w9 w10") == turn(conversation.answer_again, None) == 5
+
+
+def test_chat_takes_turns_back(chatting, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("/retry\n/edit w9\nw9 w10\n/retry\n/edit w12 w13\n/edit\nw12\n"))
+    main(["chat", str(chatting), "--max-new-tokens", "3"])
+    done = capsys.readouterr()
+    first, again, other, further = done.out.splitlines()
+    assert first == again and done.err.count("there has to be one") == 3
+    monkeypatch.setattr("sys.stdin", io.StringIO("w12 w13\nw12\n"))
+    main(["chat", str(chatting), "--max-new-tokens", "3"])
+    assert capsys.readouterr().out.splitlines() == [other, further]
 
 
 def test_chat_answers_every_line_until_the_input_ends(chatting, monkeypatch, capsys):

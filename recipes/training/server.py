@@ -1,0 +1,67 @@
+"""A model behind a URL that speaks OpenAI's protocol: vLLM, SGLang, llama.cpp, or a service."""
+
+import os
+from typing import Any
+
+from convert.teachers.teacher import first_line
+
+RETRIES = 5
+"""Attempts of the client beside the first, with growing pauses, before a server counts as gone."""
+
+
+class Server:
+    """The model that such a server serves.
+
+    Args:
+        url: up to where the protocol begins, such as http://localhost:8000/v1.
+        model: the name under which the server has it; by default the only one that it has.
+
+    Raises:
+        ValueError: the client is not installed, the server does not answer, or has not this model.
+    """
+
+    def __init__(self, url: str, model: str | None):
+        try:
+            import openai
+        except ImportError as error:
+            raise ValueError("--server needs OpenAI's client: pip install 'convert-to-hybrid[server]'.") from error
+        self.url = url
+        # a server of one's own wants no key, the client one of any kind
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=RETRIES)
+        self.lost = openai.APIConnectionError
+        self.refused = openai.APIStatusError
+        self.model = self._served(model)
+
+    def _served(self, model: str | None) -> str:
+        served = [each.id for each in self._asked(self.client.models.list)]
+        if model is None and len(served) == 1:
+            return served[0]
+        if model not in served:
+            raise ValueError(f"{self.url} serves {', '.join(served) or 'nothing'}: give one of these to server_model.")
+        return model
+
+    def answer(
+        self, turns: list[dict[str, str]] | str, max_tokens: int, temperature: float, seed: int
+    ) -> dict[str, Any]:
+        """{"text", "finished"}: what the model says to turns of a chat or as a text goes on, and whether it ended it.
+
+        Raises:
+            ValueError: the server is gone, or refuses the question.
+        """
+        sampling = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        if isinstance(turns, str):
+            choice = self._asked(self.client.completions.create, prompt=turns, **sampling).choices[0]
+            return {"text": choice.text, "finished": choice.finish_reason == "stop"}
+        choice = self._asked(self.client.chat.completions.create, messages=turns, **sampling).choices[0]
+        return {"text": (choice.message.content or "").strip(), "finished": choice.finish_reason == "stop"}
+
+    def _asked(self, method: Any, **arguments: Any) -> Any:
+        try:
+            return method(**arguments)
+        except self.lost as error:
+            raise ValueError(
+                f"{self.url} does not answer ({first_line(error)}). Once it does, the same command goes on."
+            ) from error
+        except self.refused as error:
+            raise ValueError(f"{self.url} refuses a request: {first_line(error)}") from error
