@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.utils import is_torchdynamo_compiling
 
 from .norms import head_norm
-from .rotary import apply_rotary
+from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import Rounding
 
 # tokens; or an eighth of what there is, where that is more
@@ -50,15 +50,14 @@ class SoftmaxAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Rotary,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, hidden) -> (B, L, hidden) and the probabilities (B, H, L, L) when the backend returns them."""
         query, key, value = project_heads(self, hidden_states)
-        query = apply_rotary(query, *position_embeddings, head_dim_axis=1)
-        key = apply_rotary(key, *position_embeddings, head_dim_axis=1)
+        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         store = None
         if past_key_values is not None:
             store = functools.partial(update_keys, past_key_values, self.layer_idx)

@@ -18,7 +18,8 @@ class LlambaConfig(HybridConfig):
     Args:
         hidden_act: activation of the gated MLP. rms_norm_eps: epsilon of every RMSNorm. mlp_bias: bias on its
             projections.
-        norm_placement: RMSNorms "before" mixer and MLP (Llama), "after" them (OLMo) or "both" (Gemma).
+        norm_placement: RMSNorms "before" mixer and MLP (Llama), "after" them (OLMo) or "both" (Gemma); a list, with an
+            entry for every layer, where they differ.
         residual_multiplier: factor on what mixer and MLP add to the residual stream.
         num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
@@ -34,7 +35,7 @@ class LlambaConfig(HybridConfig):
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-5
     mlp_bias: bool = False
-    norm_placement: str = "before"
+    norm_placement: str | list[str] = "before"
     residual_multiplier: float | int = 1.0
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
@@ -53,11 +54,19 @@ class LlambaConfig(HybridConfig):
         """Return True if a layer's MLP is a choice of experts."""
         return self.num_experts is not None and layer not in (self.mlp_only_layers or ())
 
+    def norms_of(self, layer: int) -> str:
+        """Place of the norms of a layer."""
+        return self.norm_placement[layer] if isinstance(self.norm_placement, list) else self.norm_placement
+
     def validate_hybrid(self) -> None:
         """Refuse contradictory fields, those of the block too."""
         super().validate_hybrid()
-        if self.norm_placement not in NORM_PLACEMENTS:
-            raise ValueError(f"norm_placement must be one of {NORM_PLACEMENTS}, not {self.norm_placement!r}.")
+        places = self.norm_placement if isinstance(self.norm_placement, list) else [self.norm_placement]
+        if not set(places) <= set(NORM_PLACEMENTS) or len(places) not in (1, self.num_hidden_layers):
+            raise ValueError(
+                f"norm_placement must be one of {NORM_PLACEMENTS}, or a list of these with an entry for every layer, "
+                f"not {self.norm_placement!r}."
+            )
         if not 0 < self.residual_multiplier < math.inf:
             raise ValueError(f"residual_multiplier must be a finite number above 0, not {self.residual_multiplier!r}.")
         if self.num_experts is not None:

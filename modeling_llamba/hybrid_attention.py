@@ -64,7 +64,7 @@ from .block_layout import Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
 from .hybrid_step_kernel import can_run, mix_one
-from .rotary import apply_rotary
+from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
@@ -77,7 +77,7 @@ class HybridInputs(NamedTuple):
 
     index (B, L): number of each token in its sequence, -1 at padding. start: number of the first token, where rows are
     not packed, hold no padding and are known to begin with the same number; else None. seq_idx (B, L): sequence of
-    each token in packed rows, else None. sink_rotary: cos and sin (B, L, rotary dims) for queries to sinks that are
+    each token in packed rows, else None. sink_rotary: rotary embedding (rotary.py) for queries to sinks that are
     farther away than the teacher was trained for, by kind of rotary embedding until `of_layer`; None where none is.
     causal_mask: mask of transformers' for kept heads.
     """
@@ -85,7 +85,7 @@ class HybridInputs(NamedTuple):
     index: torch.Tensor
     start: int | None = None
     seq_idx: torch.Tensor | None = None
-    sink_rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] | tuple[torch.Tensor, torch.Tensor] | None = None
+    sink_rotary: dict[str, Rotary] | Rotary | None = None
     causal_mask: torch.Tensor | None = None
 
     def of_layer(self, rope: str) -> "HybridInputs":
@@ -211,7 +211,7 @@ class HybridAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Rotary,
         inputs: HybridInputs | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
@@ -234,16 +234,13 @@ class HybridAttention(nn.Module):
             output, features = self.prompt(projected, inputs, layer)
         return self.project_out(*self.gated(hidden_states, output, of_kept, features))
 
-    def project(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], inputs: HybridInputs
-    ) -> Projected:
+    def project(self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs) -> Projected:
         """Queries, keys and values of hidden states (B, L, hidden)."""
         query, key, value = project_heads(self, hidden_states)
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
-            sink_query = apply_rotary(query, *inputs.sink_rotary, head_dim_axis=1)
-        query = apply_rotary(query, *position_embeddings, head_dim_axis=1)
-        key = apply_rotary(key, *position_embeddings, head_dim_axis=1)
+            sink_query = rotate_queries(query, inputs.sink_rotary)
+        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
 
     def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:

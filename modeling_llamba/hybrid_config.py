@@ -60,6 +60,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "query_pre_attn_scalar": (1e-6, 1e9),
     "original_max_position_embeddings": (1, LARGEST_SIZE),
     "rope_theta": (1e-6, 1e30),
+    "llama_4_scaling_beta": (0.0, 1e6),
     "partial_rotary_factor": (1e-6, 1.0),
     "hybrid_window": (2, 2**24),
     "hybrid_block": (1, 2**16),
@@ -116,6 +117,7 @@ class HybridConfig(PreTrainedConfig):
         attention_multiplier: factor on the attention scores, 1 / sqrt(head_dim) by default.
         attn_logit_softcapping, final_logit_softcapping: x becomes cap tanh(x / cap), for scores (of attention layers
             and windows; a mixer has none) and for logits.
+        rope_parameters: transformers' own; llama_4_scaling_beta among them makes queries grow with their position.
         layer_rope: rotary embedding of each layer: "main" (by rope_parameters, the default), "local" (by
             local_rope_parameters) or "none".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
@@ -153,6 +155,7 @@ class HybridConfig(PreTrainedConfig):
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
+    ignore_keys_at_rope_validation = {"llama_4_scaling_beta"}
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -415,7 +418,8 @@ class HybridConfig(PreTrainedConfig):
         kind = rope.get("rope_type")
         if kind not in kinds:
             raise ValueError(f"rope_type must be one of {kinds}, not {kind!r}.")
-        for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ())):
+        scaled = ("original_max_position_embeddings",) if rope.get("llama_4_scaling_beta") is not None else ()
+        for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ()), *scaled):
             value = rope.get(name, 1.0 if name == "partial_rotary_factor" else None)
             if not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{name} of RoPE {kind} must be a number above 0, not {value!r}.")

@@ -74,9 +74,9 @@ def make_norm(config: LlambaConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.norm_unit_offset)
 
 
-def norm_at(place: str, config: LlambaConfig) -> nn.Module:
+def norm_at(place: str, config: LlambaConfig, layer_idx: int) -> nn.Module:
     """The norm "before" or "after" a layer's mixer or MLP, or the identity where the family has none there."""
-    if config.norm_placement in (place, "both"):
+    if config.norms_of(layer_idx) in (place, "both"):
         return make_norm(config)
     return nn.Identity()
 
@@ -87,10 +87,10 @@ class LlambaDecoderLayer(HybridDecoderLayer):
     def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.mlp = make_mlp(config, layer_idx)
-        self.input_layernorm = norm_at("before", config)
-        self.mixer_out_norm = norm_at("after", config)
-        self.post_attention_layernorm = norm_at("before", config)  # Llama's name for the MLP's
-        self.mlp_out_norm = norm_at("after", config)
+        self.input_layernorm = norm_at("before", config, layer_idx)
+        self.mixer_out_norm = norm_at("after", config, layer_idx)
+        self.post_attention_layernorm = norm_at("before", config, layer_idx)  # Llama's name for the MLP's
+        self.mlp_out_norm = norm_at("after", config, layer_idx)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         self.multiplier = config.residual_multiplier
 

@@ -9,9 +9,7 @@ import math
 import torch
 
 from .hybrid_attention import HybridAttention
-from .rotary import apply_rotary
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
+from .rotary import Rotary, rotate_keys, rotate_queries
 
 
 @torch.no_grad()
@@ -22,7 +20,7 @@ def naive_hybrid_attention(
 
     Args:
         layer: in float64.
-        hidden_states: (L, hidden). rotary, sink_rotary: cos and sin (L, rotary dims), for queries to sinks the second.
+        hidden_states: (L, hidden). rotary, sink_rotary: as in rotary.py, without B; the second for queries to sinks.
 
     Returns:
         (L, hidden).
@@ -32,8 +30,8 @@ def naive_hybrid_attention(
     q, k, v = (project(hidden_states).view(length, -1, D) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.q_norm is not None:
         q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
-    far_q = apply_rotary(q, *(sink_rotary or rotary), head_dim_axis=1)
-    q, k = (apply_rotary(t, *rotary, head_dim_axis=1) for t in (q, k))
+    far_q = rotate_queries(q, sink_rotary or rotary)
+    q, k = rotate_queries(q, rotary), rotate_keys(k, rotary)
     k, v = _as_held(layer, k, 0), _as_held(layer, v, 1)
     salience = None if layer.salience is None else hidden_states @ layer.salience.double()
     outputs = []

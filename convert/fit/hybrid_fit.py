@@ -21,6 +21,7 @@ from torch import nn
 
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.hybrid_attention import HybridAttention, Near, Projected, unpadded
+from modeling_llamba.rotary import Rotary
 from modeling_llamba.ssd import repeat_groups
 
 from ..memory import return_free_memory
@@ -38,7 +39,6 @@ RIDGES = (1e-2, 1e-1, 1.0, 10.0)
 RANKS = (0, 8, 16, 24, 32, 48, 64, 80, 96, 128)
 """Ranks of the output map that are judged."""
 Batch = tuple[torch.Tensor, torch.Tensor]
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
     norms = {"input_layernorm": "after", "mixer_out_norm": "before"}
     norms |= {"post_attention_layernorm": "after", "mlp_out_norm": "before"}
     for name, absent in norms.items():
-        if config.norm_placement != absent:
+        if config.norms_of(layer) != absent:
             shapes |= _norm(name, config)
     return shapes
 

@@ -3,14 +3,17 @@
 from .base import TeacherFamily
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
+from .glm4 import GLM4
 from .granite import GRANITE
 from .granitemoehybrid import GRANITE_MOE_HYBRID
 from .lfm2 import LFM2
 from .llama import LLAMA
+from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
+from .olmo_hybrid import OLMO_HYBRID
 from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
@@ -25,7 +28,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, GRANITE, MIXTRAL, QWEN3_MOE,
-        QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2, GRANITE_MOE_HYBRID,
+        QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2, GRANITE_MOE_HYBRID, OLMO_HYBRID, MINISTRAL3, GLM4,
     )
 }  # fmt: skip
 MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

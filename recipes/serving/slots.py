@@ -31,8 +31,8 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs, Projected
 from modeling_llamba.hybrid_cache import HybridLayer
+from modeling_llamba.rotary import Rotary
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
 Slots = dict[str, torch.Tensor]
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Which = torch.Tensor | slice
