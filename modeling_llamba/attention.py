@@ -8,6 +8,7 @@ Shapes: B batch, L length, H query heads, K key/value heads.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ class SoftmaxAttention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm, self.k_norm = qk_norms(config)
         self.gate_proj = gate_projection(config)
+        self.sinks = learned_sinks(config)
 
     def forward(
         self,
@@ -68,7 +70,7 @@ class SoftmaxAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            **capped(self.softcap),
+            **score_options(self.softcap, self.sinks),
             **kwargs,
         )
         output, probabilities = attend_rounded(self.roundings, attend, store, query, key, value)
@@ -97,6 +99,19 @@ def gate_projection(config) -> nn.Linear | None:
     """The projection to a gate on what the heads return; None where the teacher has none."""
     size = config.num_attention_heads * config.head_dim
     return nn.Linear(config.hidden_size, size, bias=config.attention_bias) if config.attention_gate else None
+
+
+def learned_sinks(config) -> nn.Parameter | None:
+    """A score of each head that attention to no token has; None where the teacher has none."""
+    return nn.Parameter(torch.zeros(config.num_attention_heads)) if config.learned_sinks else None
+
+
+def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of scores (B, H, L, T) over T, beside the learned sinks (H,) of their heads, if any."""
+    if sinks is None:
+        return scores.softmax(-1)
+    learned = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, learned], dim=-1).softmax(-1)[..., :-1]
 
 
 def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -146,11 +161,15 @@ def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> tor
 
 
 def attention_function(config) -> Callable:
-    """transformers' function for softmax attention, as the model was told; eager is Gemma 2's, which knows a cap."""
+    """transformers' function for softmax attention, as the model was told; eager is that of a model that knows a cap,
+    or learned sinks."""
     # here, since they take seconds to import, and a plan makes layers without running them
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
+    if config.learned_sinks:
+        from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+    else:
+        from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
 
 
@@ -160,9 +179,11 @@ def qk_norms(config) -> list[nn.Module | None]:
     return [head_norm(config.qk_norm, config.head_dim, n, config.norm_eps, config.norm_unit_offset) for n in heads]
 
 
-def capped(softcap: float | None) -> dict[str, float]:
-    """The argument that caps scores; it is left out where there is no cap, since not every function knows it."""
-    return {} if softcap is None else {"softcap": softcap}
+def score_options(softcap: float | None, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """The arguments that cap scores and add learned ones (H,); what is None is left out, as not every function knows
+    it."""
+    given = {"softcap": softcap, "s_aux": sinks}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

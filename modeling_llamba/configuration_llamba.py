@@ -26,6 +26,8 @@ class LlambaConfig(HybridConfig):
         mlp_only_layers: layers that have a single MLP nevertheless.
         shared_expert_intermediate_size: width of an expert for every token; None is none. shared_expert_gate: it has a
             gate of its own.
+        swiglu_limit, swiglu_alpha: experts are gpt-oss's, with biases, up + 1 in place of up, gate and up clamped to
+            this limit, and this factor within the gate's sigmoid. None: Qwen3-MoE's.
         output_router_logits, router_aux_loss_coef: with experts, return the routers' logits and add the loss that
             spreads tokens over the experts, times this factor, to the loss of `labels`; False and 0.001 by default.
     """
@@ -44,6 +46,8 @@ class LlambaConfig(HybridConfig):
     mlp_only_layers: list[int] | None = None
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = True
+    swiglu_limit: float | int | None = None
+    swiglu_alpha: float | int | None = None
 
     def __post_init__(self, **kwargs):
         if self.num_experts is not None:  # TRL takes any model that has these fields for one with experts
@@ -53,6 +57,11 @@ class LlambaConfig(HybridConfig):
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer's MLP is a choice of experts."""
         return self.num_experts is not None and layer not in (self.mlp_only_layers or ())
+
+    @property
+    def num_local_experts(self) -> int | None:
+        """Name by which gpt-oss's experts ask for `num_experts`."""
+        return self.num_experts
 
     def norms_of(self, layer: int) -> str:
         """Place of the norms of a layer."""
@@ -73,6 +82,10 @@ class LlambaConfig(HybridConfig):
             for name in ("num_experts_per_tok", "moe_intermediate_size"):
                 if getattr(self, name) is None:
                     raise ValueError(f"num_experts needs {name} beside it.")
+            if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
+                raise ValueError("swiglu_limit and swiglu_alpha are given together, or not at all.")
+            if self.swiglu_limit is not None and self.intermediate_size != self.moe_intermediate_size:
+                raise ValueError("With swiglu_limit, intermediate_size is that of the experts, moe_intermediate_size.")
             if self.num_experts_per_tok > self.num_experts:
                 raise ValueError(
                     f"num_experts_per_tok {self.num_experts_per_tok} is more than there are: {self.num_experts}."

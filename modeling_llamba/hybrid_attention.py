@@ -53,12 +53,13 @@ from .attention import (
     append_keys,
     attend_rounded,
     attention_function,
-    capped,
     gate_projection,
     head_gates,
     hiding,
+    learned_sinks,
     project_heads,
     qk_norms,
+    score_options,
 )
 from .block_layout import Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
@@ -161,7 +162,12 @@ def theory_mass(config, layer: int) -> torch.Tensor:
 
 
 class KeptHeads(nn.Module):
-    """The attributes that transformers' attention functions read of a module."""
+    """The attributes that transformers' attention functions read of a module.
+
+    sinks: the learned ones of these heads, or None.
+    """
+
+    sinks: torch.Tensor | None = None
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -188,6 +194,7 @@ class HybridAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm, self.k_norm = qk_norms(config)
         self.gate_proj = gate_projection(config)
+        self.sinks = learned_sinks(config)
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
@@ -262,13 +269,14 @@ class HybridAttention(nn.Module):
         if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
             causal_mask = causal_bias(projected.query)[None, None]
         self.kept_heads.training = self.training
+        self.kept_heads.sinks = self.sinks_of(self.kept)
         attend = functools.partial(
             attention_function(self.config),
             self.kept_heads,
             attention_mask=causal_mask,
             dropout=self.dropout,
             scaling=self.scaling,
-            **capped(self.softcap),
+            **score_options(self.softcap, self.kept_heads.sinks),
             **kwargs,
         )
         store = None if layer is None else functools.partial(append_keys, layer.kept)
@@ -446,6 +454,7 @@ class HybridAttention(nn.Module):
             output, log_mass = self._attend_groups(query, keys, values, holders, visible, layout)
         if sinks is not None:
             output, log_mass = merged((output, log_mass), sinks)
+        output, log_mass = self.beside_learned_sinks((output, log_mass), heads_axis=2)
         state = None
         if self.mass is not None:
             state = State.of(layout.states(held, keys, values, holders))
@@ -520,14 +529,17 @@ class HybridAttention(nn.Module):
 
     def _attend_causally(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """(B, L, H', D) of rows that begin here."""
-        if self.softcap is None:
+        if self.softcap is None and self.sinks is None:
             output = F.scaled_dot_product_attention(
                 query, key, value, dropout_p=self.dropout, is_causal=True, scale=self.scaling,
                 enable_gqa=self.shared > 1,
             )  # fmt: skip
             return output.transpose(1, 2)
-        bias, query = causal_bias(query), query.unflatten(1, self.kv_groups)
-        return self._attend(query, key[:, :, None], value[:, :, None], bias)[0].flatten(1, 2).transpose(1, 2)
+        bias = causal_bias(query).repeat(self.shared, 1)[None, None]
+        by_head = (self.shared, query.shape[2])
+        near = self._attend(query.unflatten(1, self.kv_groups).flatten(2, 3), key, value, bias)
+        output, log_mass = (t.unflatten(2, by_head) for t in near)
+        return self.beside_learned_sinks((output, log_mass), heads_axis=1)[0].flatten(1, 2).transpose(1, 2)
 
     def _attend_groups(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, holders, until, layout: "Layout"
@@ -568,6 +580,28 @@ class HybridAttention(nn.Module):
         probabilities = (scores - log_mass[..., None]).exp().to(values.dtype)
         probabilities = F.dropout(probabilities, self.config.attention_dropout, self.training)
         return probabilities @ values, log_mass
+
+    def sinks_of(self, kv_heads: list[int]) -> torch.Tensor | None:
+        """The learned sinks of the query heads of some key/value heads, (heads,); None where the teacher has none."""
+        return None if self.sinks is None else _of_heads(self.sinks[None], kv_heads, self.shared)[0]
+
+    def beside_learned_sinks(
+        self, near: tuple[torch.Tensor, torch.Tensor], heads_axis: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the heads with a window, outputs (..., D) and log-sum-exps Z (...), to a sink of each too:
+        a learned score without a value.
+
+        Args:
+            heads_axis: axis of the key/value heads; that of the query heads of each is the last but one of Z.
+        """
+        if self.sinks is None:
+            return near
+        output, log_mass = near
+        sinks = self.sinks_of(self.windowed).view(self.kv_groups)
+        shape = [1] * log_mass.ndim
+        shape[heads_axis], shape[-2] = sinks.shape
+        with_sinks = torch.logaddexp(log_mass, sinks.view(shape).to(log_mass.dtype))
+        return output * (log_mass - with_sinks).exp()[..., None].to(output.dtype), with_sinks
 
     def _attend_sinks(self, query, keys, values, salience, holders, layout: "Layout"):
         """Attention of queries (B, G, K, m, r, E, D), rotated for it, to the sinks that have left the window."""
@@ -625,6 +659,9 @@ class HybridAttention(nn.Module):
             output, log_mass = self._attend(turn(query), keys, values, bias)
         output = shape.value_rounding.rotate(output)
         batch, (K, r), D = len(query), self.kv_groups, query.shape[-1]
+        if self.sinks is not None:
+            by_head = output.unflatten(2, (r, length)), log_mass.unflatten(2, (r, length))
+            output, log_mass = (t.flatten(2, 3) for t in self.beside_learned_sinks(by_head, heads_axis=1))
         if self.mass is None or is_early:
             return output.view(batch, K * r, length, D).transpose(1, 2), None
         if layer.readout is None or is_torchdynamo_compiling():
@@ -644,7 +681,7 @@ class HybridAttention(nn.Module):
 
     def _one_launch(self, query: torch.Tensor) -> bool:
         """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
-        if self.mass is None or self.dropout or query.shape[2] > 1:
+        if self.mass is None or self.sinks is not None or self.dropout or query.shape[2] > 1:
             return False
         if not {self.shape.key_rounding.bits, self.shape.value_rounding.bits} <= {8, WHOLE}:
             return False

@@ -107,8 +107,10 @@ class HybridPreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config, *args, **kwargs):
-        if config.attn_logit_softcapping is not None:
-            self._supports_sdpa = False  # which knows no cap, so that eager is the default
+        if config.attn_logit_softcapping is not None or config.learned_sinks:
+            self._supports_sdpa = False  # which knows neither, so that eager is the default
+        if config.learned_sinks:
+            self._supports_flash_attn = False  # of which some versions leave them out without a word
         if RECURRENT in config.layer_types:
             self._is_stateful = True  # such a state cannot be cropped, and assisted generation is refused
         super().__init__(config, *args, **kwargs)

@@ -42,19 +42,20 @@ def naive_hybrid_attention(
         for head in range(q.shape[1]):
             keys, values = k[:, head // shared], v[:, head // shared]
             if head // shared in layer.kept:
-                y.append(_attend(layer, q[t, head], keys[: t + 1], values[: t + 1])[0])
+                scores = _scores(layer, q[t, head], keys[: t + 1])
+                y.append(_attend(layer, head, scores, values[: t + 1])[0])
                 continue
             scores = torch.cat(
                 [_scores(layer, far_q[t, head], keys[sinks]), _scores(layer, q[t, head], keys[salient + window])]
             )
-            near = scores.softmax(0) @ values[sinks + salient + window]
+            near, near_mass = _attend(layer, head, scores, values[sinks + salient + window])
             if not evicted or layer.mass is None:
                 y.append(near)
                 features += [torch.zeros(D, dtype=near.dtype)] * 3
                 continue
             number = layer.windowed.index(head // shared) * shared + head % shared
             mean, tilt, log_mass = _read(layer, number, q[t, head] * layer.scaling, keys[evicted], values[evicted])
-            gate = torch.sigmoid(log_mass - scores.logsumexp(0))
+            gate = torch.sigmoid(log_mass - near_mass)
             y.append(near + gate * (mean + tilt - near))
             features += [gate * near, gate * mean, gate * (mean + tilt)]
         if layer.gate_proj is not None:
@@ -119,9 +120,11 @@ def _scores(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor) -> 
     return layer.softcap * torch.tanh(scores / layer.softcap)
 
 
-def _attend(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-    scores = _scores(layer, query, keys)
-    return scores.softmax(0) @ values, scores.logsumexp(0)
+def _attend(layer: HybridAttention, head: int, scores: torch.Tensor, values: torch.Tensor):
+    """Attention by scores (n,) to values (n, D), and its log mass; a learned sink has a score, and no value."""
+    if layer.sinks is not None:
+        scores = torch.cat([scores, layer.sinks[head : head + 1]])
+    return scores.softmax(0)[: len(values)] @ values, scores.logsumexp(0)
 
 
 def _read(layer: HybridAttention, head: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):

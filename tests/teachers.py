@@ -8,6 +8,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
@@ -230,6 +232,19 @@ TEACHERS = {
             mamba_conv_bias=False,
         ),
     ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **TINY,
+            head_dim=16,
+            sliding_window=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.8,
+            rope_parameters=YARN_ROPE | {"truncate": False},
+        ),
+    ),
     "olmo-hybrid": (
         OlmoHybridForCausalLM,
         OlmoHybridConfig(**TINY, **{k: v for k, v in DELTA_NET.items() if k != "head_dim"}),
@@ -252,8 +267,11 @@ TEACHERS = {
 STATEFUL = [
     "qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2", "granite4", "granite4-dense", "olmo-hybrid", "olmo-hybrid-rope"
 ]  # fmt: skip
-"""Teachers that are hybrids already, or whose attention has gates: no mixer takes its place without a window."""
-WITH_MIXERS = [name for name in TEACHERS if name not in STATEFUL]
+"""Teachers that are hybrids already."""
+WITHOUT_MIXERS = [*STATEFUL, "gpt-oss"]
+"""Teachers that are hybrids already, or whose attention has gates or learned sinks: no mixer takes its place without a
+window."""
+WITH_MIXERS = [name for name in TEACHERS if name not in WITHOUT_MIXERS]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]
 """Teachers that take every variant of a test; the others are other blocks around the same attention, and take some."""
 

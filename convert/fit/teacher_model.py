@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from modeling_llamba.attention import probabilities
 from modeling_llamba.hybrid_attention import HybridAttention, unpadded
 from modeling_llamba.mixers import make_mixer
 from modeling_llamba.rotary import Rotary, local_rotary_embedding, rotary_embedding, rotate_keys, rotate_queries
@@ -203,7 +204,7 @@ def attention_rows(
         scores = query[:, :, rows] @ key.transpose(-1, -2) * attention.scaling
         if attention.softcap is not None:
             scores = attention.softcap * torch.tanh(scores / attention.softcap)
-        yield rows, scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        yield rows, probabilities(scores.masked_fill(hidden, float("-inf")), attention.sinks)
 
 
 @contextmanager

@@ -59,6 +59,8 @@ class TeacherFamily:
     one expert ("{e}") in the teacher, in order."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Template of a tensor of the hybrid -> templates of the teacher's that lie one below the other in it."""
+    unpacked: tuple[str, ...] = ()
+    """Methods of quantisation whose weights are read as whole numbers."""
     recurrent: tuple[str, ...] = ()
     """Fields of the teacher from which its module with a state is made (modeling_llamba/recurrent.py)."""
     refused: tuple[str, ...] = ()

@@ -43,6 +43,10 @@ CASES = {
     "layer norms, partial rotary": dict(family="phimamba", qk_norm="layer", rope_parameters=PARTIAL_ROPE),
     "gates": dict(attention_gate=True, attention_bias=True),
     "gates, two heads apart kept": dict(attention_gate=True, num_key_value_heads=4, hybrid_full_heads=[[2, 0]]),
+    "learned sinks": dict(learned_sinks=True, attention_bias=True),
+    "learned sinks, two heads apart kept": dict(learned_sinks=True, num_key_value_heads=4, hybrid_full_heads=[[2, 0]]),
+    "learned sinks, far sinks, few bits": dict(learned_sinks=True, hybrid_sink_reach=20, window_bits=8),
+    "learned sinks, no state": dict(learned_sinks=True, mixer="none", mixer_decay_bias=False),
     "one norm for all heads": dict(qk_norm="all_heads", hybrid_full_heads=[[0, 1]]),
     "scaled rotary": dict(rope_parameters=dict(LLAMA3_ROPE)),
     "local rotary": dict(layer_rope=["local"], local_rope_parameters=LOCAL_ROPE, hybrid_sink_reach=30),
@@ -143,7 +147,13 @@ def test_without_a_state_there_are_the_teachers_parameters_alone():
     assert names == {f"{letter}_proj.weight" for letter in "qkvo"}
 
 
-LEARNED = ["two queries to a key head", "capped scores, far sinks", "layer norms, partial rotary", "two apart kept"]
+LEARNED = [
+    "two queries to a key head",
+    "learned sinks",
+    "capped scores, far sinks",
+    "layer norms, partial rotary",
+    "two apart kept",
+]
 
 
 @functools.cache
