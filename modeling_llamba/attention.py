@@ -161,16 +161,34 @@ def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> tor
 
 
 def attention_function(config) -> Callable:
-    """transformers' function for softmax attention, as the model was told; eager is that of a model that knows a cap,
-    or learned sinks."""
+    """transformers' function for softmax attention, as the model was told; eager is Gemma 2's, which knows a cap, or
+    `attend_beside_sinks`."""
     # here, since they take seconds to import, and a plan makes layers without running them
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-    if config.learned_sinks:
-        from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
-    else:
-        from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+    eager = attend_beside_sinks if config.learned_sinks else eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+
+
+def attend_beside_sinks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    s_aux: torch.Tensor,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention with learned sinks in transformers' interface, whose own takes them from the module alone."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = query @ key.mT * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.dropout(probabilities(scores, s_aux), p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def qk_norms(config) -> list[nn.Module | None]:

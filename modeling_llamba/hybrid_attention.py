@@ -162,12 +162,7 @@ def theory_mass(config, layer: int) -> torch.Tensor:
 
 
 class KeptHeads(nn.Module):
-    """The attributes that transformers' attention functions read of a module.
-
-    sinks: the learned ones of these heads, or None.
-    """
-
-    sinks: torch.Tensor | None = None
+    """The attributes that transformers' attention functions read of a module."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -269,14 +264,13 @@ class HybridAttention(nn.Module):
         if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
             causal_mask = causal_bias(projected.query)[None, None]
         self.kept_heads.training = self.training
-        self.kept_heads.sinks = self.sinks_of(self.kept)
         attend = functools.partial(
             attention_function(self.config),
             self.kept_heads,
             attention_mask=causal_mask,
             dropout=self.dropout,
             scaling=self.scaling,
-            **score_options(self.softcap, self.kept_heads.sinks),
+            **score_options(self.softcap, self.sinks_of(self.kept)),
             **kwargs,
         )
         store = None if layer is None else functools.partial(append_keys, layer.kept)

@@ -143,6 +143,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             init.ones_(module.D)
             if module.z_bias is not None:
                 init.constant_(module.z_bias, OPEN_GATE)
+        if isinstance(module, HybridAttention | SoftmaxAttention) and module.sinks is not None:
+            init.normal_(module.sinks, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, HybridAttention):
             if module.mass is not None:
                 init.copy_(module.mass, theory_mass(module.config, module.layer_idx).to(module.mass))
