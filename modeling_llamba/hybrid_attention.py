@@ -20,6 +20,7 @@ the log mass log m + q . mean k + q^T Cov(k, k) q / 2. They are not, so c0, c1, 
 head and the low-rank map up(down(.)) are fitted (convert/fit). (.)_f is the part of a product in plane f of the
 rotary embedding or in a dimension that is not rotated, so that the mass depends on distances alone. W_o is the
 teacher's own, and g = 0 for the first (n + 1) E tokens of a sequence: there the layer is its teacher's attention.
+A learned sink of a head, where the teacher has one, is a column of that softmax with a score and no value: Z holds it.
 Kept heads are full attention for every token. Where the teacher has gates on what its heads return, y, mean v and far
 are multiplied by them before either projection.
 
