@@ -353,9 +353,16 @@ class Mxfp4Checkpoint(Checkpoint):
             if not name.endswith(MXFP4_PARTS):
                 self.tensors[name] = info
             elif name.endswith("_blocks"):
-                (experts, columns, groups, half) = info.shape
-                whole = (experts, groups * half * 2, columns)
-                self.tensors[name.removesuffix("_blocks")] = TensorInfo(whole, torch.bfloat16)
+                whole = name.removesuffix("_blocks")
+                scales = packed.tensors.get(f"{whole}_scales")
+                (*lead, half) = info.shape
+                if scales is None or len(lead) != 3 or half != 16 or [*scales.shape] != lead:
+                    raise ValueError(
+                        f"{name} {info.shape} holds no MXFP4 weights: it takes (experts, rows, groups, 16), beside "
+                        f"{whole}_scales with an exponent for each group."
+                    )
+                (experts, columns, groups) = lead
+                self.tensors[whole] = TensorInfo((experts, groups * 2 * half, columns), torch.bfloat16)
 
     def buffer_bytes(self) -> int:
         """Bytes of an expert's numbers, twice as bfloat16, and of the indices in 32 bits that they come from."""

@@ -75,8 +75,10 @@ class Teacher:
             return GgufCheckpoint(self.folder / self.gguf_file, self.config)
         if self.headers_only:
             with _hub_errors(self.name, self.revision):
-                return unpacked(RemoteHeaders(self.name, self.revision))
-        return unpacked(open_weights(self.folder))
+                checkpoint = RemoteHeaders(self.name, self.revision)
+        else:
+            checkpoint = open_weights(self.folder)
+        return unpacked(checkpoint) if self.family.unpacked else checkpoint
 
 
 def cached_repository(folder: Path) -> tuple[str, str] | None:

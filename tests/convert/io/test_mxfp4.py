@@ -85,6 +85,21 @@ def test_a_plan_reads_no_expert(published, monkeypatch):
     assert "hybrid" in plan.config.layer_types and "bfloat16" in describe(plan)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda t: None, lambda t: t[:, :-1], lambda t: t[..., None]], ids=["none", "few", "deep"]
+)
+def test_scales_that_do_not_fit_are_named(published, change):
+    folder, _ = published
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    scales = change(tensors.pop(name))
+    if scales is not None:
+        tensors[name] = scales.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj_blocks .* holds no MXFP4 weights"):
+        plan_conversion(make_options(str(folder), "out"))
+
+
 def test_what_is_packed_otherwise_is_refused(published, tmp_path):
     """By its name, in this family as in the others."""
     folder, _ = published
