@@ -243,19 +243,19 @@ REAL_MODELS = {
     ),
     "Qwen3.5-27B": RealModel(
         of("qwen3_5_text", 64, 5120, 24, 4, 262144, intermediate_size=17408, **QWEN3_5), "Qwen2Tokenizer", CHATML,
-        bos=False, pad=False,
+        bos=False,
     ),
     "Qwen3.5-35B-A3B": RealModel(
         of("qwen3_5_moe_text", 40, 2048, 16, 2, 262144, num_experts=256, num_experts_per_tok=8,
            moe_intermediate_size=512, shared_expert_intermediate_size=512, router_aux_loss_coef=0.001,
-           mlp_only_layers=[], **QWEN3_5), "Qwen2Tokenizer", CHATML, bos=False, pad=False,
+           mlp_only_layers=[], **QWEN3_5), "Qwen2Tokenizer", CHATML, bos=False,
     ),
     "Qwen3-Coder-Next": RealModel(
         of("qwen3_next", 48, 2048, 16, 2, 262144, head_dim=256, rope_theta=5e6, partial_rotary_factor=0.25,
            intermediate_size=5120, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
            shared_expert_intermediate_size=512, decoder_sparse_step=1, norm_topk_prob=True, full_attention_interval=4,
            use_sliding_window=False, router_aux_loss_coef=0.001, bos_token_id=151643, eos_token_id=151645,
-           **DELTA_NET), "Qwen2Tokenizer", CHATML, bos=False, pad=False,
+           **DELTA_NET), "Qwen2Tokenizer", CHATML, bos=False,
     ),
     "LFM2-350M": RealModel(
         of("lfm2", 16, 1024, 16, 8, 128000, intermediate_size=4608, block_auto_adjust_ff_dim=False, conv_L_cache=3,
@@ -266,8 +266,9 @@ REAL_MODELS = {
         of("granitemoehybrid", 40, 4096, 32, 8, 131072, num_local_experts=72, num_experts_per_tok=10,
            intermediate_size=768, shared_intermediate_size=1536, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,
            tie_word_embeddings=True, position_embedding_type="nope", mamba_n_heads=128,
+           bos_token_id=100257, eos_token_id=100257, pad_token_id=100256,
            layer_types=[*["linear_attention"] * 5, "full_attention", *["linear_attention"] * 4] * 4),
-        "GPT2Tokenizer", CHATML, bos=False, pad=False,
+        "GPT2Tokenizer", CHATML, bos=False,
     ),
     "Olmo-Hybrid-7B": RealModel(
         of("olmo_hybrid", 32, 3840, 30, 30, 65536, rope_parameters=None, rms_norm_eps=1e-6, bos_token_id=None,
