@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid_config import RECURRENT
+from modeling_llamba.hybrid_config import ATTENTION_ALONE, RECURRENT
 
 from .io.writer import output_dtype
 from .layout.cache import layer_bytes, teacher_bytes
@@ -127,10 +127,11 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
     dtype = output_dtype(options.output.dtype, weights.checkpoint.tensors)
     choice, layers, share = _kept_layers(options, config.num_hidden_layers, in_all)
     keeps_all = share == 1 or (layers is not None and len(layers) == config.num_hidden_layers)
-    if not (options.has_windows or keeps_all) and (config.attention_gate or RECURRENT in config.layer_types):
+    alone = RECURRENT in config.layer_types or any(getattr(config, name) for name in ATTENTION_ALONE)
+    if not (options.has_windows or keeps_all) and alone:
         raise ValueError(
-            "This teacher has gates on its attention or layers with a state of their own, which mixers cannot follow; "
-            "give a window or a cache."
+            "This teacher has gates or learned sinks on its attention, or layers with a state of their own, which "
+            "mixers cannot follow; give a window or a cache."
         )
     heads, num_heads = _kept_heads(options, weights, own)
     alignment = dataclasses.replace(options.alignment, sequence_length=options.sequence_length)

@@ -8,6 +8,7 @@ Shapes: B batch, L length, H query heads, K key/value heads.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.utils import is_torchdynamo_compiling
 
 from .norms import head_norm
-from .rotary import apply_rotary
+from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import Rounding
 
 # tokens; or an eighth of what there is, where that is more
@@ -46,19 +47,19 @@ class SoftmaxAttention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm, self.k_norm = qk_norms(config)
         self.gate_proj = gate_projection(config)
+        self.sinks = learned_sinks(config)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Rotary,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, hidden) -> (B, L, hidden) and the probabilities (B, H, L, L) when the backend returns them."""
         query, key, value = project_heads(self, hidden_states)
-        query = apply_rotary(query, *position_embeddings, head_dim_axis=1)
-        key = apply_rotary(key, *position_embeddings, head_dim_axis=1)
+        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         store = None
         if past_key_values is not None:
             store = functools.partial(update_keys, past_key_values, self.layer_idx)
@@ -69,7 +70,7 @@ class SoftmaxAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            **capped(self.softcap),
+            **score_options(self.softcap, self.sinks),
             **kwargs,
         )
         output, probabilities = attend_rounded(self.roundings, attend, store, query, key, value)
@@ -98,6 +99,19 @@ def gate_projection(config) -> nn.Linear | None:
     """The projection to a gate on what the heads return; None where the teacher has none."""
     size = config.num_attention_heads * config.head_dim
     return nn.Linear(config.hidden_size, size, bias=config.attention_bias) if config.attention_gate else None
+
+
+def learned_sinks(config) -> nn.Parameter | None:
+    """A score of each head that attention to no token has; None where the teacher has none."""
+    return nn.Parameter(torch.zeros(config.num_attention_heads)) if config.learned_sinks else None
+
+
+def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of scores (B, H, L, T) over T, beside the learned sinks (H,) of their heads, if any."""
+    if sinks is None:
+        return scores.softmax(-1)
+    learned = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, learned], dim=-1).softmax(-1)[..., :-1]
 
 
 def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -168,12 +182,34 @@ def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> tor
 
 
 def attention_function(config) -> Callable:
-    """transformers' function for softmax attention, as the model was told; eager is Gemma 2's, which knows a cap."""
+    """transformers' function for softmax attention, as the model was told; eager is Gemma 2's, which knows a cap, or
+    `attend_beside_sinks`."""
     # here, since they take seconds to import, and a plan makes layers without running them
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager_attention_forward)
+    eager = attend_beside_sinks if config.learned_sinks else eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+
+
+def attend_beside_sinks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    s_aux: torch.Tensor,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention with learned sinks in transformers' interface, whose own takes them from the module alone."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = query @ key.mT * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.dropout(probabilities(scores, s_aux), p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def qk_norms(config) -> list[nn.Module | None]:
@@ -182,9 +218,11 @@ def qk_norms(config) -> list[nn.Module | None]:
     return [head_norm(config.qk_norm, config.head_dim, n, config.norm_eps, config.norm_unit_offset) for n in heads]
 
 
-def capped(softcap: float | None) -> dict[str, float]:
-    """The argument that caps scores; it is left out where there is no cap, since not every function knows it."""
-    return {} if softcap is None else {"softcap": softcap}
+def score_options(softcap: float | None, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """The arguments that cap scores and add learned ones (H,); what is None is left out, as not every function knows
+    it."""
+    given = {"softcap": softcap, "s_aux": sinks}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

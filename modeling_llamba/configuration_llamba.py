@@ -18,13 +18,16 @@ class LlambaConfig(HybridConfig):
     Args:
         hidden_act: activation of the gated MLP. rms_norm_eps: epsilon of every RMSNorm. mlp_bias: bias on its
             projections.
-        norm_placement: RMSNorms "before" mixer and MLP (Llama), "after" them (OLMo) or "both" (Gemma).
+        norm_placement: RMSNorms "before" mixer and MLP (Llama), "after" them (OLMo) or "both" (Gemma); a list, with an
+            entry for every layer, where they differ.
         residual_multiplier: factor on what mixer and MLP add to the residual stream.
         num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
         mlp_only_layers: layers that have a single MLP nevertheless.
         shared_expert_intermediate_size: width of an expert for every token; None is none. shared_expert_gate: it has a
             gate of its own.
+        swiglu_limit, swiglu_alpha: experts are gpt-oss's, with biases, up + 1 in place of up, gate and up clamped to
+            this limit, and this factor within the gate's sigmoid. None: Qwen3-MoE's.
         output_router_logits, router_aux_loss_coef: with experts, return the routers' logits and add the loss that
             spreads tokens over the experts, times this factor, to the loss of `labels`; False and 0.001 by default.
     """
@@ -34,7 +37,7 @@ class LlambaConfig(HybridConfig):
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-5
     mlp_bias: bool = False
-    norm_placement: str = "before"
+    norm_placement: str | list[str] = "before"
     residual_multiplier: float | int = 1.0
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
@@ -43,6 +46,8 @@ class LlambaConfig(HybridConfig):
     mlp_only_layers: list[int] | None = None
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = True
+    swiglu_limit: float | int | None = None
+    swiglu_alpha: float | int | None = None
 
     def __post_init__(self, **kwargs):
         if self.num_experts is not None:  # TRL takes any model that has these fields for one with experts
@@ -53,17 +58,34 @@ class LlambaConfig(HybridConfig):
         """Return True if a layer's MLP is a choice of experts."""
         return self.num_experts is not None and layer not in (self.mlp_only_layers or ())
 
+    @property
+    def num_local_experts(self) -> int | None:
+        """Name by which gpt-oss's experts ask for `num_experts`."""
+        return self.num_experts
+
+    def norms_of(self, layer: int) -> str:
+        """Place of the norms of a layer."""
+        return self.norm_placement[layer] if isinstance(self.norm_placement, list) else self.norm_placement
+
     def validate_hybrid(self) -> None:
         """Refuse contradictory fields, those of the block too."""
         super().validate_hybrid()
-        if self.norm_placement not in NORM_PLACEMENTS:
-            raise ValueError(f"norm_placement must be one of {NORM_PLACEMENTS}, not {self.norm_placement!r}.")
+        places = self.norm_placement if isinstance(self.norm_placement, list) else [self.norm_placement]
+        if not set(places) <= set(NORM_PLACEMENTS) or len(places) not in (1, self.num_hidden_layers):
+            raise ValueError(
+                f"norm_placement must be one of {NORM_PLACEMENTS}, or a list of these with an entry for every layer, "
+                f"not {self.norm_placement!r}."
+            )
         if not 0 < self.residual_multiplier < math.inf:
             raise ValueError(f"residual_multiplier must be a finite number above 0, not {self.residual_multiplier!r}.")
         if self.num_experts is not None:
             for name in ("num_experts_per_tok", "moe_intermediate_size"):
                 if getattr(self, name) is None:
                     raise ValueError(f"num_experts needs {name} beside it.")
+            if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
+                raise ValueError("swiglu_limit and swiglu_alpha are given together, or not at all.")
+            if self.swiglu_limit is not None and self.intermediate_size != self.moe_intermediate_size:
+                raise ValueError("With swiglu_limit, intermediate_size is that of the experts, moe_intermediate_size.")
             if self.num_experts_per_tok > self.num_experts:
                 raise ValueError(
                     f"num_experts_per_tok {self.num_experts_per_tok} is more than there are: {self.num_experts}."

@@ -20,6 +20,7 @@ the log mass log m + q . mean k + q^T Cov(k, k) q / 2. They are not, so c0, c1, 
 head and the low-rank map up(down(.)) are fitted (convert/fit). (.)_f is the part of a product in plane f of the
 rotary embedding or in a dimension that is not rotated, so that the mass depends on distances alone. W_o is the
 teacher's own, and g = 0 for the first (n + 1) E tokens of a sequence: there the layer is its teacher's attention.
+A learned sink of a head, where the teacher has one, is a column of that softmax with a score and no value: Z holds it.
 Kept heads are full attention for every token. Where the teacher has gates on what its heads return, y, mean v and far
 are multiplied by them before either projection.
 
@@ -53,18 +54,19 @@ from .attention import (
     append_keys,
     attend_rounded,
     attention_function,
-    capped,
     gate_projection,
     head_gates,
     hiding,
+    learned_sinks,
     project_heads,
     qk_norms,
+    score_options,
 )
 from .block_layout import Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
 from .hybrid_step_kernel import can_run, mix_one
-from .rotary import apply_rotary
+from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
@@ -77,7 +79,7 @@ class HybridInputs(NamedTuple):
 
     index (B, L): number of each token in its sequence, -1 at padding. start: number of the first token, where rows are
     not packed, hold no padding and are known to begin with the same number; else None. seq_idx (B, L): sequence of
-    each token in packed rows, else None. sink_rotary: cos and sin (B, L, rotary dims) for queries to sinks that are
+    each token in packed rows, else None. sink_rotary: rotary embedding (rotary.py) for queries to sinks that are
     farther away than the teacher was trained for, by kind of rotary embedding until `of_layer`; None where none is.
     causal_mask: mask of transformers' for kept heads.
     """
@@ -85,7 +87,7 @@ class HybridInputs(NamedTuple):
     index: torch.Tensor
     start: int | None = None
     seq_idx: torch.Tensor | None = None
-    sink_rotary: dict[str, tuple[torch.Tensor, torch.Tensor]] | tuple[torch.Tensor, torch.Tensor] | None = None
+    sink_rotary: dict[str, Rotary] | Rotary | None = None
     causal_mask: torch.Tensor | None = None
 
     def of_layer(self, rope: str) -> "HybridInputs":
@@ -188,6 +190,7 @@ class HybridAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_out_bias)
         self.q_norm, self.k_norm = qk_norms(config)
         self.gate_proj = gate_projection(config)
+        self.sinks = learned_sinks(config)
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
@@ -211,7 +214,7 @@ class HybridAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Rotary,
         inputs: HybridInputs | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
@@ -234,16 +237,13 @@ class HybridAttention(nn.Module):
             output, features = self.prompt(projected, inputs, layer)
         return self.project_out(*self.gated(hidden_states, output, of_kept, features))
 
-    def project(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], inputs: HybridInputs
-    ) -> Projected:
+    def project(self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs) -> Projected:
         """Queries, keys and values of hidden states (B, L, hidden)."""
         query, key, value = project_heads(self, hidden_states)
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
-            sink_query = apply_rotary(query, *inputs.sink_rotary, head_dim_axis=1)
-        query = apply_rotary(query, *position_embeddings, head_dim_axis=1)
-        key = apply_rotary(key, *position_embeddings, head_dim_axis=1)
+            sink_query = rotate_queries(query, inputs.sink_rotary)
+        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
 
     def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
@@ -271,7 +271,7 @@ class HybridAttention(nn.Module):
             attention_mask=causal_mask,
             dropout=self.dropout,
             scaling=self.scaling,
-            **capped(self.softcap),
+            **score_options(self.softcap, self.sinks_of(self.kept)),
             **kwargs,
         )
         store = None if layer is None else functools.partial(append_keys, layer.kept)
@@ -449,6 +449,7 @@ class HybridAttention(nn.Module):
             output, log_mass = self._attend_groups(query, keys, values, holders, visible, layout)
         if sinks is not None:
             output, log_mass = merged((output, log_mass), sinks)
+        output, log_mass = self.beside_learned_sinks((output, log_mass), heads_axis=2)
         state = None
         if self.mass is not None:
             state = State.of(layout.states(held, keys, values, holders))
@@ -523,14 +524,17 @@ class HybridAttention(nn.Module):
 
     def _attend_causally(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """(B, L, H', D) of rows that begin here."""
-        if self.softcap is None:
+        if self.softcap is None and self.sinks is None:
             output = F.scaled_dot_product_attention(
                 query, key, value, dropout_p=self.dropout, is_causal=True, scale=self.scaling,
                 enable_gqa=self.shared > 1,
             )  # fmt: skip
             return output.transpose(1, 2)
-        bias, query = causal_bias(query), query.unflatten(1, self.kv_groups)
-        return self._attend(query, key[:, :, None], value[:, :, None], bias)[0].flatten(1, 2).transpose(1, 2)
+        bias = causal_bias(query).repeat(self.shared, 1)[None, None]
+        by_head = (self.shared, query.shape[2])
+        near = self._attend(query.unflatten(1, self.kv_groups).flatten(2, 3), key, value, bias)
+        output, log_mass = (t.unflatten(2, by_head) for t in near)
+        return self.beside_learned_sinks((output, log_mass), heads_axis=1)[0].flatten(1, 2).transpose(1, 2)
 
     def _attend_groups(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, holders, until, layout: "Layout"
@@ -571,6 +575,28 @@ class HybridAttention(nn.Module):
         probabilities = (scores - log_mass[..., None]).exp().to(values.dtype)
         probabilities = F.dropout(probabilities, self.config.attention_dropout, self.training)
         return probabilities @ values, log_mass
+
+    def sinks_of(self, kv_heads: list[int]) -> torch.Tensor | None:
+        """The learned sinks of the query heads of some key/value heads, (heads,); None where the teacher has none."""
+        return None if self.sinks is None else _of_heads(self.sinks[None], kv_heads, self.shared)[0]
+
+    def beside_learned_sinks(
+        self, near: tuple[torch.Tensor, torch.Tensor], heads_axis: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the heads with a window, outputs (..., D) and log-sum-exps Z (...), to a sink of each too:
+        a learned score without a value.
+
+        Args:
+            heads_axis: axis of the key/value heads; that of the query heads of each is the last but one of Z.
+        """
+        if self.sinks is None:
+            return near
+        output, log_mass = near
+        sinks = self.sinks_of(self.windowed).view(self.kv_groups)
+        shape = [1] * log_mass.ndim
+        shape[heads_axis], shape[-2] = sinks.shape
+        with_sinks = torch.logaddexp(log_mass, sinks.view(shape).to(log_mass.dtype))
+        return output * (log_mass - with_sinks).exp()[..., None].to(output.dtype), with_sinks
 
     def _attend_sinks(self, query, keys, values, salience, holders, layout: "Layout"):
         """Attention of queries (B, G, K, m, r, E, D), rotated for it, to the sinks that have left the window."""
@@ -628,6 +654,9 @@ class HybridAttention(nn.Module):
             output, log_mass = self._attend(turn(query), keys, values, bias)
         output = shape.value_rounding.rotate(output)
         batch, (K, r), D = len(query), self.kv_groups, query.shape[-1]
+        if self.sinks is not None:
+            by_head = output.unflatten(2, (r, length)), log_mass.unflatten(2, (r, length))
+            output, log_mass = (t.flatten(2, 3) for t in self.beside_learned_sinks(by_head, heads_axis=1))
         if self.mass is None or is_early:
             return output.view(batch, K * r, length, D).transpose(1, 2), None
         if layer.readout is None or is_torchdynamo_compiling():
@@ -647,7 +676,7 @@ class HybridAttention(nn.Module):
 
     def _one_launch(self, query: torch.Tensor) -> bool:
         """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
-        if self.mass is None or self.dropout or query.shape[2] > 1:
+        if self.mass is None or self.sinks is not None or self.dropout or query.shape[2] > 1:
             return False
         if not {self.shape.key_rounding.bits, self.shape.value_rounding.bits} <= {8, WHOLE}:
             return False

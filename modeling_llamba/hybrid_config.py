@@ -33,6 +33,8 @@ ACTIVATIONS = (
     "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2",
     "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh",
 )  # fmt: skip
+ATTENTION_ALONE = ("attention_gate", "learned_sinks")
+"""Fields of the attention that a mixer cannot follow."""
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -60,6 +62,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "query_pre_attn_scalar": (1e-6, 1e9),
     "original_max_position_embeddings": (1, LARGEST_SIZE),
     "rope_theta": (1e-6, 1e30),
+    "llama_4_scaling_beta": (0.0, 1e6),
     "partial_rotary_factor": (1e-6, 1.0),
     "hybrid_window": (2, 2**24),
     "hybrid_block": (1, 2**16),
@@ -109,6 +112,7 @@ class HybridConfig(PreTrainedConfig):
         resid_pdrop, embd_pdrop: dropout on the residual branches and on the embeddings.
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
         attention_gate: what the heads return is multiplied by the sigmoid of a projection of the layer's input.
+        learned_sinks: each head has a score of its own, to which attention goes that no token gets.
         recurrent: model_type and fields of the teacher's configuration that its module with a state is made from.
         qk_norm: norm on queries and keys: None, "rms" or "layer" on each head, "all_heads" on all heads together.
         norm_unit_offset: RMSNorms outside of mixers multiply by 1 + weight.
@@ -116,6 +120,7 @@ class HybridConfig(PreTrainedConfig):
         attention_multiplier: factor on the attention scores, 1 / sqrt(head_dim) by default.
         attn_logit_softcapping, final_logit_softcapping: x becomes cap tanh(x / cap), for scores (of attention layers
             and windows; a mixer has none) and for logits.
+        rope_parameters: transformers' own; llama_4_scaling_beta among them makes queries grow with their position.
         layer_rope: rotary embedding of each layer: "main" (by rope_parameters, the default), "local" (by
             local_rope_parameters) or "none".
         mixer: the matrix mixer of the linear layers: "discrete_mamba2", "mamba2" or "mamba1"; or "none", where hybrid
@@ -153,6 +158,7 @@ class HybridConfig(PreTrainedConfig):
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
+    ignore_keys_at_rope_validation = {"llama_4_scaling_beta"}
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -176,6 +182,7 @@ class HybridConfig(PreTrainedConfig):
     attention_out_bias: bool = False
     attention_dropout: float | int = 0.0
     attention_gate: bool = False
+    learned_sinks: bool = False
     recurrent: dict[str, Any] | None = None
     qk_norm: str | None = None
     norm_unit_offset: bool = False
@@ -362,8 +369,11 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
         if RECURRENT in self.layer_types and self.recurrent is None:
             raise ValueError(f"layer_types has {RECURRENT}, so recurrent must say what these layers are.")
-        if self.attention_gate and "linear_attention" in self.layer_types:
-            raise ValueError("A mixer cannot follow attention_gate; use hybrid layers.")
+        alone = [name for name in ATTENTION_ALONE if getattr(self, name)]
+        if alone and "linear_attention" in self.layer_types:
+            raise ValueError(f"A mixer cannot follow {alone[0]}; use hybrid layers.")
+        if self.learned_sinks and self.attn_logit_softcapping is not None:
+            raise ValueError("No attention of transformers' knows learned_sinks and attn_logit_softcapping together.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads.")
         if self.mixer_num_heads % self.mixer_num_kv_heads:
@@ -415,7 +425,8 @@ class HybridConfig(PreTrainedConfig):
         kind = rope.get("rope_type")
         if kind not in kinds:
             raise ValueError(f"rope_type must be one of {kinds}, not {kind!r}.")
-        for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ())):
+        scaled = ("original_max_position_embeddings",) if rope.get("llama_4_scaling_beta") is not None else ()
+        for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ()), *scaled):
             value = rope.get(name, 1.0 if name == "partial_rotary_factor" else None)
             if not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{name} of RoPE {kind} must be a number above 0, not {value!r}.")

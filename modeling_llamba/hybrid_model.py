@@ -41,7 +41,7 @@ from .matrix_mixer import OPEN_GATE
 from .mixers import make_mixer
 from .norms import RMSNorm
 from .recurrent import RecurrentMixer
-from .rotary import local_rotary_embedding, rotary_embedding
+from .rotary import Rotary, local_rotary_embedding, query_scale, rotary_embedding
 from .short_conv import ShortConv
 from .ssd import sequence_starts
 
@@ -73,7 +73,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         masks: dict[str, torch.Tensor | None],
-        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        position_embeddings: dict[str, Rotary],
         seq_idx: torch.Tensor | None,
         past_key_values: Cache | None,
         **kwargs,
@@ -108,8 +108,10 @@ class HybridPreTrainedModel(PreTrainedModel):
     }
 
     def __init__(self, config, *args, **kwargs):
-        if config.attn_logit_softcapping is not None:
-            self._supports_sdpa = False  # which knows no cap, so that eager is the default
+        if config.attn_logit_softcapping is not None or config.learned_sinks:
+            self._supports_sdpa = False  # which knows neither, so that eager is the default
+        if config.learned_sinks:
+            self._supports_flash_attn = False  # of which some versions leave them out without a word
         if RECURRENT in config.layer_types:
             self._is_stateful = True  # such a state cannot be cropped, and assisted generation is refused
         super().__init__(config, *args, **kwargs)
@@ -142,6 +144,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             init.ones_(module.D)
             if module.z_bias is not None:
                 init.constant_(module.z_bias, OPEN_GATE)
+        if isinstance(module, HybridAttention | SoftmaxAttention) and module.sinks is not None:
+            init.normal_(module.sinks, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, HybridAttention):
             if module.mass is not None:
                 init.copy_(module.mass, theory_mass(module.config, module.layer_idx).to(module.mass))
@@ -338,14 +342,17 @@ class HybridModel(HybridPreTrainedModel):
                 "order."
             )
 
-    def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """cos and sin (B, L, rotary dims) for each kind of layer in `layer_rope`."""
+    def rotary(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Rotary]:
+        """The embedding for each kind of layer in `layer_rope`."""
         found = {"main": self.rotary_emb(like, position_ids)}
+        scale = query_scale(self.config.rope_parameters, position_ids, like.dtype)
         if self.local_rotary_emb is not None:
             found["local"] = self.local_rotary_emb(like, position_ids)
         if "none" in (self.config.layer_rope or ()):
             cos, sin = found["main"]
             found["none"] = torch.ones_like(cos), torch.zeros_like(sin)
+        if scale is not None:
+            found["main"] = (*found["main"], scale)
         return found
 
     def _masks(self, inputs_embeds, attention_mask, mask_2d, past_key_values, position_ids, seq_idx):
@@ -392,7 +399,7 @@ class HybridModel(HybridPreTrainedModel):
         return masks
 
     def _sink_rotary(self, inputs_embeds, position_ids, index, columns):
-        """cos and sin for queries that look at sinks, none of them farther away than the teacher was trained for.
+        """The embedding for queries that look at sinks, none of them farther away than the teacher was trained for.
 
         Args:
             index: (B, L), all below `columns`.

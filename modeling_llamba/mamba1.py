@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from .hybrid_cache import record, recurrent_state
 from .matrix_mixer import convolve_with_cache, gate_bias
 from .norms import head_norm
-from .rotary import apply_rotary
+from .rotary import Rotary, apply_rotary, scale_queries
 from .selective_scan import selective_advance, selective_matrix, selective_scan, selective_step
 from .short_conv import ShortConv
 from .ssd import repeat_groups
@@ -53,7 +53,7 @@ class Mamba1(nn.Module):
     def project(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -75,7 +75,8 @@ class Mamba1(nn.Module):
         if self.B_norm is not None:
             B, C = self.B_norm(B), self.C_norm(C)
         if self.config.mixer_rotary:
-            B, C = (apply_rotary(t, *position_embeddings, head_dim_axis=2) for t in (B, C))
+            B, C = (apply_rotary(t, *position_embeddings[:2], head_dim_axis=2) for t in (B, C))
+        C = scale_queries(C, position_embeddings, head_dim_axis=2)
         B = repeat_groups(B, self.num_heads)
         pieces = (self.inner_size // self.d_state, self.d_state)
         return x, dt, B.flatten(2).unflatten(-1, pieces), C.flatten(2).unflatten(-1, pieces), z
@@ -83,7 +84,7 @@ class Mamba1(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -111,7 +112,7 @@ class Mamba1(nn.Module):
     def materialize(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from .hybrid_cache import conv_state, record, recurrent_state
 from .norms import RMSNorm, head_norm
-from .rotary import apply_rotary
+from .rotary import Rotary, apply_rotary, scale_queries
 from .short_conv import ShortConv
 from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_scan, ssd_step
 
@@ -92,7 +92,7 @@ class SSDMixer(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -101,7 +101,7 @@ class SSDMixer(nn.Module):
 
         Args:
             hidden_states: (B, L, hidden).
-            position_embeddings: cos and sin (B, L, rotary dims); used when `config.mixer_rotary`.
+            position_embeddings: the layer's rotary embedding; used when `config.mixer_rotary`.
             padding_mask: (B, L), 0 at padding, or None. seq_idx: (B, L) ids of packed sequences, or None.
             past_key_values: the cache to continue from and to update, or None.
 
@@ -157,7 +157,7 @@ class SSDMixer(nn.Module):
     def materialize(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,8 +187,9 @@ class SSDMixer(nn.Module):
             B, C = BC.split(heads, dim=2)
             BC = torch.cat([self.B_norm(B), self.C_norm(C)], dim=2)
         if self.config.mixer_rotary:
-            BC = apply_rotary(BC, *position_embeddings, head_dim_axis=2)
-        return BC.split(heads, dim=2)
+            BC = apply_rotary(BC, *position_embeddings[:2], head_dim_axis=2)
+        B, C = BC.split(heads, dim=2)
+        return B, scale_queries(C, position_embeddings, head_dim_axis=2)
 
 
 def convolve_with_cache(

@@ -3,13 +3,15 @@
     h = h + m norm(mix(norm(h)))        h = h + m norm(mlp(norm(h)))
 
 Which of the norms there are (`norm_placement`), the multiplier m and the kind of MLP are fields of the configuration:
-Llama has the inner norms, OLMo the outer ones, Gemma both. The experts are transformers' own module, Qwen3-MoE's.
+Llama has the inner norms, OLMo the outer ones, Gemma both. The experts are transformers' own modules, Qwen3-MoE's or
+gpt-oss's.
 """
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeExperts,
     Qwen3MoeSparseMoeBlock,
@@ -60,10 +62,19 @@ class SharedExpertBlock(Qwen3MoeSparseMoeBlock):
         return super().forward(hidden_states) + shared
 
 
+class ClampedExpertBlock(GptOssMLP):
+    """A choice of experts with biases, whose gate and up are clamped."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)[0]  # the second are the weights of the chosen ones
+
+
 def make_mlp(config: LlambaConfig, layer_idx: int) -> nn.Module:
     """The MLP of a layer, or its experts."""
     if not config.has_experts(layer_idx):
         return LlambaMLP(config, config.intermediate_size)
+    if config.swiglu_limit is not None:
+        return ClampedExpertBlock(config)
     if config.shared_expert_intermediate_size is not None:
         return SharedExpertBlock(config)
     return Qwen3MoeSparseMoeBlock(config)
@@ -74,9 +85,9 @@ def make_norm(config: LlambaConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.norm_unit_offset)
 
 
-def norm_at(place: str, config: LlambaConfig) -> nn.Module:
+def norm_at(place: str, config: LlambaConfig, layer_idx: int) -> nn.Module:
     """The norm "before" or "after" a layer's mixer or MLP, or the identity where the family has none there."""
-    if config.norm_placement in (place, "both"):
+    if config.norms_of(layer_idx) in (place, "both"):
         return make_norm(config)
     return nn.Identity()
 
@@ -87,10 +98,10 @@ class LlambaDecoderLayer(HybridDecoderLayer):
     def __init__(self, config: LlambaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.mlp = make_mlp(config, layer_idx)
-        self.input_layernorm = norm_at("before", config)
-        self.mixer_out_norm = norm_at("after", config)
-        self.post_attention_layernorm = norm_at("before", config)  # Llama's name for the MLP's
-        self.mlp_out_norm = norm_at("after", config)
+        self.input_layernorm = norm_at("before", config, layer_idx)
+        self.mixer_out_norm = norm_at("after", config, layer_idx)
+        self.post_attention_layernorm = norm_at("before", config, layer_idx)  # Llama's name for the MLP's
+        self.mlp_out_norm = norm_at("after", config, layer_idx)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         self.multiplier = config.residual_multiplier
 
@@ -115,7 +126,7 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
     _no_split_modules = ["LlambaDecoderLayer"]
     _can_record_outputs = {
         **HybridPreTrainedModel._can_record_outputs,
-        "router_logits": OutputRecorder(Qwen3MoeTopKRouter, index=0),
+        "router_logits": [OutputRecorder(router, index=0) for router in (Qwen3MoeTopKRouter, GptOssTopKRouter)],
     }
 
     @classmethod
@@ -126,7 +137,7 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter):
+        if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter | GptOssExperts | GptOssTopKRouter):
             for parameter in module.parameters():
                 init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
 

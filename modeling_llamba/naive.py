@@ -9,9 +9,7 @@ import math
 import torch
 
 from .hybrid_attention import HybridAttention
-from .rotary import apply_rotary
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
+from .rotary import Rotary, rotate_keys, rotate_queries
 
 
 @torch.no_grad()
@@ -22,7 +20,7 @@ def naive_hybrid_attention(
 
     Args:
         layer: in float64.
-        hidden_states: (L, hidden). rotary, sink_rotary: cos and sin (L, rotary dims), for queries to sinks the second.
+        hidden_states: (L, hidden). rotary, sink_rotary: as in rotary.py, without B; the second for queries to sinks.
 
     Returns:
         (L, hidden).
@@ -32,8 +30,8 @@ def naive_hybrid_attention(
     q, k, v = (project(hidden_states).view(length, -1, D) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.q_norm is not None:
         q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
-    far_q = apply_rotary(q, *(sink_rotary or rotary), head_dim_axis=1)
-    q, k = (apply_rotary(t, *rotary, head_dim_axis=1) for t in (q, k))
+    far_q = rotate_queries(q, sink_rotary or rotary)
+    q, k = rotate_queries(q, rotary), rotate_keys(k, rotary)
     k, v = _as_held(layer, k, 0), _as_held(layer, v, 1)
     salience = None if layer.salience is None else hidden_states @ layer.salience.double()
     outputs = []
@@ -44,19 +42,20 @@ def naive_hybrid_attention(
         for head in range(q.shape[1]):
             keys, values = k[:, head // shared], v[:, head // shared]
             if head // shared in layer.kept:
-                y.append(_attend(layer, q[t, head], keys[: t + 1], values[: t + 1])[0])
+                scores = _scores(layer, q[t, head], keys[: t + 1])
+                y.append(_attend(layer, head, scores, values[: t + 1])[0])
                 continue
             scores = torch.cat(
                 [_scores(layer, far_q[t, head], keys[sinks]), _scores(layer, q[t, head], keys[salient + window])]
             )
-            near = scores.softmax(0) @ values[sinks + salient + window]
+            near, near_mass = _attend(layer, head, scores, values[sinks + salient + window])
             if not evicted or layer.mass is None:
                 y.append(near)
                 features += [torch.zeros(D, dtype=near.dtype)] * 3
                 continue
             number = layer.windowed.index(head // shared) * shared + head % shared
             mean, tilt, log_mass = _read(layer, number, q[t, head] * layer.scaling, keys[evicted], values[evicted])
-            gate = torch.sigmoid(log_mass - scores.logsumexp(0))
+            gate = torch.sigmoid(log_mass - near_mass)
             y.append(near + gate * (mean + tilt - near))
             features += [gate * near, gate * mean, gate * (mean + tilt)]
         if layer.gate_proj is not None:
@@ -121,9 +120,11 @@ def _scores(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor) -> 
     return layer.softcap * torch.tanh(scores / layer.softcap)
 
 
-def _attend(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-    scores = _scores(layer, query, keys)
-    return scores.softmax(0) @ values, scores.logsumexp(0)
+def _attend(layer: HybridAttention, head: int, scores: torch.Tensor, values: torch.Tensor):
+    """Attention by scores (n,) to values (n, D), and its log mass; a learned sink has a score, and no value."""
+    if layer.sinks is not None:
+        scores = torch.cat([scores, layer.sinks[head : head + 1]])
+    return scores.softmax(0)[: len(values)] @ values, scores.logsumexp(0)
 
 
 def _read(layer: HybridAttention, head: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):

@@ -25,6 +25,8 @@ def module_class(model_type: str) -> type[nn.Module]:
             from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
                 GraniteMoeHybridMambaLayer as found,
             )
+        case "olmo_hybrid":
+            from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet as found
         case "lfm2":
             from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv as found
         case _:
@@ -38,8 +40,9 @@ class RecurrentMixer(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         fields = {"hidden_size": config.hidden_size, "hidden_act": config.hidden_act, "rms_norm_eps": config.norm_eps}
-        # it asks for its own type, and a configuration for as many types as layers
-        fields |= {"num_hidden_layers": layer_idx + 1, "layer_types": ["linear_attention"] * (layer_idx + 1)}
+        # it asks for its own type, and a configuration for as many types as layers, some for both kinds
+        fields |= {"num_hidden_layers": layer_idx + 2}
+        fields |= {"layer_types": ["linear_attention"] * (layer_idx + 1) + ["full_attention"]}
         model_type = config.recurrent["model_type"]
         of_teacher = AutoConfig.for_model(**fields, **config.recurrent)
         self.module = module_class(model_type)(of_teacher, layer_idx)

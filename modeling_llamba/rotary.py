@@ -5,6 +5,10 @@ import copy
 import torch
 from torch import nn
 
+Rotary = tuple[torch.Tensor, ...]
+"""A layer's rotary embedding: cos and sin (B, L, rotary dims), and a factor (B, L, 1) on queries, which grows with
+their position, in teachers that have one."""
+
 
 def rotary_embedding(config) -> nn.Module:
     """Makes cos and sin: Phi's, as it knows rotation of a part of each head, besides every scaling of transformers."""
@@ -20,6 +24,33 @@ def local_rotary_embedding(config) -> nn.Module | None:
     local = copy.copy(config)
     local.rope_parameters = config.local_rope_parameters
     return rotary_embedding(local)
+
+
+def query_scale(rope: dict, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The factor (B, L, 1) on queries at these positions (B, L): 1 + beta log(1 + n) after n times the length that the
+    model was first trained with. None where the parameters of RoPE, as of all but Ministral 3, name no beta."""
+    beta = rope.get("llama_4_scaling_beta")
+    if beta is None:
+        return None
+    lengths = torch.floor(position_ids / rope["original_max_position_embeddings"])
+    return (1 + beta * torch.log(1 + lengths))[..., None].to(dtype)
+
+
+def rotate_queries(query: torch.Tensor, rotary: Rotary, head_dim_axis: int = 1) -> torch.Tensor:
+    """Rotate queries, and multiply them by the factor of their position, if there is one."""
+    return scale_queries(apply_rotary(query, *rotary[:2], head_dim_axis), rotary, head_dim_axis)
+
+
+def scale_queries(query: torch.Tensor, rotary: Rotary | None, head_dim_axis: int = 1) -> torch.Tensor:
+    """Multiply queries by the factor of their position, if there is one."""
+    if rotary is None or len(rotary) == 2:
+        return query
+    return query * rotary[2].unsqueeze(head_dim_axis)
+
+
+def rotate_keys(key: torch.Tensor, rotary: Rotary, head_dim_axis: int = 1) -> torch.Tensor:
+    """Rotate keys."""
+    return apply_rotary(key, *rotary[:2], head_dim_axis)
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_dim_axis: int) -> torch.Tensor:

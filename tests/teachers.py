@@ -6,6 +6,10 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
@@ -14,6 +18,8 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -22,6 +28,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PhiConfig,
@@ -64,6 +72,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+MINISTRAL_ROPE = YARN_ROPE | {
+    "original_max_position_embeddings": 8,  # so that few tokens have several factors
+    "beta_fast": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.3,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -72,6 +87,7 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
     "partial_rotary_factor": 1.0,
 }
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.75}
 
 MIXED = ["sliding_attention", "full_attention"] * 2
 TWO_ROPES = {
@@ -118,6 +134,7 @@ TEACHERS = {
     "llama-biases": (LlamaForCausalLM, LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
     "llama-llama3-rope": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=dict(LLAMA3_ROPE))),
     "llama-yarn": (LlamaForCausalLM, LlamaConfig(**TINY, rope_parameters=dict(YARN_ROPE))),
+    "ministral3": (Ministral3ForCausalLM, Ministral3Config(**TINY, head_dim=16, rope_parameters=dict(MINISTRAL_ROPE))),
     "mistral-window": (MistralForCausalLM, MistralConfig(**TINY, sliding_window=8)),
     "mistral-no-window": (MistralForCausalLM, MistralConfig(**TINY, sliding_window=None)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY)),
@@ -169,6 +186,7 @@ TEACHERS = {
         GraniteForCausalLM,
         GraniteConfig(**TINY, **GRANITE),
     ),
+    "glm4": (Glm4ForCausalLM, Glm4Config(**TINY, head_dim=16, rope_parameters=dict(PARTIAL_ROPE))),
     "mixtral": (MixtralForCausalLM, MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": (
         Qwen3MoeForCausalLM,
@@ -214,14 +232,46 @@ TEACHERS = {
             mamba_conv_bias=False,
         ),
     ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            **TINY,
+            head_dim=16,
+            sliding_window=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.8,
+            rope_parameters=YARN_ROPE | {"truncate": False},
+        ),
+    ),
+    "olmo-hybrid": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig(**TINY, **{k: v for k, v in DELTA_NET.items() if k != "head_dim"}),
+    ),
+    "olmo-hybrid-rope": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig(
+            **TINY,
+            layer_types=DELTA_NET["layer_types"],
+            linear_key_head_dim=6,
+            linear_allow_neg_eigval=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+        ),
+    ),
     "phi": (PhiForCausalLM, PhiConfig(**TINY | {"num_key_value_heads": 4})),
     "phi-gqa-qk-norm": (PhiForCausalLM, PhiConfig(**TINY, qk_layernorm=True)),
 }
 
 
-STATEFUL = ["qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2", "granite4", "granite4-dense"]
-"""Teachers that are hybrids already, or whose attention has gates: no mixer takes its place without a window."""
-WITH_MIXERS = [name for name in TEACHERS if name not in STATEFUL]
+STATEFUL = [
+    "qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2", "granite4", "granite4-dense", "olmo-hybrid", "olmo-hybrid-rope"
+]  # fmt: skip
+"""Teachers that are hybrids already."""
+WITHOUT_MIXERS = [*STATEFUL, "gpt-oss"]
+"""Teachers that are hybrids already, or whose attention has gates or learned sinks: no mixer takes its place without a
+window."""
+WITH_MIXERS = [name for name in TEACHERS if name not in WITHOUT_MIXERS]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]
 """Teachers that take every variant of a test; the others are other blocks around the same attention, and take some."""
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from ..io.students import tensor_shapes
 from ..options import parse_size
 from ..plan import Cost, Plan
@@ -99,8 +101,9 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     N = config.state_keys(layers - 1)
     block = met_by_a_token(plan.weights.config)
     mass = 2 + N - config.state_planes(layers - 1) + D - config.rotary_planes
-    # the teacher's blocks: two operations a parameter, and full attention
-    streaming = T * (2 * block + 2 * L * A)
+    # the teacher's blocks: two operations a parameter, and full attention but where there is a state
+    attending = layers - config.layer_types.count(RECURRENT)
+    streaming = T * (layers * 2 * block + attending * 2 * L * A)
     # projections, window and readout, true scores behind the window, normal equations of the mass
     reading = T * (2 * M * (A + 2 * K * D) + A * (8 * W + 4 * N) + L * A + 2 * H * mass**2)
     # the Gram matrix, blocks above the diagonal left out, and the moments
@@ -110,7 +113,7 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     double = len(RIDGES) * (E**3 / 3 + 4 * E**2 * M + 12 * M**3) + 4 * behind * M**2
     scores = PASSES * H * (T * (L / 2 + 2 * W) + behind * L / 2)
     of_layer = (reading + solving + salience) / rates.single + double / rates.double + scores / rates.elements
-    seconds = OVERHEAD * (layers * streaming / rates.single + fitted * of_layer)
+    seconds = OVERHEAD * (streaming / rates.single + fitted * of_layer)
     activations = min(8 * T * M, parse_size(alignment.activation_memory))
     kept = 4 * T * (3 * A + 2 * K * D + M)
     # what one batch of sequences takes beside that

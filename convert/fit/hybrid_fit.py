@@ -18,8 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from modeling_llamba.attention import probabilities
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.hybrid_attention import HybridAttention, Near, Projected, unpadded
+from modeling_llamba.rotary import Rotary
 from modeling_llamba.ssd import repeat_groups
 
 from ..memory import return_free_memory
@@ -37,7 +39,6 @@ RIDGES = (1e-2, 1e-1, 1.0, 10.0)
 RANKS = (0, 8, 16, 24, 32, 48, 64, 80, 96, 128)
 """Ranks of the output map that are judged."""
 Batch = tuple[torch.Tensor, torch.Tensor]
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class HybridFit(NamedTuple):
@@ -319,9 +320,10 @@ def attention_received(
     received = u.new_zeros(u.shape[:2])
     block = torch.arange(length, device=u.device) // shape.block
     projected = layer.rounded(layer.select_windowed(layer.project(u, rotary, unpadded(u))))
+    sinks = layer.sinks_of(layer.windowed)
     for rows, scores in _scores(layer, projected.query, projected.key, 0, queries):
         left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
-        received[:, : scores.shape[-1]] += (scores.softmax(-1).sum(1) * left).sum(1)
+        received[:, : scores.shape[-1]] += (probabilities(scores, sinks).sum(1) * left).sum(1)
     # the first query that finds the token outside of its window
     leaves = (block + shape.whole_blocks + 1) * shape.block
     return received / (length - leaves).clamp(min=1)

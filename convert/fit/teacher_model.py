@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from modeling_llamba.attention import probabilities
 from modeling_llamba.hybrid_attention import HybridAttention, unpadded
 from modeling_llamba.mixers import make_mixer
-from modeling_llamba.rotary import apply_rotary, local_rotary_embedding, rotary_embedding
+from modeling_llamba.rotary import Rotary, local_rotary_embedding, rotary_embedding, rotate_keys, rotate_queries
 
 from ..io.reader import Checkpoint
 from ..io.rules import Rule, moved
@@ -122,11 +123,11 @@ class TeacherModel:
                 tensor.copy_(tensor_of(rules[f"model.layers.{layer}.mixer.{name}"], self.checkpoint))
         return mixer.to(self.device)
 
-    def rotary(self, length: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (1, L, rotary dims) of a layer."""
+    def rotary(self, length: int, layer: int) -> Rotary:
+        """The rotary embedding of a layer in rows of this length."""
         return self._rotary(length)[self.config.rope_of(layer)]
 
-    def _rotary(self, length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _rotary(self, length: int) -> dict[str, Rotary]:
         positions = torch.arange(length, device=self.device)[None]
         return self.model.model.rotary(torch.zeros(1, device=self.device), positions)
 
@@ -178,7 +179,7 @@ def _is_meta(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def attention_rows(
-    attention: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], tile: int, first: int = 0
+    attention: nn.Module, u: torch.Tensor, rotary: Rotary, tile: int, first: int = 0
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window.
 
@@ -191,7 +192,7 @@ def attention_rows(
     if attention.q_norm is not None:
         query = attention.q_norm(query)
         key = attention.k_norm(key)
-    query, key = (apply_rotary(t.transpose(1, 2), *rotary, head_dim_axis=1) for t in (query, key))
+    query, key = rotate_queries(query.transpose(1, 2), rotary), rotate_keys(key.transpose(1, 2), rotary)
     key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
     position = torch.arange(u.shape[1], device=u.device)
     for start in range(first, u.shape[1], tile):
@@ -203,7 +204,7 @@ def attention_rows(
         scores = query[:, :, rows] @ key.transpose(-1, -2) * attention.scaling
         if attention.softcap is not None:
             scores = attention.softcap * torch.tanh(scores / attention.softcap)
-        yield rows, scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        yield rows, probabilities(scores.masked_fill(hidden, float("-inf")), attention.sinks)
 
 
 @contextmanager

@@ -90,6 +90,7 @@ def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
         "layers with a window": "hybrid" in kinds,
         "layers with a state of the teacher's": RECURRENT in kinds,
         "gates on the attention": config.attention_gate,
+        "learned sinks": config.learned_sinks,
         "attention with a sliding window": "sliding_attention" in kinds,
         f"the MLP's activation {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
         "norms on queries and keys": config.qk_norm is not None and "full_attention" in kinds,
@@ -97,9 +98,13 @@ def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
         "a bias on the head": config.lm_head_bias,
         "partial rotary embedding": config.rope_parameters.get("partial_rotary_factor", 1.0) != 1
         and not native.partial_rotary,
-        f"norms {config.norm_placement} mixer and MLP": config.norm_placement != "before",
+        **{
+            f"norms {place} mixer and MLP": True
+            for place in sorted({config.norms_of(i) for i in range(config.num_hidden_layers)} - {"before"})
+        },
         "norms that multiply by 1 + weight": config.norm_unit_offset,
         "experts": config.num_experts is not None,
+        "queries that grow with their position": config.rope_parameters.get("llama_4_scaling_beta") is not None,
         "another rotary embedding in some layers, or none": bool({"local", "none"} & set(config.layer_rope or ())),
         **{f"{name} {getattr(config, name)}": getattr(config, name) is not None for name in SOFT_CAPS},
         **{

@@ -92,7 +92,7 @@ class LayerMapping:
                 continue
             sources, blocks = self._rule(name, shape)
             kind = "derived" if sources else "initialised"
-            names = tuple(dict.fromkeys(self.attention[s].name for s in sources))
+            names = tuple(dict.fromkeys(name for s in sources for name in self.attention[s].names))
             rules.append(Rule(target, shape, kind, names, blocks))
         return rules
 

@@ -50,6 +50,8 @@ GGUF_FIELDS = {
 }
 # layers -> Gemmas (2 and 3, 27B) whose attention scale GGUF does not say, and of which transformers knows another
 GGUF_OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
+MXFP4_PARTS = ("_blocks", "_scales")
+"""Ends of the names of tensors that hold another packed as MXFP4."""
 GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
 
 
@@ -334,6 +336,53 @@ def _check_left_out(name: str, fields, architecture: str, config) -> None:
         raise ValueError(
             f"Of {name}, a Gemma of 27B, transformers reads another attention scale; use the safetensors."
         )
+
+
+class Mxfp4Checkpoint(Checkpoint):
+    """Weights whose experts are packed as MXFP4, unpacked one expert at a time to bfloat16, which holds them exactly.
+
+    Of a tensor X of the model there are X_blocks, two numbers to a byte, and X_scales, an exponent for 32 numbers.
+    """
+
+    def __init__(self, packed: Checkpoint):
+        self.packed = packed
+        self.files = packed.files
+        self.concurrent = packed.concurrent
+        self.tensors = {}
+        for name, info in packed.tensors.items():
+            if not name.endswith(MXFP4_PARTS):
+                self.tensors[name] = info
+            elif name.endswith("_blocks"):
+                whole = name.removesuffix("_blocks")
+                scales = packed.tensors.get(f"{whole}_scales")
+                (*lead, half) = info.shape
+                if scales is None or len(lead) != 3 or half != 16 or [*scales.shape] != lead:
+                    raise ValueError(
+                        f"{name} {info.shape} holds no MXFP4 weights: it takes (experts, rows, groups, 16), beside "
+                        f"{whole}_scales with an exponent for each group."
+                    )
+                (experts, columns, groups) = lead
+                self.tensors[whole] = TensorInfo((experts, groups * 2 * half, columns), torch.bfloat16)
+
+    def buffer_bytes(self) -> int:
+        """Bytes of an expert's numbers, twice as bfloat16, and of the indices in 32 bits that they come from."""
+        whole = (info for name, info in self.tensors.items() if name not in self.packed.tensors)
+        return 4 * max(info.nbytes // info.shape[0] for info in whole)
+
+    def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Checkpoint.read_rows`."""
+        if name in self.packed.tensors:
+            return self.packed.read_rows(name, start, stop, buffer)
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        blocks, scales = (self.packed.read_rows(name + part, start, stop) for part in MXFP4_PARTS)
+        return convert_moe_packed_tensors(blocks, scales)
+
+
+def unpacked(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, in which no tensor is packed as MXFP4."""
+    is_packed = any(name.endswith(MXFP4_PARTS) for name in checkpoint.tensors)
+    return Mxfp4Checkpoint(checkpoint) if is_packed else checkpoint
 
 
 class RemoteHeaders(Checkpoint):

@@ -21,15 +21,30 @@ class Source:
     start: int
     stop: int
     shape: tuple[int, ...]
+    pairs: tuple[int, int] | None = None
+    """Rows of a head, and how many of its first rows the teacher rotates in adjacent pairs, which here become halves;
+    None where the rows stay in their order."""
 
     @property
-    def parts(self) -> tuple["Source", ...]:
-        """Sources stacked along rows; a single source is its own stack."""
-        return (self,)
+    def names(self) -> tuple[str, ...]:
+        """Names of the teacher's tensors."""
+        return (self.name,)
+
+    def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        """Read the rows in blocks, each in place of the last."""
+        if self.pairs is None:
+            yield from checkpoint.blocks((self.name, self.start, self.stop))
+            return
+        (of_head, turned) = self.pairs
+        for first in range(self.start, self.stop, of_head):
+            head = checkpoint.read(self.name, first, first + of_head)
+            yield torch.cat([head[:turned:2], head[1:turned:2], head[turned:]])
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
         """Read all of the rows at once."""
-        return checkpoint.read(self.name, self.start, self.stop).view(self.shape)
+        if self.pairs is None:
+            return checkpoint.read(self.name, self.start, self.stop).view(self.shape)
+        return torch.cat(list(self.blocks(checkpoint)))
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,15 @@ class Stack:
 
     parts: tuple[Source, ...]
     shape: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the teacher's tensors, one for each part."""
+        return tuple(part.name for part in self.parts)
+
+    def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        """Read the rows in blocks, each in place of the last."""
+        return checkpoint.blocks(*((part.name, part.start, part.stop) for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -59,10 +83,7 @@ class Rule:
 
 def moved(target: str, source: Source | Stack) -> Rule:
     """The rule of a tensor that keeps its values."""
-
-    ranges = [(part.name, part.start, part.stop) for part in source.parts]
-    names = tuple(part.name for part in source.parts)
-    return Rule(target, source.shape, "moved", names, lambda checkpoint: checkpoint.blocks(*ranges))
+    return Rule(target, source.shape, "moved", source.names, source.blocks)
 
 
 def in_blocks(rows: int, make: Callable[[int, int], torch.Tensor], row_bytes: int) -> Iterator[torch.Tensor]:

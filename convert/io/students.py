@@ -59,11 +59,21 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
     if config.has_experts(layer):
         count = config.num_experts
         width = config.moe_intermediate_size
-        shapes |= {
-            "mlp.experts.gate_up_proj": (count, 2 * width, hidden),
-            "mlp.experts.down_proj": (count, hidden, width),
-            "mlp.gate.weight": (count, hidden),
-        }
+        if config.swiglu_limit is None:
+            shapes |= {
+                "mlp.experts.gate_up_proj": (count, 2 * width, hidden),
+                "mlp.experts.down_proj": (count, hidden, width),
+                "mlp.gate.weight": (count, hidden),
+            }
+        else:
+            shapes |= {
+                "mlp.router.weight": (count, hidden),
+                "mlp.router.bias": (count,),
+                "mlp.experts.gate_up_proj": (count, hidden, 2 * width),
+                "mlp.experts.gate_up_proj_bias": (count, 2 * width),
+                "mlp.experts.down_proj": (count, width, hidden),
+                "mlp.experts.down_proj_bias": (count, hidden),
+            }
         if (shared := config.shared_expert_intermediate_size) is not None:
             shapes |= _gated_mlp("mlp.shared_expert", hidden, shared, config.mlp_bias)
             if config.shared_expert_gate:
@@ -73,7 +83,7 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
     norms = {"input_layernorm": "after", "mixer_out_norm": "before"}
     norms |= {"post_attention_layernorm": "after", "mlp_out_norm": "before"}
     for name, absent in norms.items():
-        if config.norm_placement != absent:
+        if config.norms_of(layer) != absent:
             shapes |= _norm(name, config)
     return shapes
 

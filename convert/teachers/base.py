@@ -43,6 +43,9 @@ class TeacherFamily:
     a teacher has follows from its configuration."""
     by_head: tuple[str, ...] = ()
     """Templates whose targets alternate head by head in the teacher's tensor, in place of following each other."""
+    adjacent_pairs: tuple[str, ...] = ()
+    """Templates of queries' and keys' tensors in whose heads the two rows of a plane of the rotary embedding are
+    neighbours; in the hybrid they lie half of the rotated rows apart."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the hybrid -> field of the teacher, beyond COMMON_FIELDS."""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -54,6 +57,10 @@ class TeacherFamily:
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Template of a tensor of the hybrid in which all experts lie one below the other -> templates of its pieces of
     one expert ("{e}") in the teacher, in order."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Template of a tensor of the hybrid -> templates of the teacher's that lie one below the other in it."""
+    unpacked: tuple[str, ...] = ()
+    """Methods of quantisation whose weights are read as whole numbers."""
     recurrent: tuple[str, ...] = ()
     """Fields of the teacher from which its module with a state is made (modeling_llamba/recurrent.py)."""
     refused: tuple[str, ...] = ()

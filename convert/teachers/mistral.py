@@ -1,6 +1,7 @@
-"""Mistral 7B, Zephyr: Llama's tensors, a sliding window in the early releases."""
+"""Mistral, Zephyr: Llama's tensors, a sliding window in the early releases. Of the multimodal ones, the text part."""
 
 from .base import TeacherFamily
+from .gemma3 import GEMMA3
 from .llama import LLAMA
 
 MISTRAL = TeacherFamily(
@@ -9,5 +10,7 @@ MISTRAL = TeacherFamily(
     student="llamba",
     gguf=True,
     tensors=LLAMA.tensors,
+    in_multimodal=GEMMA3.in_multimodal,
+    other_parts=GEMMA3.other_parts,
     fields={"rms_norm_eps": "rms_norm_eps"},
 )

@@ -30,7 +30,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from modeling_llamba.hybrid_config import RECURRENT, check_numbers
 
-from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json
+from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json, unpacked
 from . import get_family
 from .base import COMMON_FIELDS, TeacherFamily
 
@@ -75,8 +75,10 @@ class Teacher:
             return GgufCheckpoint(self.folder / self.gguf_file, self.config)
         if self.headers_only:
             with _hub_errors(self.name, self.revision):
-                return RemoteHeaders(self.name, self.revision)
-        return open_weights(self.folder)
+                checkpoint = RemoteHeaders(self.name, self.revision)
+        else:
+            checkpoint = open_weights(self.folder)
+        return unpacked(checkpoint) if self.family.unpacked else checkpoint
 
 
 def cached_repository(folder: Path) -> tuple[str, str] | None:
@@ -290,13 +292,17 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
 
 def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
     """A teacher's configuration from the content of its config.json; `place` names that file in errors."""
-    model_type = get_family(str(raw.get("model_type", "?"))).model_type
+    of_text = raw.get("text_config")
+    text_type = of_text.get("model_type") if isinstance(of_text, dict) else None
+    family = get_family(str(raw.get("model_type", "?")), text_type and str(text_type))
+    model_type = family.model_type
     quantisation = raw.get("quantization_config")
     if quantisation:
         method = quantisation
         if isinstance(quantisation, dict):
             method = quantisation.get("quant_method", "unknown")
-        raise ValueError(f"The teacher is quantised ({method}); convert its full-precision checkpoint instead.")
+        if method not in family.unpacked:
+            raise ValueError(f"The teacher is quantised ({method}); convert its full-precision checkpoint instead.")
     with config_errors(f"{place} is not a valid {model_type} configuration"):
         check_numbers(raw)  # first, since transformers lists the layers
         config = AutoConfig.for_model(raw["model_type"], **{k: v for k, v in raw.items() if k != "model_type"})

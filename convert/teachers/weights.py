@@ -6,8 +6,8 @@ become the mixer's (`io/mapping.py`).
 """
 
 import copy
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -22,7 +22,7 @@ from .base import TeacherFamily
 from .teacher import Teacher, config_errors, hybrid_fields
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TeacherWeights:
     """A teacher whose tensors are found and named as in the hybrid with every layer kept; none of them is read yet."""
 
@@ -58,9 +58,7 @@ class TeacherWeights:
             fields["tie_word_embeddings"] = checkpoint.same_values(embedding, head)
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
-        sources, dropped = canonical_sources(
-            teacher.family, config.num_hidden_layers, config.head_dim, checkpoint.tensors, tensor_shapes(config)
-        )
+        sources, dropped = canonical_sources(teacher.family, config, checkpoint.tensors, tensor_shapes(config))
         return cls(teacher, checkpoint, fields, config, sources, dropped)
 
     def bounded(self, context: int) -> tuple[int, ...]:
@@ -109,6 +107,18 @@ def expert_pieces(
     }
 
 
+def joined_pieces(
+    family: TeacherFamily, shapes: Mapping[str, tuple[int, ...]], num_layers: int
+) -> dict[str, list[str]]:
+    """Tensor of the hybrid -> the teacher's tensors that it consists of, where a family keeps these apart."""
+    return {
+        target: [template.format(i=i) for template in templates]
+        for whole, templates in family.joined.items()
+        for i in range(num_layers)
+        if (target := whole.format(i=i)) in shapes
+    }
+
+
 def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | tuple[str, ...] | None]:
     """The family's table with every layer index filled in."""
     table = {}
@@ -124,23 +134,29 @@ def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | 
 
 def canonical_sources(
     family: TeacherFamily,
-    num_layers: int,
-    head_dim: int,
+    config: PreTrainedConfig,
     teacher: Mapping[str, TensorInfo],
     attention_shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, Source | Stack], dict[str, str]]:
     """Find each tensor of a hybrid that keeps all its attention in the teacher, and what is dropped.
 
     Args:
+        config: of that hybrid. teacher: tensors of its weights.
         attention_shapes: names and shapes of a hybrid that keeps all its attention; a name that is absent
             (a tied head, a bias the configuration does without) is not expected from the teacher.
     """
+    num_layers = config.num_hidden_layers
     table = expand_templates(family, num_layers)
-    by_head = {template.format(i=i) for template in family.by_head for i in range(num_layers)}
+    by_head, adjacent = (
+        {template.format(i=i) for template in templates for i in range(num_layers)}
+        for templates in (family.by_head, family.adjacent_pairs)
+    )
     sources = {}
     dropped = {}
     faults = []
     pieces = expert_pieces(family, attention_shapes, num_layers)
+    joined = joined_pieces(family, attention_shapes, num_layers)
+    pieces |= joined
     place_of = {name: target for target, names in pieces.items() for name in names}
     for name, info in teacher.items():
         if name.startswith(family.other_parts):
@@ -152,6 +168,8 @@ def canonical_sources(
             target = place_of[known]
             (count, rows, *columns) = attention_shapes[target]
             shapes = {known: (rows * count // len(pieces[target]), *columns)}
+            if target in joined:
+                shapes = {known: (*info.shape[:1], rows, *columns)}
             faults += _quantised(name, info) or _place(name, info, [known], shapes, sources)
             continue
         targets = table.get(known, ())
@@ -165,8 +183,11 @@ def canonical_sources(
         elif not present:
             faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
         else:
-            of_head = head_dim if known in by_head else None
+            of_head = config.head_dim if known in by_head else None
             faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources, of_head)
+            if known in adjacent and present[0] in sources:
+                pairs = (config.head_dim, 2 * config.rotary_planes)
+                sources[present[0]] = dataclasses.replace(sources[present[0]], pairs=pairs)
     # a tensor of a wrong shape is there, so that it is not called missing, too
     mis_shaped = {fault.split()[0] for fault in faults}
     for target, names in pieces.items():
@@ -175,8 +196,14 @@ def canonical_sources(
             faults += [f"missing tensor {name}" for name in absent if name not in mis_shaped]
             parts = tuple(sources.pop(name) for name in names if name in sources)
             sources[target] = Stack(parts, tuple(attention_shapes[target]))
+            rows = sum(part.shape[0] for part in parts)
+            if target in joined and not absent and rows != attention_shapes[target][0]:
+                faults.append(
+                    f"{names[0]} and those beside it have {rows} rows where {target} has {attention_shapes[target][0]}"
+                )
     missing = [target for target in attention_shapes if target not in sources]
     renamed = {t: name for name, ts in table.items() if ts for t in ((ts,) if isinstance(ts, str) else ts)}
+    renamed |= {target: names[0] for target, names in joined.items()}
     faults += [f"missing tensor {renamed[m]}" for m in missing if renamed[m] not in mis_shaped]
     if faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""

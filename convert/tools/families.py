@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 from transformers import AutoConfig
 
-from modeling_llamba.hybrid_config import RECURRENT
+from modeling_llamba.hybrid_config import ATTENTION_ALONE, RECURRENT
 
 from ..formats.export import NATIVE_CLASSES, obstacles
 from ..io.students import STUDENTS
@@ -36,7 +36,7 @@ def export_targets(family: TeacherFamily) -> list[str]:
     """The architectures that can hold an export-ready hybrid of a teacher with its family's default configuration and
     no window of its own."""
     fields, types = hybrid_fields(AutoConfig.for_model(family.model_type), family)
-    if fields.get("attention_gate") or RECURRENT in types:
+    if RECURRENT in types or any(fields.get(name) for name in ATTENTION_ALONE):
         return []  # what is exported has mixers, which these teachers do not become
     layers = ["linear_attention", *["full_attention"] * (len(types) - 1)]
     config = STUDENTS[family.student](

@@ -1,6 +1,6 @@
 """Conversion against a plain copy of the same bytes: seconds and memory.
 
-A synthetic bf16 Llama in 8 shards, and a mixture of experts twice its size, are copied, converted and copied again,
+A synthetic bf16 Llama in 8 shards, and two mixtures of experts twice its size, are copied, converted and copied again,
 several times over: on disk, with nothing of the teacher in the page cache and until all is written, and the Llama in
 memory where there is room, since disks of shared machines vary tenfold from one copy to the next. A conversion writes
 two shards at a time and takes the sha256 of two of the teacher's beside that, so its seconds need free cores. What a
@@ -17,10 +17,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from convert.dry_run import plan_conversion
 from convert.io.rules import Rule
 from convert.io.writer import plan_shards, write_shards
+from convert.options import make_options
 from convert.pipeline import convert
 from convert.teachers.qwen3_moe import QWEN3_MOE
 from convert.teachers.weights import expert_pieces
@@ -35,6 +45,7 @@ GIGABYTES, MOE_GIGABYTES = 1.0, 2.0
 MEMORY = Path("/dev/shm")
 VOCABULARY, WIDTH, INNER = 32000, 2048, 8192
 EXPERTS, EXPERT_INNER = 96, 768
+WINDOW = 512
 LARGEST_TENSOR_BYTES = 2 * VOCABULARY * WIDTH
 
 
@@ -56,16 +67,29 @@ def synthetic_moe(folder: Path, gigabytes: float) -> None:
         vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, num_experts=EXPERTS, moe_intermediate_size=EXPERT_INNER,
     )  # fmt: skip
-    write_random(folder, Qwen3MoeForCausalLM, config)
+    write_random(folder, Qwen3MoeForCausalLM, config, apart=True)
 
 
-def write_random(folder: Path, model_class: type, config: PreTrainedConfig, num_shards: int = 8) -> None:
-    """Random bf16 weights of a model in shards."""
+def synthetic_hybrid(folder: Path, gigabytes: float) -> None:
+    """A Qwen3.5-MoE of about that size, three of four layers with a state, its experts stacked as published."""
+    experts = round((gigabytes * 1e9 - 2 * LARGEST_TENSOR_BYTES) / (4 * 6 * EXPERT_INNER * WIDTH))
+    config = Qwen3_5MoeTextConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=4, num_experts=experts,
+        moe_intermediate_size=EXPERT_INNER,
+    )  # fmt: skip
+    write_random(folder, Qwen3_5MoeForCausalLM, config)
+
+
+def write_random(
+    folder: Path, model_class: type, config: PreTrainedConfig, num_shards: int = 8, apart: bool = False
+) -> None:
+    """Random bf16 weights of a model in shards; `apart` has each expert's matrices on their own."""
     config.architectures = [model_class.__name__]
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in model_class(config).state_dict().items()}
-    for stack, names in expert_pieces(QWEN3_MOE, shapes, config.num_hidden_layers).items():
+    pieces = expert_pieces(QWEN3_MOE, shapes, config.num_hidden_layers) if apart else {}
+    for stack, names in pieces.items():
         experts, rows, columns = shapes.pop(stack)
         shapes |= {name: (rows * experts // len(names), columns) for name in names}
 
@@ -106,7 +130,9 @@ def plain_copy(source: Path, target: Path, on_disk: bool) -> float:
     return time.perf_counter() - started
 
 
-def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict[str, float]:
+def copy_convert_copy(
+    scratch: Path, max_shard_size: str, on_disk: bool, window: int | None = None
+) -> dict[str, float]:
     """Copy, convert and copy scratch/teacher in this process; seconds and bytes of memory.
 
     The conversion is left in scratch/hybrid. Run it in a process of its own, so that the memory is the conversion's.
@@ -126,6 +152,7 @@ def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict
         )
         write_random(Path(small, "teacher"), LlamaForCausalLM, config)
         convert(f"{small}/teacher", f"{small}/hybrid", align="none")
+    plan_conversion(make_options(str(teacher), str(hybrid), align="none", window=window))  # imports what it takes
     first = plain_copy(teacher, scratch / "copy", on_disk)
     start_clean(teacher, hybrid)
     held = status_bytes("VmRSS")
@@ -133,7 +160,7 @@ def copy_convert_copy(scratch: Path, max_shard_size: str, on_disk: bool) -> dict
     threading.Thread(target=watch, daemon=True).start()
     forget_peak()
     started = time.perf_counter()
-    convert(str(teacher), hybrid, max_shard_size=max_shard_size, align="none")
+    convert(str(teacher), hybrid, max_shard_size=max_shard_size, align="none", window=window)
     if on_disk:
         os.sync()
     seconds = time.perf_counter() - started
@@ -150,13 +177,18 @@ def rounds_in(
     rounds: int,
     synthetic: Callable[[Path, float], None] = synthetic_llama,
     gigabytes: float = GIGABYTES,
+    window: int | None = None,
 ) -> dict[str, float]:
-    """Medians of the times and the largest memory over several rounds, each in a process of its own."""
+    """Medians of the times and the largest memory over several rounds, each in a process of its own.
+
+    Args:
+        window: for hybrid layers, where a teacher's states leave no place for mixers.
+    """
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         synthetic(scratch / "teacher", gigabytes)
         shard = str(max(path.stat().st_size for path in (scratch / "teacher").glob("*.safetensors")))
-        runs = [in_own_process(copy_convert_copy, scratch, shard, on_disk) for _ in range(rounds)]
+        runs = [in_own_process(copy_convert_copy, scratch, shard, on_disk, window) for _ in range(rounds)]
         largest = max(path.stat().st_size for path in (scratch / "hybrid").glob("*.safetensors"))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -178,13 +210,14 @@ def measure(output: Path) -> Report:
         found["memory"] = rounds_in(MEMORY / f"convert-to-hybrid-bench-{os.getpid()}", False, 3)
     else:
         report.skipped["conversion within memory"] = f"no room in {MEMORY}"
-    experts = "disk, experts"
-    found[experts] = rounds_in(output / "scratch-conversion", True, 3, synthetic_moe, MOE_GIGABYTES)
+    with_experts = {"disk, experts": (synthetic_moe, None), "disk, experts and states": (synthetic_hybrid, WINDOW)}
+    for where, (synthetic, window) in with_experts.items():
+        found[where] = rounds_in(output / "scratch-conversion", True, 3, synthetic, MOE_GIGABYTES, window)
     for where, figures in found.items():
-        for what, limit in (MOE_LIMITS if where == experts else LIMITS).items():
+        for what, limit in (MOE_LIMITS if where in with_experts else LIMITS).items():
             report.add(f"conversion: {what}, {where}", figures[what], limit)
         cells = (f"{figures[key]:.2f}" for key in ("seconds", "copy_seconds"))
-        size = MOE_GIGABYTES if where == experts else GIGABYTES
+        size = MOE_GIGABYTES if where in with_experts else GIGABYTES
         rows.append([f"{size} GB, {where}", *cells, f"{figures['peak'] / 1e6:.0f}"])
     report.tables.append(Table(["conversion", "seconds", "of a copy", "peak memory, MB"], rows))
     return report

@@ -36,8 +36,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs, Projected
 from modeling_llamba.hybrid_cache import HybridLayer
+from modeling_llamba.rotary import Rotary
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
 Slots = dict[str, torch.Tensor]
 """The tensors of some requests' slots, (B, ...) each."""
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]

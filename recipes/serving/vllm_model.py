@@ -45,8 +45,14 @@ def refuse(vllm_config: VllmConfig) -> None:
         raise ValueError("Quantised hybrids are not served: leave out --quantization.")
     if config.mixer == "mamba1" and "linear_attention" in config.layer_types:
         raise ValueError("The mixer mamba1 is not served: use transformers, or convert with another mixer.")
-    if config.attention_gate or config.recurrent is not None:
-        raise ValueError("Gates on attention and states of the teacher's are not served: use transformers.")
+    unserved = {
+        "Gates on attention": config.attention_gate,
+        "Learned sinks": config.learned_sinks,
+        "Layers with a state of the teacher's own": config.recurrent is not None,
+    }
+    for what, is_so in unserved.items():
+        if is_so:
+            raise ValueError(f"{what} are not served: use transformers.")
     if getattr(config, "num_experts", None) is not None:
         raise ValueError("Experts are not served: use transformers.")
     for rope in (config.rope_parameters, config.local_rope_parameters):

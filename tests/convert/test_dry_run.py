@@ -15,7 +15,7 @@ from convert.io.students import meta_shapes, model_class, tensor_shapes
 from convert.options import make_options
 from modeling_llamba.hybrid_config import ACTIVATIONS
 from tests.students import MIXERS, PATTERNS, student_config
-from tests.teachers import STATEFUL, TEACHERS
+from tests.teachers import TEACHERS, WITHOUT_MIXERS
 
 RUN = """
 import json, sys
@@ -34,7 +34,7 @@ def assert_shapes(config):
 
 @pytest.mark.parametrize("name", TEACHERS)
 def test_shapes_are_those_of_the_model(name, saved_teacher):
-    beside = {"window": 32} if name in STATEFUL else {}
+    beside = {"window": 32} if name in WITHOUT_MIXERS else {}
     for layers in ("all", "0.5"):
         plan = plan_conversion(make_options(str(saved_teacher(name)), "unused", attention_layers=layers, **beside))
         assert_shapes(plan.config)

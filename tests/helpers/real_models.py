@@ -1,13 +1,21 @@
 """Published configurations, tokenizer classes, chat templates and generation settings of real models, made small.
 
 What a file says is as published in 2026-11, but for sizes, and for token ids, which are moved into a small vocabulary
-in their order. Where a number decides which way transformers takes (windows, positions, RoPE), it is the real one.
+in their order. Where a number decides which way transformers takes (windows, positions, RoPE), it is the real one. Of
+the models of 2025 and 2026 at the end, fields that are not named are left to transformers, whose defaults are those of
+the checkpoint for Ministral 3, GLM-4, OLMo Hybrid and, but for positions, Qwen's; their chat templates are not theirs.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 VOCABULARY = 320
+SMALL = dict(
+    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+    shared_expert_intermediate_size=40, shared_intermediate_size=40, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=6, linear_value_head_dim=8, mamba_n_heads=4, mamba_d_state=8,
+)  # fmt: skip
+"""Sizes of experts and states, in models that have them."""
 HEAD_DIM = 16
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 CODE_SPLIT = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -78,6 +86,15 @@ GEMMA_HEAD = dict(
 )  # fmt: skip
 GEMMA3_TEXT = dict(sliding_window=512, sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4) | GEMMA_HEAD
 SAMPLED = dict(do_sample=True, temperature=0.6, top_p=0.9)
+DELTA_NET = dict(
+    linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+    linear_num_value_heads=32,
+)  # fmt: skip
+QWEN3_5 = DELTA_NET | dict(
+    head_dim=256, eos_token_id=248044, attn_output_gate=True, mtp_num_hidden_layers=1, mamba_ssm_dtype="float32",
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                     "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+)  # fmt: skip
 LLAMA_2 = dict(rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2)
 
 REAL_MODELS = {
@@ -224,6 +241,63 @@ REAL_MODELS = {
            bos_token_id=0, eos_token_id=0,
            pad_token_id=0), "GPT2Tokenizer", CHATML, dict(bos_token_id=0, eos_token_id=0, pad_token_id=0), bos=False,
     ),
+    "Qwen3.5-27B": RealModel(
+        of("qwen3_5_text", 64, 5120, 24, 4, 262144, intermediate_size=17408, **QWEN3_5), "Qwen2Tokenizer", CHATML,
+        bos=False,
+    ),
+    "Qwen3.5-35B-A3B": RealModel(
+        of("qwen3_5_moe_text", 40, 2048, 16, 2, 262144, num_experts=256, num_experts_per_tok=8,
+           moe_intermediate_size=512, shared_expert_intermediate_size=512, router_aux_loss_coef=0.001,
+           mlp_only_layers=[], **QWEN3_5), "Qwen2Tokenizer", CHATML, bos=False,
+    ),
+    "Qwen3-Coder-Next": RealModel(
+        of("qwen3_next", 48, 2048, 16, 2, 262144, head_dim=256, rope_theta=5e6, partial_rotary_factor=0.25,
+           intermediate_size=5120, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
+           shared_expert_intermediate_size=512, decoder_sparse_step=1, norm_topk_prob=True, full_attention_interval=4,
+           use_sliding_window=False, router_aux_loss_coef=0.001, bos_token_id=151643, eos_token_id=151645,
+           **DELTA_NET), "Qwen2Tokenizer", CHATML, bos=False,
+    ),
+    "LFM2-350M": RealModel(
+        of("lfm2", 16, 1024, 16, 8, 128000, intermediate_size=4608, block_auto_adjust_ff_dim=False, conv_L_cache=3,
+           full_attn_idxs=[2, 5, 8, 10, 12, 14], norm_eps=1e-5, bos_token_id=1, eos_token_id=7, pad_token_id=0),
+        "PreTrainedTokenizerFast", CHATML,
+    ),
+    "granite-4.0-h-small": RealModel(
+        of("granitemoehybrid", 40, 4096, 32, 8, 131072, num_local_experts=72, num_experts_per_tok=10,
+           intermediate_size=768, shared_intermediate_size=1536, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,
+           tie_word_embeddings=True, position_embedding_type="nope", mamba_n_heads=128,
+           bos_token_id=100257, eos_token_id=100257, pad_token_id=100256,
+           layer_types=[*["linear_attention"] * 5, "full_attention", *["linear_attention"] * 4] * 4),
+        "GPT2Tokenizer", CHATML, bos=False,
+    ),
+    "Olmo-Hybrid-7B": RealModel(
+        of("olmo_hybrid", 32, 3840, 30, 30, 65536, rope_parameters=None, rms_norm_eps=1e-6, bos_token_id=None,
+           eos_token_id=100257, pad_token_id=100277, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True,
+           linear_num_key_heads=30, linear_num_value_heads=30, linear_key_head_dim=96, linear_value_head_dim=192),
+        "GPT2Tokenizer", CHATML, bos=False,
+    ),
+    "Ministral-3-8B-Instruct-2512": RealModel(
+        of("ministral3", 34, 4096, 32, 8, 262144, head_dim=128, sliding_window=None, bos_token_id=1, eos_token_id=2,
+           pad_token_id=11,
+           rope_parameters={"type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
+                            "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0,
+                            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}),
+        "PreTrainedTokenizerFast", INST,
+    ),
+    "GLM-4-9B-0414": RealModel(
+        of("glm4", 40, 4096, 32, 2, 131072, head_dim=128, attention_bias=True, partial_rotary_factor=0.5,
+           rope_theta=1e4, pad_token_id=151329, eos_token_id=[151329, 151336, 151338]), "PreTrainedTokenizerFast",
+        CHATML, bos=False,
+    ),
+    "gpt-oss-20b": RealModel(
+        of("gpt_oss", 24, 2880, 64, 8, 131072, head_dim=64, attention_bias=True, sliding_window=128,
+           layer_types=["sliding_attention", "full_attention"] * 12, num_local_experts=32, num_experts_per_tok=4,
+           experts_per_token=4, initial_context_length=4096, swiglu_limit=7.0, router_aux_loss_coef=0.9,
+           output_router_logits=False, rope_theta=150000, eos_token_id=200002, pad_token_id=199999,
+           rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                         "original_max_position_embeddings": 4096}),
+        "PreTrainedTokenizerFast", CHATML, bos=False,
+    ),
 }  # fmt: skip
 
 
@@ -250,10 +324,12 @@ def small_config(model: RealModel) -> dict[str, Any]:
         config |= dict(head_dim=HEAD_DIM, hidden_size=64)
     if "query_pre_attn_scalar" in config:
         config["query_pre_attn_scalar"] = HEAD_DIM
-    if "num_experts" in config:
-        config |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
-    if "num_local_experts" in config:
-        config |= dict(num_local_experts=4)
+    config |= {name: size for name, size in SMALL.items() if name in config}
+    if "layer_types" in config:
+        count = max(count, config["layer_types"].index("full_attention") + 1)
+        config |= dict(num_hidden_layers=count, layer_types=config["layer_types"][:count])
+    if "mrope_section" in (rope := config.get("rope_parameters") or {}):
+        config["rope_parameters"] = rope | {"mrope_section": [1, 1, 0]}
     if "no_rope_layers" in config:
         config["no_rope_layers"] = config["no_rope_layers"][:count]
     if "max_window_layers" in config:

@@ -18,7 +18,7 @@ from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
 from modeling_llamba.naive import naive_hybrid_attention
 from modeling_llamba.rotary import rotary_embedding
 from tests.students import make_student, student_config
-from tests.teachers import LLAMA3_ROPE, random_ids
+from tests.teachers import LLAMA3_ROPE, MINISTRAL_ROPE, random_ids
 
 LENGTH = 83
 """Tokens of an example: two groups of blocks behind the window, and a part of a block."""
@@ -43,9 +43,14 @@ CASES = {
     "layer norms, partial rotary": dict(family="phimamba", qk_norm="layer", rope_parameters=PARTIAL_ROPE),
     "gates": dict(attention_gate=True, attention_bias=True),
     "gates, two heads apart kept": dict(attention_gate=True, num_key_value_heads=4, hybrid_full_heads=[[2, 0]]),
+    "learned sinks": dict(learned_sinks=True, attention_bias=True),
+    "learned sinks, two heads apart kept": dict(learned_sinks=True, num_key_value_heads=4, hybrid_full_heads=[[2, 0]]),
+    "learned sinks, far sinks, few bits": dict(learned_sinks=True, hybrid_sink_reach=20, window_bits=8),
+    "learned sinks, no state": dict(learned_sinks=True, mixer="none", mixer_decay_bias=False),
     "one norm for all heads": dict(qk_norm="all_heads", hybrid_full_heads=[[0, 1]]),
     "scaled rotary": dict(rope_parameters=dict(LLAMA3_ROPE)),
     "local rotary": dict(layer_rope=["local"], local_rope_parameters=LOCAL_ROPE, hybrid_sink_reach=30),
+    "queries by position": dict(rope_parameters=dict(MINISTRAL_ROPE), hybrid_sink_reach=30),
     "no rotary": dict(layer_rope=["none"], hybrid_state_planes=1, hybrid_sink_reach=20),
     "capped scores": dict(attn_logit_softcapping=2.0),
     "capped scores, a head kept": dict(attn_logit_softcapping=2.0, hybrid_full_heads=[[0, 1]]),
@@ -86,10 +91,7 @@ def example(name):
     hook.remove()
     hidden, rotary, inputs = seen[0][:3]
     near = torch.arange(LENGTH)[None].clamp(max=model.config.hybrid_sink_reach)
-    embedding = model.model.local_rotary_emb or model.model.rotary_emb
-    sink_rotary = tuple(t[0] for t in embedding(hidden, near))
-    if model.config.layer_rope == ["none"]:
-        sink_rotary = tuple(t[0] for t in rotary)
+    sink_rotary = tuple(t[0] for t in model.model.rotary(hidden, near)[model.config.rope_of(0)])
     own = tuple(t[0] for t in rotary)
     expected = torch.stack([naive_hybrid_attention(layer, row, own, sink_rotary) for row in hidden])
     return layer, (hidden, rotary, inputs), expected
@@ -145,7 +147,13 @@ def test_without_a_state_there_are_the_teachers_parameters_alone():
     assert names == {f"{letter}_proj.weight" for letter in "qkvo"}
 
 
-LEARNED = ["two queries to a key head", "capped scores, far sinks", "layer norms, partial rotary", "two apart kept"]
+LEARNED = [
+    "two queries to a key head",
+    "learned sinks",
+    "capped scores, far sinks",
+    "layer norms, partial rotary",
+    "two apart kept",
+]
 
 
 @functools.cache

@@ -244,9 +244,12 @@ def test_what_is_not_served_is_refused_by_name(name, engine):
         (None, {"speculative_config": object()}, "--speculative-config"),
         (None, {"lora_config": object()}, "merge_and_unload"),
         (None, {"quant_config": object()}, "--quantization"),
+        ("hf_config", {"attention_gate": True}, "Gates on attention are not served: use transformers"),
+        ("hf_config", {"learned_sinks": True}, "Learned sinks are not served: use transformers"),
+        ("hf_config", {"recurrent": {"model_type": "lfm2"}}, "state of the teacher's own are not served"),
     ],
 )
-def test_options_of_vllm_that_are_not_served(part, fields, message):
+def test_options_and_teachers_that_are_not_served(part, fields, message):
     from types import SimpleNamespace
 
     from modeling_llamba import LlambaConfig
@@ -257,7 +260,7 @@ def test_options_of_vllm_that_are_not_served(part, fields, message):
     served = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=config, max_model_len=64),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-        speculative_config=None, lora_config=None, quant_config=None,
+        speculative_config=None, lora_config=None, quant_config=None, hf_config=config,
     )  # fmt: skip
     refuse(served)
     for name, value in fields.items():

@@ -23,8 +23,8 @@ from .loss import STATISTICS, LossWeights, add_distillation_head, add_hidden_out
 
 TeacherOf = Callable[[slice], torch.Tensor]
 
-MIXER_VECTORS = ("A_log", "A_log_bias", "dt_bias", "D", "z_bias", "mass")
-"""Parameters of a mixer that belong to no layer: decays, step biases, skip and gate, and a state's log mass."""
+MIXER_VECTORS = ("A_log", "A_log_bias", "dt_bias", "D", "z_bias", "mass", "sinks")
+"""Parameters that belong to no layer: a mixer's decays, step biases, skip and gate; a state's log mass; sinks."""
 
 
 PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from modeling_llamba.rotary import Rotary
 from modeling_llamba.ssd import repeat_groups
 
 from ...fit.teacher_model import attention_rows
@@ -24,7 +25,7 @@ def matrix_orientation_loss(
     mixer: nn.Module,
     attention: nn.Module,
     u: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotary: Rotary,
     tile: int = 128,
 ) -> float:
     """Stage-1 loss of one layer; its gradients are added to the mixer's parameters where autograd is on.

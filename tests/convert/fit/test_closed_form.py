@@ -23,7 +23,7 @@ from convert.options import FitOptions
 from convert.train.mohawk.train import load_hybrid
 from modeling_llamba.hybrid_attention import causal_bias
 from tests.helpers.tiny import config_of, layer_data, rows, teacher_model
-from tests.teachers import FIRST, STATEFUL, TEACHERS, make_teacher, random_ids
+from tests.teachers import FIRST, TEACHERS, WITHOUT_MIXERS, make_teacher, random_ids
 
 EXACT = FitOptions(decays=(0.5, 0.8, 0.95), ridges=(1e-12,), refine_steps=0)
 QUICK = FitOptions(refine_steps=20)
@@ -141,7 +141,7 @@ def test_stream_equals_the_teacher(saved_teacher, name):
             lambda m, a, o: seen.append(o[0] if isinstance(o, tuple) else o)
         )
         teacher(ids)
-    model = teacher_model(saved_teacher(name), **({"window": 8} if name in STATEFUL else {}))
+    model = teacher_model(saved_teacher(name), **({"window": 8} if name in WITHOUT_MIXERS else {}))
     for memory in (10**9, 1):
         stream = ActivationStream(model, ids, 2, memory)
         assert (stream._folder is None) == (memory > 1)

@@ -1,5 +1,7 @@
 """A cache budget spent on heads, window and state together, and what the search of heads goes by."""
 
+import copy
+import dataclasses
 import json
 import shutil
 
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from convert import convert
 from convert.dry_run import plan_conversion
 from convert.fit.aligner import Aligner
-from convert.fit.cost import Rates, cost_of
+from convert.fit.cost import OVERHEAD, Rates, cost_of
 from convert.layout.cache import attention_bytes, cache_bytes
 from convert.layout.config import hybrid_config
 from convert.layout.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
@@ -26,6 +28,7 @@ from convert.teachers.weights import TeacherWeights
 from convert.train.mohawk.layerwise import run_key
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
+from modeling_llamba.hybrid_config import RECURRENT
 from tests.helpers.tiny import config_of
 from tests.teachers import TEACHERS, random_ids
 
@@ -377,6 +380,18 @@ def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):
     assert plan_conversion(make_options(folder, "o", align="none")).alignment_cost is None
     with pytest.raises(ValueError, match="device nowhere cannot be used here"):
         plan_conversion(make_options(folder, "o", device="nowhere"))
+
+
+def test_layers_with_a_state_cost_no_attention(saved_teacher):
+    """By as much as full attention of each layer would take: two products of all tokens with all tokens."""
+    plan = plan_conversion(make_options(str(saved_teacher("qwen3-5")), "o", **SEARCH))
+    attending = copy.copy(plan.config)
+    attending.layer_types = [kind.replace(RECURRENT, "full_attention") for kind in plan.config.layer_types]
+    rates = Rates(1e9, 5e8, 1e8)
+    costs = [cost_of(each, rates, 0).seconds for each in (plan, dataclasses.replace(plan, config=attending))]
+    L, width = plan.resolved.sequence_length, plan.config.num_attention_heads * plan.config.head_dim
+    tokens = plan.resolved.alignment.tokens // L * L
+    assert costs[1] - costs[0] == pytest.approx(OVERHEAD * 2 * tokens * 2 * L * width / rates.single)
 
 
 WINDOWED = [name for name, (_, config) in TEACHERS.items() if "sliding_attention" in teacher_layer_types(config)]

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import convert.io.mapping as mixer_mapping
@@ -75,7 +82,9 @@ def test_in_float64(name, saved_teacher, tmp_path):
         hybrid.float()  # transformers' eager attention, which alone knows a cap, has no float64 for padding
     whole, close = hybrid(ids, use_cache=False).logits, dict(rtol=1e-4, atol=1e-5)
     padded, mask = left_padded(ids, 5)
-    torch.testing.assert_close(hybrid(padded, attention_mask=mask).logits[:, 5:], whole, **close)
+    numbers = (mask.cumsum(1) - 1).clamp(min=0)  # as `generate` does; a factor by position is not relative
+    behind = hybrid(padded, attention_mask=mask, position_ids=numbers).logits[:, 5:]
+    torch.testing.assert_close(behind, whole, **close)
     positions = torch.arange(24).repeat(2)[None]
     packed = hybrid(ids.view(1, -1), position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed.view_as(whole), whole, **close)
@@ -117,6 +126,9 @@ def test_every_other_tensor_is_the_teachers_bit_for_bit(name, mixer, saved_teach
             rows = torch.cat([teacher[source] for source in rule.sources]).view(rule.shape)
         else:
             rows = teacher[rule.sources[0]]
+        if name == "glm4" and re.search(r"\.[qk]_proj\.", rule.target):  # heads of 16 rows, of which 12 are turned
+            order = [*range(0, 12, 2), *range(1, 12, 2), *range(12, 16)]
+            rows = rows.unflatten(0, (-1, 16))[:, order].flatten(0, 1)
         if rows.shape != student[rule.target].shape:  # fused: the rows must be in there, in one piece
             assert any(torch.equal(part, student[rule.target])
                        for part in rows.unfold(0, student[rule.target].shape[0], 1).transpose(1, 2))  # fmt: skip
@@ -222,6 +234,23 @@ def test_the_text_part_of_a_multimodal_gemma(published, saved_teacher, tmp_path)
     assert len(describe(plan).split("dropped  ")) == 2 and plan.teacher.family.model_type == "gemma3_text"
 
 
+@pytest.mark.parametrize("name", ["mistral-no-window", "ministral3"])
+@torch.no_grad()
+def test_the_text_part_of_a_multimodal_mistral(name, tmp_path):
+    """Its configuration says which text part it has."""
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    vision |= dict(model_type="pixtral", image_size=28, patch_size=14)
+    text = TEACHERS[name][1].to_dict()
+    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=120, tie_word_embeddings=False)
+    teacher = Mistral3ForConditionalGeneration(config).eval()
+    teacher.save_pretrained(tmp_path / "in")
+    hybrid, plan = converted(tmp_path / "in", tmp_path / "out", attention_layers="all")
+    ids = random_ids(2, 24) % 110
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
+    assert all("vision" in name or "projector" in name for name in plan.weights.dropped)
+    assert plan.teacher.family.model_type == TEACHERS[name][1].model_type
+
+
 def test_a_multimodal_model_stops_where_its_whole_configuration_says(tmp_path):
     """Gemma 3 has the end of a turn at the top of its config.json, and the end of a text in the text part's."""
     text = TEACHERS["gemma3"][1].to_dict() | {"eos_token_id": 1}
@@ -243,7 +272,14 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-5-moe", "qwen3-next"])
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_text"])
+def test_what_is_missing_for_a_family_is_said(model_type, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ValueError, match=r"is not supported: its full attention has heads of another width"):
+        convert(str(tmp_path), tmp_path / "out", align="none")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-5-moe", "qwen3-next", "gpt-oss"])
 def test_experts_are_balanced_in_training_as_the_teachers_are(name, saved_teacher, tmp_path):
     """The auxiliary loss, its weight in the configuration, and padding left out of it."""
     hybrid, _ = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers="all")
@@ -267,6 +303,16 @@ def test_a_cap_on_scores_stays_with_attention_and_is_said_to_be_lost_in_a_state(
     assert hybrid.config._attn_implementation == "eager" and hybrid.model.layers[1].self_attn.softcap == 2.0
     with pytest.raises(ValueError, match="scaled_dot_product_attention"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
+
+
+def test_learned_sinks_are_left_to_attention_that_knows_them(saved_teacher, tmp_path):
+    """Attention is the teacher's; a mixer has no softmax to which a sink could be added."""
+    hybrid, _ = converted(saved_teacher("gpt-oss", LAYERS), tmp_path / "out", attention_layers="all")
+    assert hybrid.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="learned sinks on its attention.*give a window or a cache"):
+        convert(str(saved_teacher("gpt-oss", LAYERS)), tmp_path / "mixers", mixer="mamba2", align="none")
 
 
 def test_a_missing_expert_is_named(saved_teacher, tmp_path):

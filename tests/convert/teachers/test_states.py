@@ -116,7 +116,7 @@ def test_beams_and_several_answers(name, saved_teacher, tmp_path):
     torch.testing.assert_close(model(new, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3-5", "granite4"])
+@pytest.mark.parametrize("name", ["qwen3-5", "granite4", "olmo-hybrid"])
 def test_a_hybrid_beside_states_is_trained(name, saved_teacher, tmp_path):
     """Layer by layer, past layers that are not replaced."""
     stages = {
@@ -142,6 +142,27 @@ def test_a_family_without_a_table_of_states_is_refused(name, saved_teacher, tmp_
     (tmp_path / "model.safetensors").symlink_to(saved_teacher(name) / "model.safetensors")
     with pytest.raises(ValueError, match="layers with a state, which are not supported in this family"):
         convert(str(tmp_path), tmp_path / "out", align="none")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t[:-1], "q_conv1d.weight and those beside it have 55 rows where .*conv1d.weight has 56"),
+        (lambda t: t[:, :, 1:], "k_conv1d.weight has shape .* where the configuration says"),
+        (None, "missing tensor model.layers.0.linear_attn.k_conv1d.weight"),
+    ],
+)
+def test_convolutions_of_a_state_are_joined_if_they_fit(change, message, saved_teacher, tmp_path):
+    """OLMo Hybrid's are published one by one."""
+    (tmp_path / "config.json").write_bytes((saved_teacher("olmo-hybrid") / "config.json").read_bytes())
+    tensors = load_file(saved_teacher("olmo-hybrid") / "model.safetensors")
+    name = "model.layers.0.linear_attn.k_conv1d.weight"
+    found = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(found).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        plan_conversion(make_options(str(tmp_path), "o"))
 
 
 @pytest.mark.parametrize("name, field", [("lfm2", "conv_bias"), ("granite4-dense", "mamba_proj_bias")])
