@@ -12,6 +12,7 @@ import recipes.benchmarks.run as bench
 from modeling_llamba.hybrid_cache import cache_nbytes
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache, step_timings
 from recipes.benchmarks.measure import Report, Table, in_own_process, interleaved, peak_bytes
+from recipes.evaluation.speed import fill_cache
 from tests.students import make_student
 from tests.teachers import make_teacher
 
@@ -106,18 +107,33 @@ def test_a_long_context_of_the_default_is_made_up(monkeypatch, tmp_path):
 
 
 def test_the_memory_of_a_long_context_is_measured(monkeypatch, tmp_path):
-    """At the smallest, all in this process: a longer context adds its cache at least."""
+    """All in this process, whose memory is taken to be its caches: each is as long as it says."""
     make_teacher("llama-gqa", layers=2).save_pretrained(tmp_path / "teacher")
+    caches = []
+
+    def filled(cache, length):
+        caches.append(cache)
+        fill_cache(cache, length)
+
     monkeypatch.setattr(bench_hybrid, "DEFAULT", SMALL["DEFAULT"])
     monkeypatch.setattr(bench_memory, "embedded_teacher", lambda: tmp_path / "teacher")
-    monkeypatch.setattr(bench_memory, "CONTEXTS", (256, 50_000))
+    monkeypatch.setattr(bench_memory, "CONTEXTS", (256, 20_000))
     monkeypatch.setattr(bench_memory, "CHUNK", 64)
+    monkeypatch.setattr(bench_memory, "fill_cache", filled)
     monkeypatch.setattr(bench_memory, "in_own_process", lambda measured, *arguments: measured(*arguments))
+    monkeypatch.setattr(
+        bench_memory, "status_bytes", lambda key: 1000 * (cache_nbytes(caches[-1]) if key == "VmHWM" else 0)
+    )
     report = bench_memory.measure(tmp_path)
+    assert [cache.get_seq_length() for cache in caches] == [256 + bench_memory.STEPS] * 3 + [
+        20_000 + bench_memory.STEPS
+    ] * 3
     short, long = ([int(cell) for cell in row[1:]] for row in report.tables[0].rows)
-    teacher, rounded, _ = (after - before for before, after in zip(short, long, strict=True))
-    assert teacher >= 50_000 * 2 * 2 * 2 * 8 * 2 / 1e6, "layers, keys and values, heads, dimensions, bytes"
-    assert rounded >= 50_000 * 2 * 2 * 2 * (8 + 2) / 1e6, "a byte each, and a scale"
+    teacher, rounded, hybrid = (after - before for before, after in zip(short, long, strict=True))
+    numbers = (20_000 - 256) * 2 * 2 * 2 * 8  # layers, keys and values, heads, dimensions
+    assert teacher == pytest.approx(numbers * 2 / 1000, rel=1e-2), "two bytes each"
+    assert rounded == pytest.approx(numbers * (1 + 2 / 8) / 1000, rel=1e-2), "a byte each, and a scale"
+    assert hybrid < rounded
     assert [target.limit for target in report.targets] == [1.0] * 4
     assert not (tmp_path / "scratch-memory").exists()
 
