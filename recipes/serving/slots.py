@@ -370,7 +370,8 @@ class SlotLayer(nn.Module):
 
     def empty(self, requests: int) -> tuple[torch.Tensor, Slots]:
         """`fetch` for requests that have no slots yet."""
-        content = self.memory.new_empty(requests, len(self.pages) * self.memory.shape[1])
+        # what is left of a page may be attention's next, which multiplies numbers of no token by zero: none may be NaN
+        content = self.memory.new_zeros(requests, len(self.pages) * self.memory.shape[1])
         return content, self.cut(content)
 
     def cut(self, content: torch.Tensor) -> Slots:

@@ -376,7 +376,7 @@ def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
         )
     assert float(requests) == QUESTIONS - kept
     expected, found = ((tmp_path / name / "train.jsonl").read_text() for name in ("local", "served"))
-    assert found == expected
+    assert found == re.sub(r"<(s|pad)> | <(s|pad)>", "", expected)  # a server leaves special tokens out
 
 
 def metrics(client) -> str:
