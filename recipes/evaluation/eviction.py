@@ -67,7 +67,7 @@ def reading_scores(
         for start in range(0, key.shape[2], QUERIES):
             stop = min(start + QUERIES, key.shape[2])
             scores = call.score(call.query[:, :, start:stop], key[:, :, :stop])
-            weights = (scores + call.mask[:, :, start:stop, :stop]).softmax(-1)
+            weights = call.weights(scores + call.mask[:, :, start:stop, :stop])
             again = weights[0, :, max(end + len(told) - start, 0) :, :end]
             if again.shape[1]:
                 largest = torch.maximum(largest, again.amax(1).view(kept_heads, heads, end).amax(1))
@@ -105,7 +105,7 @@ class Eviction:
         heads = call.query.shape[1] // call.key.shape[1]
         key, value = (t.float().repeat_interleave(heads, 1) for t in (call.key, call.value))
         tensors = (t[:1] for t in (call.query, call.key, call.value, call.mask))
-        whole = OtherCache().attend(Call(call.layer, *tensors, call.score))
+        whole = OtherCache().attend(Call(call.layer, *tensors, call.score, call.sinks))
         ends = [*self.kept, length]
         parts = [whole[:, :, : ends[0]]]
         for start, stop in zip(ends, ends[1:], strict=False):
@@ -119,10 +119,10 @@ class Eviction:
                 kept = kept.repeat_interleave(heads, 0)
                 scores[..., :start].masked_fill_(~kept[None, :, None], -torch.inf)
             if kept is None or not self.moments:
-                parts.append(scores.softmax(-1) @ columns[1])
+                parts.append(call.weights(scores) @ columns[1])
                 continue
             mass, read = read_moments(query, key[:1, :, :start], value[:1, :, :start], ~kept, call.score)
-            weights = torch.cat([scores, mass], -1).softmax(-1)
+            weights = call.weights(torch.cat([scores, mass], -1))
             parts.append(weights[..., :-1] @ columns[1] + weights[..., -1:] * read)
         return torch.cat([whole, torch.cat(parts, 2)])
 

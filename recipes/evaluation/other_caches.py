@@ -23,6 +23,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from modeling_llamba.attention import probabilities
+
 from .metrics import Reader
 
 NAME = "other_cache"
@@ -53,7 +55,8 @@ class LayerShape(NamedTuple):
 class Call(NamedTuple):
     """Tensors a layer attends with: query (B, H, Q, D), key and value (B, G, L, D), mask (B or 1, 1, Q, L) to add.
 
-    score: queries and keys of one head each (..., Q, D) and (..., L, D) to scores (..., Q, L).
+    score: queries and keys of one head each (..., Q, D) and (..., L, D) to scores (..., Q, L). sinks (H,): learned
+    scores of attention to no token, or None.
     """
 
     layer: int
@@ -62,6 +65,11 @@ class Call(NamedTuple):
     value: torch.Tensor
     mask: torch.Tensor
     score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    sinks: torch.Tensor | None = None
+
+    def weights(self, scores: torch.Tensor) -> torch.Tensor:
+        """Softmax of scores (B, H, Q, L)."""
+        return probabilities(scores, self.sinks)
 
 
 Attend = Callable[[Call], torch.Tensor]
@@ -76,14 +84,11 @@ def attending(model: PreTrainedModel, attend: Attend) -> Iterator[PreTrainedMode
     """
 
     def interface(module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **_: Any):
-        if s_aux is not None:
-            raise ValueError("Attention with learned sinks cannot be given another cache here.")
-
         def score(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             scores = q.float() @ k.float().transpose(-1, -2) * scaling
             return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
-        found = attend(Call(module.layer_idx, query, key, value, attention_mask, score))
+        found = attend(Call(module.layer_idx, query, key, value, attention_mask, score, s_aux))
         return found.to(query.dtype).transpose(1, 2).contiguous(), None
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, interface)
@@ -186,7 +191,7 @@ class OtherCache:
             mask = mask.masked_fill(forgotten, torch.finfo(mask.dtype).min)
         if self.bits == 16:
             key, value = (t[:, :, columns] for t in whole)
-            return (call.score(query, key) + mask).softmax(-1) @ value
+            return call.weights(call.score(query, key) + mask) @ value
         # columns before `low` are rounded for all of these queries, those from `high` on for none
         low, high = ((columns < self.first_whole(place + 1)).sum().item() for place in (first, last))
         is_whole = columns >= self.first_whole(now + 1)
@@ -195,7 +200,7 @@ class OtherCache:
         old_scores, scores = call.score(query, old_key), call.score(query, key)
         either = torch.where(is_whole[:, low:high], scores[..., : high - low], old_scores[..., low:])
         scores = torch.cat([old_scores[..., :low], either, scores[..., high - low :]], -1)
-        weights = (scores + mask).softmax(-1)
+        weights = call.weights(scores + mask)
         of_whole = (weights[..., low:] * is_whole[:, low:]) @ value
         return of_whole + (weights[..., :high] * ~is_whole[:, :high]) @ old_value
 
