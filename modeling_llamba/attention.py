@@ -15,9 +15,12 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.utils import is_torchdynamo_compiling
 
+from .hybrid_step_kernel import can_run
 from .norms import head_norm
 from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import Rounding
+from .row_attention_kernel import attend_to_rows
+from .ssd import requested_backend
 
 # tokens; or an eighth of what there is, where that is more
 MIN_ROOM = 128
@@ -73,7 +76,11 @@ class SoftmaxAttention(nn.Module):
             **score_options(self.softcap, self.sinks),
             **kwargs,
         )
-        output, probabilities = attend_rounded(self.roundings, attend, store, query, key, value)
+        step = None
+        if store is not None:
+            dropout = attend.keywords["dropout"]
+            step = one_token(self.config, self.roundings, query, attention_mask, dropout, self.softcap, self.sinks)
+        output, probabilities = attend_rounded(self.roundings, attend, store, query, key, value, step)
         if self.gate_proj is not None:
             output = output * head_gates(self, hidden_states)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
@@ -131,6 +138,7 @@ def attend_rounded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    step: Callable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax attention to keys and values as a cache holds them, rounded or not.
 
@@ -141,6 +149,7 @@ def attend_rounded(
             probabilities or None.
         store: adds new keys and values to a cache and returns all that it holds; None where there is no cache.
         query, key, value: of the new tokens.
+        step: `one_token`, for what is stored; None where `attend` has to do it.
     """
     of_keys, of_values = roundings
     key_rows, value_rows = of_keys.encode(key), of_values.encode(value)
@@ -149,6 +158,8 @@ def attend_rounded(
     if store is None or (key.requires_grad and (of_keys.rounds or of_values.rounds)):
         key, value = _with_past(of_keys, key, key_rows), _with_past(of_values, value, value_rows)
         return attend(query, key, value)
+    if step is not None:
+        return step(query, key_rows, value_rows), None
     # what is held is not rotated back: there is much of it, and of queries and outputs little
     query = of_keys.rotate(query)
     batch, heads, length = key_rows.shape[:3]
@@ -170,6 +181,32 @@ def attend_rounded(
         return of_values.rotate(outputs[0]), probabilities[0]
     whole = None if probabilities[0] is None else torch.cat(probabilities, dim=1)
     return of_values.rotate(torch.cat(outputs, dim=2)), whole
+
+
+def one_token(
+    config,
+    roundings: tuple[Rounding, Rounding],
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> Callable | None:
+    """Attention by kernels of one token's queries (B, H, 1, D) to rows of keys and of values, which returns
+    (B, 1, H, D); None where the kernels do not run or do not know what is asked for."""
+    if query.shape[2] > 1 or not all(rounding.rounds for rounding in roundings):
+        return None
+    if sinks is not None or dropout or torch.is_grad_enabled() or not can_run(query.is_cuda, query.dtype):
+        return None
+    if config._attn_implementation not in (None, "sdpa") or requested_backend(config.mixer_backend) == "torch":
+        return None
+    bias = None
+    if mask is not None:
+        bias = mask[:, 0, 0].expand(len(query), -1)
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill_(~bias, -torch.inf)
+    bits = {"key_bits": roundings[0].bits, "value_bits": roundings[1].bits}
+    return functools.partial(attend_to_rows, bias=bias, scale=config.score_scale, softcap=softcap or 0.0, **bits)
 
 
 def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,7 @@ from .attention import (
     head_gates,
     hiding,
     learned_sinks,
+    one_token,
     project_heads,
     qk_norms,
     score_options,
@@ -276,7 +277,11 @@ class HybridAttention(nn.Module):
         )
         store = None if layer is None else functools.partial(append_keys, layer.kept)
         query = _of_heads(projected.query, self.kept, self.shared)
-        return attend_rounded(self.kept_roundings, attend, store, query, key, value)[0]
+        sinks = self.sinks_of(self.kept)
+        step = None
+        if store is not None:
+            step = one_token(self.config, self.kept_roundings, query, causal_mask, self.dropout, self.softcap, sinks)
+        return attend_rounded(self.kept_roundings, attend, store, query, key, value, step)[0]
 
     def select_windowed(self, projected: Projected) -> Projected:
         """Without the kept heads, and with the rows that a cache takes."""

@@ -1,4 +1,4 @@
-"""Compile the kernel for one token of a hybrid layer for GPUs that need not be here.
+"""Compile the kernels for one token, of a hybrid layer and of its kept heads, for GPUs that need not be here.
 
     python -m tests.kernels.ahead_of_time
 
@@ -29,6 +29,11 @@ SHAPES = {  # K, R, D, planes, dtype of all but salience and state; or bf16 with
     "Gemma-2-2B": (4, 2, 256, 128, "bf16"),
 }
 HELD = {"S": 4, "P": 20, "C": 256, "E": 16}
+KEPT = {  # K, R, D, bits of keys and of values
+    "kept heads of SmolLM2-135M": (3, 3, 64, 6, 4),
+    "kept heads of Llama-3.1-8B": (8, 4, 128, 6, 4),
+    "kept heads of Gemma-2-2B in 8 bits": (4, 2, 256, 8, 8),
+}
 
 
 def tools() -> Path:
@@ -39,11 +44,7 @@ def tools() -> Path:
 
 
 def compiled(capability: int, shape: str) -> dict[str, int]:
-    """Registers of a thread; bytes of its stack and of spilled registers; bytes shared by a block of 8 warps."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    """Registers of a thread; bytes of its stack and of spilled registers; bytes shared by a block's warps."""
     import modeling_llamba.hybrid_step_kernel as kernels
 
     function = kernels.mix_one_kernel
@@ -61,8 +62,40 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
     constants |= {"KEY_WIDTH": width, "VALUE_WIDTH": width, "PLANES": planes, "SLOW_PLANES": slow} | HELD
     constants |= {"DIMS": dims, "COLUMNS": columns, "SLOW": slow_columns}
     types |= dict.fromkeys(constants, "constexpr")
+    return resources(function, types, constants, capability, kernels.WARPS)
+
+
+def compiled_kept(capability: int, shape: str) -> dict[str, int]:
+    """`compiled` for attention of kept heads to rows."""
+    import modeling_llamba.row_attention_kernel as kernels
+    from modeling_llamba.hybrid_step_kernel import tile_of
+
+    function = kernels.attend_kernel
+    K, R, D, key_bits, value_bits = KEPT[shape]
+    keys, values = Rounding(key_bits, D), Rounding(value_bits, D)
+    dims, tile = tile_of(D, 4096)
+    constants = {"K": K, "R": R, "D": D, "PART": D & -D, "BIAS": True}
+    constants |= {"KEY_WIDTH": keys.width(torch.bfloat16), "VALUE_WIDTH": values.width(torch.bfloat16)}
+    constants |= {"KEY_BITS": key_bits, "VALUE_BITS": value_bits}
+    constants |= {"KEY_GROUPS": keys.groups, "VALUE_GROUPS": values.groups}
+    constants |= {"DIMS": dims, "COLUMNS": min(tile, kernels.SPAN)}
+    types = dict.fromkeys(function.arg_names, "i32")
+    types |= {"query": "*bf16", "keys": "*u8", "values": "*u8", "bias": "*fp32"}
+    types |= {"part_output": "*fp32", "part_mass": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    return resources(function, types, constants, capability, kernels.WARPS)
+
+
+def resources(
+    function, types: dict[str, str], constants: dict[str, int], capability: int, warps: int
+) -> dict[str, int]:
+    """What a compiled kernel takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     source = ASTSource(function, {name: types[name] for name in function.arg_names}, constants)
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": kernels.WARPS})
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -73,5 +106,8 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    variants = [(capability, shape) for capability in CAPABILITIES for shape in SHAPES]
-    json.dump({f"sm_{capability}, {shape}": compiled(capability, shape) for capability, shape in variants}, sys.stdout)
+    found = {}
+    for capability in CAPABILITIES:
+        found |= {f"sm_{capability}, {shape}": compiled(capability, shape) for shape in SHAPES}
+        found |= {f"sm_{capability}, {shape}": compiled_kept(capability, shape) for shape in KEPT}
+    json.dump(found, sys.stdout)

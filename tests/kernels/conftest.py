@@ -106,17 +106,20 @@ def on_a_gpu(monkeypatch):
     """The choice of a backend, and of the kernel for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
+    import modeling_llamba.attention as attention
     import modeling_llamba.hybrid_attention as hybrid_attention
     import modeling_llamba.ssd as ssd
 
     choose, can_run = ssd.choose_backend, hybrid_attention.can_run
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
-    monkeypatch.setattr(hybrid_attention, "can_run", lambda on_cuda, dtype: can_run(True, dtype))
+    for module in (attention, hybrid_attention):
+        monkeypatch.setattr(module, "can_run", lambda on_cuda, dtype: can_run(True, dtype))
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """How often each kernel was asked for."""
+    import modeling_llamba.attention as attention
     import modeling_llamba.hybrid_attention as hybrid_attention
     import modeling_llamba.ssd as ssd
 
@@ -124,6 +127,7 @@ def launches(monkeypatch):
         "fla": (ssd, "chunk_simple_gla"),
         "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
         "layer": (hybrid_attention, "mix_one"),
+        "kept heads": (attention, "attend_to_rows"),
     }
     counts = dict.fromkeys(places, 0)
     for key, (module, name) in places.items():

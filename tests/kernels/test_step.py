@@ -17,7 +17,7 @@ from modeling_llamba.hybrid_cache import new_cache
 from modeling_llamba.naive import naive_hybrid_attention
 from modeling_llamba.rotary import rotary_embedding
 from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
-from tests.kernels.ahead_of_time import CAPABILITIES, SHAPES, tools
+from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, SHAPES, tools
 from tests.kernels.conftest import DEVICE, INTERPRETED
 
 LENGTH, HIDDEN = 22, 32
@@ -50,6 +50,14 @@ CASES = {  # options of the layer, its dtype, the farthest a sink may be, rows o
     "rows of 8 bits, D 48, far sinks, a kept head of 6 and 4": (
         dict(head_dim=48, window_bits=8, full_attention_bits=[6, 4], hybrid_full_heads=[[2, 3]]),
         torch.float32, 8, False,
+    ),
+    "a kept head of 4 and 8 bits, padded": (
+        dict(head_dim=16, full_attention_bits=[4, 8], hybrid_full_heads=[[0, 1]]), torch.float32, None, PADDED,
+    ),
+    "bf16, a kept head of 6 and 4 bits": (
+        dict(head_dim=64, window_bits=8, full_attention_bits=[6, 4], hybrid_full_heads=[[4, 5]],
+             hybrid_state_planes=8),
+        BF16, None, False,
     ),
     "values alone in 8 bits, D 264, in tiles": (
         dict(num_attention_heads=2, num_key_value_heads=1, head_dim=264, window_bits=[16, 8], hybrid_state_planes=12),
@@ -136,6 +144,8 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
         monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
         found[backend] = [*steps(layer, hidden_states, index, reach, new_cache(layer.config), not padded)]
         assert launches["layer"] == (LENGTH if backend == "auto" else 0)
+        by_rows = backend == "auto" and layer.kept and layer.kept_roundings[0].rounds
+        assert launches["kept heads"] == (LENGTH if by_rows else 0)
     real = index >= 0
     found = {backend: torch.cat(outputs, dim=1)[real] for backend, outputs in found.items()}
     expected = naive(layer, hidden_states, index, reach)[real.cpu()]
@@ -227,7 +237,7 @@ def test_it_compiles_ahead_of_time(record_property):
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == len(SHAPES) * len(CAPABILITIES)
+    assert len(found) == (len(SHAPES) + len(KEPT)) * len(CAPABILITIES)
     for name, takes in found.items():
         record_property(f"{name}:", "{registers} registers and {shared} bytes shared".format(**takes))
         assert takes["spilled"] == 0 and takes["registers"] <= 255 and takes["shared"] <= 48 * 1024, (name, takes)

@@ -1,0 +1,165 @@
+"""Softmax attention of one token to keys and values in rows of bytes, which Triton kernels unpack in registers.
+
+PyTorch's operations (rounding.py) would write all keys and values of a cache out as numbers at every token, which
+takes more time than reading them in 16 bits. Here a program reads a part of the columns of one head, and a second
+kernel puts the parts together: two launches, whatever the number of columns. All in float32; the query is rotated
+before, and the output after.
+
+Shapes: B batch, H query heads, K key/value heads, R = H / K, T columns, D head dim, W bytes of a row, P parts.
+"""
+
+import re
+
+import torch
+
+from .rounding import Rounding
+
+try:
+    import triton
+    import triton.language as tl
+
+    from .hybrid_step_kernel import rotated, tile_of
+except ImportError:  # then `can_run` of hybrid_step_kernel.py says no
+    triton = None
+
+SPAN, MOST_PARTS = 256, 64
+"""Columns of a part at least, and the largest number of parts."""
+WARPS = 8
+
+
+# an operator of its own, as in hybrid_step_kernel.py
+@torch.library.custom_op(re.sub(r"\W", "_", __name__, flags=re.ASCII) + "::attend_to_rows", mutates_args=())
+def attend_to_rows(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    key_bits: int,
+    value_bits: int,
+) -> torch.Tensor:
+    """Outputs (B, 1, H, D) of attention of queries (B, H, 1, D).
+
+    Args:
+        keys, values: rows (B, K, T, W), each head's one after the other.
+        bias: (B, T) float, to be added to the scores, -inf where a column is hidden; None where none is.
+        scale, softcap: of the scores, softcap 0 for none.
+    """
+    batch, heads, _, D = query.shape
+    kv_heads, columns = keys.shape[1:3]
+    span = max(SPAN, triton.cdiv(columns, MOST_PARTS))
+    parts = triton.cdiv(columns, span)
+    keys, values = (t if t.stride()[2:] == (t.shape[3], 1) else t.contiguous() for t in (keys, values))
+    part_output = query.new_empty(batch * heads, parts, D, dtype=torch.float32)
+    part_mass = query.new_empty(batch * heads, parts, 2, dtype=torch.float32)
+    output = query.new_empty(batch, 1, heads, D)
+    has_bias = bias is not None
+    dims, tile = tile_of(D, columns)
+    with torch.cuda.device(query.device):  # Triton launches on the current one
+        attend_kernel[(batch * heads, parts)](
+            query.contiguous(), keys, values, bias.contiguous() if has_bias else query, part_output, part_mass,
+            scale, softcap, columns, span, *keys.stride()[:2], *values.stride()[:2],
+            kv_heads, heads // kv_heads, D, D & -D, keys.shape[3], values.shape[3], key_bits, value_bits,
+            Rounding(key_bits, D).groups, Rounding(value_bits, D).groups, has_bias, dims, min(tile, SPAN),
+            num_warps=WARPS,
+        )  # fmt: skip
+        combine_kernel[(batch * heads,)](
+            part_output, part_mass, output, parts, D, D & -D, dims, MOST_PARTS, num_warps=WARPS
+        )
+    return output
+
+
+@attend_to_rows.register_fake
+def _(query, *others):
+    batch, heads, _, D = query.shape
+    return query.new_empty(batch, 1, heads, D)
+
+
+if triton is not None:
+
+    @triton.jit
+    def numbers(row, visible, d, in_d, D: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+        """Vectors (columns, DIMS), still rotated, of the rows that begin at these pointers; see rounding.py."""
+        in_tile = visible[:, None] & in_d[None, :]
+        group = d // (D // GROUPS)
+        scale = tl.load(row.to(tl.pointer_type(tl.float16))[:, None] + group[None, :], mask=in_tile, other=0.0)
+        first = row[:, None] + 2 * GROUPS
+        if BITS == 8:
+            code = tl.load(first + d[None, :], mask=in_tile, other=0).to(tl.int32)
+        elif BITS == 6:
+            QUARTER: tl.constexpr = D // 4
+            upper = in_tile & (d < 3 * QUARTER)[None, :]
+            cut = in_tile & (d >= 3 * QUARTER)[None, :]
+            i = d - 3 * QUARTER
+            code = tl.load(first + d[None, :], mask=upper, other=0).to(tl.int32) & 252
+            for part in tl.static_range(3):
+                bits = tl.load(first + part * QUARTER + i[None, :], mask=cut, other=0).to(tl.int32) & 3
+                code = code | (bits << (6 - 2 * part))
+        else:
+            WIDTH: tl.constexpr = D * BITS // 8
+            byte = tl.load(first + (d % WIDTH)[None, :], mask=in_tile, other=0).to(tl.int32)
+            code = (byte << (8 - BITS - BITS * (d // WIDTH))[None, :]) & (256 - (1 << (8 - BITS)))
+        signed = tl.where(code > 127, code - 256, code)
+        return signed.to(tl.float32) * scale.to(tl.float32)
+
+    @triton.jit
+    def attend_kernel(
+        query, keys, values, bias, part_output, part_mass, scale, softcap, columns, span,
+        key_row, key_head, value_row, value_head,
+        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
+        KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+        KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr, BIAS: tl.constexpr,
+        DIMS: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        """One query head of one row of the batch, one part of the columns."""
+        at = tl.program_id(0)
+        part = tl.program_id(1)
+        b = (at // (K * R)).to(tl.int64)
+        kv = (at // R % K).to(tl.int64)
+        keys += b * key_row + kv * key_head
+        values += b * value_row + kv * value_head
+        d = tl.arange(0, DIMS)
+        in_d = d < D
+        q = rotated(tl.load(query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale, d, D, PART)
+        end = tl.minimum((part + 1) * span, columns)
+        highest, total, output = -1e30, 0.0, tl.zeros([DIMS], tl.float32)
+        for first in range(part * span, end, COLUMNS):
+            column = (first + tl.arange(0, COLUMNS)).to(tl.int64)
+            visible = column < end
+            k = numbers(keys + column * KEY_WIDTH, visible, d, in_d, D, KEY_BITS, KEY_GROUPS)
+            score = tl.sum(k * q[None, :], axis=1)
+            if softcap > 0:
+                score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)  # tanh
+            if BIAS:
+                added = tl.load(bias + b * columns + column, mask=visible, other=0.0).to(tl.float32)
+                visible = visible & (added > -1e30)
+                score += added
+            above = tl.maximum(highest, tl.max(tl.where(visible, score, -1e30)))
+            share, shrink = tl.where(visible, tl.exp(score - above), 0.0), tl.exp(highest - above)
+            v = numbers(values + column * VALUE_WIDTH, visible, d, in_d, D, VALUE_BITS, VALUE_GROUPS)
+            output = output * shrink + tl.sum(share[:, None] * v, axis=0)
+            highest, total = above, total * shrink + tl.sum(share)
+        place = at * tl.num_programs(1) + part
+        tl.store(part_output + place * D + d, output, mask=in_d)
+        tl.store(part_mass + 2 * place, highest)
+        tl.store(part_mass + 2 * place + 1, total)
+
+    @triton.jit
+    def combine_kernel(
+        part_output, part_mass, output, parts,
+        D: tl.constexpr, PART: tl.constexpr, DIMS: tl.constexpr, MOST: tl.constexpr,
+    ):  # fmt: skip
+        """All parts of one query head of one row of the batch."""
+        at = tl.program_id(0)
+        part = tl.arange(0, MOST)
+        d = tl.arange(0, DIMS)
+        in_d = d < D
+        place = at * parts + part
+        highest = tl.load(part_mass + 2 * place, mask=part < parts, other=-1e30)
+        total = tl.load(part_mass + 2 * place + 1, mask=part < parts, other=0.0)
+        share = tl.exp(highest - tl.max(highest))
+        in_tile = (part < parts)[:, None] & in_d[None, :]
+        found = tl.load(part_output + place[:, None] * D + d[None, :], mask=in_tile, other=0.0)
+        mixed = tl.sum(share[:, None] * found, axis=0) / tl.sum(share * total)
+        tl.store(output + at * D + d, rotated(mixed, d, D, PART), mask=in_d)

@@ -1,0 +1,61 @@
+"""Attention of one token to keys and values in rows of bytes, against softmax over the unpacked rows in float64."""
+
+import itertools
+
+import pytest
+import torch
+
+import modeling_llamba.row_attention_kernel as kernel
+from modeling_llamba.rounding import Rounding
+from tests.helpers.hybrid_step import relative_error
+from tests.kernels.conftest import DEVICE
+
+pytestmark = [pytest.mark.kernels, pytest.mark.gpu]
+BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2)]
+CASES = [  # head dim, query heads of a key/value head, columns, cap of the scores, hidden columns
+    (64, 3, 1, None, False),
+    (64, 3, 300, None, True),
+    (80, 1, 77, 2.0, False),
+    (128, 4, 530, 5.0, True),
+]
+
+
+def rows_in_room(t, rounding, room=40):
+    """Rows (B, K, T, W) as a cache holds them that grows in place: a part of more."""
+    rows = rounding.encode(t)
+    whole = torch.full((*rows.shape[:2], rows.shape[2] + room, rows.shape[3]), 7, dtype=torch.uint8, device=t.device)
+    whole[:, :, : rows.shape[2]] = rows
+    return whole[:, :, : rows.shape[2]]
+
+
+@pytest.mark.parametrize(("bits", "case"), list(itertools.product(BITS, CASES)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_one_token_attends_to_rows(monkeypatch, bits, case, dtype):
+    dim, shared, columns, softcap, hides = case
+    monkeypatch.setattr(kernel, "SPAN", 64)
+    monkeypatch.setattr(kernel, "MOST_PARTS", 8)
+    roundings = Rounding.of_pair(list(bits), dim)
+    query = torch.randn(2, 2 * shared, 1, dim, device=DEVICE).to(dtype)
+    key, value = torch.randn(2, 2, 2, columns, dim, device=DEVICE)
+    key_rows, value_rows = (rows_in_room(t, rounding) for t, rounding in zip((key, value), roundings, strict=True))
+    bias = None
+    if hides:
+        bias = torch.zeros(2, columns, device=DEVICE)
+        bias[0, :70] = -torch.inf
+        bias[1, 100:110] = torch.finfo(torch.float32).min
+    scale = 2 * dim**-0.5
+    output = kernel.attend_to_rows(query, key_rows, value_rows, bias, scale, softcap or 0.0, *bits)
+    keys, values = (
+        rounding.decode(rows, torch.float64).repeat_interleave(shared, 1)
+        for rounding, rows in zip(roundings, (key_rows, value_rows), strict=True)
+    )
+    scores = query.double() @ keys.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if hides:
+        scores = scores + bias[:, None, None].double()
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    assert output.dtype == dtype
+    assert output.shape == expected.shape
+    assert relative_error(output, expected) < (1e-6 if dtype == torch.float32 else 5e-3)
