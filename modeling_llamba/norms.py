@@ -18,12 +18,14 @@ class RMSNorm(nn.Module):
         self.group_size, self.unit_offset = group_size, unit_offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = x.dtype
-        if self.group_size is None and dtype in (torch.float32, torch.float64):
-            weight = self.weight
-            if self.unit_offset:
-                weight = 1 + weight
-            return F.rms_norm(x, self.weight.shape, weight, self.eps)
+        dtype, weight = x.dtype, self.weight
+        if self.unit_offset:
+            weight = 1 + weight.to(torch.promote_types(dtype, torch.float32))
+            x = x.to(weight.dtype)
+        # CUDA's kernel, one in place of eight, computes in float32 whatever it is given
+        fused = x.dtype in (torch.float32, torch.float64) or (x.is_cuda and x.dtype == weight.dtype)
+        if self.group_size is None and fused:
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(dtype)
         h = x.to(torch.promote_types(dtype, torch.float32))
         if self.group_size is not None:
             h = h.unflatten(-1, (-1, self.group_size))
@@ -31,8 +33,8 @@ class RMSNorm(nn.Module):
         if self.group_size is not None:
             h = h.flatten(-2)
         if self.unit_offset:
-            return (h * (1 + self.weight.to(h.dtype))).to(dtype)
-        return self.weight * h.to(dtype)
+            return (h * weight).to(dtype)
+        return weight * h.to(dtype)
 
 
 class AllHeadsNorm(RMSNorm):
