@@ -14,23 +14,19 @@ import torch
 from torch.nn import functional as F
 
 from .attention import hiding
-from .eviction import BlockShape, Held, gather_columns, outer_products, salient_before
+from .eviction import BlockShape, Held, NewTokens, gather_columns, outer_products, salient_before
 from .ssd import sequence_starts
 
 GROUP = 64
 """Queries that one fused attention serves, at least a block; with 32 and 128 a CPU takes longer."""
 
 
-class Layout(NamedTuple):
-    """A pass in blocks.
+class Blocks(NamedTuple):
+    """Sizes of a layout, without a tensor.
 
     first: the first block that is mixed; those before it attend causally. blocks: the number of all.
     context: columns between places and slots. before: how many of them, the last ones, hold tokens, and offset: slots
     before the first new token, where rows are alike. length: new tokens.
-    present (B, T) bool: which columns hold a token. held_columns: columns of what is held.
-    source (B, T): where a column is found in [held columns, new tokens], -1 where it is empty. slot (B, L): slot of
-    each new token. Both are None where rows are alike.
-    sequence (B, blocks): in packed rows, the first column of each block's sequence.
     """
 
     shape: BlockShape
@@ -40,6 +36,115 @@ class Layout(NamedTuple):
     before: int
     offset: int
     length: int
+
+    @classmethod
+    def behind_window(cls, shape: BlockShape, length: int) -> "Blocks":
+        """The blocks after the first n + 1, for so many new tokens that begin their sequences."""
+        first = shape.whole_blocks + 1
+        return cls(shape, first, first + _in_groups(length - shape.window, shape.block), 0, 0, 0, length)
+
+    @classmethod
+    def continued(cls, shape: BlockShape, length: int, start: int) -> "Blocks":
+        """All blocks of so many new tokens, whose first has the number `start` in every row."""
+        E, n = shape.block, shape.whole_blocks
+        offset = start % E
+        return cls(shape, 0, _in_groups(offset + length, E), n * E, min(start // E, n) * E, offset, length)
+
+    @property
+    def mixed(self) -> int:
+        """Number of blocks that are mixed."""
+        return self.blocks - self.first
+
+    @property
+    def leaving(self) -> int:
+        """Number of blocks that leave the window while the blocks of the layout open, one each, the first excepted."""
+        return self.blocks - max(self.first, 1)
+
+    @property
+    def columns(self) -> int:
+        """Number of all columns."""
+        return self.shape.places + self.context + self.blocks * self.shape.block
+
+    @property
+    def first_column(self) -> int:
+        """Column of the first slot that is mixed."""
+        return self.shape.places + self.context + self.first * self.shape.block
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of new tokens in the blocks that are mixed, padding included."""
+        return self.length - self.first * self.shape.block
+
+    @property
+    def last(self) -> int:
+        """The block of the last new token, where rows are alike."""
+        return (self.offset + self.length - 1) // self.shape.block
+
+    @property
+    def window_columns(self) -> slice:
+        """The columns of the window after the last new token, where rows are alike."""
+        first = self.last - self.shape.whole_blocks  # its first block, unless that holds no token
+        start = self.shape.places + self.context
+        begin = start + max(first, -(self.before // self.shape.block)) * self.shape.block
+        return slice(begin, start + self.offset + self.length)
+
+    def in_columns(self, held: torch.Tensor | None, new: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
+        """Keys, values or salience of all columns (B, K, T, D), where rows are alike, from those held (B, K, P + C, D)
+        and the new (B, K, L, D); `empty` where there is none."""
+        P = self.shape.places
+        right = self.blocks * self.shape.block - self.offset - self.length
+        if held is None:
+            return F.pad(new, (0, 0, P, right), value=empty)
+        context = held[:, :, P : P + self.before + self.offset]
+        context = F.pad(context, (0, 0, self.context - self.before, 0), value=empty)
+        return torch.cat([held[:, :, :P], context, F.pad(new, (0, 0, 0, right), value=empty)], dim=2)
+
+    def salience(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Salience of all columns (B, T), where rows are alike; -inf in those without a token."""
+        if held is not None:
+            held = held[:, None, :, None]
+        return self.in_columns(held, new[:, None, :, None], -torch.inf)[:, 0, :, 0]
+
+    def held_after(
+        self,
+        held: Held | None,
+        new: NewTokens,
+        salience: torch.Tensor,
+        places: torch.Tensor,
+        state: torch.Tensor | None,
+    ) -> Held:
+        """Compute what is held after the last new token, where rows are alike.
+
+        Args:
+            salience: (B, T), of all columns. places: (B, P), the columns that hold a place while the block of the last
+                token is open, the most salient first, -1 in empty places. state: of that time.
+        """
+        window = self.window_columns
+        room = self.shape.window - (window.stop - window.start)
+        past = (None, None) if held is None else held[:2]
+        columns = [self.in_columns(*pair) for pair in zip(past, new[:2], strict=True)]
+        filled = places >= 0
+        places = places.clamp(min=0)
+        of_places = salience.gather(1, places).masked_fill(~filled, -torch.inf)
+        seen = new.index.new_zeros(len(salience)) if held is None else held.seen
+        return Held(
+            *(F.pad(torch.cat([gather_columns(t, places), t[:, :, window]], dim=2), (0, 0, 0, room)) for t in columns),
+            F.pad(torch.cat([of_places, salience[:, window]], dim=1), (0, room), value=-torch.inf),
+            state,
+            seen + self.length,
+        )
+
+
+class Layout(NamedTuple):
+    """A pass in blocks.
+
+    present (B, T) bool: which columns hold a token. held_columns: columns of what is held.
+    source (B, T): where a column is found in [held columns, new tokens], -1 where it is empty. slot (B, L): slot of
+    each new token. Both are None where rows are alike.
+    sequence (B, blocks): in packed rows, the first column of each block's sequence.
+    """
+
+    sizes: Blocks
     present: torch.Tensor
     held_columns: int = 0
     source: torch.Tensor | None = None
@@ -49,27 +154,19 @@ class Layout(NamedTuple):
     @classmethod
     def behind_window(cls, shape: BlockShape, key: torch.Tensor) -> "Layout":
         """The blocks after the first n + 1, for new tokens with keys (B, K, L, D) that begin their sequences."""
-        E = shape.block
-        length = key.shape[2]
-        first = shape.whole_blocks + 1
-        blocks = first + _in_groups(length - shape.window, E)
-        present = torch.ones(key.shape[0], shape.places + blocks * E, dtype=torch.bool, device=key.device)
-        present[:, : shape.places] = False
-        return cls(shape, first, blocks, 0, 0, 0, length, present)
+        sizes = Blocks.behind_window(shape, key.shape[2])
+        present = torch.ones(key.shape[0], sizes.columns, dtype=torch.bool, device=key.device)
+        present[:, : sizes.shape.places] = False
+        return cls(sizes, present)
 
     @classmethod
     def continued(cls, shape: BlockShape, held: Held, key: torch.Tensor, start: int) -> "Layout":
         """All blocks of new tokens, whose first has the number `start` in every row."""
-        E = shape.block
-        n = shape.whole_blocks
-        length = key.shape[2]
-        offset = start % E
-        before = min(start // E, n) * E
-        blocks = _in_groups(offset + length, E)
-        present = torch.arange((n + blocks) * E, device=key.device) >= n * E - before
-        filled = held.salience[:, : shape.places] > -torch.inf
-        present = torch.cat([filled, present.expand(key.shape[0], -1)], dim=1)
-        return cls(shape, 0, blocks, n * E, before, offset, length, present)
+        sizes = Blocks.continued(shape, key.shape[2], start)
+        places = shape.places
+        filled = held.salience[:, :places] > -torch.inf
+        present = torch.arange(sizes.columns - places, device=filled.device) >= sizes.context - sizes.before
+        return cls(sizes, torch.cat([filled, present.expand(len(filled), -1)], dim=1))
 
     @classmethod
     def gathered(cls, shape: BlockShape, held: Held, index: torch.Tensor) -> "Layout":
@@ -103,7 +200,7 @@ class Layout(NamedTuple):
         begins = begins.scatter(1, of_block, torch.where(real, earlier * E, 0))[:, :-1]
         columns = shape.places + (shape.whole_blocks + blocks) * E
         layout = cls._from_source(shape, blocks, slot.new_full((index.shape[0], columns), -1), slot, 0)
-        return layout._replace(sequence=begins + shape.places + layout.context)
+        return layout._replace(sequence=begins + shape.places + layout.sizes.context)
 
     @classmethod
     def _from_source(cls, shape: BlockShape, blocks: int, source: torch.Tensor, slot: torch.Tensor, held: int):
@@ -113,38 +210,28 @@ class Layout(NamedTuple):
         new = torch.arange(held, held + slot.shape[1], device=slot.device).expand_as(slot)
         source = F.pad(source, (0, 1)).scatter(1, target, new)[:, :-1]
         slots = slot.clamp(min=0)
-        return cls(shape, 0, blocks, context, 0, 0, slot.shape[1], source >= 0, held, source, slots)
+        sizes = Blocks(shape, 0, blocks, context, 0, 0, slot.shape[1])
+        return cls(sizes, source >= 0, held, source, slots)
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the layer."""
+        return self.sizes.shape
 
     @property
     def group(self) -> int:
         """Blocks of a group."""
         return max(GROUP // self.shape.block, 1)
 
-    @property
-    def mixed(self) -> int:
-        """Number of blocks that are mixed."""
-        return self.blocks - self.first
-
-    @property
-    def leaving(self) -> int:
-        """Number of blocks that leave the window while the blocks of the layout open, one each, the first excepted."""
-        return self.blocks - max(self.first, 1)
-
     # Tokens to columns and back
 
     def columns(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         """Keys or values of all columns (B, K, T, D), from those held (B, K, P + C, D) and the new (B, K, L, D)."""
-        P = self.shape.places
-        if self.source is not None:
-            if held is not None:
-                new = torch.cat([held, new], dim=2)
-            return gather_columns(new, self.source.clamp(min=0))
-        right = self.blocks * self.shape.block - self.offset - self.length
-        if held is None:
-            return F.pad(new, (0, 0, P, right))
-        context = held[:, :, P : P + self.before + self.offset]
-        context = F.pad(context, (0, 0, self.context - self.before, 0))
-        return torch.cat([held[:, :, :P], context, F.pad(new, (0, 0, 0, right))], dim=2)
+        if self.source is None:
+            return self.sizes.in_columns(held, new)
+        if held is not None:
+            new = torch.cat([held, new], dim=2)
+        return gather_columns(new, self.source.clamp(min=0))
 
     def salience(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         """Salience of all columns (B, T), -inf in those without a token."""
@@ -155,24 +242,19 @@ class Layout(NamedTuple):
     def queries(self, query: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
         """Queries (B, H', L, D) of the blocks that are mixed, (B, G, K, m, r, E, D)."""
         if self.source is not None:
-            first_slot = self.shape.places + self.context
+            first_slot = self.shape.places + self.sizes.context
             query = gather_columns(query, (self.source[:, first_slot:] - self.held_columns).clamp(min=0))
         else:
-            right = self.mixed * self.shape.block - self.offset - self.new_tokens
-            query = F.pad(query[:, :, self.length - self.new_tokens :], (0, 0, self.offset, right))
+            right = self.sizes.mixed * self.shape.block - self.sizes.offset - self.sizes.new_tokens
+            query = F.pad(query[:, :, self.sizes.length - self.sizes.new_tokens :], (0, 0, self.sizes.offset, right))
         return self.in_groups(query.transpose(1, 2), groups)
 
     def to_tokens(self, t: torch.Tensor) -> torch.Tensor:
         """Select from slots (B, slots, ...) those of the new tokens, (B, L', ...)."""
         if self.slot is None:
-            return t[:, self.offset : self.offset + self.new_tokens]
+            return t[:, self.sizes.offset : self.sizes.offset + self.sizes.new_tokens]
         slot = self.slot.view(*self.slot.shape, *[1] * (t.ndim - 2))
         return t.gather(1, slot.expand(-1, -1, *t.shape[2:]))
-
-    @property
-    def new_tokens(self) -> int:
-        """Number of new tokens in the blocks that are mixed, padding included."""
-        return self.length - self.first * self.shape.block
 
     def in_groups(self, t: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
         """(B, slots, H', ...) to (B, G, K, m, r, E, ...)."""
@@ -193,26 +275,26 @@ class Layout(NamedTuple):
         """Columns that hold a place while each mixed block is open (B, M, P), -1 in empty places; and `until` (B, T),
         the first block to which a column is no longer visible, 0 for a column that is visible to none."""
         P, E = self.shape.places, self.shape.block
-        competing = salience[:, : P + self.leaving * E]
+        competing = salience[:, : P + self.sizes.leaving * E]
         sequence = self.sequence
         if sequence is not None:
-            sequence = sequence[:, -self.leaving - 1 :]
-        holders = salient_before(competing, P, E, self.leaving, sequence)
+            sequence = sequence[:, -self.sizes.leaving - 1 :]
+        holders = salient_before(competing, P, E, self.sizes.leaving, sequence)
         until = self._until_it_leaves()
-        lost = torch.arange(self.leaving + 1, device=until.device) + self.blocks - self.leaving
+        lost = torch.arange(self.sizes.leaving + 1, device=until.device) + self.sizes.blocks - self.sizes.leaving
         lost = lost[:, None].expand_as(holders).flatten(1)
         until = F.pad(until, (1, 0)).scatter_reduce(1, holders.flatten(1) + 1, lost, "amax")[:, 1:]
-        return holders[:, -self.mixed :], until
+        return holders[:, -self.sizes.mixed :], until
 
     def block_of_query(self) -> torch.Tensor:
         """Number of the block of each slot that is mixed, (slots,)."""
-        slots = torch.arange(self.mixed * self.shape.block, device=self.present.device)
-        return slots // self.shape.block + self.first
+        slots = torch.arange(self.sizes.mixed * self.shape.block, device=self.present.device)
+        return slots // self.shape.block + self.sizes.first
 
     def column_of_query(self) -> torch.Tensor:
         """Column of each slot that is mixed, (slots,)."""
-        slots = torch.arange(self.mixed * self.shape.block, device=self.present.device)
-        return slots + self.shape.places + self.context + self.first * self.shape.block
+        first = self.sizes.first_column
+        return torch.arange(first, first + self.sizes.mixed * self.shape.block, device=self.present.device)
 
     def columns_of_groups(self, t: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
         """Keys or values (B, K, T, D) that a group attends to, (B, G, K, P + n E + m E, D): the holders of
@@ -225,7 +307,7 @@ class Layout(NamedTuple):
     def _windows(self, t: torch.Tensor, axis: int) -> torch.Tensor:
         """Columns of each group's window, in a new last dimension."""
         E, n = self.shape.block, self.shape.whole_blocks
-        start = self.shape.places + self.context + (self.first - n) * E
+        start = self.shape.places + self.sizes.context + (self.sizes.first - n) * E
         window = t.narrow(axis, start, t.shape[axis] - start)
         return window.unfold(axis, (n + self.group) * E, self.group * E)
 
@@ -255,15 +337,17 @@ class Layout(NamedTuple):
         P = self.shape.places
         E = self.shape.block
         slow = self.shape.slow
-        left = slice(P, P + self.leaving * E)
-        blocks = (t[:, :, left].unflatten(2, (self.leaving, E)).transpose(1, 2) for t in (keys, values))
-        present = self.present[:, left].unflatten(1, (self.leaving, E))
+        left = slice(P, P + self.sizes.leaving * E)
+        blocks = (t[:, :, left].unflatten(2, (self.sizes.leaving, E)).transpose(1, 2) for t in (keys, values))
+        present = self.present[:, left].unflatten(1, (self.sizes.leaving, E))
         total = outer_products(*blocks, present, slow).cumsum(1)
-        if self.leaving < self.mixed:  # nothing leaves while the first block is open
+        if self.sizes.leaving < self.sizes.mixed:  # nothing leaves while the first block is open
             total = F.pad(total, (0, 0, 0, 0, 0, 0, 1, 0))
         if self.sequence is not None:  # less what other sequences left, which blocks before this one's first did
-            first = (self.sequence - P - self.context) // E  # block at which the sequence begins
-            before = torch.minimum(first + self.shape.whole_blocks, torch.arange(self.blocks, device=first.device))
+            first = (self.sequence - P - self.sizes.context) // E  # block at which the sequence begins
+            before = torch.minimum(
+                first + self.shape.whole_blocks, torch.arange(self.sizes.blocks, device=first.device)
+            )
             total = total - total.gather(1, before.view(*before.shape, 1, 1, 1).expand_as(total))
         if held is not None:
             placed = (t[:, :, :P] for t in (keys, values))
@@ -277,7 +361,7 @@ class Layout(NamedTuple):
 
     def _until_it_leaves(self) -> torch.Tensor:
         """The first block in whose window a column (B, T) is no longer, 0 for places and columns without a token."""
-        first_slot = self.shape.places + self.context
+        first_slot = self.shape.places + self.sizes.context
         number = torch.arange(self.present.shape[1], device=self.present.device)
         block = (number - first_slot).div(self.shape.block, rounding_mode="floor")
         in_window = self.present & (number >= self.shape.places)

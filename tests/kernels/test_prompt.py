@@ -1,0 +1,155 @@
+"""Prompts of a hybrid layer by kernels, against its equations in float64 and PyTorch's own operations."""
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex_attention
+
+import modeling_llamba.flex as flex
+import modeling_llamba.hybrid_attention as hybrid_attention
+import modeling_llamba.hybrid_prompt_kernel as kernels
+import modeling_llamba.ssd as ssd
+from modeling_llamba.block_layout import Layout
+from modeling_llamba.eviction import BlockShape, Held, SlowDims
+from modeling_llamba.hybrid_attention import HybridInputs
+from modeling_llamba.hybrid_cache import new_cache
+from modeling_llamba.rounding import Rounding
+from tests.helpers.hybrid_step import PARTIAL, ROPE, relative_error
+from tests.kernels.conftest import DEVICE, INTERPRETED
+from tests.kernels.layers import HIDDEN, make_layer, naive, rotary_of
+
+BF16 = torch.bfloat16
+D16 = dict(head_dim=16, hybrid_state_planes=4)
+CASES = {  # options of the layer, its dtype, where a prompt of LENGTH tokens is cut
+    "grouped queries": (D16, torch.float32, [150]),
+    "in three parts, one of them short": (D16, torch.float32, [61, 2, 87]),
+    "parts within a block and a window": (D16 | dict(hybrid_block=8, hybrid_window=32), torch.float32, [13, 7, 130]),
+    "a kept head": (D16 | dict(hybrid_full_heads=[[2, 3]]), torch.float32, [70, 80]),
+    "all of a key is slow, D 24": (dict(head_dim=24), torch.float32, [149, 1]),
+    "partial rotary, D 80": (
+        dict(num_attention_heads=2, num_key_value_heads=2, head_dim=80,
+             rope_parameters=ROPE | PARTIAL, hybrid_state_planes=3),
+        torch.float32, [90, 60],
+    ),
+    "blocks of three tokens, the cap": (
+        D16 | dict(hybrid_block=3, hybrid_window=6, attn_logit_softcapping=2.0), torch.float32, [80, 70],
+    ),
+    "no salient": (D16 | dict(hybrid_salient=0), torch.float32, [80, 70]),
+    "neither sinks nor salient": (D16 | dict(hybrid_salient=0, hybrid_sinks=0), torch.float32, [80, 70]),
+    "many salient, blocks of one token": (D16 | dict(hybrid_salient=40, hybrid_block=1), torch.float32, [80, 70]),
+    "rows of 8 bits": (D16 | dict(window_bits=8), torch.float32, [80, 70]),
+    "bf16": (D16 | dict(head_dim=64, hybrid_state_planes=8, hybrid_block=16, hybrid_window=32), BF16, [100, 50]),
+}  # fmt: skip
+LENGTH = 150
+
+
+@pytest.fixture(autouse=True)
+def flex_in_the_interpreter(monkeypatch):
+    """As it is, PyTorch's would compile for a CPU; there it takes no gradient, and none is asked for."""
+    if INTERPRETED:
+        monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex_attention.flex_attention)
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """How often the kernels mixed a segment."""
+    calls, mix_blocks = [], kernels.mix_blocks
+    monkeypatch.setattr(hybrid_attention, "mix_blocks", lambda *inputs: calls.append(1) or mix_blocks(*inputs))
+    return calls
+
+
+def in_parts(layer, hidden_states, parts, cache):
+    """The layer's output (B, L, hidden), a part of the prompt at a time."""
+    index = torch.arange(hidden_states.shape[1], device=DEVICE).expand(len(hidden_states), -1)
+    rotary, first = rotary_of(layer, index, None)[0], 0
+    for length in parts:
+        now = slice(first, first + length)
+        inputs = HybridInputs(index[:, now], first)
+        if layer.kept:
+            columns = torch.arange(now.stop, device=DEVICE)
+            later = columns > columns[now, None]
+            least = torch.finfo(hidden_states.dtype).min
+            inputs = inputs._replace(causal_mask=later.to(hidden_states.dtype)[None, None] * least)
+        yield layer(hidden_states[:, now], tuple(t[:, now] for t in rotary), inputs, cache)
+        first = now.stop
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_prompt_in_parts(record_property, monkeypatch, mixed, case):
+    """Outputs, and what is held at the end, to the state and the order of the places."""
+    options, dtype, parts = CASES[case]
+    layer = make_layer(dtype, **options)
+    hidden_states = torch.randn(2, LENGTH, HIDDEN).to(DEVICE, dtype)
+    outputs, held = {}, {}
+    for backend in ("torch", "auto"):
+        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        cache = new_cache(layer.config)
+        outputs[backend] = torch.cat([*in_parts(layer, hidden_states, parts, cache)], dim=1)
+        held[backend] = cache.layers[0].held
+        assert bool(mixed) == (backend == "auto")
+    index = torch.arange(LENGTH).expand(2, -1)
+    expected = naive(layer, hidden_states, index, None)
+    errors = {
+        backend: relative_error(found.flatten(0, 1), expected.flatten(0, 1)) for backend, found in outputs.items()
+    }
+    limit = 3e-2 if dtype == BF16 else 5e-6 if INTERPRETED else 2e-5
+    record_property("layer", f"{errors['auto']:.1e}")
+    record_property("PyTorch's", f"{errors['torch']:.1e}")
+    assert outputs["auto"].dtype == dtype and max(errors.values()) < limit, errors
+    for name in ("salience", "seen"):
+        torch.testing.assert_close(getattr(held["auto"], name), getattr(held["torch"], name))
+    assert relative_error(held["auto"].state, held["torch"].state.double()) < limit
+    there = held["torch"].salience > -torch.inf
+    for own, theirs in zip(held["auto"][:2], held["torch"][:2], strict=True):
+        own, theirs = (t.transpose(1, 2)[there] for t in (own, theirs))
+        assert torch.equal(own, theirs)
+
+
+def layouts(shape: BlockShape, length: int, start: int) -> tuple[Held | None, Layout]:
+    """A layout of new tokens that begin their sequences, or of tokens that go on."""
+    key = torch.zeros(2, 1, length, 16, device=DEVICE)
+    if start == 0:
+        return None, Layout.behind_window(shape, key)
+    salience = torch.randn(2, shape.places + shape.window, device=DEVICE).sort(dim=1, descending=True).values
+    salience[1, shape.places // 2 :] = -torch.inf  # empty places
+    salience[:, : shape.sinks] = torch.inf
+    whole = torch.zeros(2, 1, shape.places + shape.window, 16, device=DEVICE)
+    held = Held(whole, whole, salience, None, torch.full((2,), start, device=DEVICE))
+    return held, Layout.continued(shape, held, key, start)
+
+
+@pytest.mark.parametrize("start", [0, 5, 200])
+@pytest.mark.parametrize("sizes", [(16, 2, 4, 16), (4, 7, 2, 3), (3, 1, 0, 5), (1, 5, 0, 0), (8, 3, 3, 61)])
+def test_the_fate_of_columns(sizes, start):
+    """Exactly as by sorting, with ties, and tokens that never hold a place; and the tiles of the mask."""
+    block, whole_blocks, sinks, salient = sizes
+    whole = Rounding(16, 16)
+    shape = BlockShape(block, whole_blocks, sinks, sinks + salient, SlowDims(8, 4), whole, whole)
+    length = 300
+    held, layout = layouts(shape, length, start)
+    new = torch.randn(2, length, device=DEVICE).mul_(4).round_().div_(4)  # ties
+    new[:, ::7] = -torch.inf
+    if start == 0:
+        new[:, :sinks] = torch.inf
+    salience = layout.salience(None if held is None else held.salience, new)
+    holders, until = layout.select(salience)
+    blocks = layout.sizes
+    salience = blocks.salience(None if held is None else held.salience, new)
+    lost = kernels.lose_columns(salience, blocks)
+    real = slice(0, blocks.first_column + blocks.offset + blocks.new_tokens)
+    assert torch.equal(lost.until[:, real].long(), until[:, real])
+    open_last = blocks.last - blocks.first
+    assert torch.equal(kernels.last_places(salience, lost, blocks), holders[:, open_last])
+    until, bounds = lost.until[0], lost.bounds[0].tolist()
+    for number, begin, end in zip(range(blocks.first, blocks.blocks), bounds[:-1], bounds[1:], strict=True):
+        columns = (until == number).nonzero()[:, 0].tolist() if number else []
+        assert sorted(lost.order[0, begin:end].tolist()) == columns and len(columns) <= block
+    slots = kernels.in_tiles(torch.zeros(2, 1, length, 16, device=DEVICE), blocks).shape[2]
+    tiles = kernels.visible_tiles(lost.until, slots, blocks)
+    of_slots = kernels.numbered_slots(slots, blocks.first, block, blocks.first_column, lost.until.device)
+    plain = flex.visible_blocks(*of_slots, lost.until, None)
+    assert torch.equal(tiles[0], plain.kv_num_blocks)
+    for row, numbers in enumerate(tiles[0].tolist()):
+        for q, number in enumerate(numbers[0]):
+            assert torch.equal(tiles[1][row, 0, q, :number], plain.kv_indices[row, 0, q, :number])
+            assert not tiles[1][row, 0, q, number:].any()
