@@ -101,6 +101,7 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     slow = planes // 2
     N = D - 2 * (planes - slow)
     slice_dims, slow_dims = kernels.slice_of(D, N)
+    part = kernels.padded(D)
     state = {"K": K, "D": D, "N": N, "PLANES": planes, "SLOW_PLANES": slow, "PER_CHUNK": 16}
     state |= {"SLICE": slice_dims, "SLOW": slow_dims}
     constants = {
@@ -111,8 +112,8 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
             "P": 20,
             "KEY_WIDTH": D,
             "VALUE_WIDTH": D,
-            "KEY_PART": D,
-            "VALUE_PART": D,
+            "KEY_PART": part,
+            "VALUE_PART": part,
             "TILE": kernels.HOLD_COLUMNS,
         },
         "mask": {"TILE": kernels.TILE, "TILES": kernels.MASK_TILES},
