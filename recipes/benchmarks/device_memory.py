@@ -42,7 +42,6 @@ def shape_of(name: str) -> LlambaConfig:
             "num_attention_heads": heads, "num_key_value_heads": 8, "tie_word_embeddings": tied,
         }
     )  # fmt: skip
-    config.full_attention_bits, config.window_bits = [6, 4], 8
     config.conversion = {"teacher_layer_types": ["full_attention"] * layers}
     shared = heads // 8
     config.hybrid_full_heads = [[] for _ in range(layers)]

@@ -43,7 +43,8 @@ LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 
 def default_hybrid(shape: dict[str, int]) -> LlambaConfig:
-    """The default hybrid of a teacher: windows, salient tokens, a state, a kept head group in every fifth layer."""
+    """The default hybrid of a teacher: windows in 8 bits, salient tokens, a state, and in every fifth layer kept
+    heads, whose keys are in 6 bits and values in 4."""
     layers = shape["num_hidden_layers"]
     shared = shape["num_attention_heads"] // shape["num_key_value_heads"]
     return LlambaConfig(
@@ -51,6 +52,7 @@ def default_hybrid(shape: dict[str, int]) -> LlambaConfig:
         hybrid_window=224, hybrid_sinks=4, hybrid_salient=16, hybrid_rank=64,
         hybrid_state_planes=shape["hidden_size"] // shape["num_attention_heads"] // 4,
         hybrid_full_heads=[[*range(shared)] if i % 5 == 0 else [] for i in range(layers)],
+        full_attention_bits=[6, 4], window_bits=8,
         max_position_embeddings=max(CONTEXTS) + 1024,
     )  # fmt: skip
 
