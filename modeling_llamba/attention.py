@@ -41,7 +41,7 @@ class SoftmaxAttention(nn.Module):
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
         bits = config.window_bits if is_sliding else config.full_attention_bits
-        self.roundings = Rounding.of_pair(bits, self.head_dim)
+        self.roundings = Rounding.of_pair(bits, self.head_dim, config.mixer_backend)
         q_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)

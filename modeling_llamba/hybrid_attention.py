@@ -207,7 +207,7 @@ class HybridAttention(nn.Module):
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
-        self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim)
+        self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.mixer_backend)
         self.register_buffer("salience", torch.zeros(config.hidden_size) if config.hybrid_salient else None)
         self.mass = self.down = self.up = None
         if self.shape.slow is not None:

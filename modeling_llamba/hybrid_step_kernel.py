@@ -10,6 +10,7 @@ Shapes: B batch, H' query heads with a window, K key/value heads with a window, 
 P places, C columns of the window, F' and F planes and dimensions that are not rotated, of the slow part and of all.
 """
 
+import contextlib
 import re
 
 import torch
@@ -22,6 +23,7 @@ except ImportError:  # then `can_run` says no
 
 TILE = 4096  # numbers of keys, values or state at a time, 16 of each thread
 WARPS = 8
+CURRENT = contextlib.nullcontext()
 
 
 def can_run(on_cuda: bool, dtype: torch.dtype) -> bool:
@@ -33,6 +35,13 @@ def tile_of(dims: int, width: int) -> tuple[int, int]:
     """Sides of the tile, powers of two, for a matrix that is so many dimensions high and is read `width` at a time."""
     rows = max(triton.next_power_of_2(dims), 16)
     return rows, min(max(triton.next_power_of_2(width), 16), TILE // rows)
+
+
+def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context in which Triton, which launches on the current device, launches on that of a tensor."""
+    if t.device.index == torch.cuda.current_device():
+        return CURRENT
+    return torch.cuda.device(t.device)
 
 
 # an operator of its own, so that torch.compile does not look into it; named after the file, of which every checkpoint
@@ -100,18 +109,16 @@ if triton is not None:
             return tl.load(row[:, None] + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
 
     @triton.jit
-    def rotated(vector, d, D: tl.constexpr, PART: tl.constexpr):
-        """A vector (DIMS,) times the matrix `hadamard` of rounding.py, of which PART is the size of a block."""
-        result = tl.zeros_like(vector)
-        for first in range(0, D, 16):
-            i = first + tl.arange(0, 16)
-            odd = (d[:, None] % PART) & (i[None, :] % PART)
-            for bits in tl.static_range(4, -1, -1):  # the parity of the bits that both numbers have
-                odd = odd ^ (odd >> (1 << bits))
-            entry = tl.where(d[:, None] // PART == i[None, :] // PART, 1.0 - 2.0 * (odd & 1), 0.0)
-            piece = tl.sum(entry * vector[:, None], axis=0)
-            result += tl.sum(tl.where(d[:, None] == i[None, :], piece[None, :], 0.0), axis=1)
-        return result / tl.sqrt(PART + 0.0)
+    def rotated(t, PART: tl.constexpr):
+        """Vectors (..., DIMS) times the matrix `hadamard` of rounding.py, of which PART is the size of a block."""
+        for bit in tl.static_range(16):
+            if 1 << bit < PART:  # sums and differences of all numbers whose places differ in this bit alone
+                pairs = tl.reshape(t, [t.numel // (2 << bit), 2, 1 << bit])
+                sign = 1.0 - 2.0 * tl.arange(0, 2)[None, :, None]
+                sums = tl.sum(pairs, axis=1, keep_dims=True)
+                differences = tl.sum(pairs * sign, axis=1, keep_dims=True)
+                t = tl.reshape(tl.where(sign > 0, sums, differences), t.shape)
+        return t * PART**-0.5
 
     @triton.jit
     def mix_one_kernel(
@@ -136,7 +143,7 @@ if triton is not None:
         sink_q = tl.load(sink_query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale
         near_q = q
         if keys.dtype.element_ty == tl.uint8:
-            near_q, sink_q = rotated(q, d, D, PART), rotated(sink_q, d, D, PART)
+            near_q, sink_q = rotated(q, PART), rotated(sink_q, PART)
 
         # softmax attention: the places that are held, and the window up to the token's own column
         number = tl.maximum(tl.load(seen + b) - 1, 0).to(tl.int32)
@@ -158,7 +165,7 @@ if triton is not None:
             highest, total = above, total * shrink + tl.sum(share)
         near /= total
         if values.dtype.element_ty == tl.uint8:
-            near = rotated(near, d, D, PART)
+            near = rotated(near, PART)
 
         # the readout of the state: [sum of v, sum of v k'] in each row, and [m, sum of k'] in the last
         sums = state + D * (N + 1)

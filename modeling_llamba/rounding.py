@@ -24,6 +24,11 @@ import math
 from typing import NamedTuple
 
 import torch
+from transformers.utils import is_torchdynamo_compiling
+
+from .hybrid_step_kernel import can_run
+from .rounding_kernel import decode_rows, encode_rows
+from .ssd import requested_backend
 
 GROUP = 32
 """Numbers with one scale, at four bits or less; at more, all numbers of a vector have one."""
@@ -34,18 +39,22 @@ WHOLE = 16
 
 
 class Rounding(NamedTuple):
-    """Rounding of vectors of `dim` numbers to so many bits each; with 16, vectors are kept as they are."""
+    """Rounding of vectors of `dim` numbers to so many bits each; with 16, vectors are kept as they are.
+
+    backend: `mixer_backend` of the configuration, of which "torch" keeps kernels away.
+    """
 
     bits: int
     dim: int
+    backend: str = "auto"
 
     @classmethod
-    def of_pair(cls, bits: int | list[int], dim: int) -> "tuple[Rounding, Rounding]":
+    def of_pair(cls, bits: int | list[int], dim: int, backend: str = "auto") -> "tuple[Rounding, Rounding]":
         """Roundings of keys and of values, from the bits of both or of each."""
         if not isinstance(bits, list):
             bits = [bits, bits]
         keys, values = bits
-        return cls(keys, dim), cls(values, dim)
+        return cls(keys, dim, backend), cls(values, dim, backend)
 
     @property
     def rounds(self) -> bool:
@@ -80,6 +89,8 @@ class Rounding(NamedTuple):
         """Rows (..., W) uint8 of vectors (..., D), or the vectors themselves where nothing is rounded."""
         if not self.rounds:
             return t
+        if self._in_kernels(t.is_cuda, t.dtype):
+            return encode_rows(t, self.bits, self.groups)
         groups = self.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         if self.groups > 1:
             groups = groups.view(*t.shape[:-1], self.groups, -1)
@@ -97,6 +108,8 @@ class Rounding(NamedTuple):
         """Vectors (..., D) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
         if not self.rounds:
             return rows
+        if self._in_kernels(rows.is_cuda, dtype):
+            return decode_rows(rows, self.bits, self.dim, self.groups, dtype, rotated)
         wide = torch.promote_types(dtype, torch.float32)
         groups = self.groups
         first = groups * torch.float16.itemsize
@@ -109,6 +122,12 @@ class Rounding(NamedTuple):
         if not rotated:
             vectors = self.rotate(vectors)
         return vectors.to(dtype)
+
+    def _in_kernels(self, on_cuda: bool, dtype: torch.dtype) -> bool:
+        """True where one launch of a kernel does what follows; gradients pass neither."""
+        if not can_run(on_cuda, dtype) or is_torchdynamo_compiling():
+            return False
+        return requested_backend(self.backend) != "torch"
 
     def round(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Vectors (..., D) as their rows hold them; gradients pass as if nothing were rounded."""

@@ -19,6 +19,7 @@ try:
     import triton.language as tl
 
     from .hybrid_step_kernel import rotated, tile_of
+    from .rounding_kernel import numbers
 except ImportError:  # then `can_run` of hybrid_step_kernel.py says no
     triton = None
 
@@ -79,31 +80,6 @@ def _(query, *others):
 if triton is not None:
 
     @triton.jit
-    def numbers(row, visible, d, in_d, D: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
-        """Vectors (columns, DIMS), still rotated, of the rows that begin at these pointers; see rounding.py."""
-        in_tile = visible[:, None] & in_d[None, :]
-        group = d // (D // GROUPS)
-        scale = tl.load(row.to(tl.pointer_type(tl.float16))[:, None] + group[None, :], mask=in_tile, other=0.0)
-        first = row[:, None] + 2 * GROUPS
-        if BITS == 8:
-            code = tl.load(first + d[None, :], mask=in_tile, other=0).to(tl.int32)
-        elif BITS == 6:
-            QUARTER: tl.constexpr = D // 4
-            upper = in_tile & (d < 3 * QUARTER)[None, :]
-            cut = in_tile & (d >= 3 * QUARTER)[None, :]
-            i = d - 3 * QUARTER
-            code = tl.load(first + d[None, :], mask=upper, other=0).to(tl.int32) & 252
-            for part in tl.static_range(3):
-                bits = tl.load(first + part * QUARTER + i[None, :], mask=cut, other=0).to(tl.int32) & 3
-                code = code | (bits << (6 - 2 * part))
-        else:
-            WIDTH: tl.constexpr = D * BITS // 8
-            byte = tl.load(first + (d % WIDTH)[None, :], mask=in_tile, other=0).to(tl.int32)
-            code = (byte << (8 - BITS - BITS * (d // WIDTH))[None, :]) & (256 - (1 << (8 - BITS)))
-        signed = tl.where(code > 127, code - 256, code)
-        return signed.to(tl.float32) * scale.to(tl.float32)
-
-    @triton.jit
     def attend_kernel(
         query, keys, values, bias, part_output, part_mass, scale, softcap, columns, span,
         key_row, key_head, value_row, value_head,
@@ -121,7 +97,7 @@ if triton is not None:
         values += b * value_row + kv * value_head
         d = tl.arange(0, DIMS)
         in_d = d < D
-        q = rotated(tl.load(query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale, d, D, PART)
+        q = rotated(tl.load(query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale, PART)
         end = tl.minimum((part + 1) * span, columns)
         highest, total, output = -1e30, 0.0, tl.zeros([DIMS], tl.float32)
         for first in range(part * span, end, COLUMNS):
@@ -162,4 +138,4 @@ if triton is not None:
         in_tile = (part < parts)[:, None] & in_d[None, :]
         found = tl.load(part_output + place[:, None] * D + d[None, :], mask=in_tile, other=0.0)
         mixed = tl.sum(share[:, None] * found, axis=0) / tl.sum(share * total)
-        tl.store(output + at * D + d, rotated(mixed, d, D, PART), mask=in_d)
+        tl.store(output + at * D + d, rotated(mixed, PART), mask=in_d)

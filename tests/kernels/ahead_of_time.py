@@ -1,4 +1,4 @@
-"""Compile the kernels for one token, of a hybrid layer and of its kept heads, for GPUs that need not be here.
+"""Compile the kernels for one token, of a hybrid layer, its kept heads and its rows, for GPUs that need not be here.
 
     python -m tests.kernels.ahead_of_time
 
@@ -34,7 +34,13 @@ KEPT = {  # K, R, D, bits of keys and of values
     "kept heads of Llama-3.1-8B": (8, 4, 128, 6, 4),
     "kept heads of Gemma-2-2B in 8 bits": (4, 2, 256, 8, 8),
 }
-
+ROUNDED = {  # D, bits
+    "rows of SmolLM2-135M in 8 bits": (64, 8),
+    "rows of Llama-3.1-8B in 6 bits": (128, 6),
+    "rows of Llama-3.1-8B in 4 bits": (128, 4),
+    "rows of Phi-2 in 2 bits": (80, 2),
+    "rows of Gemma-2-2B in 8 bits": (256, 8),
+}
 PROMPTS = {  # K, R, D, planes, dtype
     "prompts of SmolLM2-135M": (3, 3, 64, 32, "bf16"),
     "prompts of Llama-3.1-8B": (8, 4, 128, 64, "bf16"),
@@ -133,6 +139,20 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     return found
 
 
+def compiled_rounding(capability: int, shape: str, decodes: bool) -> dict[str, int]:
+    """`compiled` for rows of vectors, or for vectors of rows."""
+    import modeling_llamba.rounding_kernel as kernels
+
+    function = kernels.decode_kernel if decodes else kernels.encode_kernel
+    D, bits = ROUNDED[shape]
+    constants = dict(kernels.sizes_of(bits, D, Rounding(bits, D).groups))
+    if decodes:
+        constants["ROTATED"] = False
+    types = dict.fromkeys(function.arg_names, "i32") | {"vectors": "*bf16", "rows": "*u8"}
+    types |= dict.fromkeys(constants, "constexpr")
+    return resources(function, types, constants, capability, kernels.WARPS)
+
+
 def resources(
     function, types: dict[str, str], constants: dict[str, int], capability: int, warps: int
 ) -> dict[str, int]:
@@ -160,4 +180,7 @@ if __name__ == "__main__":
         for shape in PROMPTS:
             of_kernels = compiled_prompt(capability, shape)
             found |= {f"sm_{capability}, {shape}, {name}": taken for name, taken in of_kernels.items()}
+        for part, decodes in (("into", False), ("out of", True)):
+            of_part = {shape: compiled_rounding(capability, shape, decodes) for shape in ROUNDED}
+            found |= {f"sm_{capability}, {part} {shape}": takes for shape, takes in of_part.items()}
     json.dump(found, sys.stdout)

@@ -108,11 +108,12 @@ def on_a_gpu(monkeypatch):
         return
     import modeling_llamba.attention as attention
     import modeling_llamba.hybrid_attention as hybrid_attention
+    import modeling_llamba.rounding as rounding
     import modeling_llamba.ssd as ssd
 
     choose, can_run = ssd.choose_backend, hybrid_attention.can_run
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
-    for module in (attention, hybrid_attention):
+    for module in (attention, hybrid_attention, rounding):
         monkeypatch.setattr(module, "can_run", lambda on_cuda, dtype: can_run(True, dtype))
 
 
@@ -121,6 +122,7 @@ def launches(monkeypatch):
     """How often each kernel was asked for."""
     import modeling_llamba.attention as attention
     import modeling_llamba.hybrid_attention as hybrid_attention
+    import modeling_llamba.rounding as rounding
     import modeling_llamba.ssd as ssd
 
     places = {
@@ -128,6 +130,8 @@ def launches(monkeypatch):
         "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
         "layer": (hybrid_attention, "mix_one"),
         "kept heads": (attention, "attend_to_rows"),
+        "encode": (rounding, "encode_rows"),
+        "decode": (rounding, "decode_rows"),
     }
     counts = dict.fromkeys(places, 0)
     for key, (module, name) in places.items():
