@@ -11,9 +11,12 @@ P places, C columns of the window, F' and F planes and dimensions that are not r
 """
 
 import contextlib
+import functools
 import re
+from collections.abc import Callable
 
 import torch
+from transformers.utils import is_torchdynamo_compiling
 
 try:
     import triton
@@ -31,10 +34,30 @@ def can_run(on_cuda: bool, dtype: torch.dtype) -> bool:
     return triton is not None and on_cuda and dtype != torch.float64
 
 
+@functools.cache
 def tile_of(dims: int, width: int) -> tuple[int, int]:
     """Sides of the tile, powers of two, for a matrix that is so many dimensions high and is read `width` at a time."""
     rows = max(triton.next_power_of_2(dims), 16)
     return rows, min(max(triton.next_power_of_2(width), 16), TILE // rows)
+
+
+def as_operator(launch: Callable) -> Callable:
+    """Make what launches kernels an operator of its own while torch.compile runs, which cannot look into it.
+
+    Otherwise it is called as it is: an operator takes as much of the host's time as a launch. Operators are named
+    after the file, of which every checkpoint brings its own.
+    """
+    name = re.sub(r"\W", "_", launch.__module__, flags=re.ASCII)
+    operator = torch.library.custom_op(f"{name}::{launch.__name__}", launch, mutates_args=())
+
+    @functools.wraps(launch)
+    def run(*inputs, **options):
+        if is_torchdynamo_compiling():
+            return operator(*inputs, **options)
+        return launch(*inputs, **options)
+
+    run.register_fake = operator.register_fake
+    return run
 
 
 def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -44,9 +67,7 @@ def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(t.device)
 
 
-# an operator of its own, so that torch.compile does not look into it; named after the file, of which every checkpoint
-# brings its own
-@torch.library.custom_op(re.sub(r"\W", "_", __name__, flags=re.ASCII) + "::mix_one", mutates_args=())
+@as_operator
 def mix_one(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -78,7 +99,7 @@ def mix_one(
     if sink_query is None:
         sink_query = query
     inputs = keys, values, salience, state, seen, query, sink_query, mass
-    with torch.cuda.device(query.device):  # Triton launches on the current one
+    with on_device_of(query):
         mix_one_kernel[(batch * heads,)](
             *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, D, slow,
             key_width, values.shape[3], D & -D, planes, slow_planes, sinks, places, columns - places, block,

@@ -8,17 +8,16 @@ before, and the output after.
 Shapes: B batch, H query heads, K key/value heads, R = H / K, T columns, D head dim, W bytes of a row, P parts.
 """
 
-import re
-
 import torch
 
+from .hybrid_step_kernel import as_operator, on_device_of, tile_of
 from .rounding import Rounding
 
 try:
     import triton
     import triton.language as tl
 
-    from .hybrid_step_kernel import rotated, tile_of
+    from .hybrid_step_kernel import rotated
     from .rounding_kernel import numbers
 except ImportError:  # then `can_run` of hybrid_step_kernel.py says no
     triton = None
@@ -28,8 +27,7 @@ SPAN, MOST_PARTS = 256, 64
 WARPS = 8
 
 
-# an operator of its own, as in hybrid_step_kernel.py
-@torch.library.custom_op(re.sub(r"\W", "_", __name__, flags=re.ASCII) + "::attend_to_rows", mutates_args=())
+@as_operator
 def attend_to_rows(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -49,15 +47,15 @@ def attend_to_rows(
     """
     batch, heads, _, D = query.shape
     kv_heads, columns = keys.shape[1:3]
-    span = max(SPAN, triton.cdiv(columns, MOST_PARTS))
-    parts = triton.cdiv(columns, span)
+    span = max(SPAN, -(-columns // MOST_PARTS))
+    parts = -(-columns // span)
     keys, values = (t if t.stride()[2:] == (t.shape[3], 1) else t.contiguous() for t in (keys, values))
     part_output = query.new_empty(batch * heads, parts, D, dtype=torch.float32)
     part_mass = query.new_empty(batch * heads, parts, 2, dtype=torch.float32)
     output = query.new_empty(batch, 1, heads, D)
     has_bias = bias is not None
     dims, tile = tile_of(D, columns)
-    with torch.cuda.device(query.device):  # Triton launches on the current one
+    with on_device_of(query):
         attend_kernel[(batch * heads, parts)](
             query.contiguous(), keys, values, bias.contiguous() if has_bias else query, part_output, part_mass,
             scale, softcap, columns, span, *keys.stride()[:2], *values.stride()[:2],

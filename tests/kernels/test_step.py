@@ -136,7 +136,7 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
 class Launches(TorchDispatchMode):
     """Names of PyTorch's operations that are kernels on a GPU: neither views nor memory."""
 
-    FREE = ("empty", "new_empty", "empty_strided", "lift_fresh", "detach", "promote_types", "_unsafe_view")
+    FREE = ("empty", "new_empty", "empty_strided", "lift_fresh", "detach", "promote_types", "_unsafe_view", "set_")
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ ROTARY, SALIENCE, WRITTEN = ("mul", "add", "neg", "cat"), ("mul", "sum"), ("copy
 
 
 @torch.no_grad()
-def test_one_launch_instead_of_many(record_property, monkeypatch):
+def test_one_launch_instead_of_many(record_property, monkeypatch, launches):
     """A step of a layer with salient tokens, its window full and no block to open: what else it asks PyTorch for."""
     layer, index = make_layer(), token_numbers(False)[:1].to(DEVICE)
     hidden_states, counts = torch.randn(1, LENGTH, HIDDEN, device=DEVICE), {}
@@ -162,11 +162,12 @@ def test_one_launch_instead_of_many(record_property, monkeypatch):
         taken = steps(layer, hidden_states, index, None, new_cache(layer.config))
         for _ in range(LENGTH - 1):
             next(taken)
+        launches["layer"] = 0
         with Launches() as watch:
             next(taken)
         counts[backend] = watch.names
-    beside = [name for name in counts["auto"] if name != "mix_one"]
-    assert len(beside) == len(counts["auto"]) - 1
+        assert launches["layer"] == (backend == "auto")
+    beside = counts["auto"]  # an operator of our own, which takes as long as a launch, would be among them
     assert {*beside} <= {"mm", "addmm", *ROTARY, *SALIENCE, *WRITTEN}
     record_property("operations of the layer in PyTorch", len(counts["torch"]))
     record_property("beside the kernel", len(beside))
