@@ -26,6 +26,7 @@ PAGES = {
     RESULTS / "ablations.md": "quality",
     RESULTS / "performance.md": "performance",
     RESULTS / "gpu.md": "performance",
+    RESULTS / "kernels.md": "performance",
     RESULTS / "training.md": "training",
     RESULTS / "serving.md": "serving",
     RESULTS / "speculative.md": "speculative",
