@@ -8,7 +8,6 @@ import _thread
 import contextlib
 import difflib
 import functools
-import importlib.metadata
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ from rich.progress import (
 from rich.text import Text
 
 from .errors import message_of, printable
+from .io.version import project_version
 from .options import (
     CONVERSION_FLAGS,
     MOHAWK_FLAGS,
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
     argv = list(argv)
     word = "".join(argv[:1])
     if word == "--version":
-        sys.stdout.write(f"convert-to-hybrid {importlib.metadata.version('convert-to-hybrid')}\n")
+        sys.stdout.write(f"convert-to-hybrid {project_version()}\n")
         return
     name = "convert"
     if word in commands:

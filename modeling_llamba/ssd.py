@@ -13,11 +13,15 @@ the decay: H, or G where the heads of a group share theirs and with it the state
 """
 
 import contextlib
+import functools
+import importlib.metadata
 import math
 import os
+import re
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from .hybrid_config import BACKENDS
 
@@ -37,6 +41,10 @@ LOG2_E = math.log2(math.e)
 # Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a. A million
 # tokens decay by 1e-6 then, and neither x / 1e-12 nor its product with 1e-12 leaves the range of float32 or bf16.
 KERNEL_MIN_STEP = 1e-12
+
+FLA_REFUSES = "on a Hopper GPU with Triton before 3.7.1: install triton>=3.7.1, or set HYBRID_SSD_BACKEND=torch."
+
+logger = logging.get_logger(__name__)
 
 # overrides the configuration's mixer_backend
 BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
@@ -266,13 +274,26 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
         raise ValueError(f"The {asked} backend needs the package {package} and CUDA tensors; use backend 'torch'.")
     if asked == "mamba_ssm" and recording:
         raise ValueError("The mamba_ssm backend loses gradients of decays near 1: train with 'auto', 'fla', 'torch'.")
+    if asked == "fla" and recording and fla_refuses_gradients():
+        raise ValueError("The fla backend has no gradients " + FLA_REFUSES)
     if asked != "auto":
         return asked
     if on_cuda and chunk_simple_gla is not None:
-        return "fla"
+        if not (recording and fla_refuses_gradients()):
+            return "fla"
+        logger.warning_once("Scans of a training run by PyTorch's operations: fla has no gradients " + FLA_REFUSES)
     if on_cuda and mamba_chunk_scan_combined is not None and not recording:
         return "mamba_ssm"
     return "torch"
+
+
+@functools.cache
+def fla_refuses_gradients() -> bool:
+    """Return True on a Hopper GPU with a Triton whose gradients fla knows to be wrong (its issue 640)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    triton = tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
+    return (3, 4, 0) <= triton < (3, 7, 1)
 
 
 def is_recorded(*tensors: torch.Tensor | None) -> bool:

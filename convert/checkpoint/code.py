@@ -1,6 +1,5 @@
 """The configuration of a finished checkpoint, and the model code that it refers to."""
 
-import importlib.metadata
 from pathlib import Path
 
 import torch
@@ -8,6 +7,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from ..io.students import model_class
+from ..io.version import project_version
 
 NEEDED = "transformers>=5.16.1,<6"
 """Versions of libraries that load a checkpoint, as in pyproject.toml, which a test compares."""
@@ -23,7 +23,7 @@ def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None
 def versions() -> dict[str, str]:
     """Versions of the libraries that write a checkpoint, which its configuration records."""
     return {
-        "convert-to-hybrid": importlib.metadata.version("convert-to-hybrid"),
+        "convert-to-hybrid": project_version(),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
     }

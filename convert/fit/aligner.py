@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from ..io.rules import Rule
+from ..io.version import project_version
 from ..io.writer import Progress
 from ..layout.config import hybrid_config
 from ..layout.placement import Placement
@@ -193,6 +193,6 @@ class Aligner:
             "fit": differences(settings),
             "initial_decay": self.resolved.initial_decay,
             "seed": self.resolved.seed,
-            "version": importlib.metadata.version("convert-to-hybrid"),
+            "version": project_version(),
         }
         return FitCache(self.work, key)

@@ -23,8 +23,25 @@ RESULTS = Path("runs/kernels/results.md")
 with contextlib.suppress(ImportError):
     from triton.runtime.autotuner import Autotuner
 
-    # the first configuration: in the interpreter there is nothing to time, and on a GPU minutes of compilation
-    Autotuner._bench = lambda self, *args, **kwargs: [1.0] * 3
+    time_it = Autotuner._bench
+    rounds: dict[Autotuner, dict[int, bool]] = {}
+
+    def bench(self, *args, config, **options):
+        """The first configuration that runs: there is nothing to time in the interpreter, and on a GPU the others take
+        minutes to compile."""
+        if INTERPRETED:
+            return [1.0] * 3
+        if id(config) in rounds.get(self, {}):  # inputs of another size
+            rounds[self] = {}
+        ran = rounds.setdefault(self, {})
+        self.do_bench = lambda call, quantiles: call() or [1.0] * 3
+        took = [float("inf")] * 3
+        if not any(ran.values()):
+            took = time_it(self, *args, config=config, **options)
+        ran[id(config)] = took[0] == 1.0
+        return took
+
+    Autotuner._bench = bench
 
 if INTERPRETED:
     import triton

@@ -42,6 +42,23 @@ def test_choice_of_a_backend(monkeypatch, case):
             ssd.choose_backend(asked, on_cuda, recording)
 
 
+def test_fla_trains_on_no_hopper_whose_triton_it_refuses(monkeypatch):
+    """It would end at the first gradient."""
+    monkeypatch.setattr(ssd, "chunk_simple_gla", object())
+    monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, triton, runs in (((9, 0), "3.6.0", "torch"), ((9, 0), "3.7.1", "fla"), ((8, 0), "3.6.0", "fla")):
+        ssd.fla_refuses_gradients.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(ssd.importlib.metadata, "version", lambda name, triton=triton: triton)
+        assert ssd.choose_backend("auto", True, recording=True) == runs
+        assert ssd.choose_backend("auto", True, recording=False) == "fla"
+        if runs == "torch":
+            with pytest.raises(ValueError, match="triton>=3.7.1"):
+                ssd.choose_backend("fla", True, recording=True)
+    ssd.fla_refuses_gradients.cache_clear()
+
+
 def test_the_environment_overrides_the_configuration(monkeypatch):
     model, ids = make_student(), random_ids(1, 20)
     plain = model(ids).logits
