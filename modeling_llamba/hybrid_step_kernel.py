@@ -139,7 +139,7 @@ if triton is not None:
                 sums = tl.sum(pairs, axis=1, keep_dims=True)
                 differences = tl.sum(pairs * sign, axis=1, keep_dims=True)
                 t = tl.reshape(tl.where(sign > 0, sums, differences), t.shape)
-        return t * PART**-0.5
+        return t / tl.sqrt(PART + 0.0)
 
     @triton.jit
     def mix_one_kernel(
