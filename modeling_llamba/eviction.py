@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers.utils import is_torchdynamo_compiling
 
 from .rounding import Rounding
+from .ssd import full_precision
 
 
 class SlowDims(NamedTuple):
@@ -262,7 +263,8 @@ def outer_products(keys: torch.Tensor, values: torch.Tensor, which: torch.Tensor
     weight = which.to(wide)[..., None, :, None]
     x = F.pad(values.to(wide), (0, 1), value=1.0) * weight
     y = F.pad(slow.take(keys.to(wide)), (1, 0), value=1.0)
-    return x.mT @ y
+    with full_precision(x):  # counts beyond 256 have no place in bfloat16
+        return x.mT @ y
 
 
 def gather_columns(t: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
