@@ -2,8 +2,8 @@
 
 PyTorch's operations (rounding.py) would write all keys and values of a cache out as numbers at every token, which
 takes more time than reading them in 16 bits. Here a program reads a part of the columns of one head, and a second
-kernel puts the parts together: two launches, whatever the number of columns. All in float32; the query is rotated
-before, and the output after.
+kernel puts the parts together: two launches, whatever the number of columns. All in float32; where rows are rounded
+the query is rotated before, and the output after.
 
 Shapes: B batch, H query heads, K key/value heads, R = H / K, T columns, D head dim, W bytes of a row, P parts.
 """
@@ -11,7 +11,7 @@ Shapes: B batch, H query heads, K key/value heads, R = H / K, T columns, D head 
 import torch
 
 from .hybrid_step_kernel import as_operator, on_device_of, tile_of
-from .rounding import Rounding
+from .rounding import WHOLE, Rounding
 
 try:
     import triton
@@ -25,6 +25,13 @@ except ImportError:  # then `can_run` of hybrid_step_kernel.py says no
 SPAN, MOST_PARTS = 256, 64
 """Columns of a part at least, and the largest number of parts."""
 WARPS = 8
+
+
+def rotated_part(dim: int, bits: int) -> int:
+    """Size of a block of the matrix that vectors of so many bits are multiplied by; 1 where they are not."""
+    if bits == WHOLE:
+        return 1
+    return dim & -dim
 
 
 @as_operator
@@ -59,12 +66,12 @@ def attend_to_rows(
         attend_kernel[(batch * heads, parts)](
             query.contiguous(), keys, values, bias.contiguous() if has_bias else query, part_output, part_mass,
             scale, softcap, columns, span, *keys.stride()[:2], *values.stride()[:2],
-            kv_heads, heads // kv_heads, D, D & -D, keys.shape[3], values.shape[3], key_bits, value_bits,
-            Rounding(key_bits, D).groups, Rounding(value_bits, D).groups, has_bias, dims, min(tile, SPAN),
+            kv_heads, heads // kv_heads, D, rotated_part(D, key_bits), keys.shape[3], values.shape[3], key_bits,
+            value_bits, Rounding(key_bits, D).groups, Rounding(value_bits, D).groups, has_bias, dims, min(tile, SPAN),
             num_warps=WARPS,
         )  # fmt: skip
         combine_kernel[(batch * heads,)](
-            part_output, part_mass, output, parts, D, D & -D, dims, MOST_PARTS, num_warps=WARPS
+            part_output, part_mass, output, parts, D, rotated_part(D, value_bits), dims, MOST_PARTS, num_warps=WARPS
         )
     return output
 
@@ -76,6 +83,15 @@ def _(query, *others):
 
 
 if triton is not None:
+
+    @triton.jit
+    def held_vectors(row, visible, d, in_d, D: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+        """Vectors (columns, DIMS), still rotated, of the rows that begin at these pointers."""
+        if BITS == 16:
+            vectors = tl.load(row[:, None] + d[None, :], mask=visible[:, None] & in_d[None, :], other=0.0)
+        else:
+            vectors = numbers(row, visible, d, in_d, D, BITS, GROUPS)
+        return vectors.to(tl.float32)
 
     @triton.jit
     def attend_kernel(
@@ -101,7 +117,7 @@ if triton is not None:
         for first in range(part * span, end, COLUMNS):
             column = (first + tl.arange(0, COLUMNS)).to(tl.int64)
             visible = column < end
-            k = numbers(keys + column * KEY_WIDTH, visible, d, in_d, D, KEY_BITS, KEY_GROUPS)
+            k = held_vectors(keys + column * KEY_WIDTH, visible, d, in_d, D, KEY_BITS, KEY_GROUPS)
             score = tl.sum(k * q[None, :], axis=1)
             if softcap > 0:
                 score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)  # tanh
@@ -111,7 +127,7 @@ if triton is not None:
                 score += added
             above = tl.maximum(highest, tl.max(tl.where(visible, score, -1e30)))
             share, shrink = tl.where(visible, tl.exp(score - above), 0.0), tl.exp(highest - above)
-            v = numbers(values + column * VALUE_WIDTH, visible, d, in_d, D, VALUE_BITS, VALUE_GROUPS)
+            v = held_vectors(values + column * VALUE_WIDTH, visible, d, in_d, D, VALUE_BITS, VALUE_GROUPS)
             output = output * shrink + tl.sum(share[:, None] * v, axis=0)
             highest, total = above, total * shrink + tl.sum(share)
         place = at * tl.num_programs(1) + part

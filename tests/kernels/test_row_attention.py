@@ -11,7 +11,7 @@ from tests.helpers.hybrid_step import relative_error
 from tests.kernels.conftest import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.gpu]
-BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2)]
+BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2), (16, 16), (16, 8)]
 CASES = [  # head dim, query heads of a key/value head, columns, cap of the scores, hidden columns
     (64, 3, 1, None, False),
     (64, 3, 300, None, True),
@@ -23,7 +23,7 @@ CASES = [  # head dim, query heads of a key/value head, columns, cap of the scor
 def rows_in_room(t, rounding, room=40):
     """Rows (B, K, T, W) as a cache holds them that grows in place: a part of more."""
     rows = rounding.encode(t)
-    whole = torch.full((*rows.shape[:2], rows.shape[2] + room, rows.shape[3]), 7, dtype=torch.uint8, device=t.device)
+    whole = torch.full((*rows.shape[:2], rows.shape[2] + room, rows.shape[3]), 7, dtype=rows.dtype, device=t.device)
     whole[:, :, : rows.shape[2]] = rows
     return whole[:, :, : rows.shape[2]]
 
@@ -37,7 +37,7 @@ def test_one_token_attends_to_rows(monkeypatch, bits, case, dtype):
     monkeypatch.setattr(kernel, "MOST_PARTS", 8)
     roundings = Rounding.of_pair(list(bits), dim)
     query = torch.randn(2, 2 * shared, 1, dim, device=DEVICE).to(dtype)
-    key, value = torch.randn(2, 2, 2, columns, dim, device=DEVICE)
+    key, value = torch.randn(2, 2, 2, columns, dim, device=DEVICE).to(dtype)
     key_rows, value_rows = (rows_in_room(t, rounding) for t, rounding in zip((key, value), roundings, strict=True))
     bias = None
     if hides:
@@ -47,7 +47,7 @@ def test_one_token_attends_to_rows(monkeypatch, bits, case, dtype):
     scale = 2 * dim**-0.5
     output = kernel.attend_to_rows(query, key_rows, value_rows, bias, scale, softcap or 0.0, *bits)
     keys, values = (
-        rounding.decode(rows, torch.float64).repeat_interleave(shared, 1)
+        rounding.decode(rows, torch.float64).double().repeat_interleave(shared, 1)
         for rounding, rows in zip(roundings, (key_rows, value_rows), strict=True)
     )
     scores = query.double() @ keys.mT * scale
