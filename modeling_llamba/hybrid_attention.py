@@ -89,7 +89,8 @@ class HybridInputs(NamedTuple):
     """Places of a pass's tokens in their sequences, the same for all hybrid layers.
 
     index (B, L): number of each token in its sequence, -1 at padding. start: number of the first token, where rows are
-    not packed, hold no padding and are known to begin with the same number; else None. seq_idx (B, L): sequence of
+    not packed, hold no padding but behind their last token, and are known to begin with the same number; else None.
+    end_alike: False where there may be padding behind the last token of rows with a `start`. seq_idx (B, L): sequence of
     each token in packed rows, else None. sink_rotary: rotary embedding (rotary.py) for queries to sinks that are
     farther away than the teacher was trained for, by kind of rotary embedding until `of_layer`; None where none is.
     causal_mask: mask of transformers' for kept heads.
@@ -100,6 +101,7 @@ class HybridInputs(NamedTuple):
     seq_idx: torch.Tensor | None = None
     sink_rotary: dict[str, Rotary] | Rotary | None = None
     causal_mask: torch.Tensor | None = None
+    end_alike: bool = True
 
     def of_layer(self, rope: str) -> "HybridInputs":
         """The inputs of a layer with this kind of rotary embedding."""
@@ -428,6 +430,8 @@ class HybridAttention(nn.Module):
             )
             if length <= causal:
                 return begin, None, None if tokens is None else Held.within_window(shape, tokens)
+        if not inputs.end_alike:
+            tokens = None
         if self._in_kernels(projected, inputs):
             return self._mix_in_kernels(projected, inputs, held, begin, tokens)
         if begin is not None:
@@ -827,4 +831,4 @@ def _segment(projected: Projected, inputs: HybridInputs, which: slice, whole: bo
     tensors = [None if t is None else t[:, :, which] for t in projected._replace(salience=None)]
     start = None if inputs.start is None else inputs.start + which.start
     part = Projected(*tensors)._replace(salience=projected.salience[:, which])
-    return part, HybridInputs(inputs.index[:, which], start)
+    return part, HybridInputs(inputs.index[:, which], start, end_alike=inputs.end_alike)

@@ -565,7 +565,7 @@ class HybridSlots(SlotLayer):
         if seen + index.shape[1] <= self.reach:
             inputs = self._without_far_sinks(inputs)
         projected = projected_of(self.mixer, *inputs[1:])
-        inputs = HybridInputs(index, start=seen)
+        inputs = HybridInputs(index, start=seen, end_alike=False)
         if rows is None:
             self._give(output, *self.mixer.prompt(projected, inputs, None))
             return
