@@ -122,13 +122,13 @@ class Blocks(NamedTuple):
         window = self.window_columns
         room = self.shape.window - (window.stop - window.start)
         past = (None, None) if held is None else held[:2]
-        columns = [self.in_columns(*pair) for pair in zip(past, new[:2], strict=True)]
+        rows = [self.in_columns(*pair) for pair in zip(past, new[:2], strict=True)]
         filled = places >= 0
         places = places.clamp(min=0)
         of_places = salience.gather(1, places).masked_fill(~filled, -torch.inf)
         seen = new.index.new_zeros(len(salience)) if held is None else held.seen
         return Held(
-            *(F.pad(torch.cat([gather_columns(t, places), t[:, :, window]], dim=2), (0, 0, 0, room)) for t in columns),
+            *(F.pad(torch.cat([gather_columns(t, places), t[:, :, window]], dim=2), (0, 0, 0, room)) for t in rows),
             F.pad(torch.cat([of_places, salience[:, window]], dim=1), (0, room), value=-torch.inf),
             state,
             seen + self.length,

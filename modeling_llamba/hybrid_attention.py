@@ -34,6 +34,8 @@ A prompt is computed as follows, for all blocks at once:
     5. for each block: its state, a running sum over the blocks that left, less the tokens that hold a place.
     6. read the state, mix, project out.
 
+On CUDA Triton kernels around flex_attention do 3 to 5, and read and mix (hybrid_prompt_kernel.py).
+
 A step writes one column and does 4 to 6 for one query; a block is opened every E steps. The ground truth is naive.py.
 
 Shapes: B batch, L length, H query heads, K key/value heads, r = H / K, D head dim, N slow dims, F planes and dims that
@@ -76,13 +78,13 @@ from .hybrid_prompt_kernel import (
     numbered_slots,
     visible_tiles,
 )
-from .hybrid_step_kernel import can_run, mix_one
+from .hybrid_step_kernel import can_run, mix_one, on_device_of
 from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
 SEGMENT, KERNEL_SEGMENT = 4096, 32768
-"""Tokens of a prompt whose states and masks lie in memory at once; kernels have a state for each 256 tokens alone."""
+"""Tokens of a prompt whose states and masks lie in memory at once; kernels have a state for each 256 of them alone."""
 
 
 class HybridInputs(NamedTuple):
@@ -90,9 +92,10 @@ class HybridInputs(NamedTuple):
 
     index (B, L): number of each token in its sequence, -1 at padding. start: number of the first token, where rows are
     not packed, hold no padding but behind their last token, and are known to begin with the same number; else None.
-    end_alike: False where there may be padding behind the last token of rows with a `start`. seq_idx (B, L): sequence of
-    each token in packed rows, else None. sink_rotary: rotary embedding (rotary.py) for queries to sinks that are
-    farther away than the teacher was trained for, by kind of rotary embedding until `of_layer`; None where none is.
+    end_alike: False where there may be padding behind the last token of rows with a `start`.
+    seq_idx (B, L): sequence of each token in packed rows, else None. sink_rotary: rotary embedding (rotary.py) for
+    queries to sinks that are farther away than the teacher was trained for, by kind of rotary embedding until
+    `of_layer`; None where none is.
     causal_mask: mask of transformers' for kept heads.
     """
 
@@ -433,7 +436,8 @@ class HybridAttention(nn.Module):
         if not inputs.end_alike:
             tokens = None
         if self._in_kernels(projected, inputs):
-            return self._mix_in_kernels(projected, inputs, held, begin, tokens)
+            with on_device_of(projected.query):
+                return self._mix_in_kernels(projected, inputs, held, begin, tokens)
         if begin is not None:
             layout = Layout.behind_window(shape, projected.key)
         elif inputs.seq_idx is not None:
@@ -482,7 +486,9 @@ class HybridAttention(nn.Module):
             state = State(*(layout.by_group(t) for t in State.of(sums)))
         if tokens is not None:
             open_last = layout.sizes.last - layout.sizes.first
-            final = None if sums is None else sums[:, open_last]
+            final = None
+            if sums is not None:  # of which a part would keep the whole in memory
+                final = sums[:, open_last].clone(memory_format=torch.contiguous_format)
             after = layout.sizes.held_after(held, tokens, salience, holders[:, open_last], final)
         return Near(query, output, log_mass, state, until, after)
 
@@ -661,7 +667,7 @@ class HybridAttention(nn.Module):
         query = projected.query
         if requested_backend(self.config.mixer_backend) == "torch" or not can_run(query.is_cuda, query.dtype):
             return False
-        return query.shape[-1] >= 16 and fits(self.config.state_keys(self.layer_idx))
+        return fits(self.shape, query.shape[-1])
 
     def _mix_in_kernels(
         self,
@@ -687,12 +693,13 @@ class HybridAttention(nn.Module):
         slots = numbered_slots(query.shape[2], blocks.first, shape.block, blocks.first_column, query.device)
         tiles = visible_tiles(lost.until, query.shape[2], blocks)
         near = attend_by_flex(query, keys, values, *slots, lost.until, None, self.scaling, self.softcap, tiles)
-        output = projected.query.new_empty(batch, length, heads, D)
+        output = projected.value.new_empty(batch, length, heads, D)
         if begin is not None:
             output[:, : begin.shape[1]] = begin
         features, state = mix_blocks(
-            projected.query, *near, keys, values, lost, state, self.mass, self.scaling, blocks, output
-        )
+            projected.query, *near, keys, values, lost, state, self.mass, self.scaling, blocks, output,
+            self.down is not None,
+        )  # fmt: skip
         if tokens is None:
             return output, features, None
         return output, features, hold(held, tokens, salience, last_places(salience, lost, blocks), state, blocks)

@@ -1,4 +1,4 @@
-"""A prompt of a hybrid layer by Triton kernels: what a GPU would spend on some 300 launches is six.
+"""A prompt of a hybrid layer by six Triton kernels, in place of some 300 of a layer's 390 launches.
 
 Without a gradient, for rows that are alike (block_layout.py), they do what lies before and behind the fused attention
 to window and salient tokens. The equations are those of hybrid_attention.py, in float32; PyTorch's operations run
@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from .block_layout import Blocks
-from .eviction import Held, NewTokens
+from .eviction import BlockShape, Held, NewTokens
 
 try:
     import triton
@@ -48,8 +48,10 @@ HOLD_COLUMNS = 16
 """Columns that are copied together."""
 SUM_ROWS = 32
 """Lost columns that are summed up together."""
-STATE, LARGEST_SLOW = 1024, 128
-"""Numbers of a state that one program holds, and the largest number of slow dimensions of a key that it can hold."""
+STATE = 1024
+"""Numbers of a state that one program holds."""
+LARGEST = {"block": 64, "places": 128, "window": 1024, "slow dims": 128}
+"""Sizes up to which the kernels were compiled: beyond, that takes minutes, or a program holds too much."""
 
 
 class Lost(NamedTuple):
@@ -65,9 +67,11 @@ class Lost(NamedTuple):
     bounds: torch.Tensor
 
 
-def fits(slow_dims: int) -> bool:
-    """Return True if the kernels can hold a state with so many slow dimensions."""
-    return slow_dims <= LARGEST_SLOW
+def fits(shape: BlockShape, head_dim: int) -> bool:
+    """Return True for a layer of sizes that the kernels are made for."""
+    slow = head_dim - 2 * (shape.slow.planes - shape.slow.slow_planes)
+    sizes = {"block": shape.block, "places": shape.places, "window": shape.window, "slow dims": slow}
+    return head_dim >= 16 and all(size <= LARGEST[name] for name, size in sizes.items())
 
 
 def padded(size: int) -> int:
@@ -199,7 +203,8 @@ def mix_blocks(
     scale: float,
     blocks: Blocks,
     output: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    with_features: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Mix what the state returns into the outputs of softmax attention, and write them to `output` (B, L, H', D).
 
     Args:
@@ -208,7 +213,8 @@ def mix_blocks(
         mass, scale: as in `mix_one` of hybrid_step_kernel.py.
 
     Returns:
-        The features (B, L', 3 H' D) of the mixed tokens, and the state while the block of the last token is open.
+        The features (B, L', 3 H' D) of the mixed tokens, None unless asked for, and the state while the block of the
+        last token is open.
     """
     batch, heads, _, D = query.shape
     kv_heads, columns = keys.shape[1:3]
@@ -216,24 +222,31 @@ def mix_blocks(
     slow = D - 2 * (planes - slow_planes)
     per_chunk = max(CHUNK // blocks.shape.block, 1)
     chunks = triton.cdiv(blocks.mixed, per_chunk)
-    features = query.new_empty(batch, blocks.new_tokens, 3 * heads * D)
+    features = None
+    if with_features:
+        features = output.new_empty(batch, blocks.new_tokens, 3 * heads * D)
+    if keys.dtype != values.dtype:  # under autocast rotated keys are in float32
+        keys, values = keys.float(), values.float()
     sums = torch.empty(batch, kv_heads, chunks, D + 1, slow + 1, dtype=torch.float32, device=query.device)
     final = torch.empty_like(sums[:, :, 0])
     slice_dims, slow_dims = slice_of(D, slow)
     slices, warps = triton.cdiv(D, slice_dims), warps_of(slow_dims)
     query, near, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, near, keys, values))
+    mass = mass.contiguous()
+    if state is not None:
+        state = state.contiguous()
     sizes = kv_heads, D, slow, planes, slow_planes, per_chunk, slice_dims, slow_dims
     sum_kernel[(chunks, batch * kv_heads, slices)](
         keys, values, lost.order, lost.bounds, state, sums, columns, blocks.mixed,
         *keys.stride()[:3], *values.stride()[:3], state is not None, *sizes, SUM_ROWS,
         num_warps=warps,
     )  # fmt: skip
-    sums = sums.cumsum(2)
+    sums.cumsum_(2)  # of the chunks before each
     mix_kernel[(chunks, batch * kv_heads, slices)](
         query, near, log_mass, keys, values, lost.order, lost.bounds, sums, mass, output, features, final, scale,
         columns, blocks.mixed, blocks.first, blocks.offset, blocks.length, blocks.last - blocks.first,
         *query.stride()[:3], *near.stride()[:3], *log_mass.stride(), *keys.stride()[:3], *values.stride()[:3],
-        heads // kv_heads, blocks.shape.block, *sizes, padded(D), padded(blocks.shape.block),
+        with_features, heads // kv_heads, blocks.shape.block, *sizes, padded(D), padded(blocks.shape.block),
         num_warps=warps,
     )  # fmt: skip
     return features, final
@@ -254,7 +267,11 @@ if triton is not None:
         salience, until, columns, leaving, first_leaves, absent,
         P: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
     ):  # fmt: skip
-        """The places that are held at first (group 0), or one block of columns."""
+        """The places that are held at first (group 0), or the columns of block `group` - 1.
+
+        Openings of blocks count from 1: at opening i the columns of groups 0 .. i compete for the places. `lost` is
+        the opening at which a column gets none or loses it, `leaving` + 1 if there is no such opening.
+        """
         group = tl.program_id(0)
         b = tl.program_id(1).to(tl.int64)
         salience += b * columns
@@ -303,8 +320,8 @@ if triton is not None:
         holds = (i < columns) & (column < left)
         holds = holds & (tl.load(until + b * columns + column, mask=holds, other=0) > last)
         rank = tl.load(salience + b * columns + column, mask=holds, other=float("-inf")).to(tl.float32)
-        # one number that sorts as salience does, and by column where it is the same
-        bits = rank.to(tl.int32, bitcast=True)
+        # one number that sorts as salience does, and by column where it is the same, as 0 and -0 are
+        bits = tl.where(rank == 0, 0.0, rank).to(tl.int32, bitcast=True)
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column.to(tl.int64))
         holds = holds & (rank > float("-inf"))
@@ -386,7 +403,8 @@ if triton is not None:
         K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
         PER_CHUNK: tl.constexpr, SLICE: tl.constexpr, SLOW: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
-        """Sums over the columns that are lost in the chunk before this one; in the first chunk, the state at first."""
+        """Sums over the columns that are lost in the chunk before this one, for the first chunk the state at first: a
+        cumulative sum makes them the state before each chunk."""
         chunk, at = tl.program_id(0), tl.program_id(1).to(tl.int64)
         b, kv = at // K, at % K
         d, slow = tl.program_id(2) * SLICE + tl.arange(0, SLICE), tl.arange(0, SLOW)
@@ -430,7 +448,7 @@ if triton is not None:
         columns, mixed, first, offset, length, last,
         query_row, query_head, query_token, near_row, near_head, near_slot, mass_row, mass_head, mass_slot,
         key_row, key_head, key_column, value_row, value_head, value_column,
-        R: tl.constexpr, E: tl.constexpr,
+        FEATURES: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
         K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
         PER_CHUNK: tl.constexpr, SLICE: tl.constexpr, SLOW: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
@@ -477,7 +495,7 @@ if triton is not None:
             least = tl.maximum(count, 1.0)
             value_mean, key_mean = of_values / least, of_keys / least
             covariance = total / least - value_mean[:, None] * key_mean[None, :]
-            token = first * E + block * E + rows - offset
+            token = (first * E + block * E + rows - offset).to(tl.int64)
             real = (rows < E) & (token >= 0) & (token < length)
             in_tile = real[:, None] & in_d[None, :]
             for r in range(R):
@@ -506,8 +524,9 @@ if triton is not None:
                             mask=in_tile, other=0.0).to(tl.float32)  # fmt: skip
                 place = (token[:, None] * K * R) * D + d[None, :]
                 tl.store(output + (b * length * K * R + head) * D + place, y + gate * (far - y), mask=in_tile)
-                place = (token - first * E)[:, None] * (K * R * 3 * D) + d[None, :]
-                of_features = features + (b * (length - first * E) * K * R + head) * (3 * D)
-                tl.store(of_features + place, gate * y, mask=in_tile)
-                tl.store(of_features + D + place, gate * value_mean[None, :], mask=in_tile)
-                tl.store(of_features + 2 * D + place, gate * far, mask=in_tile)
+                if FEATURES:
+                    place = (token - first * E)[:, None] * (K * R * 3 * D) + d[None, :]
+                    of_features = features + (b * (length - first * E) * K * R + head) * (3 * D)
+                    tl.store(of_features + place, gate * y, mask=in_tile)
+                    tl.store(of_features + D + place, gate * value_mean[None, :], mask=in_tile)
+                    tl.store(of_features + 2 * D + place, gate * far, mask=in_tile)

@@ -14,7 +14,7 @@ the decay: H, or G where the heads of a group share theirs and with it the state
 
 import contextlib
 import functools
-import importlib.metadata
+import importlib
 import math
 import os
 import re
@@ -290,10 +290,10 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
 @functools.cache
 def fla_refuses_gradients() -> bool:
     """Return True on a Hopper GPU with a Triton whose gradients fla knows to be wrong (its issue 640)."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability()[0] != 9:
         return False
-    triton = tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
-    return (3, 4, 0) <= triton < (3, 7, 1)
+    triton = importlib.import_module("triton").__version__
+    return (3, 4, 0) <= tuple(int(number) for number in re.findall(r"\d+", triton)[:3]) < (3, 7, 1)
 
 
 def is_recorded(*tensors: torch.Tensor | None) -> bool:

@@ -124,7 +124,7 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
         },
         "mask": {"TILE": kernels.TILE, "TILES": kernels.MASK_TILES},
         "sum": {"HAS_STATE": True, "ROWS": kernels.SUM_ROWS} | state,
-        "mix": {"R": R, "E": 16, "DIMS": kernels.padded(D), "ROWS": 16} | state,
+        "mix": {"FEATURES": True, "R": R, "E": 16, "DIMS": kernels.padded(D), "ROWS": 16} | state,
     }
     models = ("query", "near", "keys", "values", "mass", "output", "features")
     of_type = dict.fromkeys((*models, "past_keys", "past_values", "new_keys", "new_values"), f"*{dtype}")
