@@ -40,11 +40,13 @@ CASES = {  # options of the layer, its dtype, where a prompt of LENGTH tokens is
     "D 256, of which 128 are slow": (
         dict(num_attention_heads=2, num_key_value_heads=1, head_dim=256, hybrid_state_planes=64), torch.float32, [150],
     ),
-    "a block of 64, no map": (D16 | dict(hybrid_block=64, hybrid_window=64, hybrid_rank=0), torch.float32, [149, 1]),
+    "blocks of 32, no map": (D16 | dict(hybrid_block=32, hybrid_window=64, hybrid_rank=0), torch.float32, [149, 1]),
     "float16": (D16 | dict(hybrid_block=16, hybrid_window=32), torch.float16, [100, 50]),
     "bf16": (D16 | dict(head_dim=64, hybrid_state_planes=8, hybrid_block=16, hybrid_window=32), BF16, [100, 50]),
 }  # fmt: skip
 LENGTH = 150
+WHOLE = ("grouped queries", "bf16")
+"""Cases with chunks and segments as they are, which are longer than these prompts."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +54,6 @@ def flex_in_the_interpreter(monkeypatch):
     """As it is, PyTorch's would compile for a CPU; there it takes no gradient, and none is asked for."""
     if INTERPRETED:
         monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex_attention.flex_attention)
-
-
-@pytest.fixture(params=["in one chunk", "in chunks and segments"])
-def sizes(request, monkeypatch):
-    """Chunks and segments, which are longer than a test's prompt as they are."""
-    if request.param == "in chunks and segments":
-        monkeypatch.setattr(kernels, "CHUNK", 16)
-        monkeypatch.setattr(hybrid_attention, "KERNEL_SEGMENT", 64)
 
 
 @pytest.fixture
@@ -88,9 +82,12 @@ def in_parts(layer, hidden_states, parts, cache):
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_a_prompt_in_parts(record_property, monkeypatch, sizes, mixed, case):
+def test_a_prompt_in_parts(record_property, monkeypatch, mixed, case):
     """Outputs, and what is held at the end, to the state and the order of the places."""
     options, dtype, parts = CASES[case]
+    if case not in WHOLE:
+        monkeypatch.setattr(kernels, "CHUNK", 16)
+        monkeypatch.setattr(hybrid_attention, "KERNEL_SEGMENT", 64)
     layer = make_layer(dtype, **options)
     hidden_states = torch.randn(2, LENGTH, HIDDEN).to(DEVICE, dtype)
     outputs, held = {}, {}
