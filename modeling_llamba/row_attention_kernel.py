@@ -151,5 +151,6 @@ if triton is not None:
         share = tl.exp(highest - tl.max(highest))
         in_tile = (part < parts)[:, None] & in_d[None, :]
         found = tl.load(part_output + place[:, None] * D + d[None, :], mask=in_tile, other=0.0)
-        mixed = tl.sum(share[:, None] * found, axis=0) / tl.sum(share * total)
+        # 1 at least, of the highest score, unless every column is hidden
+        mixed = tl.sum(share[:, None] * found, axis=0) / tl.maximum(tl.sum(share * total), 1.0)
         tl.store(output + at * D + d, rotated(mixed, PART), mask=in_d)

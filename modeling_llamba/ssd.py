@@ -13,14 +13,12 @@ the decay: H, or G where the heads of a group share theirs and with it the state
 """
 
 import contextlib
-import functools
-import importlib
 import math
 import os
-import re
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from transformers.utils import logging
 
 from .hybrid_config import BACKENDS
@@ -35,16 +33,19 @@ try:
 except (ImportError, RuntimeError, OSError, AttributeError):
     chunk_simple_gla = None
 
+try:
+    import triton
+except ImportError:  # then there is no fla either
+    triton = None
+
+logger = logging.get_logger(__name__)
+
 # exp(-1e4) is exactly 0, and float64 sums of a few such terms still resolve the ordinary decays beside them.
 RESET_LOG_DECAY = -1e4
 LOG2_E = math.log2(math.e)
 # Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a. A million
 # tokens decay by 1e-6 then, and neither x / 1e-12 nor its product with 1e-12 leaves the range of float32 or bf16.
 KERNEL_MIN_STEP = 1e-12
-
-FLA_REFUSES = "on a Hopper GPU with Triton before 3.7.1: install triton>=3.7.1, or set HYBRID_SSD_BACKEND=torch."
-
-logger = logging.get_logger(__name__)
 
 # overrides the configuration's mixer_backend
 BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
@@ -258,7 +259,7 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
 
     "auto" takes a kernel that is installed, for tensors on CUDA: fla's, else mamba_ssm's where no gradient is wanted,
     else torch. mamba_ssm's has no gradient here: x is divided by -log_a for it, and near a = 1 the gradient of that is
-    a small difference of large numbers (docs/results/kernels.md).
+    a small difference of large numbers (docs/results/kernels.md). fla's has, unless `fla_gradient_problem` knows why.
 
     Raises:
         ValueError: the backend is unknown, or asked for by name and not usable here, or not for this.
@@ -274,26 +275,35 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
         raise ValueError(f"The {asked} backend needs the package {package} and CUDA tensors; use backend 'torch'.")
     if asked == "mamba_ssm" and recording:
         raise ValueError("The mamba_ssm backend loses gradients of decays near 1: train with 'auto', 'fla', 'torch'.")
-    if asked == "fla" and recording and fla_refuses_gradients():
-        raise ValueError("The fla backend has no gradients " + FLA_REFUSES)
+    uses_fla = asked in ("auto", "fla") and on_cuda and chunk_simple_gla is not None
+    problem = fla_gradient_problem() if uses_fla and recording else None
+    if problem is not None and asked == "fla":
+        raise ValueError(f"{problem}, or set {BACKEND_VARIABLE}=torch.")
     if asked != "auto":
         return asked
-    if on_cuda and chunk_simple_gla is not None:
-        if not (recording and fla_refuses_gradients()):
-            return "fla"
-        logger.warning_once("Scans of a training run by PyTorch's operations: fla has no gradients " + FLA_REFUSES)
+    if uses_fla and problem is None:
+        return "fla"
     if on_cuda and mamba_chunk_scan_combined is not None and not recording:
         return "mamba_ssm"
     return "torch"
 
 
-@functools.cache
-def fla_refuses_gradients() -> bool:
-    """Return True on a Hopper GPU with a Triton whose gradients fla knows to be wrong (its issue 640)."""
-    if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    triton = importlib.import_module("triton").__version__
-    return (3, 4, 0) <= tuple(int(number) for number in re.findall(r"\d+", triton)[:3]) < (3, 7, 1)
+@torch.compiler.assume_constant_result  # it could not be traced
+def fla_gradient_problem() -> str | None:
+    """Say why fla refuses to compute gradients here, once as a warning, too; None where it does not.
+
+    Triton 3.4.0 to 3.7.0 compiles its backward pass wrongly for Hopper. tilelang, which it would take instead, does
+    not know states in float32.
+    """
+    version = TorchVersion(triton.__version__)
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
+    if not is_hopper or version < "3.4.0" or version >= "3.7.1":
+        return None
+    problem = (
+        f"fla's kernels have no right gradients on Hopper GPUs with Triton {version}: upgrade triton to 3.7.1 or later"
+    )
+    logger.warning_once(f"{problem}. Until then PyTorch's operations train.")
+    return problem
 
 
 def is_recorded(*tensors: torch.Tensor | None) -> bool:

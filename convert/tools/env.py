@@ -10,7 +10,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from modeling_llamba.ssd import BACKEND_VARIABLE
+from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend, fla_gradient_problem
 
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
@@ -78,12 +78,12 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     inference = choose("mamba_ssm", "mamba-ssm")
     if scan["runs"] == "torch" and inference["runs"] == "mamba_ssm":
         scan = inference | {"why": f"{inference['why']}; torch where a gradient is wanted ({scan['why']})"}
+    if scan["runs"] == "fla" and (problem := fla_gradient_problem()):
+        scan["why"] += f"; torch where a gradient is wanted ({problem})"
     conv = choose("causal_conv1d", "causal-conv1d")
     read = choose("triton", "triton")
     window = choose("flex_attention", "triton")
     if asked := os.environ.get(BACKEND_VARIABLE):
-        from modeling_llamba.ssd import choose_backend  # which takes seconds
-
         try:
             runs = choose_backend(asked, cuda, recording=False)
             scan = {"runs": runs, "why": f"{BACKEND_VARIABLE} asks for {asked}"}

@@ -1,5 +1,6 @@
 """The command and its YAML: what is printed, what wins, what travels along."""
 
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from convert.options import (
 from modeling_llamba import LlambaForCausalLM
 from tests.helpers.command import check_one_line_error, run, run_as_is
 from tests.helpers.tokenizers import tokenizer
+from tests.recipes.tiny_chat import save_chat_teacher
 from tests.teachers import make_teacher, random_ids
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "options.md"
@@ -324,6 +326,22 @@ def test_provenance_is_recorded(saved_teacher, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(folder.parent) not in card and card.endswith("|\n")
     assert digest in card and "Not aligned" in card and "trust_remote_code=True" in card and "MAMA" in card
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch, tmp_path, capsys):
+    installed = importlib.metadata.version
+
+    def version(package):
+        if package == "convert-to-hybrid":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    text = dict(text="sampled", tokens=8 * 64, sequence_length=64, held_out_sequences=2)
+    convert(str(save_chat_teacher(tmp_path / "teacher")), tmp_path / "out", window=16, alignment=text)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]["versions"]
+    cli.main(["--version"])
+    assert capsys.readouterr().out.endswith(f"convert-to-hybrid {written['convert-to-hybrid']}\n")
 
 
 def test_a_bar_shows_its_pace():

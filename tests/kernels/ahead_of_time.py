@@ -33,6 +33,9 @@ KEPT = {  # K, R, D, bits of keys and of values
     "kept heads of SmolLM2-135M": (3, 3, 64, 6, 4),
     "kept heads of Llama-3.1-8B": (8, 4, 128, 6, 4),
     "kept heads of Gemma-2-2B in 8 bits": (4, 2, 256, 8, 8),
+    "kept heads of SmolLM2-135M in 16 bits": (3, 3, 64, 16, 16),
+    "kept heads of Llama-3.1-8B in 16 and 8 bits": (8, 4, 128, 16, 8),
+    "kept heads of Gemma-2-2B in 16 bits": (4, 2, 256, 16, 16),
 }
 ROUNDED = {  # D, bits
     "rows of SmolLM2-135M in 8 bits": (64, 8),
@@ -87,13 +90,15 @@ def compiled_kept(capability: int, shape: str) -> dict[str, int]:
     K, R, D, key_bits, value_bits = KEPT[shape]
     keys, values = Rounding(key_bits, D), Rounding(value_bits, D)
     dims, tile = tile_of(D, 4096)
-    constants = {"K": K, "R": R, "D": D, "PART": D & -D, "BIAS": True}
-    constants |= {"KEY_WIDTH": keys.width(torch.bfloat16), "VALUE_WIDTH": values.width(torch.bfloat16)}
+    constants = {"K": K, "R": R, "D": D, "PART": D & -D if keys.rounds else 1, "BIAS": True}
+    widths = [each.width(torch.bfloat16) if each.rounds else D for each in (keys, values)]
+    constants |= {"KEY_WIDTH": widths[0], "VALUE_WIDTH": widths[1]}
     constants |= {"KEY_BITS": key_bits, "VALUE_BITS": value_bits}
     constants |= {"KEY_GROUPS": keys.groups, "VALUE_GROUPS": values.groups}
     constants |= {"DIMS": dims, "COLUMNS": min(tile, kernels.SPAN)}
     types = dict.fromkeys(function.arg_names, "i32")
-    types |= {"query": "*bf16", "keys": "*u8", "values": "*u8", "bias": "*fp32"}
+    of_keys, of_values = ("*u8" if each.rounds else "*bf16" for each in (keys, values))
+    types |= {"query": "*bf16", "keys": of_keys, "values": of_values, "bias": "*fp32"}
     types |= {"part_output": "*fp32", "part_mass": "*fp32", "scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     return resources(function, types, constants, capability, kernels.WARPS)

@@ -23,25 +23,28 @@ RESULTS = Path("runs/kernels/results.md")
 with contextlib.suppress(ImportError):
     from triton.runtime.autotuner import Autotuner
 
-    time_it = Autotuner._bench
-    rounds: dict[Autotuner, dict[int, bool]] = {}
+    run_and_time = Autotuner._bench
 
-    def bench(self, *args, config, **options):
-        """The first configuration that runs: there is nothing to time in the interpreter, and on a GPU the others take
-        minutes to compile."""
-        if INTERPRETED:
-            return [1.0] * 3
-        if id(config) in rounds.get(self, {}):  # inputs of another size
-            rounds[self] = {}
-        ran = rounds.setdefault(self, {})
-        self.do_bench = lambda call, quantiles: call() or [1.0] * 3
-        took = [float("inf")] * 3
-        if not any(ran.values()):
-            took = time_it(self, *args, config=config, **options)
-        ran[id(config)] = took[0] == 1.0
-        return took
+    def once(call, quantiles):
+        """In the interpreter, which has memory for all, not even that."""
+        if not INTERPRETED:
+            call()
+        return [1.0] * 3
 
-    Autotuner._bench = bench
+    def first_that_fits(self, *args, **kwargs):
+        """What a configuration takes: the others are not compiled, which would take minutes.
+
+        On a GPU it may want more shared memory than there is, at which the tuner itself goes on to the next.
+        """
+        if getattr(self, "found_for", None) is self.nargs:
+            return [float("inf")] * 3
+        self.do_bench = once
+        times = run_and_time(self, *args, **kwargs)
+        if times[0] < float("inf"):
+            self.found_for = self.nargs
+        return times
+
+    Autotuner._bench = first_that_fits
 
 if INTERPRETED:
     import triton

@@ -1,4 +1,4 @@
-"""Attention of one token to keys and values in rows of bytes, against softmax over the unpacked rows in float64."""
+"""Attention of one token to keys and values in rows, against softmax over what they hold in float64."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from tests.helpers.hybrid_step import relative_error
 from tests.kernels.conftest import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.gpu]
-BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2), (16, 16), (16, 8)]
+BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2), (16, 16), (16, 4), (8, 16)]
 CASES = [  # head dim, query heads of a key/value head, columns, cap of the scores, hidden columns
     (64, 3, 1, None, False),
     (64, 3, 300, None, True),
@@ -23,13 +23,13 @@ CASES = [  # head dim, query heads of a key/value head, columns, cap of the scor
 def rows_in_room(t, rounding, room=40):
     """Rows (B, K, T, W) as a cache holds them that grows in place: a part of more."""
     rows = rounding.encode(t)
-    whole = torch.full((*rows.shape[:2], rows.shape[2] + room, rows.shape[3]), 7, dtype=rows.dtype, device=t.device)
+    whole = rows.new_full((*rows.shape[:2], rows.shape[2] + room, rows.shape[3]), 7)
     whole[:, :, : rows.shape[2]] = rows
     return whole[:, :, : rows.shape[2]]
 
 
 @pytest.mark.parametrize(("bits", "case"), list(itertools.product(BITS, CASES)))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_one_token_attends_to_rows(monkeypatch, bits, case, dtype):
     dim, shared, columns, softcap, hides = case
@@ -59,3 +59,13 @@ def test_one_token_attends_to_rows(monkeypatch, bits, case, dtype):
     assert output.dtype == dtype
     assert output.shape == expected.shape
     assert relative_error(output, expected) < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+@torch.no_grad()
+def test_nothing_comes_of_hidden_columns_alone():
+    """Padding that is fed token by token sees nothing, and what came of it must not be NaN in later keys."""
+    query, keys = torch.randn(2, 2, 1, 16, device=DEVICE), torch.randn(2, 1, 20, 16, device=DEVICE)
+    bias = torch.zeros(2, 20, device=DEVICE)
+    bias[1] = -torch.inf
+    output = kernel.attend_to_rows(query, keys, keys, bias, 0.25, 0.0, 16, 16)
+    assert output[0].any() and not output[1].any()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import modeling_llamba.naive as equations
 import modeling_llamba.ssd as ssd
 from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import new_cache
@@ -91,6 +92,25 @@ def steps(layer, hidden_states, index, reach, cache, start=True):
         yield layer(hidden_states[:, now], tuple(part[:, now] for part in rotary), inputs, cache)
 
 
+def use_keys_of(projected, real, limit, monkeypatch):
+    """Let the equations round the layer's own keys and values, which have to be near theirs.
+
+    A key's error in bf16 makes it another code here and there, which of 4 bits is a 14th of the largest number: with
+    codes of its own the layer is .018 to .059 off by the seed, on a CPU by PyTorch's operations.
+    """
+    pairs = zip(*((p.key, p.value) for p in projected), strict=True)
+    keys, values = (torch.cat(vectors, dim=2).transpose(1, 2).double().cpu() for vectors in pairs)
+    given = iter([vectors[row, real[row].cpu()] for row in range(len(real)) for vectors in (keys, values)])
+    as_held = equations._as_held
+
+    def rounded(layer, vectors, which):
+        own = next(given)
+        assert relative_error(own, vectors) < limit
+        return as_held(layer, own, which)
+
+    monkeypatch.setattr(equations, "_as_held", rounded)
+
+
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
@@ -99,23 +119,32 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
     layer = make_layer(dtype, **options)
     index, hidden_states = token_numbers(padded).to(DEVICE), torch.randn(len(PADDING), LENGTH, HIDDEN).to(dtype)
     hidden_states = hidden_states.to(DEVICE)
+    limit = 2e-2 if dtype == BF16 else 3e-6 if INTERPRETED else 2e-5
     found, of_steps, step = {}, {"torch": [], "auto": []}, layer.step
 
     def noted(*inputs):
         of_steps[backend].append(step(*inputs))
         return of_steps[backend][-1]
 
+    def noted_keys(*inputs):
+        projected.append(project(*inputs))
+        return projected[-1]
+
+    projected, project = [], layer.project
     monkeypatch.setattr(layer, "step", noted)
+    monkeypatch.setattr(layer, "project", noted_keys)
     for backend in of_steps:
         monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
         found[backend] = [*steps(layer, hidden_states, index, reach, new_cache(layer.config), not padded)]
         assert launches["layer"] == (LENGTH if backend == "auto" else 0)
-        assert launches["kept heads"] == (LENGTH if backend == "auto" and layer.kept else 0)
+        assert launches["kept heads"] == (LENGTH if backend == "auto" and layer.kept and not layer.softcap else 0)
     real = index >= 0
     found = {backend: torch.cat(outputs, dim=1)[real] for backend, outputs in found.items()}
+    roundings = *layer.kept_roundings, layer.shape.key_rounding, layer.shape.value_rounding
+    if any(rounding.rounds for rounding in roundings):
+        use_keys_of(projected[-LENGTH:], real, limit, monkeypatch)
     expected = naive(layer, hidden_states, index, reach)[real.cpu()]
     errors = {backend: relative_error(outputs, expected) for backend, outputs in found.items()}
-    limit = 3e-2 if dtype == BF16 else 3e-6 if INTERPRETED else 2e-5
     record_property("layer", f"{errors['auto']:.1e}")
     record_property("PyTorch's", f"{errors['torch']:.1e}")
     assert found["auto"].dtype == dtype and max(errors.values()) < limit, errors

@@ -1,7 +1,6 @@
 """Which code runs the scan, and that causal-conv1d is called rightly; tests/kernels runs the scan's kernels."""
 
-import sys
-from types import SimpleNamespace
+import types
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.teachers import random_ids
 NAMES = ("x", "log_a", "B", "C", "state")
 
 
-CHOICES = {  # installed, asked, on CUDA, gradients wanted -> runs
+CHOICES = {  # installed, asked, on CUDA, gradients wanted -> runs; of which GPU with which Triton, Ampere unless said
     "a CPU": ("mamba_ssm fla", "auto", False, False, "torch"),
     "nothing installed": ("", "auto", True, False, "torch"),
     "both": ("mamba_ssm fla", "auto", True, False, "fla"),
@@ -29,13 +28,29 @@ CHOICES = {  # installed, asked, on CUDA, gradients wanted -> runs
     "mamba_ssm by name, in training": ("mamba_ssm fla", "mamba_ssm", True, True, "loses gradients"),
     "absent by name": ("mamba_ssm", "fla", True, False, "fla-core"),
     "by name on a CPU": ("fla", "fla", False, False, "CUDA tensors"),
+    "fla on Hopper, wrong Triton": ("mamba_ssm fla", "auto", True, False, "fla", (9, 0), "3.6.0"),
+    "the same, in training": ("mamba_ssm fla", "auto", True, True, "torch", (9, 0), "3.6.0"),
+    "the same by name, in training": ("fla", "fla", True, True, "upgrade triton to 3.7.1", (9, 0), "3.7.0"),
+    "the same by name": ("fla", "fla", True, False, "fla", (9, 0), "3.7.0"),
+    "mamba_ssm alone there, in training": ("mamba_ssm", "auto", True, True, "torch", (9, 0), "3.6.0"),
+    "Hopper, new Triton, in training": ("fla", "auto", True, True, "fla", (9, 0), "3.7.1"),
+    "Hopper, newer Triton, in training": ("fla", "fla", True, True, "fla", (9, 0), "3.10.0"),
+    "Hopper, old Triton, in training": ("fla", "auto", True, True, "fla", (9, 0), "3.3.1"),
+    "Ampere, in training": ("fla", "auto", True, True, "fla", (8, 0), "3.6.0"),
+    "Blackwell, in training": ("fla", "fla", True, True, "fla", (10, 0), "3.6.0"),
     "unknown": ("", "fast", True, False, "HYBRID_SSD_BACKEND"),
 }
 
 
+def of_gpu(monkeypatch, capability, triton):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(ssd, "triton", types.SimpleNamespace(__version__=triton))
+
+
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice_of_a_backend(monkeypatch, case):
-    installed, asked, on_cuda, recording, expected = CHOICES[case]
+    installed, asked, on_cuda, recording, expected, *device = CHOICES[case]
+    of_gpu(monkeypatch, *device or ((8, 0), "3.6.0"))
     monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", object() if "mamba_ssm" in installed else None)
     monkeypatch.setattr(ssd, "chunk_simple_gla", object() if "fla" in installed else None)
     if expected in ssd.BACKENDS:
@@ -45,21 +60,14 @@ def test_choice_of_a_backend(monkeypatch, case):
             ssd.choose_backend(asked, on_cuda, recording)
 
 
-def test_fla_trains_on_no_hopper_whose_triton_it_refuses(monkeypatch):
-    """It would end at the first gradient."""
+def test_it_is_said_once_that_fla_does_not_train(monkeypatch):
+    of_gpu(monkeypatch, (9, 0), "3.5.0")
     monkeypatch.setattr(ssd, "chunk_simple_gla", object())
-    monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, triton, runs in (((9, 0), "3.6.0", "torch"), ((9, 0), "3.7.1", "fla"), ((8, 0), "3.6.0", "fla")):
-        ssd.fla_refuses_gradients.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
-        assert ssd.choose_backend("auto", True, recording=True) == runs
-        assert ssd.choose_backend("auto", True, recording=False) == "fla"
-        if runs == "torch":
-            with pytest.raises(ValueError, match="triton>=3.7.1"):
-                ssd.choose_backend("fla", True, recording=True)
-    ssd.fla_refuses_gradients.cache_clear()
+    said = []
+    monkeypatch.setattr(ssd.logger, "warning", lambda text, *args: said.append(text))
+    for _ in range(3):
+        assert ssd.choose_backend("auto", True, recording=True) == "torch"
+    assert len(said) == 1 and "Triton 3.5.0" in said[0] and "PyTorch's operations train" in said[0]
 
 
 def test_the_environment_overrides_the_configuration(monkeypatch):

@@ -13,6 +13,7 @@ from convert import convert
 from convert.cli import main
 from convert.plan import break_even_in_words
 from convert.teachers.teacher import recorded_teacher
+from convert.tools import env
 from convert.tools.chat import Conversation, shared_beginning
 from convert.tools.env import environment
 from convert.tools.inspect import inspect_model
@@ -128,6 +129,13 @@ def test_env_heeds_the_variable(monkeypatch):
     monkeypatch.setenv("HYBRID_SSD_BACKEND", "chalk")
     scan = environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]
     assert scan["runs"] == "nothing" and "chalk" in scan["why"]
+
+
+def test_env_says_where_fla_does_not_train(monkeypatch):
+    kernels = {package: {"version": "1", "problem": None} for package in env.KERNELS}
+    monkeypatch.setattr(env, "fla_gradient_problem", lambda: "upgrade triton")
+    scan = env._backends(kernels, cuda=True)["SSD scan (discrete_mamba2, mamba2)"]
+    assert scan["runs"] == "fla" and "torch where a gradient is wanted (upgrade triton)" in scan["why"]
 
 
 def test_a_device_that_is_not_there(checkpoints):
