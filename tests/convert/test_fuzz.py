@@ -160,9 +160,12 @@ class Herd:
                 assert all(name.startswith(swept) for name in {*made, *lost}), (made.keys(), lost)
                 assert not any(name.endswith("thesis") for name in lost), lost
                 self.side_files_load(out)
-                ours = self.logits(out, unaligned="--align" in arguments and "all" not in arguments)
-                if not command and "all" in arguments:
+                kept = not command and "all" in arguments
+                ours = self.logits(out, unaligned="--align" in arguments and not kept)
+                if kept:
                     self.compare(ours, teacher)
+                else:
+                    assert ours.isfinite().all(), "the hybrid's logits are not finite"
                 if kind in ("tokenizer", "generation"):
                     self.compare_text(out, teacher)
                     self.compare_generation(out, teacher)
@@ -189,15 +192,18 @@ class Herd:
             # too large, which are a mutation here, take it beyond float32, and not beyond float64
             model.double().set_experts_implementation("eager")
             logits = model(ids).logits
-        assert logits.isfinite().all(), "the hybrid's logits are not finite"
         return logits
 
     @torch.no_grad()
     def compare(self, ours, teacher):
         theirs = loaded(AutoModelForCausalLM, teacher, dtype=torch.float32)
         if theirs is None:  # over what does not concern us, such as an index's metadata
+            assert ours.isfinite().all()
             return
         expected = theirs(random_ids(1, 12) % min(theirs.config.vocab_size, 96)).logits
+        if not expected.isfinite().all():  # a teacher's own mixer goes beyond float32 as well
+            assert not ours.isfinite().all()
+            return
         size = expected.abs().max().clamp(min=1)
         torch.testing.assert_close(ours / size, expected / size, rtol=1e-3, atol=1e-3)
 
