@@ -206,6 +206,8 @@ def _wide_windows(weights: TeacherWeights, placement: Placement, context: int) -
     config = weights.teacher.config
     declared = {i for i, kind in enumerate(declared_layer_types(config)) if kind == "sliding_attention"}
     width = getattr(config, "sliding_window", None)
+    if width is not None and not weights.teacher.family.windows:
+        return [f"sliding_window {width} is no part of a {config.model_type} model, so it counts as none"]
     replaced = declared & set(placement.replaced_layers)
     if not replaced:
         return []

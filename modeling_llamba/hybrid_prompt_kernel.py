@@ -495,7 +495,7 @@ if triton is not None:
             least = tl.maximum(count, 1.0)
             value_mean, key_mean = of_values / least, of_keys / least
             covariance = total / least - value_mean[:, None] * key_mean[None, :]
-            token = (first * E + block * E + rows - offset).to(tl.int64)
+            token = first * E + block * E + rows - offset
             real = (rows < E) & (token >= 0) & (token < length)
             in_tile = real[:, None] & in_d[None, :]
             for r in range(R):
@@ -525,7 +525,7 @@ if triton is not None:
                 place = (token[:, None] * K * R) * D + d[None, :]
                 tl.store(output + (b * length * K * R + head) * D + place, y + gate * (far - y), mask=in_tile)
                 if FEATURES:
-                    place = (token - first * E)[:, None] * (K * R * 3 * D) + d[None, :]
+                    place = (token - first * E).to(tl.int64)[:, None] * (K * R * 3 * D) + d[None, :]
                     of_features = features + (b * (length - first * E) * K * R + head) * (3 * D)
                     tl.store(of_features + place, gate * y, mask=in_tile)
                     tl.store(of_features + D + place, gate * value_mean[None, :], mask=in_tile)

@@ -35,6 +35,9 @@ class TeacherFamily:
     """Common name of these models."""
     student: Literal["llamba", "phimamba"]
     """The class of hybrid it becomes."""
+    windows: bool = False
+    """True if its layers can have a sliding window; other models of transformers ignore what a configuration says of
+    one."""
     gguf: bool = False
     """True if the tests convert a GGUF file of it."""
     tensors: Mapping[str, str | tuple[str, ...] | None]

@@ -8,6 +8,7 @@ GEMMA2 = TeacherFamily(
     model_type="gemma2",
     title="Gemma 2",
     student="llamba",
+    windows=True,
     gguf=True,
     tensors={
         **LLAMA.tensors,

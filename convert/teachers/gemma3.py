@@ -9,6 +9,7 @@ GEMMA3 = TeacherFamily(
     model_type="gemma3_text",
     title="Gemma 3",
     student="llamba",
+    windows=True,
     gguf=True,
     tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
     # as published, and as transformers 4.52 to 5 writes them

@@ -8,6 +8,7 @@ GPT_OSS = TeacherFamily(
     model_type="gpt_oss",
     title="gpt-oss",
     student="llamba",
+    windows=True,
     tensors={
         **OTHER_TENSORS,
         **ATTENTION_TENSORS,

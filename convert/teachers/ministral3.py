@@ -8,6 +8,7 @@ MINISTRAL3 = TeacherFamily(
     model_type="ministral3",
     title="Ministral 3",
     student="llamba",
+    windows=True,
     tensors=LLAMA.tensors,
     in_multimodal=GEMMA3.in_multimodal,
     other_parts=GEMMA3.other_parts,

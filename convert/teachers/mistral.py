@@ -8,6 +8,7 @@ MISTRAL = TeacherFamily(
     model_type="mistral",
     title="Mistral",
     student="llamba",
+    windows=True,
     gguf=True,
     tensors=LLAMA.tensors,
     in_multimodal=GEMMA3.in_multimodal,

@@ -10,6 +10,7 @@ MIXTRAL = TeacherFamily(
     model_type="mixtral",
     title="Mixtral",
     student="llamba",
+    windows=True,
     tensors={
         **LLAMA.tensors,
         f"{THEIRS}gate.weight": f"{OURS}gate.weight",

@@ -7,6 +7,7 @@ OLMO3 = TeacherFamily(
     model_type="olmo3",
     title="OLMo 3",
     student="llamba",
+    windows=True,
     tensors=OLMO2.tensors,
     fields=OLMO2.fields,
     constants=OLMO2.constants,

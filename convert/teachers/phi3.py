@@ -7,6 +7,7 @@ PHI3 = TeacherFamily(
     model_type="phi3",
     title="Phi-3, Phi-4-mini",
     student="llamba",
+    windows=True,
     gguf=True,
     tensors={
         **OTHER_TENSORS,

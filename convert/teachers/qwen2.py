@@ -7,6 +7,7 @@ QWEN2 = TeacherFamily(
     model_type="qwen2",
     title="Qwen2",
     student="llamba",
+    windows=True,
     gguf=True,
     tensors=LLAMA.tensors,
     fields={"rms_norm_eps": "rms_norm_eps"},

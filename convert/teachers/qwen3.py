@@ -7,6 +7,7 @@ QWEN3 = TeacherFamily(
     model_type="qwen3",
     title="Qwen3",
     student="llamba",
+    windows=True,
     gguf=True,
     tensors={
         **LLAMA.tensors,

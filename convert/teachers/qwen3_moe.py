@@ -17,6 +17,7 @@ QWEN3_MOE = TeacherFamily(
     model_type="qwen3_moe",
     title="Qwen3-MoE",
     student="llamba",
+    windows=True,
     gguf=True,
     tensors={**QWEN3.tensors, **EXPERT_TENSORS},
     stacked=stacked_experts(*(f"{EXPERTS}{{e}}.{p}_proj.weight" for p in ("gate", "up", "down"))),

@@ -7,6 +7,7 @@ SMOLLM3 = TeacherFamily(
     model_type="smollm3",
     title="SmolLM3",
     student="llamba",
+    windows=True,
     tensors=LLAMA.tensors,
     fields={
         "rms_norm_eps": "rms_norm_eps",

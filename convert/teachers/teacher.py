@@ -357,12 +357,14 @@ def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def declared_layer_types(config: PreTrainedConfig) -> list[str]:
-    """List full or sliding attention or a state for each layer as a teacher's configuration says it, its windows'
-    width aside."""
+    """List full or sliding attention or a state for each layer as a teacher's model reads its configuration, the
+    windows' width aside."""
     types = getattr(config, "layer_types", None)
     if types is None:
         sliding = getattr(config, "sliding_window", None) is not None
         types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+    if not get_family(config.model_type).windows:
+        types = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
     # transformers' names for layers with a state
     types = [RECURRENT if kind in ("linear_attention", "conv") else kind for kind in types]
     unknown = sorted(set(types) - {"full_attention", "sliding_attention", RECURRENT})

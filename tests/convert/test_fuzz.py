@@ -7,6 +7,7 @@ hybrid. HYBRID_FUZZ_SEED and HYBRID_FUZZ_MUTANTS choose others.
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -245,7 +246,7 @@ class Herd:
         rng = self.rng
         if rng.random() < 0.5 and isinstance(old, int | float) and not isinstance(old, bool):
             return rng.choice([old * 2, old + 1, old - 1, -old, old / 2, old * 1e6, old * 10**12, str(old), [old]])
-        return rng.choice(VALUES)
+        return copy.deepcopy(rng.choice(VALUES))  # which the next mutation may change
 
     def mutate(self, values):
         """Change one to three entries of a JSON object, wherever they are."""

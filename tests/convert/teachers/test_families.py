@@ -25,6 +25,7 @@ from convert import convert
 from convert.dry_run import plan_conversion
 from convert.options import make_options
 from convert.plan import describe
+from convert.teachers import get_family
 from convert.teachers.teacher import embedded_teacher, find_teacher, read_config, teacher_layer_types
 from convert.tools.families import families, readme_table
 from modeling_llamba import LlambaConfig
@@ -60,6 +61,22 @@ def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
     assert {rule.kind for rule in plan.rules} == {"moved"} and "with every layer kept" in describe(plan)
     assert "with every attention layer kept" in (tmp_path / "out" / "README.md").read_text()
     assert plan.parameters_before == plan.parameters_after == sum(p.numel() for p in teacher.parameters())
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (_, config) in TEACHERS.items() if not get_family(config.model_type).windows]
+)
+@torch.no_grad()
+def test_a_window_that_no_layer_has(name, saved_teacher, tmp_path):
+    """What a configuration says of one is ignored, as transformers does where the model has none."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(saved_teacher(name, LAYERS), teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    hybrid, plan = converted(teacher, tmp_path / "out", attention_layers=1.0)
+    theirs, ids = AutoModelForCausalLM.from_pretrained(teacher).eval(), random_ids(1, 24)
+    torch.testing.assert_close(hybrid(ids).logits, theirs(ids).logits)
+    assert f"sliding_window 8 is no part of a {theirs.config.model_type} model, so it counts as none" in describe(plan)
 
 
 @every_teacher
