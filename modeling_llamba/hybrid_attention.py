@@ -83,8 +83,10 @@ from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
-SEGMENT, KERNEL_SEGMENT = 4096, 32768
-"""Tokens of a prompt whose states and masks lie in memory at once; kernels have a state for each 256 of them alone."""
+SEGMENT = 4096
+"""Tokens of a prompt whose states and masks lie in memory at once."""
+KERNEL_SEGMENT = 32768
+"""Number of such tokens where kernels do the work, which hold a state for each 256 tokens alone."""
 
 
 class HybridInputs(NamedTuple):

@@ -6,7 +6,7 @@ wherever these kernels do not.
 
     leave_kernel   the block at which each column is no longer visible: a column of the window is not once P columns
                    that left are more salient, which is counted for each column alone
-    mask_kernel    the tiles of columns that each tile of queries sees, for flex_attention
+    mask_kernel    the tiles of columns visible to each tile of queries, for flex_attention
     sum_kernel     what the state takes up in each chunk of blocks
     mix_kernel     chunk by chunk: the state block by block, its readout, and the gate
     place_kernel   the columns that hold a place at the end
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from .block_layout import Blocks
 from .eviction import BlockShape, Held, NewTokens
+from .flex import FLEX_BLOCK
 
 try:
     import triton
@@ -35,7 +36,7 @@ except ImportError:  # then `can_run` of hybrid_step_kernel.py says no
 
 CHUNK = 256
 """Tokens of a chunk, whose blocks one program mixes one after the other."""
-TILE = 128
+TILE = FLEX_BLOCK
 """Queries and columns of a tile of flex_attention's mask."""
 MASK_TILES = 16
 """Tiles of columns that are looked at together for the mask."""
@@ -91,7 +92,7 @@ def warps_of(slow_dims: int) -> int:
 
 
 def lose_columns(salience: torch.Tensor, blocks: Blocks) -> Lost:
-    """The fate of columns with a salience (B, T) in float32, -inf in those without a token."""
+    """Find when each column is lost, from the salience (B, T) in float32, -inf in columns without a token."""
     batch, columns = salience.shape
     until = torch.empty(batch, columns, dtype=torch.int32, device=salience.device)
     candidates = max(triton.next_power_of_2(max(blocks.shape.places, blocks.shape.block)), 16)
@@ -170,7 +171,7 @@ def numbered_slots(
 
 def visible_tiles(until: torch.Tensor, slots: int, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers (B, 1, queries' tiles) and indices (B, 1, queries' tiles, columns' tiles) of the tiles of columns that
-    so many slots see, in the terms of flex_attention's BlockMask."""
+    are visible to so many slots, in the terms of flex_attention's BlockMask."""
     batch, columns = until.shape
     of_queries, of_columns = triton.cdiv(slots, TILE), triton.cdiv(columns, TILE)
     numbers = torch.empty(batch, 1, of_queries, dtype=torch.int32, device=until.device)
@@ -230,7 +231,8 @@ def mix_blocks(
     sums = torch.empty(batch, kv_heads, chunks, D + 1, slow + 1, dtype=torch.float32, device=query.device)
     final = torch.empty_like(sums[:, :, 0])
     slice_dims, slow_dims = slice_of(D, slow)
-    slices, warps = triton.cdiv(D, slice_dims), warps_of(slow_dims)
+    slices = triton.cdiv(D, slice_dims)
+    warps = warps_of(slow_dims)
     query, near, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, near, keys, values))
     mass = mass.contiguous()
     if state is not None:

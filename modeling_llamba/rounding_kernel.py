@@ -95,6 +95,12 @@ if triton is not None:
         """Take from each row of a tile (ROWS, .) the entries with these numbers."""
         return tl.gather(t, tl.broadcast_to(which[None, :], [ROWS, which.shape[0]]), axis=1)
 
+    @triton.jit
+    def start_of(row, heads, length, batch_stride, head_stride, place_stride):
+        """Offset of each vector in a tensor (batch, heads, length, .) with these strides."""
+        head = row // length
+        return head // heads * batch_stride + head % heads * head_stride + row % length * place_stride
+
     @triton.jit(do_not_specialize=["count", "heads", "length"])
     def encode_kernel(
         vectors, rows, count, heads, length, batch_stride, head_stride, place_stride,
@@ -105,8 +111,7 @@ if triton is not None:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = row < count
         d = tl.arange(0, DIMS)
-        head = row // length
-        first = head // heads * batch_stride + head % heads * head_stride + row % length * place_stride
+        first = start_of(row, heads, length, batch_stride, head_stride, place_stride)
         in_tile = there[:, None] & (d < D)[None, :]
         t = tl.load(vectors + first[:, None] + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
         SIZE: tl.constexpr = DIMS if GROUPS == 1 else D // GROUPS  # numbers with one scale
@@ -153,8 +158,7 @@ if triton is not None:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = row < count
         d = tl.arange(0, DIMS)
-        head = row // length
-        first = head // heads * batch_stride + head % heads * head_stride + row % length * place_stride
+        first = start_of(row, heads, length, batch_stride, head_stride, place_stride)
         t = numbers(rows + first, there, d, d < D, D, BITS, GROUPS)
         if not ROTATED:
             t = rotated(t, PART)

@@ -36,8 +36,7 @@ class TeacherFamily:
     student: Literal["llamba", "phimamba"]
     """The class of hybrid it becomes."""
     windows: bool = False
-    """True if its layers can have a sliding window; other models of transformers ignore what a configuration says of
-    one."""
+    """True if its layers can have a sliding window; where not, transformers ignores the field `sliding_window`."""
     gguf: bool = False
     """True if the tests convert a GGUF file of it."""
     tensors: Mapping[str, str | tuple[str, ...] | None]
