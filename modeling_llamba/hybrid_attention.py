@@ -715,7 +715,10 @@ class HybridAttention(nn.Module):
         tokens = projected.tokens(inputs.index)
         is_early = start is not None and start < shape.window  # the state is empty then
         if self._one_launch(query):
-            layer.put(tokens, start)
+            if start is None and fits(shape, query.shape[-1], least=1):
+                layer.put_one(tokens)
+            else:
+                layer.put(tokens, start)
             output, features = mix_one(
                 *layer.held, query, projected.sink_query, self.mass, self.scaling, self.softcap or 0.0,
                 shape.block, shape.sinks, shape.places, *shape.slow,

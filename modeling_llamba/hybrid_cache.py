@@ -28,6 +28,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .eviction import BlockShape, Held, NewTokens, advance, open_block, open_blocks
 from .hybrid_config import RECURRENT
+from .hybrid_step_kernel import write_one
 
 CROPPABLE = 128
 """Tokens by which a cache that records can be cropped at least."""
@@ -161,6 +162,16 @@ class HybridLayer(CacheLayerMixin):
         if not all_held:
             return 0, P + C, self._hidden(held, own.expand(len(held.seen), -1))
         return first, last, torch.arange(first, last, device=held.seen.device) > own[..., None]
+
+    def put_one(self, tokens: NewTokens) -> None:
+        """Write a token of each row in place by kernels, wherever each row is."""
+        self._record(tokens)
+        self._count(tokens)
+        if self.held is None:
+            self._hold(Held.empty(self.shape, tokens))
+        self.readout = None
+        shape = self.shape
+        write_one(*self.held, *tokens, shape.block, shape.places, *shape.slow, shape.key_rounding.dim)
 
     def put(self, tokens: NewTokens, start: int | None) -> int | torch.Tensor:
         """`write` without a look at what the tokens attend to; the first column, (B,) where rows may differ."""

@@ -31,6 +31,8 @@ from .flex import FLEX_BLOCK
 try:
     import triton
     import triton.language as tl
+
+    from .hybrid_step_kernel import slow_dims, sortable
 except ImportError:  # then `can_run` of hybrid_step_kernel.py says no
     triton = None
 
@@ -68,11 +70,11 @@ class Lost(NamedTuple):
     bounds: torch.Tensor
 
 
-def fits(shape: BlockShape, head_dim: int) -> bool:
-    """Return True for a layer of sizes that the kernels are made for."""
+def fits(shape: BlockShape, head_dim: int, least: int = 16) -> bool:
+    """Return True for a layer of sizes that the kernels are made for, with `least` dimensions in a head."""
     slow = head_dim - 2 * (shape.slow.planes - shape.slow.slow_planes)
     sizes = {"block": shape.block, "places": shape.places, "window": shape.window, "slow dims": slow}
-    return head_dim >= 16 and all(size <= LARGEST[name] for name, size in sizes.items())
+    return head_dim >= least and all(size <= LARGEST[name] for name, size in sizes.items())
 
 
 def padded(size: int) -> int:
@@ -322,12 +324,8 @@ if triton is not None:
         holds = (i < columns) & (column < left)
         holds = holds & (tl.load(until + b * columns + column, mask=holds, other=0) > last)
         rank = tl.load(salience + b * columns + column, mask=holds, other=float("-inf")).to(tl.float32)
-        # one number that sorts as salience does, and by column where it is the same, as 0 and -0 are
-        bits = tl.where(rank == 0, 0.0, rank).to(tl.int32, bitcast=True)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column.to(tl.int64))
         holds = holds & (rank > float("-inf"))
-        key = tl.sort(tl.where(holds, key, -0x7FFFFFFFFFFFFFFF), descending=True)
+        key = tl.sort(tl.where(holds, sortable(rank, column), -0x7FFFFFFFFFFFFFFF), descending=True)
         found = tl.where(key == -0x7FFFFFFFFFFFFFFF, -1, 0x7FFFFFFF - (key & 0x7FFFFFFF))
         place = tl.arange(0, CANDIDATES)
         tl.store(places + b * P + place, found, mask=place < P)
@@ -392,11 +390,6 @@ if triton is not None:
             tile = begin + tl.arange(0, TILES)
             tl.store(indices + tile, tl.zeros_like(tile), mask=(tile >= found) & (tile < tiles))
         tl.store(numbers + row, found)
-
-    @triton.jit
-    def slow_dims(slow, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr):
-        """Dimensions of the slow part: of its planes the first halves, the second, and what is not rotated."""
-        return slow + tl.where(slow < SLOW_PLANES, 1, 2) * (PLANES - SLOW_PLANES)
 
     @triton.jit(do_not_specialize=COUNTS)
     def sum_kernel(

@@ -1,4 +1,4 @@
-"""One token of a hybrid layer as one Triton kernel: what a GPU would spend on dozens of launches is one.
+"""One token of a hybrid layer by Triton kernels: what a GPU would spend on dozens of launches is one to three.
 
 For a single token of each row without a gradient, `mix_one` does what lies between the layer's
 projections once the token is written into what is held: attention to window, sinks and salient tokens, the readout of
@@ -6,8 +6,13 @@ the state, and the gate between the two. The equations are those of hybrid_atten
 operations run wherever this does not. Keys and values in rows of 8 bits (rounding.py) become numbers in registers: the
 query is rotated before they are attended to, and the output after.
 
+`write_one` writes the token, where only the device knows which rows open a block: rows of different lengths, and a
+cache whose length is a tensor, as a CUDA graph needs it. PyTorch's operations (`open_blocks` of eviction.py) would
+open one in every row at every token, and keep it where it is wanted.
+
 Shapes: B batch, H' query heads with a window, K key/value heads with a window, R = H' / K, D head dim, N slow dims,
-P places, C columns of the window, F' and F planes and dimensions that are not rotated, of the slow part and of all.
+E block, P places, C columns of the window, W bytes or numbers of a row, F' and F planes and dimensions that are not
+rotated, of the slow part and of all.
 """
 
 import contextlib
@@ -26,6 +31,8 @@ except ImportError:  # then `can_run` says no
 
 TILE = 4096  # numbers of keys, values or state at a time, 16 of each thread
 WARPS = 8
+ROWS = 16
+"""Columns that the state takes up together, and that move together."""
 CURRENT = contextlib.nullcontext()
 
 
@@ -41,14 +48,17 @@ def tile_of(dims: int, width: int) -> tuple[int, int]:
     return rows, min(max(triton.next_power_of_2(width), 16), TILE // rows)
 
 
-def as_operator(launch: Callable) -> Callable:
+def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
     """Make what launches kernels an operator of its own while torch.compile runs, which cannot look into it.
 
     Otherwise it is called as it is: an operator takes as much of the host's time as a launch. Operators are named
     after the file, of which every checkpoint brings its own.
+
+    Args:
+        changes: names of the arguments that are written to.
     """
     name = re.sub(r"\W", "_", launch.__module__, flags=re.ASCII)
-    operator = torch.library.custom_op(f"{name}::{launch.__name__}", launch, mutates_args=())
+    operator = torch.library.custom_op(f"{name}::{launch.__name__}", launch, mutates_args=changes)
 
     @functools.wraps(launch)
     def run(*inputs, **options):
@@ -65,6 +75,47 @@ def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
     if t.device.index == torch.cuda.current_device():
         return CURRENT
     return torch.cuda.device(t.device)
+
+
+@functools.partial(as_operator, changes=("keys", "values", "salience", "state", "seen"))
+def write_one(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    salience: torch.Tensor,
+    state: torch.Tensor,
+    seen: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    new_salience: torch.Tensor,
+    index: torch.Tensor,
+    block: int,
+    places: int,
+    planes: int,
+    slow_planes: int,
+    dim: int,
+) -> None:
+    """Write one token of each row into what is held, in place; first open a block in the rows in which it begins one.
+
+    Args:
+        keys, values, salience, state, seen: `Held` of eviction.py, contiguous.
+        new_keys, new_values, new_salience, index: `NewTokens` with one token of each row, -1 in `index` for none.
+        block, places: of `BlockShape`. planes, slow_planes: of `SlowDims`. dim: D.
+    """
+    batch, kv_heads, columns, key_width = keys.shape
+    value_width, slow = values.shape[3], state.shape[-1] - 1
+    candidates = max(triton.next_power_of_2(places + block), 16)
+    dims, slow_tile = tile_of(dim, slow)
+    with on_device_of(keys):
+        write_kernel[(batch * kv_heads,)](
+            keys, values, salience, state, new_keys.contiguous(), new_values.contiguous(), index.contiguous(),
+            kv_heads, dim, slow, key_width, value_width, triton.next_power_of_2(key_width),
+            triton.next_power_of_2(value_width), dim & -dim, planes, slow_planes, places, columns - places, block,
+            candidates, dims, max(slow_tile, 16), ROWS, num_warps=WARPS,
+        )  # fmt: skip
+        note_kernel[(batch,)](
+            salience, seen, new_salience.contiguous(), index.contiguous(), places, columns - places, block, candidates,
+            triton.next_power_of_2(columns - places),
+        )  # fmt: skip
 
 
 @as_operator
@@ -142,6 +193,152 @@ if triton is not None:
         return t / tl.sqrt(PART + 0.0)
 
     @triton.jit
+    def slow_dims(slow, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr):
+        """Dimensions of the slow part: of its planes the first halves, the second, and what is not rotated."""
+        return slow + tl.where(slow < SLOW_PLANES, 1, 2) * (PLANES - SLOW_PLANES)
+
+    @triton.jit
+    def sortable(rank, column):
+        """Numbers that sort as salience does, and by column where it is the same, as 0 and -0 are."""
+        bits = tl.where(rank == 0, 0.0, rank).to(tl.int32, bitcast=True)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column.to(tl.int64))
+
+    @triton.jit
+    def by_salience(salience, P: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr):
+        """The places and the block that leaves, as sorted numbers: those of the next holders of the P places first."""
+        column = tl.arange(0, CANDIDATES)
+        there = column < P + E
+        rank = tl.load(salience + column, mask=there, other=float("-inf")).to(tl.float32)
+        return tl.sort(tl.where(there, sortable(rank, column), -0x7FFFFFFFFFFFFFFF), descending=True)
+
+    @triton.jit
+    def move_columns(
+        rows, ordered, empty,
+        WIDTH: tl.constexpr, PART: tl.constexpr, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+        CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """Bring the next holders to their places and move the window up by a block, in place.
+
+        No thread writes before all have read: rows are read and written by different threads.
+        """
+        place = tl.arange(0, CANDIDATES)
+        holder = (0x7FFFFFFF - (ordered & 0x7FFFFFFF)).to(tl.int32)
+        step = tl.arange(0, ROWS)
+        for first in range(0, WIDTH, ROWS):
+            part = first + step
+            in_places = (place < P)[:, None] & (part < WIDTH)[None, :]
+            held = tl.load(rows + holder[:, None] * WIDTH + part[None, :], mask=in_places)
+            tl.debug_barrier()
+            tl.store(rows + place[:, None] * WIDTH + part[None, :], held, mask=in_places)
+        i = tl.arange(0, PART)
+        for first in range(P, P + C, ROWS):
+            column = first + step
+            in_tile = (column < P + C)[:, None] & (i < WIDTH)[None, :]
+            stays = in_tile & (column < P + C - E)[:, None]
+            moved = tl.load(rows + (column + E)[:, None] * WIDTH + i[None, :], mask=stays, other=empty)
+            tl.debug_barrier()
+            tl.store(rows + column[:, None] * WIDTH + i[None, :], moved, mask=in_tile)
+
+    @triton.jit
+    def add_to(cells, amount, there):
+        """Add to numbers in memory that no other program reads."""
+        tl.store(cells, tl.load(cells, mask=there, other=0.0) + amount, mask=there)
+
+    @triton.jit
+    def column_of(number, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr):
+        """Column of a token, once its block is open."""
+        return P + number - tl.maximum(number // E - (C // E - 1), 0) * E
+
+    @triton.jit
+    def write_kernel(
+        keys, values, salience, state, new_keys, new_values, index,
+        K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+        KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr, PART: tl.constexpr,
+        PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+        CANDIDATES: tl.constexpr, DIMS: tl.constexpr, SLOW: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """Keys, values and state of one key/value head of one row."""
+        at = tl.program_id(0).to(tl.int64)
+        b = at // K
+        number = tl.load(index + b).to(tl.int32)
+        keys += at * (P + C) * KEY_WIDTH
+        values += at * (P + C) * VALUE_WIDTH
+        if (number >= C) & (number % E == 0):
+            salience += b * (P + C)
+            state += at * (D + 1) * (N + 1)
+            ordered = by_salience(salience, P, E, CANDIDATES)
+            # of the last that gets a place; whatever is less and was there is lost
+            least = tl.max(tl.where(tl.arange(0, CANDIDATES) >= P - 1, ordered, -0x7FFFFFFFFFFFFFFF))
+            d = tl.arange(0, DIMS)
+            in_d = d < D
+            for first in range(0, N, SLOW):
+                slow = first + tl.arange(0, SLOW)
+                in_slow = slow < N
+                of_slow = tl.minimum(slow_dims(slow, PLANES, SLOW_PLANES), D - 1)
+                total = tl.zeros([DIMS, SLOW], tl.float32)
+                of_values, of_keys, count = tl.zeros([DIMS], tl.float32), tl.zeros([SLOW], tl.float32), 0.0
+                for begin in range(0, P + E, ROWS):
+                    column = begin + tl.arange(0, ROWS)
+                    there = column < P + E
+                    rank = tl.load(salience + column, mask=there, other=float("-inf")).to(tl.float32)
+                    lost = there & ((column >= P) | (rank > float("-inf")))
+                    if P > 0:
+                        lost = lost & (sortable(rank, column) < least)
+                    k = vectors(keys, column, lost, d, in_d, KEY_WIDTH)
+                    v = vectors(values, column, lost, d, in_d, VALUE_WIDTH)
+                    if keys.dtype.element_ty == tl.uint8:
+                        k = rotated(k, PART)
+                    if values.dtype.element_ty == tl.uint8:
+                        v = rotated(v, PART)
+                    k = tl.gather(k, tl.broadcast_to(of_slow[None, :], [ROWS, SLOW]), axis=1)
+                    k = tl.where(in_slow[None, :], k, 0.0)
+                    total = tl.dot(tl.trans(v), k, total, input_precision="tf32x3")
+                    of_values += tl.sum(v, axis=0)
+                    of_keys += tl.sum(k, axis=0)
+                    count += tl.sum(lost.to(tl.float32))
+                in_cells = in_d[:, None] & in_slow[None, :]
+                add_to(state + d[:, None] * (N + 1) + 1 + slow[None, :], total, in_cells)
+                add_to(state + D * (N + 1) + 1 + slow, of_keys, in_slow)
+                add_to(state + d * (N + 1), of_values, in_d & (first == 0))
+                add_to(state + D * (N + 1), count, first == 0)
+            tl.debug_barrier()
+            move_columns(keys, ordered, 0, KEY_WIDTH, KEY_PART, P, C, E, CANDIDATES, ROWS)
+            move_columns(values, ordered, 0, VALUE_WIDTH, VALUE_PART, P, C, E, CANDIDATES, ROWS)
+            tl.debug_barrier()
+        if number >= 0:
+            column = column_of(number, P, C, E)
+            i = tl.arange(0, KEY_PART)
+            row = tl.load(new_keys + at * KEY_WIDTH + i, mask=i < KEY_WIDTH)
+            tl.store(keys + column * KEY_WIDTH + i, row, mask=i < KEY_WIDTH)
+            i = tl.arange(0, VALUE_PART)
+            row = tl.load(new_values + at * VALUE_WIDTH + i, mask=i < VALUE_WIDTH)
+            tl.store(values + column * VALUE_WIDTH + i, row, mask=i < VALUE_WIDTH)
+
+    @triton.jit
+    def note_kernel(
+        salience, seen, new_salience, index,
+        P: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr, WINDOW: tl.constexpr,
+    ):  # fmt: skip
+        """Salience and number of tokens of one row, which `write_kernel` reads for each of its heads."""
+        b = tl.program_id(0).to(tl.int64)
+        number = tl.load(index + b).to(tl.int32)
+        salience += b * (P + C)
+        if (number >= C) & (number % E == 0):
+            ordered = by_salience(salience, P, E, CANDIDATES)
+            place = tl.arange(0, CANDIDATES)
+            window = tl.arange(0, WINDOW)
+            held = tl.load(salience + (0x7FFFFFFF - (ordered & 0x7FFFFFFF)), mask=place < P)
+            moved = tl.load(salience + P + E + window, mask=window < C - E, other=float("-inf"))
+            tl.debug_barrier()
+            tl.store(salience + place, held, mask=place < P)
+            tl.store(salience + P + window, moved, mask=window < C)
+            tl.debug_barrier()
+        if number >= 0:
+            tl.store(salience + column_of(number, P, C, E), tl.load(new_salience + b))
+            tl.store(seen + b, tl.load(seen + b) + 1)
+
+    @triton.jit
     def mix_one_kernel(
         keys, values, salience, state, seen, query, sink_query, mass, output, features, scale, softcap,
         K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
@@ -200,8 +397,7 @@ if triton is not None:
         for first in range(0, N, SLOW):
             slow = first + tl.arange(0, SLOW)
             in_slow = slow < N
-            # dimensions of the slow part: of its planes the first halves, the second, and what is not rotated
-            of_slow = slow + tl.where(slow < SLOW_PLANES, 1, 2) * (PLANES - SLOW_PLANES)
+            of_slow = slow_dims(slow, PLANES, SLOW_PLANES)
             slow_q = tl.load(query + at * D + of_slow, mask=in_slow, other=0.0).to(tl.float32) * scale
             slow_part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
             alpha = tl.load(mass + 2 + slow_part, mask=in_slow, other=0.0).to(tl.float32)

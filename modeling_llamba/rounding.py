@@ -24,10 +24,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from transformers.utils import is_torchdynamo_compiling
 
 from .hybrid_step_kernel import can_run
-from .rounding_kernel import decode_rows, encode_rows
+from .rounding_kernel import decode_rows, encode_rows, width_of
 from .ssd import requested_backend
 
 GROUP = 32
@@ -77,7 +76,7 @@ class Rounding(NamedTuple):
         """Bytes of a vector, where the model's type is `dtype`."""
         if not self.rounds:
             return self.dim * dtype.itemsize
-        return self.dim * self.bits // 8 + self.groups * torch.float16.itemsize
+        return width_of(self.bits, self.dim, self.groups)
 
     def rotate(self, t: torch.Tensor) -> torch.Tensor:
         """Multiply vectors (..., D) by the Hadamard matrix, which undoes itself; nothing where nothing is rounded."""
@@ -90,7 +89,7 @@ class Rounding(NamedTuple):
         if not self.rounds:
             return t
         if self._in_kernels(t.is_cuda, t.dtype):
-            return encode_rows(t, self.bits, self.groups)
+            return encode_rows(t.detach(), self.bits, self.groups)
         groups = self.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         if self.groups > 1:
             groups = groups.view(*t.shape[:-1], self.groups, -1)
@@ -102,7 +101,9 @@ class Rounding(NamedTuple):
         if shift > 1:
             codes.div_(shift)
         codes = pack(codes.round_().to(torch.int8).view(t.shape), self.bits)
-        return torch.cat([scale.view(*t.shape[:-1], -1).view(torch.int8), codes], dim=-1).view(torch.uint8)
+        # flat, since torch.compile may lay the scales out such that those of a vector do not follow one another
+        scales = scale.flatten().view(torch.int8).view(*t.shape[:-1], -1)
+        return torch.cat([scales, codes], dim=-1).view(torch.uint8)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype, rotated: bool = False) -> torch.Tensor:
         """Vectors (..., D) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
@@ -125,9 +126,7 @@ class Rounding(NamedTuple):
 
     def _in_kernels(self, on_cuda: bool, dtype: torch.dtype) -> bool:
         """True where one launch of a kernel does what follows; gradients pass neither."""
-        if not can_run(on_cuda, dtype) or is_torchdynamo_compiling():
-            return False
-        return requested_backend(self.backend) != "torch"
+        return can_run(on_cuda, dtype) and requested_backend(self.backend) != "torch"
 
     def round(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Vectors (..., D) as their rows hold them; gradients pass as if nothing were rounded."""

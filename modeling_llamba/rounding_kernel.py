@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from .hybrid_step_kernel import on_device_of
+from .hybrid_step_kernel import as_operator, on_device_of
 
 try:
     import triton
@@ -25,21 +25,39 @@ TILE = 512  # numbers at a time, 16 of each thread
 WARPS = 1
 
 
+@as_operator
 def encode_rows(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
     """Rows (..., W) uint8 of vectors (..., D)."""
-    sizes = sizes_of(bits, t.shape[-1], groups)
-    rows = torch.empty(*t.shape[:-1], sizes["WIDTH"], dtype=torch.uint8, device=t.device)
-    launch(encode_kernel, t, rows, sizes)
+    rows = empty_rows(t, bits, groups)
+    launch(encode_kernel, t, rows, sizes_of(bits, t.shape[-1], groups))
     return rows
 
 
+@encode_rows.register_fake
+def empty_rows(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
+    """Memory for `encode_rows`."""
+    return t.new_empty(*t.shape[:-1], width_of(bits, t.shape[-1], groups), dtype=torch.uint8)
+
+
+@as_operator
 def decode_rows(
     rows: torch.Tensor, bits: int, dim: int, groups: int, dtype: torch.dtype, still_rotated: bool
 ) -> torch.Tensor:
     """Vectors (..., D) of rows (..., W); as they are stored, which is multiplied by the matrix, if `still_rotated`."""
-    vectors = torch.empty(*rows.shape[:-1], dim, dtype=dtype, device=rows.device)
+    vectors = empty_vectors(rows, bits, dim, groups, dtype, still_rotated)
     launch(decode_kernel, rows, vectors, sizes_of(bits, dim, groups), ROTATED=still_rotated)
     return vectors
+
+
+@decode_rows.register_fake
+def empty_vectors(rows: torch.Tensor, bits: int, dim: int, groups: int, dtype: torch.dtype, still_rotated: bool):
+    """Memory for `decode_rows`."""
+    return rows.new_empty(*rows.shape[:-1], dim, dtype=dtype)
+
+
+def width_of(bits: int, dim: int, groups: int) -> int:
+    """Bytes of a row."""
+    return dim * bits // 8 + groups * torch.float16.itemsize
 
 
 def launch(kernel, source: torch.Tensor, target: torch.Tensor, sizes: dict[str, int], **options: bool) -> None:
@@ -58,8 +76,8 @@ def launch(kernel, source: torch.Tensor, target: torch.Tensor, sizes: dict[str, 
 def sizes_of(bits: int, dim: int, groups: int) -> dict[str, int]:
     """The constants of both kernels."""
     dims = max(triton.next_power_of_2(dim), 16)
-    width = dim * bits // 8 + groups * torch.float16.itemsize
-    constants = {"D": dim, "PART": dim & -dim, "BITS": bits, "GROUPS": groups, "WIDTH": width}
+    constants = {"D": dim, "PART": dim & -dim, "BITS": bits, "GROUPS": groups}
+    constants["WIDTH"] = width_of(bits, dim, groups)
     return constants | {"DIMS": dims, "ROWS": max(TILE // dims, 1)}
 
 

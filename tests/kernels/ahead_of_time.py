@@ -81,6 +81,29 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
     return resources(function, types, constants, capability, kernels.WARPS)
 
 
+def compiled_write(capability: int, shape: str) -> dict[str, dict[str, int]]:
+    """`compiled` for the two kernels that write a token."""
+    import modeling_llamba.hybrid_step_kernel as kernels
+
+    K, _, D, planes, dtype = SHAPES[shape]
+    slow = planes // 2
+    N = D - 2 * (planes - slow)
+    (dims, slow_columns), rounding = kernels.tile_of(D, N), Rounding(8, D)
+    width, pointer = (rounding.width(torch.bfloat16), "*u8") if dtype == ROWS else (D, f"*{dtype}")
+    held = {"P": 20, "C": 256, "E": 32, "CANDIDATES": 64}
+    part = 2 ** (width - 1).bit_length()
+    write = {"K": K, "D": D, "N": N, "KEY_WIDTH": width, "VALUE_WIDTH": width, "KEY_PART": part, "VALUE_PART": part}
+    write |= {"PART": D & -D, "PLANES": planes, "SLOW_PLANES": slow, "DIMS": dims, "SLOW": max(slow_columns, 16)}
+    write |= {"ROWS": kernels.ROWS} | held
+    of_type = dict.fromkeys(("keys", "values", "new_keys", "new_values"), pointer)
+    of_type |= dict.fromkeys(("salience", "new_salience", "state"), "*fp32") | {"index": "*i64", "seen": "*i64"}
+    found = {}
+    for name, sizes, warps in (("write", write, kernels.WARPS), ("note", held | {"WINDOW": 256}, 4)):
+        function = getattr(kernels, f"{name}_kernel")
+        found[name] = resources(function, of_type | dict.fromkeys(sizes, "constexpr"), sizes, capability, warps)
+    return found
+
+
 def compiled_kept(capability: int, shape: str) -> dict[str, int]:
     """`compiled` for attention of kept heads to rows."""
     import modeling_llamba.row_attention_kernel as kernels
@@ -182,9 +205,10 @@ if __name__ == "__main__":
     for capability in CAPABILITIES:
         found |= {f"sm_{capability}, {shape}": compiled(capability, shape) for shape in SHAPES}
         found |= {f"sm_{capability}, {shape}": compiled_kept(capability, shape) for shape in KEPT}
-        for shape in PROMPTS:
-            of_kernels = compiled_prompt(capability, shape)
-            found |= {f"sm_{capability}, {shape}, {name}": taken for name, taken in of_kernels.items()}
+        for compile_all, shapes in ((compiled_write, SHAPES), (compiled_prompt, PROMPTS)):
+            for shape in shapes:
+                of_kernels = compile_all(capability, shape)
+                found |= {f"sm_{capability}, {shape}, {name}": taken for name, taken in of_kernels.items()}
         for part, decodes in (("into", False), ("out of", True)):
             of_part = {shape: compiled_rounding(capability, shape, decodes) for shape in ROUNDED}
             found |= {f"sm_{capability}, {part} {shape}": takes for shape, takes in of_part.items()}

@@ -142,6 +142,7 @@ def launches(monkeypatch):
     """How often each kernel was asked for."""
     import modeling_llamba.attention as attention
     import modeling_llamba.hybrid_attention as hybrid_attention
+    import modeling_llamba.hybrid_cache as hybrid_cache
     import modeling_llamba.rounding as rounding
     import modeling_llamba.ssd as ssd
 
@@ -149,6 +150,7 @@ def launches(monkeypatch):
         "fla": (ssd, "chunk_simple_gla"),
         "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
         "layer": (hybrid_attention, "mix_one"),
+        "write": (hybrid_cache, "write_one"),
         "kept heads": (attention, "attend_to_rows"),
         "encode": (rounding, "encode_rows"),
         "decode": (rounding, "decode_rows"),

@@ -20,6 +20,10 @@ MODELS = {  # kinds of layers, and what else differs
     "pure": (["linear_attention"] * 2, {}),
     "step sizes": (["linear_attention", "full_attention"], dict(mixer="mamba2")),
     "hybrids": (["hybrid"] * 2, dict(hybrid_full_heads=[[2, 3], []], hybrid_window=[8, 4])),
+    "in few bits": (
+        ["hybrid"] * 2,
+        dict(hybrid_full_heads=[[2, 3], []], head_dim=16, window_bits=8, full_attention_bits=[6, 4]),
+    ),
     "of every kind": (["hybrid", "linear_attention", "full_attention"], dict(mixer_shared_state=True)),
     "far sinks": (
         ["hybrid"] * 2,
@@ -102,25 +106,30 @@ def test_padding_between_tokens_is_never_seen(monkeypatch, gap):
     assert all(relative_error(got, expected) < (1e-5 if INTERPRETED else 5e-3) for got in found.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, name", [("llamba", "hybrids"), ("phimamba", "hybrids"), ("llamba", "in few bits")])
 @torch.no_grad()
-def test_static_steps_compile_into_one_graph(monkeypatch, family):
+def test_static_steps_compile_into_one_graph(monkeypatch, family, name):
     """Blocks are opened in the graph, too."""
     torch.compiler.reset()
-    model, ids, prompt = make_model("hybrids", family), random_ids(1, 18), 12
+    model, ids, prompt = make_model(name, family), random_ids(1, 18), 12
     with monkeypatch.context() as plainly:
         plainly.setenv(ssd.BACKEND_VARIABLE, "torch")
         expected = model(ids).logits
     cache = StaticCache(config=model.config, max_cache_len=32)
     model(ids[:, :prompt], past_key_values=cache)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager" if INTERPRETED else "inductor")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for t in range(prompt, ids.shape[1]):
         position = torch.full((1, 1), t, device=DEVICE)
         step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=position, use_cache=True)
         torch.testing.assert_close(step.logits[:, 0], expected[:, t], **CLOSE)
     assert counter.frame_count == 1
-    assert sum("mix_one" in str(node.target) for node in counter.graphs[0].graph.nodes) == 2
+    launched = [
+        str(node.target).split(".")[1] for node in counter.graphs[0].graph.nodes if "_kernel." in str(node.target)
+    ]
+    assert launched.count("mix_one") == launched.count("write_one") == 2 and launched.count("attend_to_rows") == 1
+    # rows of both layers' windows, and of the kept head's keys and values
+    assert launched.count("encode_rows") == (4 if name == "in few bits" else 0)
 
 
 @torch.no_grad()

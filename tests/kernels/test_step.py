@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling_llamba.naive as equations
 import modeling_llamba.ssd as ssd
+from modeling_llamba.eviction import BlockShape, Held, NewTokens, SlowDims, advance
 from modeling_llamba.hybrid_attention import HybridInputs
-from modeling_llamba.hybrid_cache import new_cache
+from modeling_llamba.hybrid_cache import HybridLayer, new_cache
+from modeling_llamba.rounding import Rounding
 from tests.helpers.hybrid_step import PARTIAL, ROPE, relative_error
 from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, PROMPTS, ROUNDED, SHAPES, tools
 from tests.kernels.conftest import DEVICE, INTERPRETED
@@ -93,22 +95,28 @@ def steps(layer, hidden_states, index, reach, cache, start=True):
 
 
 def use_keys_of(projected, real, limit, monkeypatch):
-    """Let the equations round the layer's own keys and values, which have to be near theirs.
+    """Let the equations round the layer's own keys and values, which have to be near theirs, by the layer's kernel.
 
-    A key's error in bf16 makes it another code here and there, which of 4 bits is a 14th of the largest number: with
-    codes of its own the layer is .018 to .059 off by the seed, on a CPU by PyTorch's operations.
+    In the last bits of a number that lies half-way between two codes the one or the other is right. In bf16 a key's
+    error makes it another code here and there, which of 4 bits is a 14th of the largest number: with codes of its own
+    the layer is .018 to .059 off by the seed, on a CPU by PyTorch's operations.
     """
     pairs = zip(*((p.key, p.value) for p in projected), strict=True)
     keys, values = (torch.cat(vectors, dim=2).transpose(1, 2).double().cpu() for vectors in pairs)
     given = iter([vectors[row, real[row].cpu()] for row in range(len(real)) for vectors in (keys, values)])
-    as_held = equations._as_held
+    as_held, dtype = equations._as_held, projected[0].key.dtype
 
-    def rounded(layer, vectors, which):
+    def own_vectors(layer, vectors, which):
         own = next(given)
         assert relative_error(own, vectors) < limit
         return as_held(layer, own, which)
 
-    monkeypatch.setattr(equations, "_as_held", rounded)
+    def rounded(vector, bits):
+        rounding = Rounding(bits, len(vector))
+        return rounding.decode(rounding.encode(vector.to(DEVICE, dtype)), torch.float64).cpu()
+
+    monkeypatch.setattr(equations, "_as_held", own_vectors)
+    monkeypatch.setattr(equations, "_rounded", rounded)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -131,12 +139,15 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
         return projected[-1]
 
     projected, project = [], layer.project
+    # test_rounding.py is where rows are compared; here both have the same ones
+    monkeypatch.setattr(Rounding, "_in_kernels", lambda self, on_cuda, dtype: dtype != torch.float64)
     monkeypatch.setattr(layer, "step", noted)
     monkeypatch.setattr(layer, "project", noted_keys)
     for backend in of_steps:
         monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
         found[backend] = [*steps(layer, hidden_states, index, reach, new_cache(layer.config), not padded)]
         assert launches["layer"] == (LENGTH if backend == "auto" else 0)
+        assert launches["write"] == (LENGTH if backend == "auto" and padded else 0)
         assert launches["kept heads"] == (LENGTH if backend == "auto" and layer.kept and not layer.softcap else 0)
     real = index >= 0
     found = {backend: torch.cat(outputs, dim=1)[real] for backend, outputs in found.items()}
@@ -159,6 +170,59 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
     for name, found_errors in between.items():
         record_property(f"{name} beside PyTorch's", f"{max(found_errors):.1e}")
         assert len(found_errors) > 4 and max(found_errors) < limit, between
+
+
+SIZES = {  # block, whole blocks, sinks, places, head dim, planes, slow planes, bits
+    "the default": (32, 3, 4, 20, 64, 32, 16, 8),
+    "in 16 bits": (16, 5, 2, 7, 64, 32, 8, 16),
+    "partial rotary": (4, 2, 1, 33, 80, 16, 16, 16),
+    "no places": (8, 1, 0, 0, 48, 24, 3, 8),
+    "one block": (4, 0, 1, 2, 16, 8, 4, 8),
+    "the largest": (64, 15, 4, 128, 128, 64, 64, 8),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@torch.no_grad()
+def test_a_token_is_written(record_property, sizes):
+    """In rows of different lengths, some of which open a block, beside PyTorch's operations, with equal salience."""
+    block, whole, sinks, places, dim, planes, slow_planes, bits = SIZES[sizes]
+    rounding = Rounding(bits, dim, "torch")
+    shape = BlockShape(block, whole, sinks, places, SlowDims(planes, slow_planes), rounding, rounding)
+    batch, heads = 5, 2
+    window = shape.window
+    first = torch.tensor([0, window - 1, window, window + 2 * block, window + 5 * block - 1 + places])
+
+    def rows(length):
+        return rounding.encode(torch.randn(batch, heads, length, dim, device=DEVICE))
+
+    layers = [HybridLayer(shape) for _ in range(2)]
+    before = int(first.max())
+    index = torch.arange(before).expand(batch, -1)
+    index = torch.where(index < first[:, None], index, -1).to(DEVICE)
+    salience = (torch.randn(batch, before) * 4).round().to(DEVICE)  # 0 and -0 are as large
+    salience[index < sinks] = torch.inf
+    salience[index < 0] = -torch.inf
+    tokens = NewTokens(rows(before), rows(before), salience, index)
+    held = advance(Held.empty(shape, tokens), tokens, shape)
+    for layer in layers:
+        layer.held = held.copied()
+    errors = []
+    for t in range(2 * block + 1):
+        index = (first + t)[:, None].to(DEVICE)
+        index[t % batch] = -1
+        first[t % batch] -= 1
+        tokens = NewTokens(rows(1), rows(1), (torch.randn(batch, 1) * 4).round().to(DEVICE), index)
+        layers[0].put_one(tokens)
+        layers[1].put(tokens, None)
+        own, theirs = (layer.held for layer in layers)
+        for name in ("keys", "values", "salience", "seen"):
+            assert torch.equal(getattr(own, name), getattr(theirs, name)), (t, name)
+        if theirs.state.any():
+            errors.append(relative_error(own.state, theirs.state))
+    assert max(errors) < 2e-6
+    assert (theirs.state != held.state).any() and len(errors) > block
+    record_property("state", f"{max(errors):.1e}")
 
 
 class Launches(TorchDispatchMode):
@@ -232,7 +296,7 @@ def test_it_compiles_ahead_of_time(record_property):
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    shapes = len(SHAPES) + len(KEPT) + 6 * len(PROMPTS) + 2 * len(ROUNDED)
+    shapes = 3 * len(SHAPES) + len(KEPT) + 6 * len(PROMPTS) + 2 * len(ROUNDED)
     assert len(found) == shapes * len(CAPABILITIES)
     for name, takes in found.items():
         record_property(f"{name}:", "{registers} registers and {shared} bytes shared".format(**takes))
