@@ -1,4 +1,4 @@
-"""What a user with a GPU does first, on the stand-in device, and the same on the CPU beside it."""
+"""What a user with a GPU does first, on one or on a stand-in for one, and the same on the CPU beside it."""
 
 import io
 import json
@@ -14,13 +14,13 @@ from convert.cli import main as command
 from recipes import distillation, dpo, seqkd, sft
 from recipes import evaluate as evaluation
 from recipes.cli import main as recipes_command
-from tests.doubles.device import StandIn
+from tests.device.conftest import IS_THERE, some_device
 from tests.recipes.tiny_chat import common_arguments, conversations, preferences, save_chat_teacher, save_hybrid
 from tests.students import make_student
 from tests.teachers import random_ids
 
-pytestmark = pytest.mark.slow
-TEXT = dict(text="sampled", tokens=6 * 64, sequence_length=64, held_out_sequences=2)
+pytestmark = [pytest.mark.gpu] if IS_THERE else [pytest.mark.slow]
+TEXT = dict(tokens=6 * 64, sequence_length=64, held_out_sequences=2)
 STAGES = {name: dict(tokens=128) for name in ("matrix_orientation", "hidden_state_alignment", "distillation")}
 QUICK = dict(decays=[0.9], refine_steps=2)
 BF16 = ("--bf16", "true", "--gradient_checkpointing", "true")
@@ -36,9 +36,18 @@ def world(tmp_path_factory):
         "experts": experts,
         "hybrid": save_hybrid(teacher, folder / "hybrid", window=16),
         "mixers": save_hybrid(teacher, folder / "mixers"),
+        "text": words(folder / "text.jsonl"),
         "chats": conversations(folder / "chats", count=8, test=4),
         "pairs": preferences(folder / "pairs"),
     }
+
+
+def words(file):
+    """Text for conversions: each device would draw its own."""
+    generator = torch.Generator().manual_seed(0)
+    lines = (torch.randint(4, 128, (60,), generator=generator).tolist() for _ in range(20))
+    file.write_text("".join(json.dumps({"text": " ".join(f"w{i}" for i in line)}) + "\n" for line in lines))
+    return file
 
 
 def weights(folder):
@@ -66,11 +75,12 @@ def check_alike(there, here, **tolerance):
 def test_a_conversion(teacher, options, world, tmp_path):
     """Fits are in float32 and float64, so that the same weights come out."""
     for device in ("cpu", "cuda"):
-        with StandIn() as stand_in:
-            alignment = TEXT | options.get("alignment", {}) | {"device": device}
+        with some_device() as stand_in:
+            alignment = TEXT | options.get("alignment", {}) | {"device": device, "text": str(world["text"])}
             convert(str(world[teacher]), tmp_path / device, **options | {"alignment": alignment})
-        assert (stand_in.peak() > 0) == (device == "cuda") and stand_in.books[0].held < 2**16
-    check_alike(weights(tmp_path / "cuda"), weights(tmp_path / "cpu"), rtol=1e-3, atol=1e-5)
+        assert (stand_in.peak() > 0) == (device == "cuda") and stand_in.held() < 2**16
+    close = dict(rtol=1e-3, atol=1e-4 if IS_THERE else 1e-5)
+    check_alike(weights(tmp_path / "cuda"), weights(tmp_path / "cpu"), **close)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +99,14 @@ def test_a_training(recipe, data, student, options, world, tmp_path):
         arguments = common_arguments(world[student], world["teacher"], world[data], tmp_path / device, *options)
         arguments[arguments.index("--use_cpu") + 1] = str(device == "cpu").lower()
         torch.manual_seed(0)
-        with StandIn() as stand_in:
+        with some_device() as stand_in:
             report = recipe.main(arguments)
         assert (stand_in.peak() > 0) == (device == "cuda") and report["after"]["eval_loss"] > 0
     bf16 = options[:1] == BF16[:1]
-    check_alike(weights(tmp_path / "cuda"), weights(tmp_path / "cpu"), rtol=1e-3, atol=5e-3 if bf16 else 1e-4)
+    # by Adam's first steps a gradient of nothing but rounding errors moves a weight as far as any other
+    check_alike(
+        weights(tmp_path / "cuda"), weights(tmp_path / "cpu"), rtol=1e-3, atol=5e-3 if bf16 or IS_THERE else 1e-4
+    )
 
 
 def test_answers_of_the_teacher(world, tmp_path):
@@ -102,7 +115,7 @@ def test_answers_of_the_teacher(world, tmp_path):
     arguments = ["--teacher_model_name_or_path", str(world["teacher"]), "--dataset_name", str(prompts),
                  "--max_new_tokens", "6", "--truncated", "keep", "--output_dir"]  # fmt: skip
     seqkd.main([*arguments, str(tmp_path / "cpu")])
-    with StandIn() as device:
+    with some_device() as device:
         seqkd.main([*arguments, str(tmp_path / "cuda")])
     assert device.peak() > 0
     here, there = ((tmp_path / where / "train.jsonl").read_text() for where in ("cpu", "cuda"))
@@ -112,7 +125,7 @@ def test_answers_of_the_teacher(world, tmp_path):
 def test_generate_beside_the_teacher(world, capsys):
     said = []
     for device in ("cpu", "cuda"):
-        with StandIn():
+        with some_device():
             command(["generate", str(world["hybrid"]), "--prompt", "w9 w10", "--max-new-tokens", "24",
                      "--device", device, "--teacher", str(world["teacher"])])  # fmt: skip
         said.append([line for line in capsys.readouterr().out.splitlines() if "tokens per second" not in line])
@@ -124,7 +137,7 @@ def test_evaluate(world, tmp_path, capsys):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"w{i} w7 " * 60}) + "\n" for i in range(8, 28)))
     for device in ("cpu", "cuda"):
-        with StandIn():
+        with some_device():
             evaluation.main([str(world["hybrid"]), "--teacher", str(world["teacher"]), "--text", str(text),
                              "--lengths", "64", "--sequences", "2", "--max-new-tokens", "4", "--speed-tokens", "2",
                              "--device", device, "--output", str(tmp_path / device)])  # fmt: skip
@@ -139,7 +152,7 @@ def test_chat(world, capsys, monkeypatch):
     said = []
     for device in ("cpu", "cuda"):
         monkeypatch.setattr("sys.stdin", io.StringIO("w9 w10\nw11 w12 w13\n"))
-        with StandIn() as stand_in:
+        with some_device() as stand_in:
             command(["chat", str(world["hybrid"]), "--device", device, "--max-new-tokens", "12", "--temperature", "0"])
         assert (stand_in.peak() > 0) == (device == "cuda")
         said.append(capsys.readouterr().out)
@@ -151,7 +164,7 @@ def test_compare(world, tmp_path):
     text, found = tmp_path / "text.jsonl", []
     text.write_text("".join(json.dumps({"text": f"w{i} w7 w{i + 1} " * 60}) + "\n" for i in range(8, 28)))
     for device in ("cpu", "cuda"):
-        with StandIn() as stand_in:
+        with some_device() as stand_in:
             recipes_command(["compare", str(world["teacher"]), str(world["hybrid"]), "--text", str(text),
                              "--length", "128", "--first", "32", "--rows", "1", "--speed", "64", "--dtype", "float32",
                              "--device", device, "--out", str(tmp_path / device), "--quiet"])  # fmt: skip
@@ -188,7 +201,7 @@ def test_a_prompt_and_tokens_with_and_without_padding(pattern, static, monkeypat
         ]
 
     here = answers("cpu")
-    with StandIn():
+    with some_device():
         there = [t.cpu() for t in answers("cuda")]
         model.to("cpu")
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
@@ -200,9 +213,9 @@ def test_two_devices(world):
     for name in ("hybrid", "mixers"):
         here = AutoModelForCausalLM.from_pretrained(world[name], dtype=torch.float32)
         expected = here.generate(ids, max_new_tokens=8, do_sample=False)
-        with StandIn(devices=2) as device:
+        with some_device(2) as device:
             places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 0, "model.layers.2": 1,
                       "model.layers.3": 1, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}  # fmt: skip
             model = AutoModelForCausalLM.from_pretrained(world[name], dtype=torch.float32, device_map=places)
             assert torch.equal(model.generate(ids.cuda(), max_new_tokens=8, do_sample=False).cpu(), expected)
-        assert all(books.peak > 0 for books in device.books)
+        assert IS_THERE or all(books.peak > 0 for books in device.books)
