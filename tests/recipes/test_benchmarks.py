@@ -208,6 +208,9 @@ def test_the_gpu_topic_on_a_cpu(tmp_path, monkeypatch):
     }
     tables = {table.columns[0]: table.rows for table in report.tables}
     assert [row[0] for row in tables["model, context"]] == ["tiny, teacher, 256", "tiny, default, 256"]
+    of_graphs = tables["static cache, compiled: model, context"]
+    assert [row[0] for row in of_graphs] == ["tiny, teacher, 256", "tiny, default, 256"]
+    assert all(float(row[1]) > 0 for row in of_graphs)
     assert [row[0] for row in tables["training step"]] == ["tiny, teacher", "tiny, default"]
     assert tables["scan of bf16: heads, tokens"][0][2:4] == ["", ""] and not report.skipped
     bench.save("gpu", report, 1.0, tmp_path)
