@@ -50,7 +50,7 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 rehearse: install ## what a user with a GPU does first, on a stand-in for one; prints who waits for it
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device -m 'slow or not slow' -s
 
-first-day-on-a-gpu: install ## parity, a conversion, evaluation, training, speed; goes on after a failure; one page
+first-day-on-a-gpu: install ## parity, a conversion, compare, training, speed; goes on after a failure; one page
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m recipes.first_day runs/first-day
 

@@ -78,3 +78,7 @@ INSTALLED = COMMANDS | {"compare": COMPARE}
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     convert.cli.main(argv, INSTALLED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The first day on a GPU: parity of kernels, a conversion, evaluation, training and speed, in the order of worth.
+"""The first day on a GPU: parity of kernels, a conversion, `compare`, training and speed, in the order of worth.
 
 make first-day-on-a-gpu        or        python -m recipes.first_day [runs/first-day]
 
@@ -29,9 +29,9 @@ def steps(output: Path, teacher: Path) -> dict[str, list[str]]:
     return {
         "parity of kernels": ["pytest", "-q", "-m", "gpu"],
         "a conversion": ["convert.cli", str(teacher), str(hybrid), "--device", "cuda", "--overwrite"],
-        "evaluation": [
-            "recipes.evaluate", str(hybrid), "--teacher", str(teacher), "--device", "cuda",
-            "--output", str(output / "evaluation"), "--parts", "text", "recall", "generation", "speed", "--limit", "8",
+        "comparison": [
+            "recipes.cli", "compare", str(teacher), str(hybrid), "--quick", "--device", "cuda",
+            "--out", str(output / "comparison"),
         ],
         "training": [
             "recipes.sft", "--model_name_or_path", str(hybrid), "--teacher_model_name_or_path", str(teacher),
