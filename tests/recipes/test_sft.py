@@ -76,12 +76,20 @@ def test_a_run_from_data_to_an_ordinary_model(world, tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "again" / "training.json").read_text())) == 2
 
 
-def test_deepspeed_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    "launched, refusal",
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported; shard with FSDP"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP 1 is not supported; say fsdp_version: 2"),
+    ],
+)
+def test_other_shards_are_refused(launched, refusal, monkeypatch):
     """The check alone: where DeepSpeed is not installed, transformers fails before it."""
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     config = SimpleNamespace(resume_from_checkpoint=None, hub_token=None)
     arguments = SimpleNamespace(config=config, model_config=SimpleNamespace(use_peft=False))
-    with pytest.raises(ValueError, match="DeepSpeed is not supported; shard with FSDP"):
+    with pytest.raises(ValueError, match=refusal):
         run.Run._check(arguments, "hybrid")
 
 
