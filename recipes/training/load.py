@@ -10,12 +10,15 @@ from typing import Any
 
 import datasets
 import httpx2
+import torch
+from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import is_fsdp_enabled
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 from convert.checkpoint.load import prompt_tokenizer, read_model
@@ -29,6 +32,22 @@ DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": 
 RENAMED_TOKENS = 0.01
 
 
+def read_once(name: str, **options: Any) -> PreTrainedModel:
+    """The model of `read_model`; under `fsdp_cpu_ram_efficient_loading` one process of a machine has its weights.
+
+    The others have memory that nothing has touched, so that it takes no room; the trainer fills their shards.
+    """
+    if not is_fsdp_enabled() or PartialState().is_local_main_process:
+        return read_model(name, **options)
+    model = read_model(name, device_map="meta", **options)
+    if any(buffer.is_meta for _, buffer in model.named_non_persistent_buffers()):
+        return read_model(name, **options)  # a quantised file's, which transformers leaves without what it computes
+    # not the meta device, which has no addresses, and by theirs an optimizer's parameters are found again
+    model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+    model.tie_weights()
+    return model
+
+
 def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A hybrid, of the installed class, and its tokenizer."""
     name = arguments.model_name_or_path
@@ -39,7 +58,7 @@ def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizer
         options["attn_implementation"] = arguments.attn_implementation
     if arguments.load_in_8bit or arguments.load_in_4bit:
         raise ValueError("A hybrid is trained in full precision; load_in_8bit and load_in_4bit are for the teacher.")
-    model = read_model(name, **options)
+    model = read_once(name, **options)
     if model.config.model_type not in STUDENTS:
         raise ValueError(
             f"{name} is a {model.config.model_type} model, not a hybrid; make one with convert-to-hybrid first."
@@ -89,13 +108,15 @@ def load_teacher(
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     options: dict[str, Any] = {"dtype": arguments.teacher_dtype}
     if arguments.teacher_load_in_8bit or arguments.teacher_load_in_4bit:
+        if is_fsdp_enabled():
+            raise ValueError("fsdp_cpu_ram_efficient_loading spreads no teacher of bitsandbytes; say false.")
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError("teacher_load_in_8bit and teacher_load_in_4bit need bitsandbytes: pip install it.")
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_8bit=arguments.teacher_load_in_8bit, load_in_4bit=arguments.teacher_load_in_4bit
         )
     try:
-        teacher = read_model(name, **where, **options)
+        teacher = read_once(name, **where, **options)
     except ValueError as error:
         raise ValueError(f"The teacher does not load: {error}") from error
     if student is not None:

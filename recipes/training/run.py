@@ -16,6 +16,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer
+from transformers.integrations import is_fsdp_enabled
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from convert.checkpoint.hub import prepare_repository, upload
@@ -109,8 +110,13 @@ class Run:
             )
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             raise ValueError("DeepSpeed is not supported; shard with FSDP (recipes/configs/accelerate/fsdp2.yaml).")
-        if self.model_config.use_peft and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if sharded and os.environ.get("FSDP_VERSION") == "1":
+            raise ValueError("FSDP 1 is not supported; say fsdp_version: 2.")
+        if self.model_config.use_peft and sharded:
             raise ValueError("LoRA under FSDP cannot be merged into the model at the end; use DDP.")
+        if self.stage != "sft" and is_fsdp_enabled():  # TRL's trainers would shard what each process has read
+            raise ValueError("fsdp_cpu_ram_efficient_loading is for recipes.sft; say false.")
 
     def _key(self, *settings: dict[str, Any]) -> str:
         """A hash of everything the result depends on; a checkpoint of another run must not be continued."""

@@ -1,5 +1,6 @@
 """SFT with a teacher on tiny models: what is counted, what changes, resuming, adapters, remote code, bad input."""
 
+import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from convert.io.folder import OutputFolder
 from convert.train.distillation.loss import divergence
 from convert.train.distillation.trainer import DistilledSFTTrainer
 from recipes import progressive_sft, sft
-from recipes.training import run
+from recipes.training import load, run
+from recipes.training.arguments import TeacherArguments
 from recipes.training.run import script
 from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
@@ -74,13 +76,35 @@ def test_a_run_from_data_to_an_ordinary_model(world, tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "again" / "training.json").read_text())) == 2
 
 
-def test_deepspeed_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    "launched, refusal",
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported; shard with FSDP"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP 1 is not supported; say fsdp_version: 2"),
+    ],
+)
+def test_other_shards_are_refused(launched, refusal, monkeypatch):
     """The check alone: where DeepSpeed is not installed, transformers fails before it."""
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     config = SimpleNamespace(resume_from_checkpoint=None, hub_token=None)
     arguments = SimpleNamespace(config=config, model_config=SimpleNamespace(use_peft=False))
-    with pytest.raises(ValueError, match="DeepSpeed is not supported; shard with FSDP"):
+    with pytest.raises(ValueError, match=refusal):
         run.Run._check(arguments, "hybrid")
+
+
+def test_what_one_process_cannot_read_for_all_is_refused(monkeypatch):
+    """TRL's own trainers, which shard what each process has read, and a teacher that bitsandbytes quantises."""
+    for module in (run, load):
+        monkeypatch.setattr(module, "is_fsdp_enabled", lambda: True)
+    with pytest.raises(ValueError, match="fsdp_cpu_ram_efficient_loading spreads no teacher of bitsandbytes"):
+        load.load_teacher(TeacherArguments(teacher_model_name_or_path="teacher", teacher_load_in_4bit=True))
+    config = SimpleNamespace(resume_from_checkpoint=None, hub_token=None)
+    for stage in ("sft", "dpo"):
+        arguments = SimpleNamespace(stage=stage, config=config, model_config=SimpleNamespace(use_peft=False))
+        refused = pytest.raises(ValueError, match="fsdp_cpu_ram_efficient_loading is for recipes.sft; say false")
+        with contextlib.nullcontext() if stage == "sft" else refused:
+            run.Run._check(arguments, "hybrid")
 
 
 @pytest.mark.parametrize("student", ("llamba", "phimamba", "beside"))

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
-from trl.models import prepare_fsdp
 
 from ...memory import keep_free_memory
 from ...options import Trainable
@@ -67,6 +67,10 @@ class DistilledSFTTrainer(SFTTrainer):
         if hasattr(inner, "get_base_model"):  # it has adapters
             inner = inner.get_base_model()
         add_distillation_head(inner)
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            for broadcast in (inner, teacher):
+                if broadcast is not None:
+                    buffers_to_parameters(broadcast)
         self.teacher = None
         if teacher is not None:
             self.teacher = self._prepare_teacher(teacher)
@@ -75,10 +79,20 @@ class DistilledSFTTrainer(SFTTrainer):
         teacher = teacher.eval().requires_grad_(False)
         add_hidden_output(teacher)
         if self.is_fsdp_enabled:
-            return prepare_fsdp(teacher, self.accelerator)
+            return self._shard(teacher)
         if getattr(teacher, "is_loaded_in_8bit", False) or getattr(teacher, "is_loaded_in_4bit", False):
             return teacher  # placed when it was loaded
         return teacher.to(self.args.device)
+
+    def _shard(self, teacher: nn.Module) -> nn.Module:
+        plugin = self.accelerator.state.fsdp_plugin
+        of_student = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
+        # without the vision tower's, which a language model lacks and accelerate misses
+        present = {type(module).__name__ for module in teacher.modules()} & set(teacher._no_split_modules or ())
+        plugin.transformer_cls_names_to_wrap = sorted(present)
+        teacher = fsdp2_prepare_model(self.accelerator, teacher)
+        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = of_student
+        return teacher
 
     def _signal(self, inputs: dict[str, Any]) -> Callable[[torch.Tensor], TeacherOf] | None:
         """Function from the mask of counting positions (B, L - 1) to the `teacher_of` of `distillation_loss`."""
@@ -180,6 +194,21 @@ class DistilledSFTTrainer(SFTTrainer):
 def is_mixer(name: str) -> bool:
     """Return True if a parameter of this name belongs to a mixer."""
     return ".mixer." in name
+
+
+def buffers_to_parameters(model: nn.Module) -> None:
+    """Make the buffers that a checkpoint holds, as a hybrid layer's salience, frozen parameters of the same names.
+
+    What one process has read reaches the others through accelerate, which knows parameters alone. As such they are
+    rounded with the weights in a mixed precision.
+    """
+    recomputed = {name for name, _ in model.named_non_persistent_buffers()}
+    for name, buffer in list(model.named_buffers()):
+        if name not in recomputed:
+            owner, _, last = name.rpartition(".")
+            module = model.get_submodule(owner)
+            delattr(module, last)
+            module.register_parameter(last, nn.Parameter(buffer, requires_grad=False))
 
 
 def set_trainable(model: nn.Module, what: Trainable) -> None:

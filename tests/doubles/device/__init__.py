@@ -3,8 +3,8 @@
 A tensor on it is an ordinary subclass (tensor.py): it says `cuda:0`, holds its data on the host, and has every
 operation of ATen go through Python, where it is checked, counted and carried out on the CPU. What CUDA refuses is
 refused in CUDA's words: tensors of several devices, a generator of another device, `.numpy()`, products of integers,
-more memory than there is. `torch.cuda` and what libraries ask of it is replaced (cuda.py), and three places in C++
-that otherwise end a program without CUDA (native.py).
+more memory than there is. What `torch.cuda` asks of C++ is answered (cuda.py), all but streams and events, and three
+places in C++ that otherwise end a program without CUDA are replaced (native.py).
 
 Why not something there is: PyTorch's fake tensors have no values, so nothing that fits, samples or stops at a token
 runs to its end; a dispatch mode is off in threads, and loaders of weights use threads; a device of the kind

@@ -1,4 +1,4 @@
-"""What libraries ask of `torch.cuda`, `torch.accelerator` and `torch.Generator`, answered for the stand-in device."""
+"""What PyTorch's Python asks of its C++ where there is CUDA, answered for the stand-in device."""
 
 import contextlib
 import types
@@ -12,122 +12,76 @@ from torch.utils._device import _device_constructors
 if TYPE_CHECKING:
     from .standin import StandIn
 
-NAME, CAPABILITY, EMPTY = "stand-in", (9, 0), torch.empty
-
-
-class Stream(contextlib.nullcontext):
-    """The one stream, and its events: all work is done when it is asked for."""
-
-    stream_id = cuda_stream = device_index = 0
-    device_type, device = 1, torch.device("cuda", 0)
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(self)
-
-    def nothing(self, *args: Any) -> None:
-        """Nothing is under way."""
-
-    wait = record = wait_event = record_event = wait_stream = nothing
-    query, is_capturing, elapsed_time = (lambda *_: True), (lambda *_: False), (lambda *_: 0.0)
-
-    def synchronize(self) -> None:
-        """See `torch.cuda.synchronize`, which counts as a wait."""
-        torch.cuda.synchronize()
+EMPTY = torch.empty
 
 
 @contextlib.contextmanager
 def replaced(stand_in: "StandIn") -> Iterator[None]:
-    """Have PyTorch's Python functions speak of this stand-in for as long as the context lasts."""
-    all_books, generators = stand_in.books, stand_in.generators
+    """Have `torch.cuda` and `torch.accelerator` speak of this stand-in for as long as the context lasts."""
+    all_books = stand_in.books
 
-    def of(parts: list, device: Any = None) -> Any:
-        return parts[stand_in.indexed(device).index]
+    def properties(index: int) -> types.SimpleNamespace:
+        total = all_books[index].limit
+        return types.SimpleNamespace(name="stand-in", major=9, minor=0, total_memory=total, multi_processor_count=132)
 
-    def set_device(device: Any) -> None:
-        stand_in.current = stand_in.indexed(device).index
+    def free_and_total(index: int) -> tuple[int, int]:
+        return all_books[index].limit - all_books[index].held, all_books[index].limit
 
-    @contextlib.contextmanager
-    def current_device(device: Any) -> Iterator[None]:
-        before = stand_in.current
-        set_device(device)
-        try:
-            yield
-        finally:
-            stand_in.current = before
+    def stats(index: int) -> dict:
+        of_all = {"all": {"current": all_books[index].held, "peak": all_books[index].peak}}
+        return {"allocated_bytes": of_all, "reserved_bytes": of_all}
 
-    def reset(device: Any = None) -> None:
-        of(all_books, device).peak = of(all_books, device).held
+    def reset_peak(index: int) -> None:
+        all_books[index].peak = all_books[index].held
 
-    def properties(device: Any = None) -> types.SimpleNamespace:
-        major, minor = CAPABILITY
-        total = of(all_books, device).limit
-        return types.SimpleNamespace(
-            name=NAME, major=major, minor=minor, total_memory=total, multi_processor_count=132
-        )
+    def device_count() -> int:
+        return len(all_books)
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
+    def get_device() -> int:
+        return stand_in.current
 
-    def held(device: Any = None) -> int:
-        return of(all_books, device).held
+    def exchange_device(index: int) -> int:
+        before, stand_in.current = stand_in.current, index if index >= 0 else stand_in.current
+        return before
 
-    def peak(device: Any = None) -> int:
-        return of(all_books, device).peak
+    def wait(*args: Any) -> None:
+        stand_in.note_wait("synchronize")
 
-    memory = {
-        "mem_get_info": lambda device=None: (of(all_books, device).limit - held(device), of(all_books, device).limit),
-        "memory_allocated": held, "memory_reserved": held, "max_memory_allocated": peak, "max_memory_reserved": peak,
-        "memory_stats": lambda device=None: {"allocated_bytes.all.current": held(device),
-                                             "allocated_bytes.all.peak": peak(device)},
-        "reset_peak_memory_stats": reset, "reset_max_memory_allocated": reset, "empty_cache": nothing,
+    of_c = {
+        "_cuda_getDevice": get_device, "_cuda_setDevice": exchange_device, "_cuda_synchronize": wait,
+        "_cuda_emptyCache": lambda: None, "_cuda_memoryStats": stats, "_cuda_resetPeakMemoryStats": reset_peak,
+        "_accelerator_getDeviceIndex": get_device, "_accelerator_setDeviceIndex": exchange_device,
+        "_accelerator_synchronizeDevice": wait,
     }  # fmt: skip
-    random = {
-        "manual_seed": lambda seed: of(generators).manual_seed(seed),
-        "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in generators],
-        "get_rng_state": lambda device=None: of(generators, device).get_state(),
-        "set_rng_state": lambda state, device=None: of(generators, device).set_state(state),
-        "get_rng_state_all": lambda: [generator.get_state() for generator in generators],
-        "set_rng_state_all": lambda states: [g.set_state(s) for g, s in zip(generators, states, strict=True)],
-        "initial_seed": lambda: of(generators).initial_seed(),
-    }
-    both = {
-        "is_available": lambda: True, "device_count": lambda: len(all_books), "current_stream": Stream,
-        "set_stream": nothing, "synchronize": lambda device=None: stand_in.note_wait("synchronize"),
+    of_cuda = {
+        "is_available": lambda: True, "device_count": device_count,  # which else look at how PyTorch was built
+        "_initialized": True, "default_generators": stand_in.generators,
+        "_exchange_device": exchange_device, "_maybe_exchange_device": exchange_device,
+        "_get_device_properties": properties, "_cudart": types.SimpleNamespace(cudaMemGetInfo=free_and_total),
+        "is_current_stream_capturing": lambda: False,
     }  # fmt: skip
-    of_cuda = both | random | memory | {
-        "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False, "init": nothing, "_lazy_init": nothing,
-        "current_device": lambda: stand_in.current, "set_device": set_device, "device": current_device,
-        "get_device_name": lambda device=None: NAME, "get_device_capability": lambda device=None: CAPABILITY,
-        "get_device_properties": properties, "is_bf16_supported": lambda including_emulation=True: True,
-        "get_arch_list": lambda: ["sm_90"], "is_current_stream_capturing": lambda: False, "ipc_collect": nothing,
-        "default_stream": Stream, "stream": Stream, "Stream": Stream, "Event": Stream,
-    }  # fmt: skip
-    index = {"set_device_index": set_device, "current_device_index": of_cuda["current_device"]}
     _device_constructors()  # which are kept, and must be PyTorch's own
     patches = {
-        torch.cuda: of_cuda, torch.cuda.random: random, torch.cuda.memory: memory, torch.accelerator: both | index,
-        torch: {"Generator": _generators(stand_in), "empty": _empty}, torch.Tensor: _pinning(stand_in),
+        torch._C: of_c, torch.cuda: of_cuda, torch.cuda.random: {"device_count": device_count},
+        torch: {"Generator": _generators(stand_in), "empty": _empty},
+        torch.Tensor: {"is_pinned": _is_pinned, "pin_memory": _pin_memory},
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for owner, attributes in patches.items():
-            stack.enter_context(mock.patch.multiple(owner, **attributes))
+            stack.enter_context(mock.patch.multiple(owner, create=True, **attributes))
         yield
 
 
-def _pinning(stand_in: "StandIn") -> dict[str, Any]:
-    """Methods of a tensor; a storage that is pinned stays so, and stays."""
+def _is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+    return tensor.device.type == "cpu" and hasattr(tensor.untyped_storage(), "pinned")
 
-    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-        return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in stand_in.pinned
 
-    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        if tensor.device.type != "cpu":
-            raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-        copied = tensor.clone().detach()
-        stand_in.pinned[copied.untyped_storage()._cdata] = copied.untyped_storage()
-        return copied
-
-    return {"is_pinned": is_pinned, "pin_memory": pin_memory}
+def _pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    copied = tensor.clone().detach()
+    copied.untyped_storage().pinned = True
+    return copied
 
 
 def _empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -137,15 +91,10 @@ def _empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
 
 def _generators(stand_in: "StandIn") -> type:
     """PyTorch's class, of which there can also be generators of the device."""
-    original = torch.Generator
 
-    class Kind(type(original)):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original)
-
-    class Generator(original, metaclass=Kind):
+    class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu"):
-            made = original.__new__(cls)
+            made = super().__new__(cls)
             made._of = stand_in.indexed(device)
             if made._of.type == "cuda":
                 stand_in.made[made._cdata] = made

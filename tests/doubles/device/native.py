@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-CUDA = 1
-"""Number of the device type."""
+CPU, CUDA = 0, 1
+"""Numbers of the device types."""
 RETURN_SECOND = {"x86_64": "0fb7c631d2c3", "aarch64": "e00301aa010080d2c0035fd6"}
 """A function that returns its second argument, a device, and a zero: the default stream of that device. Python's
 ctypes can return no struct."""
@@ -38,10 +38,12 @@ def accelerator(devices: int) -> Iterator[None]:
     code.write(bytes.fromhex(RETURN_SECOND[platform.machine()]))
     address = ctypes.addressof(ctypes.c_char.from_buffer(code))
     count = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda this: devices)
+    cuda = ctypes.CFUNCTYPE(ctypes.c_int16, ctypes.c_void_p)(lambda this: CUDA)  # in the second byte its number, 0
     true = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
 
     slots = _slots("c10/core/impl/DeviceGuardImpl")
-    guard, kept = _object(_no_guard(guards), slots, getStream=address, deviceCount=count)
+    is_cuda = dict.fromkeys(("type", "getDevice", "exchangeDevice"), cuda)
+    guard, kept = _object(guards[CPU], slots, getStream=address, deviceCount=count, **is_cuda)
     hooks_of = library["torch_cpu"]._ZN2at6detail12getCUDAHooksEv
     hooks_of.restype = ctypes.c_void_p
     hooks = ctypes.c_void_p.from_address(hooks_of())
@@ -57,16 +59,6 @@ def accelerator(devices: int) -> Iterator[None]:
         finally:
             guards[CUDA], hooks.value = None, theirs
             torch._C._set_only_lift_cpu_tensors(lifts)
-
-
-def _no_guard(guards: ctypes.Array) -> int:
-    """The address of PyTorch's own guard that does nothing; it puts it where the guard there knows of no device."""
-    zero = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    table = (ctypes.c_void_p * 64)(*[ctypes.cast(zero, ctypes.c_void_p).value] * 64)
-    empty = ctypes.c_void_p(ctypes.addressof(table))
-    guards[CUDA] = ctypes.addressof(empty)
-    torch._C._ensureCUDADeviceGuardSet()
-    return guards[CUDA]
 
 
 def _slots(*headers: str, destructor: int = 0) -> dict[str, int]:

@@ -2,19 +2,20 @@
 
 import collections
 import contextlib
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from . import cuda
 from .native import accelerator
-from .tensor import ACTIVE, Block, DeviceTensor
+from .tensor import ACTIVE, DeviceTensor
 
 ROUNDING = 512
 """Bytes in multiples of which CUDA's allocator gives memory."""
@@ -59,6 +60,19 @@ class Books:
         self.peak = max(self.peak, self.held)
 
 
+class Block:
+    """Memory of one storage, which is in the books for as long as a tensor holds it."""
+
+    def __init__(self, books: Books, size: int):
+        self.taken = 0  # or what was refused would be given back
+        books.take(size)
+        self.taken, self.books = size, books
+
+    def __del__(self):
+        if self.taken:
+            self.books.held -= self.taken
+
+
 class StandIn:
     """Devices `cuda:0`, ... for as long as the context lasts.
 
@@ -73,15 +87,15 @@ class StandIn:
         # of the device, by what C++, which forgets their class, keeps of them
         self.made = {generator._cdata: generator for generator in self.generators}
         self.counts: list[Counts] = []
-        self.pinned: dict[int, torch.UntypedStorage] = {}
-        self.blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
 
     def __enter__(self) -> "StandIn":
         assert not ACTIVE, "one stand-in at a time"
         with contextlib.ExitStack() as stack:
             stack.enter_context(accelerator(len(self.books)))
-            stack.enter_context(_kernels(self))
+            of_cuda = stack.enter_context(torch.library._scoped_library("_", "IMPL"))
+            of_cuda.fallback(self.make, "CUDA")  # without a tensor among the arguments, in any thread
             stack.enter_context(cuda.replaced(self))
+            stack.enter_context(mock.patch.object(torch.__future__, "_swap_module_params_on_conversion", True))
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attend))
             for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
                 types.append(DeviceTensor)
@@ -123,13 +137,16 @@ class StandIn:
         on_host = [t for t in args[:2] if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
         return args[0].numel() > 0 and not (asynchronous and all(t.is_pinned() for t in on_host))
 
-    def block_of(self, host: torch.Tensor, device: int) -> Block:
-        """The memory of a tensor's storage, which may be that of others."""
+    def note_memory(self, host: torch.Tensor, device: int) -> None:
+        """Enter a tensor's storage, which may be that of others, in the books of a device."""
         storage = host.untyped_storage()
-        size, block = -(-storage.nbytes() // ROUNDING) * ROUNDING, self.blocks.get(storage._cdata)
-        if block is None or block.taken != size:  # or it was resized
-            block = self.blocks[storage._cdata] = Block(self, device, size)
-        return block
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        if not hasattr(storage, "block") or storage.block.taken != size:  # or it was resized
+            storage.block = Block(self.books[device], size)
+
+    def make(self, op: OpOverload, *args: Any, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
+        """Carry out an operation that makes a tensor from nothing."""
+        return DeviceTensor(op(*args, **options), self.indexed(device))
 
     def indexed(self, device: torch.device | str | int | None) -> torch.device:
         """A device with its number; `cuda` is the current one."""
@@ -150,31 +167,6 @@ class StandIn:
         if given._cdata not in self.made:
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         return given
-
-
-@contextlib.contextmanager
-def _kernels(stand_in: StandIn) -> Iterator[None]:
-    """Kernels of CUDA for what has no tensor among its arguments, in any thread."""
-
-    def made(op, *args, device=None, pin_memory=None, **options):
-        device = stand_in.indexed(device)
-        return DeviceTensor(op(*args, **options), device)
-
-    def empty(size, *, memory_format=None, layout=None, **options):
-        return made(torch.empty, size, memory_format=memory_format or torch.contiguous_format, **options)
-
-    def empty_strided(size, stride, *, layout=None, **options):
-        return made(torch.empty_strided, size, stride, **options)
-
-    aten, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
-    try:
-        aten.impl("empty.memory_format", empty, "CUDA")
-        aten.impl("empty_strided", empty_strided, "CUDA")
-        others.fallback(made, "CUDA")
-        yield
-    finally:
-        aten._destroy()
-        others._destroy()
 
 
 def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

@@ -14,19 +14,6 @@ ACTIVE: "list[StandIn]" = []
 """The stand-in of the context that is open, if one is."""
 
 
-class Block:
-    """Memory of one storage, which is in the books for as long as a tensor holds it."""
-
-    def __init__(self, stand_in: "StandIn", device: int, size: int):
-        self.taken = 0
-        stand_in.books[device].take(size)
-        self.taken, self.books = size, stand_in.books[device]
-
-    def __del__(self):
-        if self.taken:
-            self.books.held -= self.taken
-
-
 class DeviceTensor(torch.Tensor):
     """Data on the host under the name of a device; operations go through `run`."""
 
@@ -38,19 +25,13 @@ class DeviceTensor(torch.Tensor):
             cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
             device=device,
         )  # fmt: skip
-        made.host, made.block = host, ACTIVE[-1].block_of(host, device.index)
+        made.host = host
+        ACTIVE[-1].note_memory(host, device.index)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         return run(op, args, kwargs or {})
-
-    def __tensor_flatten__(self):  # has Module.to swap parameters, which keeps their identity as on CUDA
-        return ["host"], self.device
-
-    @staticmethod
-    def __tensor_unflatten__(inner, device, size, stride):
-        return DeviceTensor(inner["host"], device)
 
     def __repr__(self, **kwargs):
         for stand_in in ACTIVE:  # there may be none any more
@@ -60,15 +41,12 @@ class DeviceTensor(torch.Tensor):
     def __deepcopy__(self, memo):
         if id(self) not in memo:
             copied = self.detach().clone().requires_grad_(self.requires_grad)
-            copied.__dict__ |= {k: v for k, v in self.__dict__.items() if k not in ("host", "block")}
+            copied.__dict__ |= {k: v for k, v in self.__dict__.items() if k != "host"}
             memo[id(self)] = copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):  # what is read again lies on the host
         return self.detach().cpu().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
-
-    def __array__(self, *args: Any):
-        return self.numpy()
 
     def numpy(self, **kwargs):
         raise TypeError(
@@ -85,22 +63,14 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self):
         return self.host.data_ptr()
 
-    def is_pinned(self, device=None):
-        return False
-
     @property
     def data(self):
         return self.detach()
 
     @data.setter
     def data(self, other):
-        if not isinstance(other, DeviceTensor):
-            is_parameter = isinstance(self, torch.nn.Parameter)
-            other = torch.nn.Parameter(other, self.requires_grad) if is_parameter else other.detach()
-            torch.utils.swap_tensors(self, other)  # its class is another
-            return
         torch.Tensor.data.__set__(self, other)
-        self.host, self.block = other.host, other.block
+        self.host = other.host
 
 
 def run(op, args: tuple, kwargs: dict) -> Any:
