@@ -121,7 +121,7 @@ class Plan:
             "expected_alignment": None if self.alignment_cost is None else self.alignment_cost._asdict(),
             "cache_bytes": {
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length), strict=True))
-                | {"teacher_int8": round(rounded_teacher_bytes(self.config, length, 8))}
+                | {"teacher_int8": rounded_teacher_bytes(self.config, length, 8)}
                 for name, length in contexts(self.config).items()
             },
             "break_even": {f"{bits} bits": break_even(self.config, self.more_weights, bits) for bits in (16, 8)},

@@ -5,6 +5,7 @@ teacher. It is decided here, with the reason, and no later step reads the option
 """
 
 import dataclasses
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -130,8 +131,8 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
     alone = RECURRENT in config.layer_types or any(getattr(config, name) for name in ATTENTION_ALONE)
     if not (options.has_windows or keeps_all) and alone:
         raise ValueError(
-            "This teacher has gates or learned sinks on its attention, or layers with a state of their own, which "
-            "mixers cannot follow; give a window or a cache."
+            "This teacher has norms on its values, gates or learned sinks on its attention, or layers with a state of "
+            "their own, which mixers cannot follow; give a window or a cache."
         )
     heads, num_heads = _kept_heads(options, weights, own)
     alignment = dataclasses.replace(options.alignment, sequence_length=options.sequence_length)
@@ -153,7 +154,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
         sinks=placement.sinks,
         salient=options.salient,
         rank=rank,
-        bits=_bits(options, choice, config.head_dim),
+        bits=_bits(options, choice, math.gcd(*config.head_widths)),
         mixer=mixer_fields(config, options.mixer),
         initial_decay=options.mixer.initial_decay,
         export_ready=options.mixer.export_ready,
@@ -243,7 +244,7 @@ def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
 
 
 def few_bits(head_dim: int) -> CacheBits:
-    """Bits of a number in the cache where a budget decides, as few as heads of this size allow."""
+    """Bits of a number in the cache where a budget decides, as few as heads of multiples of this size allow."""
     if head_dim % 2:
         return CacheBits()
     window = (WINDOW_BITS, WINDOW_BITS)

@@ -33,6 +33,7 @@ class SoftmaxAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        config = config.of_kind(config.layer_types[layer_idx])
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping
@@ -48,7 +49,7 @@ class SoftmaxAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
-        self.q_norm, self.k_norm = qk_norms(config)
+        self.q_norm, self.k_norm, self.v_norm = head_norms(config)
         self.gate_proj = gate_projection(config)
         self.sinks = learned_sinks(config)
 
@@ -90,7 +91,7 @@ def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[to
     """Query (B, H, L, D), key and value (B, K, L, D) of hidden states (B, L, hidden), normed but not yet rotated.
 
     Args:
-        attention: a module with q_proj, k_proj, v_proj, q_norm, k_norm and head_dim.
+        attention: a module with q_proj, k_proj, v_proj, q_norm, k_norm, v_norm and head_dim.
     """
     shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
     query = attention.q_proj(hidden_states).view(shape)
@@ -99,6 +100,8 @@ def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[to
     if attention.q_norm is not None:
         query = attention.q_norm(query)
         key = attention.k_norm(key)
+    if attention.v_norm is not None:
+        value = attention.v_norm(value)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -252,10 +255,12 @@ def attend_beside_sinks(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def qk_norms(config) -> list[nn.Module | None]:
-    """The norms on queries and on keys, or None twice."""
+def head_norms(config) -> list[nn.Module | None]:
+    """The norms on queries, on keys and on values, each a module or None."""
     heads = config.num_attention_heads, config.num_key_value_heads
-    return [head_norm(config.qk_norm, config.head_dim, n, config.norm_eps, config.norm_unit_offset) for n in heads]
+    norms = [head_norm(config.qk_norm, config.head_dim, n, config.norm_eps, config.norm_unit_offset) for n in heads]
+    of_values = nn.RMSNorm(config.head_dim, config.norm_eps, elementwise_affine=False) if config.value_norm else None
+    return [*norms, of_values]
 
 
 def score_options(softcap: float | None, sinks: torch.Tensor | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class LlambaConfig(HybridConfig):
         norm_placement: RMSNorms "before" mixer and MLP (Llama), "after" them (OLMo) or "both" (Gemma); a list, with an
             entry for every layer, where they differ.
         residual_multiplier: factor on what mixer and MLP add to the residual stream.
+        layer_scalar: each block multiplies what it returns by a number of its own, which is not trained.
         num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
         mlp_only_layers: layers that have a single MLP nevertheless.
@@ -28,6 +29,7 @@ class LlambaConfig(HybridConfig):
             gate of its own.
         swiglu_limit, swiglu_alpha: experts are gpt-oss's, with biases, up + 1 in place of up, gate and up clamped to
             this limit, and this factor within the gate's sigmoid. None: Qwen3-MoE's.
+        experts_beside_mlp: experts are Gemma 4's, which every MLP has beside itself, with norms of their own.
         output_router_logits, router_aux_loss_coef: with experts, return the routers' logits and add the loss that
             spreads tokens over the experts, times this factor, to the loss of `labels`; False and 0.001 by default.
     """
@@ -39,6 +41,7 @@ class LlambaConfig(HybridConfig):
     mlp_bias: bool = False
     norm_placement: str | list[str] = "before"
     residual_multiplier: float | int = 1.0
+    layer_scalar: bool = False
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
@@ -48,20 +51,34 @@ class LlambaConfig(HybridConfig):
     shared_expert_gate: bool = True
     swiglu_limit: float | int | None = None
     swiglu_alpha: float | int | None = None
+    experts_beside_mlp: bool = False
 
     def __post_init__(self, **kwargs):
-        if self.num_experts is not None:  # TRL takes any model that has these fields for one with experts
+        if self.num_experts is not None and not self.experts_beside_mlp:  # which are not balanced by a loss
+            # TRL takes any model that has these fields for one with experts
             kwargs = {"output_router_logits": False, "router_aux_loss_coef": 0.001} | kwargs
         super().__post_init__(**kwargs)
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer's MLP is a choice of experts."""
-        return self.num_experts is not None and layer not in (self.mlp_only_layers or ())
+        if self.num_experts is None or self.experts_beside_mlp:
+            return False
+        return layer not in (self.mlp_only_layers or ())
 
     @property
     def num_local_experts(self) -> int | None:
         """Name by which gpt-oss's experts ask for `num_experts`."""
         return self.num_experts
+
+    @property
+    def top_k_experts(self) -> int | None:
+        """Name by which Gemma 4's router asks for `num_experts_per_tok`."""
+        return self.num_experts_per_tok
+
+    @property
+    def hidden_activation(self) -> str:
+        """Name by which Gemma 4's experts ask for `hidden_act`."""
+        return self.hidden_act
 
     def norms_of(self, layer: int) -> str:
         """Place of the norms of a layer."""
@@ -78,6 +95,8 @@ class LlambaConfig(HybridConfig):
             )
         if not 0 < self.residual_multiplier < math.inf:
             raise ValueError(f"residual_multiplier must be a finite number above 0, not {self.residual_multiplier!r}.")
+        if self.experts_beside_mlp and self.num_experts is None:
+            raise ValueError("experts_beside_mlp needs num_experts beside it.")
         if self.num_experts is not None:
             for name in ("num_experts_per_tok", "moe_intermediate_size"):
                 if getattr(self, name) is None:

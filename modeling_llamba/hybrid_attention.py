@@ -58,11 +58,11 @@ from .attention import (
     attention_function,
     gate_projection,
     head_gates,
+    head_norms,
     hiding,
     learned_sinks,
     one_token,
     project_heads,
-    qk_norms,
     score_options,
 )
 from .block_layout import Blocks, Layout
@@ -208,7 +208,7 @@ class HybridAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_out_bias)
-        self.q_norm, self.k_norm = qk_norms(config)
+        self.q_norm, self.k_norm, self.v_norm = head_norms(config)
         self.gate_proj = gate_projection(config)
         self.sinks = learned_sinks(config)
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})

@@ -1,5 +1,6 @@
 """Common configuration of both hybrid families: attention, mixers, and the kind of each layer."""
 
+import copy
 import math
 import os
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ ACTIVATIONS = (
     "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2",
     "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh",
 )  # fmt: skip
-ATTENTION_ALONE = ("attention_gate", "learned_sinks")
+ATTENTION_ALONE = ("attention_gate", "learned_sinks", "value_norm", "sliding_heads")
 """Fields of the attention that a mixer cannot follow."""
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SIZES = (
@@ -74,7 +75,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 NESTED = (
-    "text_config", "rope_parameters", "local_rope_parameters", "rope_scaling", "full_attention", "sliding_attention"
+    "text_config", "rope_parameters", "local_rope_parameters", "rope_scaling", "full_attention", "sliding_attention",
+    "sliding_heads",
 )  # fmt: skip
 
 
@@ -113,6 +115,9 @@ class HybridConfig(PreTrainedConfig):
         attention_bias: bias on q, k and v of the attention layers. attention_out_bias: bias on their o_proj.
         attention_gate: what the heads return is multiplied by the sigmoid of a projection of the layer's input.
         learned_sinks: each head has a score of its own, to which attention goes that no token gets.
+        value_norm: values are normed head by head, without weights.
+        sliding_heads: num_key_value_heads and head_dim of layers with sliding attention, where those of other layers
+            are not the same; such layers are never replaced, and they alone have a "local" rotary embedding.
         recurrent: model_type and fields of the teacher's configuration that its module with a state is made from.
         qk_norm: norm on queries and keys: None, "rms" or "layer" on each head, "all_heads" on all heads together.
         norm_unit_offset: RMSNorms outside of mixers multiply by 1 + weight.
@@ -183,6 +188,8 @@ class HybridConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.0
     attention_gate: bool = False
     learned_sinks: bool = False
+    value_norm: bool = False
+    sliding_heads: dict[str, int] | None = None
     recurrent: dict[str, Any] | None = None
     qk_norm: str | None = None
     norm_unit_offset: bool = False
@@ -266,6 +273,19 @@ class HybridConfig(PreTrainedConfig):
         """Planes of a head that a rotary embedding turns, two dimensions each."""
         turned = int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
         return (turned + 1) // 2  # of an odd number transformers turns one dimension more
+
+    @property
+    def head_widths(self) -> set[int]:
+        """Dimensions of a head, of all types of layer."""
+        return {self.of_kind(kind).head_dim for kind in ("full_attention", "sliding_attention")}
+
+    def of_kind(self, layer_type: str) -> "HybridConfig":
+        """This configuration with the heads of this type of layer."""
+        if layer_type != "sliding_attention" or self.sliding_heads is None:
+            return self
+        of_kind = copy.copy(self)
+        vars(of_kind).update(self.sliding_heads)
+        return of_kind
 
     def state_planes(self, layer: int) -> int:
         """Planes of a key that the state of a layer with the normalised read keeps; all where nothing is turned."""
@@ -356,8 +376,6 @@ class HybridConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, not {value!r}.")
-        for name in ("full_attention_bits", "window_bits"):
-            self._validate_bits(name)
         self._validate_rotary()
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
         if unknown or len(self.layer_types) != self.num_hidden_layers:
@@ -365,6 +383,10 @@ class HybridConfig(PreTrainedConfig):
                 f"layer_types needs {self.num_hidden_layers} entries out of {LAYER_TYPES}; "
                 f"got {len(self.layer_types)}" + (f", unknown: {unknown}." if unknown else ".")
             )
+        if self.sliding_heads is not None:
+            self._validate_sliding_heads()
+        for name in ("full_attention_bits", "window_bits"):
+            self._validate_bits(name)
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
         if RECURRENT in self.layer_types and self.recurrent is None:
@@ -374,8 +396,9 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError(f"A mixer cannot follow {alone[0]}; use hybrid layers.")
         if self.learned_sinks and self.attn_logit_softcapping is not None:
             raise ValueError("No attention of transformers' knows learned_sinks and attn_logit_softcapping together.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads.")
+        for kind in ("full_attention", "sliding_attention"):
+            if self.num_attention_heads % self.of_kind(kind).num_key_value_heads:
+                raise ValueError("num_attention_heads must be a multiple of num_key_value_heads.")
         if self.mixer_num_heads % self.mixer_num_kv_heads:
             raise ValueError("mixer_num_heads must be a multiple of mixer_num_kv_heads.")
         if self.mixer == "mamba1" and self.mixer_head_dim % self.mixer_d_state:
@@ -404,10 +427,20 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError(
                 f"{name} must be one of {CACHE_BITS}, or a list of two for keys and values, not {value!r}."
             )
-        if min(pair) < 8 and self.head_dim % 16:
-            raise ValueError(f"{name} of less than 8 needs a head_dim that is a multiple of 16, not {self.head_dim}.")
-        if min(pair) < 16 and self.head_dim % 2:
-            raise ValueError(f"{name} of less than 16 needs an even head_dim, not {self.head_dim}.")
+        for width in self.head_widths:
+            if min(pair) < 8 and width % 16:
+                raise ValueError(f"{name} of less than 8 needs a head_dim that is a multiple of 16, not {width}.")
+            if min(pair) < 16 and width % 2:
+                raise ValueError(f"{name} of less than 16 needs an even head_dim, not {width}.")
+
+    def _validate_sliding_heads(self) -> None:
+        if set(self.sliding_heads) != {"num_key_value_heads", "head_dim"} or None in self.sliding_heads.values():
+            raise ValueError(f"sliding_heads needs num_key_value_heads and head_dim, not {self.sliding_heads!r}.")
+        if self.attention_multiplier is None:
+            raise ValueError("With sliding_heads, attention_multiplier says the one factor on all scores.")
+        local = [self.rope_of(i) == "local" for i in range(self.num_hidden_layers)]
+        if local != [kind == "sliding_attention" for kind in self.layer_types]:
+            raise ValueError("With sliding_heads, layer_rope is local where layer_types has sliding_attention.")
 
     def _validate_rotary(self) -> None:
         layers = ["main"] * self.num_hidden_layers if self.layer_rope is None else self.layer_rope
@@ -448,10 +481,11 @@ class HybridConfig(PreTrainedConfig):
                         f"({self.hybrid_block}) and at least two of it, not {width}."
                     )
             main = self.rope_parameters or {}
-            shares = {rope.get("partial_rotary_factor", 1.0) for rope in (main, self.local_rope_parameters or main)}
+            ropes = [main, *(self.local_rope_parameters for i in hybrids if self.rope_of(i) == "local")]
+            shares = {rope.get("partial_rotary_factor", 1.0) for rope in ropes}
             if self.mixer != "none" and (main.get("rope_type") == "proportional" or len(shares) > 1):
                 raise ValueError(
-                    "The state of a hybrid layer needs one partial_rotary_factor for all layers and a rope_type that "
+                    "The state of a hybrid layer needs one partial_rotary_factor for all of them and a rope_type that "
                     "is not 'proportional'; use mixer 'none'."
                 )
         if self.hybrid_full_heads is None:

@@ -4,13 +4,14 @@
 
 Which of the norms there are (`norm_placement`), the multiplier m and the kind of MLP are fields of the configuration:
 Llama has the inner norms, OLMo the outer ones, Gemma both. The experts are transformers' own modules, Qwen3-MoE's or
-gpt-oss's.
+gpt-oss's in place of the MLP, Gemma 4's beside it.
 """
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeExperts,
@@ -69,6 +70,23 @@ class ClampedExpertBlock(GptOssMLP):
         return super().forward(hidden_states)[0]  # the second are the weights of the chosen ones
 
 
+class ExpertsBesideMLP(nn.Module):
+    """A choice of experts of the same hidden states as the MLP, each with a norm over what it returns."""
+
+    def __init__(self, config: LlambaConfig):
+        super().__init__()
+        self.router = Gemma4TextRouter(config)
+        self.experts = Gemma4TextExperts(config)
+        self.mlp_norm, self.input_norm, self.output_norm = (make_norm(config) for _ in range(3))
+
+    def forward(self, of_mlp: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add what experts return for hidden states (B, L, hidden), not normed yet, to what the MLP does."""
+        tokens = hidden_states.flatten(0, -2)
+        _, weights, chosen = self.router(tokens)
+        of_experts = self.experts(self.input_norm(tokens), chosen, weights).view_as(hidden_states)
+        return self.mlp_norm(of_mlp) + self.output_norm(of_experts)
+
+
 def make_mlp(config: LlambaConfig, layer_idx: int) -> nn.Module:
     """The MLP of a layer, or its experts."""
     if not config.has_experts(layer_idx):
@@ -102,14 +120,20 @@ class LlambaDecoderLayer(HybridDecoderLayer):
         self.mixer_out_norm = norm_at("after", config, layer_idx)
         self.post_attention_layernorm = norm_at("before", config, layer_idx)  # Llama's name for the MLP's
         self.mlp_out_norm = norm_at("after", config, layer_idx)
+        self.beside_mlp = ExpertsBesideMLP(config) if config.experts_beside_mlp else None
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         self.multiplier = config.residual_multiplier
+        self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def forward(self, hidden_states: torch.Tensor, **mixer_inputs) -> torch.Tensor:
         """(B, L, hidden) -> (B, L, hidden); the keyword arguments are those of `mix`."""
         mixed = self.mixer_out_norm(self.mix(self.input_layernorm(hidden_states), **mixer_inputs))
         hidden_states = self._add(hidden_states, mixed)
-        return self._add(hidden_states, self.mlp_out_norm(self.mlp(self.post_attention_layernorm(hidden_states))))
+        branch = self.mlp(self.post_attention_layernorm(hidden_states))
+        if self.beside_mlp is not None:
+            branch = self.beside_mlp(branch, hidden_states)
+        hidden_states = self._add(hidden_states, self.mlp_out_norm(branch))
+        return hidden_states if self.layer_scalar is None else hidden_states * self.layer_scalar
 
     def _add(self, hidden_states, branch):
         branch = self.resid_dropout(branch)
@@ -137,7 +161,14 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter | GptOssExperts | GptOssTopKRouter):
+        if isinstance(module, LlambaDecoderLayer) and module.layer_scalar is not None:
+            init.ones_(module.layer_scalar)
+        if isinstance(module, Gemma4TextRouter):
+            init.ones_(module.scale)
+            init.ones_(module.per_expert_scale)
+        if isinstance(
+            module, Qwen3MoeExperts | Qwen3MoeTopKRouter | GptOssExperts | GptOssTopKRouter | Gemma4TextExperts
+        ):
             for parameter in module.parameters():
                 init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
 

@@ -30,6 +30,8 @@ def naive_hybrid_attention(
     q, k, v = (project(hidden_states).view(length, -1, D) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.q_norm is not None:
         q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
+    if layer.v_norm is not None:
+        v = layer.v_norm(v)
     far_q = rotate_queries(q, sink_rotary or rotary)
     q, k = rotate_queries(q, rotary), rotate_keys(k, rotary)
     k, v = _as_held(layer, k, 0), _as_held(layer, v, 1)

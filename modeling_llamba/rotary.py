@@ -21,7 +21,7 @@ def local_rotary_embedding(config) -> nn.Module | None:
     """The embedding of the layers whose `layer_rope` is "local"; None where there are none."""
     if config.local_rope_parameters is None:
         return None
-    local = copy.copy(config)
+    local = copy.copy(config.of_kind("sliding_attention"))
     local.rope_parameters = config.local_rope_parameters
     return rotary_embedding(local)
 

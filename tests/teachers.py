@@ -6,6 +6,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GptOssConfig,
@@ -95,6 +97,27 @@ TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
 }
 
+PROPORTIONAL_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    "full_attention": {
+        "rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "factor": 2.0,
+    },
+}  # fmt: skip
+GEMMA4 = TINY | dict(
+    num_key_value_heads=4,
+    head_dim=16,
+    num_global_key_value_heads=2,
+    global_head_dim=32,
+    attention_k_eq_v=True,
+    attention_bias=True,
+    hidden_size_per_layer_input=0,
+    sliding_window=8,
+    layer_types=MIXED,
+    rope_parameters=PROPORTIONAL_ROPE,
+    final_logit_softcapping=3.0,
+    use_bidirectional_attention="vision",
+)
+
 MROPE = {
     "rope_type": "default",
     "rope_theta": 1e3,
@@ -169,6 +192,17 @@ TEACHERS = {
             layer_types=MIXED,
             rope_parameters=TWO_ROPES,
             query_pre_attn_scalar=20,
+        ),
+    ),
+    "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig(**GEMMA4)),
+    "gemma4-experts": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(
+            **GEMMA4 | {"attention_k_eq_v": False, "attention_bias": False, "tie_word_embeddings": False},
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=24,
         ),
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**TINY)),
@@ -268,9 +302,9 @@ STATEFUL = [
     "qwen3-5", "qwen3-5-moe", "qwen3-next", "lfm2", "granite4", "granite4-dense", "olmo-hybrid", "olmo-hybrid-rope"
 ]  # fmt: skip
 """Teachers that are hybrids already."""
-WITHOUT_MIXERS = [*STATEFUL, "gpt-oss"]
-"""Teachers that are hybrids already, or whose attention has gates or learned sinks: no mixer takes its place without a
-window."""
+WITHOUT_MIXERS = [*STATEFUL, "gpt-oss", "gemma4", "gemma4-experts"]
+"""Teachers that are hybrids already, or whose attention has gates, learned sinks or norms on values: no mixer takes
+its place without a window."""
 WITH_MIXERS = [name for name in TEACHERS if name not in WITHOUT_MIXERS]
 FIRST = [name for name in TEACHERS if name.startswith(("llama", "mistral", "qwen2", "phi")) or name == "qwen3"]
 """Teachers that take every variant of a test; the others are other blocks around the same attention, and take some."""
@@ -282,15 +316,22 @@ def make_teacher(name: str, seed: int = 0, layers: int = 4, **overrides) -> torc
     fields = config.to_dict() | {"num_hidden_layers": layers}
     if layers != config.num_hidden_layers:
         fields |= {name: fields[name][:layers] for name in ("layer_types", "no_rope_layers") if fields.get(name)}
+        if "per_layer_config" in fields:
+            fields["per_layer_config"] = {i: of for i, of in fields["per_layer_config"].items() if int(i) < layers}
         if "max_window_layers" in fields:
             fields |= {"max_window_layers": layers // 2, "layer_types": None}
     torch.manual_seed(seed)
     model = model_class(type(config)(**fields | overrides)).eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name and parameter_name.endswith("weight"):
-                offset = "linear_attn" in parameter_name or not name.startswith(("gemma", "qwen3-5", "qwen3-next"))
+        scalars = ((name, t) for name, t in model.named_buffers() if name.endswith("layer_scalar"))
+        for parameter_name, parameter in (*model.named_parameters(), *scalars):
+            is_norm = "norm" in parameter_name and parameter_name.endswith("weight")
+            if is_norm or parameter_name.endswith("layer_scalar"):
+                unit_offset = name.startswith(("gemma2", "gemma3", "qwen3-5", "qwen3-next"))
+                offset = "linear_attn" in parameter_name or not unit_offset
                 parameter.copy_(float(offset) + 0.2 * torch.randn_like(parameter))
+                if name.startswith("gemma4") and parameter_name.endswith("k_norm.weight"):
+                    parameter.mul_(len(parameter) ** -0.5)  # where other teachers have a factor on scores
             elif parameter.ndim == 1:
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             else:

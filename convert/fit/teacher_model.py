@@ -145,8 +145,8 @@ class TeacherModel:
         module = self.model.get_submodule(name)
         if _is_meta(module):
             module.to_empty(device=self.device)
-            for parameter_name, _ in module.named_parameters():
-                self._fill(f"{name}.{parameter_name}")
+            for tensor_name in module.state_dict():
+                self._fill(f"{name}.{tensor_name}")
         return module
 
     @torch.no_grad()
@@ -154,7 +154,9 @@ class TeacherModel:
         owner, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(owner)
         value = tensor_of(moved(name, self.weights.sources[name]), self.checkpoint).to(self.device, torch.float32)
-        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+        if isinstance(getattr(module, leaf), nn.Parameter):
+            value = nn.Parameter(value, requires_grad=False)
+        setattr(module, leaf, value)
 
 
 def layer_type(mixer: nn.Module) -> str:

@@ -91,6 +91,8 @@ def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
         "layers with a state of the teacher's": RECURRENT in kinds,
         "gates on the attention": config.attention_gate,
         "learned sinks": config.learned_sinks,
+        "norms on values": config.value_norm,
+        "a factor on what each block returns": config.layer_scalar,
         "attention with a sliding window": "sliding_attention" in kinds,
         f"the MLP's activation {config.hidden_act}": config.hidden_act not in ("silu", "swish"),
         "norms on queries and keys": config.qk_norm is not None and "full_attention" in kinds,

@@ -21,9 +21,8 @@ class Source:
     start: int
     stop: int
     shape: tuple[int, ...]
-    pairs: tuple[int, int] | None = None
-    """Rows of a head, and how many of its first rows the teacher rotates in adjacent pairs, which here become halves;
-    None where the rows stay in their order."""
+    order: tuple[int, ...] | None = None
+    """Rows of each head in their order here; None where it is the teacher's."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -32,17 +31,15 @@ class Source:
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
         """Read the rows in blocks, each in place of the last."""
-        if self.pairs is None:
+        if self.order is None:
             yield from checkpoint.blocks((self.name, self.start, self.stop))
             return
-        (of_head, turned) = self.pairs
-        for first in range(self.start, self.stop, of_head):
-            head = checkpoint.read(self.name, first, first + of_head)
-            yield torch.cat([head[:turned:2], head[1:turned:2], head[turned:]])
+        for first in range(self.start, self.stop, len(self.order)):
+            yield checkpoint.read(self.name, first, first + len(self.order))[list(self.order)]
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
         """Read all of the rows at once."""
-        if self.pairs is None:
+        if self.order is None:
             return checkpoint.read(self.name, self.start, self.stop).view(self.shape)
         return torch.cat(list(self.blocks(checkpoint)))
 

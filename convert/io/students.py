@@ -56,6 +56,8 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
     if config.model_type == "phimamba":
         shapes |= _linear("mlp.fc1", hidden, inner, True) | _linear("mlp.fc2", inner, hidden, True)
         return shapes | _norm("input_layernorm", config)
+    if config.layer_scalar:
+        shapes = {"layer_scalar": (1,)} | shapes
     if config.has_experts(layer):
         count = config.num_experts
         width = config.moe_intermediate_size
@@ -85,6 +87,18 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
     for name, absent in norms.items():
         if config.norms_of(layer) != absent:
             shapes |= _norm(name, config)
+    if config.experts_beside_mlp:
+        count = config.num_experts
+        width = config.moe_intermediate_size
+        shapes |= {
+            "beside_mlp.router.scale": (hidden,),
+            "beside_mlp.router.per_expert_scale": (count,),
+            "beside_mlp.router.proj.weight": (count, hidden),
+            "beside_mlp.experts.gate_up_proj": (count, 2 * width, hidden),
+            "beside_mlp.experts.down_proj": (count, hidden, width),
+        }
+        for name in ("mlp_norm", "input_norm", "output_norm"):
+            shapes |= _norm(f"beside_mlp.{name}", config)
     return shapes
 
 

@@ -41,7 +41,8 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACH
     whole = {kind: layer_bytes(config, kind, length, dtype) for kind in set(teacher_types)}
     hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
     others = [kind for kind in config.layer_types if kind != "hybrid"]
-    own = {kind: layer_bytes(config, kind, length, dtype, rounded=True) for kind in set(teacher_types)}
+    bits = {"full_attention": config.full_attention_bits, "sliding_attention": config.window_bits}
+    own = {kind: layer_bytes(config, kind, length, dtype, bits.get(kind, 16)) for kind in set(teacher_types)}
     own["linear_attention"] = state
     hybrid = sum(own[kind] for kind in others)
     hybrid += sum(hybrid_bytes(config, layer, length, dtype) for layer in hybrids)
@@ -76,12 +77,9 @@ def break_even(config: PreTrainedConfig, more_weights: int, bits: int = 16) -> i
     return high
 
 
-def rounded_teacher_bytes(config: PreTrainedConfig, length: int, bits: int) -> float:
+def rounded_teacher_bytes(config: PreTrainedConfig, length: int, bits: int) -> int:
     """Bytes one sequence keeps in the teacher of a hybrid with keys and values in so many bits; states stay whole."""
-    share = Rounding(bits, config.head_dim).width(CACHE_DTYPE) / Rounding(16, config.head_dim).width(CACHE_DTYPE)
-    states = config.conversion["teacher_layer_types"].count(RECURRENT)
-    of_states = states and states * recurrent_bytes(config, CACHE_DTYPE)
-    return of_states + share * (cache_bytes(config, length)[0] - of_states)
+    return sum(layer_bytes(config, kind, length, bits=bits) for kind in config.conversion["teacher_layer_types"])
 
 
 def teacher_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACHE_DTYPE) -> int:
@@ -123,12 +121,12 @@ def layer_bytes(
     layer_type: str,
     length: int,
     dtype: torch.dtype = CACHE_DTYPE,
-    rounded: bool = False,
+    bits: int | list[int] = 16,
 ) -> int:
-    """Bytes of a layer that stays as it is in the teacher; attention is `rounded` to the hybrid's bits or not."""
+    """Bytes of a layer that stays as it is in the teacher, keys and values in so many bits."""
     if layer_type == RECURRENT:
         return recurrent_bytes(config, dtype)
-    return attention_bytes(config, layer_type, length, dtype, rounded)
+    return attention_bytes(config, layer_type, length, dtype, bits)
 
 
 def recurrent_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -162,19 +160,16 @@ def attention_bytes(
     layer_type: str,
     length: int,
     dtype: torch.dtype = CACHE_DTYPE,
-    rounded: bool = False,
+    bits: int | list[int] = 16,
 ) -> int:
-    """Bytes of a layer that keeps its attention, `rounded` to the hybrid's bits or not.
+    """Bytes of a layer that keeps its attention, keys and values in so many bits.
 
     A layer with a window needs all but the window's first column.
     """
     tokens = length
-    bits = config.full_attention_bits
     if layer_type == "sliding_attention":
         tokens = min(length, config.sliding_window - 1)
-        bits = config.window_bits
-    if not rounded:
-        bits = 16
+    config = config.of_kind(layer_type)
     return config.num_key_value_heads * pair_bytes(config, bits, dtype) * tokens
 
 

@@ -3,6 +3,7 @@
 from .base import TeacherFamily
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
+from .gemma4 import GEMMA4
 from .glm4 import GLM4
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
@@ -28,33 +29,25 @@ from .smollm3 import SMOLLM3
 FAMILIES = {
     family.model_type: family
     for family in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, GRANITE, MIXTRAL, QWEN3_MOE,
-        QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2, GRANITE_MOE_HYBRID, OLMO_HYBRID, MINISTRAL3, GLM4,
+        LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, PHI, GEMMA2, GEMMA3, GEMMA4, OLMO2, OLMO3, SMOLLM3, GRANITE, MIXTRAL,
+        QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2, GRANITE_MOE_HYBRID, OLMO_HYBRID, MINISTRAL3, GLM4,
         GPT_OSS,
     )
 }  # fmt: skip
 MULTIMODAL = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 """The `model_type` of a model with a text part, which is what is converted -> that of the part where it says none."""
-_GEMMA4 = (
-    "its full attention has heads of another width than its windows (global_head_dim), its last layers attend to keys "
-    "and values of earlier ones (num_kv_shared_layers), and each block adds an embedding of its own "
-    "(hidden_size_per_layer_input)"
-)
-NOT_FOLLOWED = {"gemma4": _GEMMA4, "gemma4_text": _GEMMA4}
-"""`model_type` of teachers that transformers knows -> their parts that a hybrid cannot follow."""
 
 
 def get_family(model_type: str, text_type: str | None = None) -> TeacherFamily:
     """The family of a teacher, or of the text part of a multimodal one, whose `model_type` may be given beside it."""
     if model_type in MULTIMODAL:
         model_type = text_type or MULTIMODAL[model_type]
-    if model_type in NOT_FOLLOWED:
-        raise ValueError(f"Architecture {model_type!r} is not supported: {NOT_FOLLOWED[model_type]}.")
     if model_type in {family.student for family in FAMILIES.values()}:
         raise ValueError(
             "This model is a hybrid already; convert its teacher, or train the hybrid (convert-to-hybrid mohawk)."

@@ -48,6 +48,11 @@ class TeacherFamily:
     adjacent_pairs: tuple[str, ...] = ()
     """Templates of queries' and keys' tensors in whose heads the two rows of a plane of the rotary embedding are
     neighbours; in the hybrid they lie half of the rotated rows apart."""
+    distant_pairs: tuple[str, ...] = ()
+    """Templates of those in whose heads such rows lie half a head apart, although not all rows are rotated, in layers
+    whose `layer_rope` is "main"."""
+    copied: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    """Finds tensors that the teacher lacks as it reads another in their place, both by their names in the hybrid."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the hybrid -> field of the teacher, beyond COMMON_FIELDS."""
     constants: Mapping[str, Any] = field(default_factory=dict)

@@ -333,11 +333,13 @@ def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict
                 f"The teacher's configuration has {name} {getattr(config, name)}, which a hybrid cannot follow; take "
                 "it out of config.json if the model computes the same without it."
             )
+    # the layers that grow say how many heads there are, and how wide
+    of_layers = config.per_layer_config["full_attention"] if config.is_heterogeneous else config
     said = family.fields.keys() | family.constants.keys()
-    fields = {name: getattr(config, name) for name in COMMON_FIELDS if name not in said}
+    fields = {name: getattr(of_layers, name) for name in COMMON_FIELDS if name not in said}
     fields |= {mine: getattr(config, theirs) for mine, theirs in family.fields.items()} | family.constants
     fields |= family.special(config) if family.special else {}
-    fields["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fields["head_dim"] = getattr(of_layers, "head_dim", None) or config.hidden_size // config.num_attention_heads
     types = teacher_layer_types(config)
     if RECURRENT in types:
         if not family.recurrent:
@@ -350,9 +352,11 @@ def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict
 
 
 def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
-    """List the kind of each layer of a teacher; a window that never hides a token is none."""
+    """List the kind of each layer of a teacher; a window that never hides a token, and has no heads of its own, is
+    none."""
     types = declared_layer_types(config)
     nominal = "sliding_attention" in types and config.sliding_window >= config.max_position_embeddings
+    nominal = nominal and not config.is_heterogeneous
     return ["full_attention" if nominal and kind == "sliding_attention" else kind for kind in types]
 
 

@@ -8,6 +8,7 @@ become the mixer's (`io/mapping.py`).
 import copy
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -58,15 +59,18 @@ class TeacherWeights:
             fields["tie_word_embeddings"] = checkpoint.same_values(embedding, head)
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
-        sources, dropped = canonical_sources(teacher.family, config, checkpoint.tensors, tensor_shapes(config))
+        copied = teacher.family.copied(teacher.config)
+        sources, dropped = canonical_sources(teacher.family, config, checkpoint.tensors, tensor_shapes(config), copied)
         return cls(teacher, checkpoint, fields, config, sources, dropped)
 
     def bounded(self, context: int) -> tuple[int, ...]:
         """Layers whose cache does not grow within a context in the teacher, which keep it as it is: with a window that
-        hides tokens, or with a state."""
+        hides tokens, or that has heads of its own, or with a state."""
         width = self.config.sliding_window
-        kinds = enumerate(self.config.layer_types)
-        return tuple(i for i, kind in kinds if kind == RECURRENT or (kind == "sliding_attention" and width < context))
+        kept = {RECURRENT}
+        if width is not None and (width < context or self.config.sliding_heads is not None):
+            kept.add("sliding_attention")
+        return tuple(i for i, kind in enumerate(self.config.layer_types) if kind in kept)
 
     @property
     def has_out_bias(self) -> bool:
@@ -132,11 +136,27 @@ def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | 
     return table
 
 
+def row_orders(family: TeacherFamily, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Tensor of the teacher -> the rows of its heads in their order in the hybrid, where that is another."""
+    width, planes = config.head_dim, config.rotary_planes
+    half = width // 2
+    adjacent = (*range(0, 2 * planes, 2), *range(1, 2 * planes, 2), *range(2 * planes, width))
+    distant = (*range(planes), *range(half, half + planes), *range(planes, half), *range(half + planes, width))
+    return {
+        template.format(i=i): order
+        for templates, order in ((family.adjacent_pairs, adjacent), (family.distant_pairs, distant))
+        for template in templates
+        for i in range(config.num_hidden_layers)
+        if config.rope_of(i) == "main"
+    }
+
+
 def canonical_sources(
     family: TeacherFamily,
     config: PreTrainedConfig,
     teacher: Mapping[str, TensorInfo],
     attention_shapes: Mapping[str, tuple[int, ...]],
+    copied: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, Source | Stack], dict[str, str]]:
     """Find each tensor of a hybrid that keeps all its attention in the teacher, and what is dropped.
 
@@ -144,13 +164,12 @@ def canonical_sources(
         config: of that hybrid. teacher: tensors of its weights.
         attention_shapes: names and shapes of a hybrid that keeps all its attention; a name that is absent
             (a tied head, a bias the configuration does without) is not expected from the teacher.
+        copied: names that the teacher does not have -> those whose tensors it reads in their place.
     """
     num_layers = config.num_hidden_layers
     table = expand_templates(family, num_layers)
-    by_head, adjacent = (
-        {template.format(i=i) for template in templates for i in range(num_layers)}
-        for templates in (family.by_head, family.adjacent_pairs)
-    )
+    by_head = {template.format(i=i) for template in family.by_head for i in range(num_layers)}
+    orders = row_orders(family, config)
     sources = {}
     dropped = {}
     faults = []
@@ -180,14 +199,13 @@ def canonical_sources(
         present = [target for target in targets if target in attention_shapes]
         if known == "lm_head.weight" and not present:
             dropped[name] = "tied to the embedding"
-        elif not present:
+        elif not present or present[0] in copied:
             faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
         else:
             of_head = config.head_dim if known in by_head else None
             faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources, of_head)
-            if known in adjacent and present[0] in sources:
-                pairs = (config.head_dim, 2 * config.rotary_planes)
-                sources[present[0]] = dataclasses.replace(sources[present[0]], pairs=pairs)
+            if known in orders and present[0] in sources:
+                sources[present[0]] = dataclasses.replace(sources[present[0]], order=orders[known])
     # a tensor of a wrong shape is there, so that it is not called missing, too
     mis_shaped = {fault.split()[0] for fault in faults}
     for target, names in pieces.items():
@@ -201,7 +219,10 @@ def canonical_sources(
                 faults.append(
                     f"{names[0]} and those beside it have {rows} rows where {target} has {attention_shapes[target][0]}"
                 )
-    missing = [target for target in attention_shapes if target not in sources]
+    sources |= {
+        target: dataclasses.replace(sources[name], order=None) for target, name in copied.items() if name in sources
+    }
+    missing = [target for target in attention_shapes if target not in sources and target not in copied]
     renamed = {t: name for name, ts in table.items() if ts for t in ((ts,) if isinstance(ts, str) else ts)}
     renamed |= {target: names[0] for target, names in joined.items()}
     faults += [f"missing tensor {renamed[m]}" for m in missing if renamed[m] not in mis_shaped]

@@ -35,9 +35,11 @@ def families() -> list[dict[str, Any]]:
 def export_targets(family: TeacherFamily) -> list[str]:
     """The architectures that can hold an export-ready hybrid of a teacher with its family's default configuration and
     no window of its own."""
-    fields, types = hybrid_fields(AutoConfig.for_model(family.model_type), family)
-    if RECURRENT in types or any(fields.get(name) for name in ATTENTION_ALONE):
+    if any(family.constants.get(name) for name in ATTENTION_ALONE):
         return []  # what is exported has mixers, which these teachers do not become
+    fields, types = hybrid_fields(AutoConfig.for_model(family.model_type), family)
+    if RECURRENT in types:
+        return []
     layers = ["linear_attention", *["full_attention"] * (len(types) - 1)]
     config = STUDENTS[family.student](
         **fields, layer_types=layers, mixer="mamba2", mixer_qk_norm=fields.get("qk_norm")

@@ -48,6 +48,7 @@ def refuse(vllm_config: VllmConfig) -> None:
     unserved = {
         "Gates on attention": config.attention_gate,
         "Learned sinks": config.learned_sinks,
+        "Windows whose heads are other ones": config.sliding_heads is not None,
         "Layers with a state of the teacher's own": config.recurrent is not None,
     }
     for what, is_so in unserved.items():

@@ -18,13 +18,13 @@ import yaml
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma4TextConfig
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from convert.cli import progress_bars
 from convert.io.folder import MARKER, OutputFolder, mark
 from tests.helpers.command import check_one_line_error, nothing_left, run, run_as_is
 from tests.helpers.tokenizers import tokenizer
-from tests.teachers import TEACHERS, TINY
+from tests.teachers import TEACHERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,10 +123,6 @@ def test_unsupported_architectures(tmp_path):
     tiny = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     BertModel(BertConfig(**tiny)).save_pretrained(tmp_path / "bert")
     check_one_line_error(run(tmp_path / "bert", tmp_path / "out"), "'bert'", "not supported", "llama")
-    Gemma4TextConfig(**TINY).save_pretrained(tmp_path / "gemma")
-    check_one_line_error(
-        run(tmp_path / "gemma", tmp_path / "out"), "'gemma4_text'", "not supported", "num_kv_shared_layers"
-    )
 
 
 def test_contradictory_or_quantised_configurations(teacher, tmp_path):

@@ -13,9 +13,10 @@ VOCABULARY = 320
 SMALL = dict(
     num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
     shared_expert_intermediate_size=40, shared_intermediate_size=40, linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_key_head_dim=6, linear_value_head_dim=8, mamba_n_heads=4, mamba_d_state=8,
+    linear_key_head_dim=6, linear_value_head_dim=8, mamba_n_heads=4, mamba_d_state=8, top_k_experts=2,
+    global_head_dim=32, num_global_key_value_heads=1,
 )  # fmt: skip
-"""Sizes of experts and states, in models that have them."""
+"""Sizes of experts and states, and of heads of full attention, in models that have them."""
 HEAD_DIM = 16
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 CODE_SPLIT = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -94,6 +95,15 @@ QWEN3_5 = DELTA_NET | dict(
     head_dim=256, eos_token_id=248044, attn_output_gate=True, mtp_num_hidden_layers=1, mamba_ssm_dtype="float32",
     rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                      "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+)  # fmt: skip
+GEMMA4_TEXT = dict(
+    head_dim=256, global_head_dim=512, attention_k_eq_v=True, use_bidirectional_attention="vision",
+    hidden_size_per_layer_input=0, num_kv_shared_layers=0, sliding_window=1024, final_logit_softcapping=30.0,
+    layer_types=[*["sliding_attention"] * 5, "full_attention"] * 10, bos_token_id=2, eos_token_id=1, pad_token_id=0,
+    rope_parameters={
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
 )  # fmt: skip
 LLAMA_2 = dict(rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2)
 
@@ -288,6 +298,15 @@ REAL_MODELS = {
         of("glm4", 40, 4096, 32, 2, 131072, head_dim=128, attention_bias=True, partial_rotary_factor=0.5,
            rope_theta=1e4, pad_token_id=151329, eos_token_id=[151329, 151336, 151338]), "PreTrainedTokenizerFast",
         CHATML, bos=False,
+    ),
+    "gemma-4-31B": RealModel(
+        of("gemma4_text", 60, 5376, 32, 16, 262144, intermediate_size=21504, num_global_key_value_heads=4,
+           **GEMMA4_TEXT), "GemmaTokenizer",
+    ),
+    "gemma-4-26B-A4B": RealModel(
+        of("gemma4_text", 30, 2816, 16, 8, 262144, intermediate_size=2112, num_global_key_value_heads=2,
+           enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+           **GEMMA4_TEXT | {"layer_types": GEMMA4_TEXT["layer_types"][:30]}), "GemmaTokenizer",
     ),
     "gpt-oss-20b": RealModel(
         of("gpt_oss", 24, 2880, 64, 8, 131072, head_dim=64, attention_bias=True, sliding_window=128,

@@ -17,12 +17,15 @@ LENGTH = 32
 
 
 def teacher_model(folder, **options) -> TeacherModel:
-    """The teacher in `folder`, which makes mixers for every layer."""
+    """The teacher in `folder`, which makes mixers for every layer, or for those that can be replaced."""
     settings = make_options(str(folder), "unused", **{"attention_layers": "none"} | options)
     weights = TeacherWeights.of(find_teacher(str(folder)))
     resolved = resolve(settings, weights)
     model = TeacherModel(weights, resolved.alignment.device, resolved.initial_decay, resolved.seed)
-    model.follow(hybrid_config(weights, everywhere(resolved.replacement, model.num_layers), resolved.mixer))
+    placement = everywhere(resolved.replacement, model.num_layers)
+    if weights.config.sliding_heads is not None:
+        placement = placement.keeping(resolved.bounded)
+    model.follow(hybrid_config(weights, placement, resolved.mixer))
     return model
 
 

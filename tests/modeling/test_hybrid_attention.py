@@ -24,6 +24,12 @@ LENGTH = 83
 """Tokens of an example: two groups of blocks behind the window, and a part of a block."""
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+OTHER_HEADS = {"head_dim": 8, "num_key_value_heads": 2}
+OF_WINDOWS = dict(
+    layer_types=["sliding_attention", "hybrid"], sliding_window=8, layer_rope=["local", "main"],
+    local_rope_parameters=LOCAL_ROPE, attention_multiplier=1.0,
+)  # fmt: skip
+"""A layer with a window, whose heads may be other ones."""
 ONE_LAYER = dict(layer_types=["hybrid"], hybrid_window=6, hybrid_full_heads=None)
 CASES = {
     "two queries to a key head": {},
@@ -41,6 +47,7 @@ CASES = {
     "rms norms": dict(qk_norm="rms"),
     "norms of Gemma's kind": dict(qk_norm="rms", norm_unit_offset=True, attention_multiplier=0.3),
     "layer norms, partial rotary": dict(family="phimamba", qk_norm="layer", rope_parameters=PARTIAL_ROPE),
+    "norms on values": dict(qk_norm="rms", value_norm=True, hybrid_full_heads=[[2, 3]], window_bits=8),
     "gates": dict(attention_gate=True, attention_bias=True),
     "gates, two heads apart kept": dict(attention_gate=True, num_key_value_heads=4, hybrid_full_heads=[[2, 0]]),
     "learned sinks": dict(learned_sinks=True, attention_bias=True),
@@ -361,6 +368,26 @@ def test_flex_attention_skips_no_block_that_a_query_sees(name, way, monkeypatch,
         (dict(layer_types=["linear_attention"] * 2, hybrid_full_heads=[[0, 1], []]), "not hybrid"),
         (dict(rope_parameters=PARTIAL_ROPE | {"rope_type": "proportional"}), "one partial_rotary_factor"),
         (dict(layer_rope=["main", "local"], local_rope_parameters=PARTIAL_ROPE), "one partial_rotary_factor"),
+        (dict(sliding_heads={"head_dim": 8}), "sliding_heads needs num_key_value_heads and head_dim"),
+        (dict(sliding_heads={"head_dim": 8, "num_key_value_heads": None}), "sliding_heads needs num_key_value_heads"),
+        (dict(sliding_heads={"head_dim": 0, "num_key_value_heads": 2}), "head_dim must be a whole number"),
+        (dict(sliding_heads=OTHER_HEADS), "attention_multiplier says the one factor"),
+        (
+            dict(OF_WINDOWS, sliding_heads=OTHER_HEADS, layer_rope=["main", "local"]),
+            "layer_rope is local where layer_types has sliding_attention",
+        ),
+        (
+            dict(OF_WINDOWS, sliding_heads={"head_dim": 8, "num_key_value_heads": 3}),
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        ),
+        (
+            dict(OF_WINDOWS, sliding_heads={"head_dim": 7, "num_key_value_heads": 2}, window_bits=8),
+            "window_bits of less than 16 needs an even head_dim, not 7",
+        ),
+        (
+            dict(OF_WINDOWS, sliding_heads=OTHER_HEADS, layer_types=["sliding_attention", "linear_attention"]),
+            "A mixer cannot follow sliding_heads",
+        ),
     ],
 )
 def test_contradictory_configurations_are_refused(options, message):

@@ -246,6 +246,7 @@ def test_what_is_not_served_is_refused_by_name(name, engine):
         (None, {"quant_config": object()}, "--quantization"),
         ("hf_config", {"attention_gate": True}, "Gates on attention are not served: use transformers"),
         ("hf_config", {"learned_sinks": True}, "Learned sinks are not served: use transformers"),
+        ("hf_config", {"sliding_heads": {"head_dim": 8}}, "Windows whose heads are other ones are not served"),
         ("hf_config", {"recurrent": {"model_type": "lfm2"}}, "state of the teacher's own are not served"),
     ],
 )

@@ -119,6 +119,8 @@ def test_what_cannot_be_held_is_named(tmp_path, norm_eps):
         "experts": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
         "another rotary embedding in some layers, or none": dict(layer_rope=["main", "none"]),
         "final_logit_softcapping 30.0": dict(final_logit_softcapping=30.0),
+        "a factor on what each block returns": dict(layer_scalar=True),
+        "norms on values": dict(value_norm=True, layer_types=["full_attention"] * 2),
     }
     if norm_eps == 1e-6:
         cases = {"epsilon of its own": dict(mixer_norm_eps=1e-6)}

@@ -395,9 +395,30 @@ def test_layers_with_a_state_cost_no_attention(saved_teacher):
 
 
 WINDOWED = [name for name, (_, config) in TEACHERS.items() if "sliding_attention" in teacher_layer_types(config)]
+WITH_HEADS_OF_THEIR_OWN = [name for name in WINDOWED if name.startswith("gemma4")]
+"""Teachers whose windows have other heads than full attention, so that they always stay."""
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", WITH_HEADS_OF_THEIR_OWN)
+@torch.no_grad()
+def test_windows_with_heads_of_their_own_stay_whatever_their_width(name, saved_teacher, tmp_path):
+    """The bytes of the plan are those of either cache, whose heads are of two widths and two numbers."""
+    config = json.loads((saved_teacher(name) / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(saved_teacher(name) / "model.safetensors")
+    for width in (8, 400, 2 * config["max_position_embeddings"]):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": width}))
+        output = tmp_path / f"out-{width}"
+        plan = convert(str(tmp_path), output, align="none", window=32, attention_layers="none")
+        assert plan.config.layer_types == ["sliding_attention", "hybrid"] * 2 and "hides nothing" not in describe(plan)
+        teacher, hybrid = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path, output))
+        ids = random_ids(1, 200)
+        held = [cache_nbytes(model(ids, use_cache=True).past_key_values) for model in (teacher, hybrid)]
+        assert held == list(cache_bytes(plan.config, 200, torch.float32))
+        of_window, of_whole = 4 * (16 + 16) * min(width - 1, 200), plan.config.num_key_value_heads * (32 + 32) * 200
+        assert held[0] == 4 * 2 * (of_window + of_whole)
+
+
+@pytest.mark.parametrize("name", [name for name in WINDOWED if name not in WITH_HEADS_OF_THEIR_OWN])
 def test_a_window_that_hides_nothing_is_none(name, saved_teacher, tmp_path):
     """By its effect: wider than the model's positions it is as if absent, and so it is within a shorter context."""
     config = json.loads((saved_teacher(name) / "config.json").read_text())

@@ -14,11 +14,14 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     GenerationConfig,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 import convert.io.mapping as mixer_mapping
 from convert import convert
@@ -60,7 +63,11 @@ def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert {rule.kind for rule in plan.rules} == {"moved"} and "with every layer kept" in describe(plan)
     assert "with every attention layer kept" in (tmp_path / "out" / "README.md").read_text()
-    assert plan.parameters_before == plan.parameters_after == sum(p.numel() for p in teacher.parameters())
+    in_teacher = dict(teacher.named_parameters()) | dict(teacher.named_buffers())
+    assert plan.parameters_before == sum(t.numel() for n, t in in_teacher.items() if n in teacher.state_dict())
+    # in the teacher keys are values, too
+    copied = hybrid.model.layers[1].self_attn.v_proj.parameters() if name == "gemma4" else ()
+    assert plan.parameters_after == plan.parameters_before + sum(p.numel() for p in copied)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,19 @@ def test_in_float64(name, saved_teacher, tmp_path):
     torch.testing.assert_close(torch.cat(pieces, 1), whole, **close)
     generated = hybrid.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(hybrid(generated[:, 5:], use_cache=False).logits[:, 23:-1].argmax(-1), generated[:, 29:])
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-experts"])
+@torch.no_grad()
+def test_gemma4_where_transformers_rounds_nothing(name, saved_teacher, tmp_path, monkeypatch):
+    """All of it in float64, norms and the embedding's factor, too: rows in another order, and the same numbers."""
+    kept, _ = converted(saved_teacher(name), tmp_path / "all", attention_layers="all")
+    teacher, ids = make_teacher(name), random_ids(2, 40)
+    for model in (teacher, kept):
+        model.double().set_experts_implementation("eager")
+    monkeypatch.setattr(Gemma4RMSNorm, "forward", lambda self, x: self._norm(x) * getattr(self, "weight", 1.0))
+    teacher.model.embed_tokens.embed_scale.fill_(32**0.5)
+    torch.testing.assert_close(kept(ids).logits, teacher(ids).logits, rtol=0, atol=1e-12)
 
 
 @every_teacher
@@ -251,6 +271,22 @@ def test_the_text_part_of_a_multimodal_gemma(published, saved_teacher, tmp_path)
     assert len(describe(plan).split("dropped  ")) == 2 and plan.teacher.family.model_type == "gemma3_text"
 
 
+@torch.no_grad()
+def test_the_text_part_of_a_multimodal_gemma4(tmp_path):
+    """Only its images attend to what follows; they are not converted."""
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    vision |= dict(num_key_value_heads=2, patch_size=4, position_embedding_size=16)
+    text = TEACHERS["gemma4"][1].to_dict()
+    teacher = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=vision)).eval()
+    teacher.save_pretrained(tmp_path / "in")
+    hybrid, plan = converted(tmp_path / "in", tmp_path / "out", attention_layers="all")
+    ids = random_ids(2, 24)
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
+    parts = {name.split(".")[1] for name in load_file(tmp_path / "in" / "model.safetensors")}
+    assert parts == {"language_model", "vision_tower", "embed_vision"} and plan.weights.dropped
+    assert all("vision" in name for name in plan.weights.dropped)
+
+
 @pytest.mark.parametrize("name", ["mistral-no-window", "ministral3"])
 @torch.no_grad()
 def test_the_text_part_of_a_multimodal_mistral(name, tmp_path):
@@ -289,11 +325,21 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_text"])
-def test_what_is_missing_for_a_family_is_said(model_type, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(ValueError, match=r"is not supported: its full attention has heads of another width"):
-        convert(str(tmp_path), tmp_path / "out", align="none")
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("num_kv_shared_layers", 1, "its last layers attend to keys and values of earlier ones"),
+        ("hidden_size_per_layer_input", 8, "each of its blocks adds an embedding of its own"),
+        ("use_bidirectional_attention", "all", "its attention sees later tokens, too"),
+    ],
+)
+def test_what_is_not_followed_of_gemma4_is_said(field, value, message, saved_teacher, tmp_path):
+    """Gemma 4 E2B and E4B have the first two, with 0 where a hybrid can follow."""
+    shutil.copytree(saved_teacher("gemma4", LAYERS), tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ValueError, match=rf"{message} \({field}"):
+        plan_conversion(make_options(str(tmp_path / "in"), "out"))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-5-moe", "qwen3-next", "gpt-oss"])
