@@ -18,9 +18,10 @@ from .teachers.weights import TeacherWeights
 
 
 def plan_conversion(options: ConversionOptions) -> Plan:
-    """Plan what `run` would do; reads the files beside the weights, and the headers of the weights only.
+    """Plan what `run` would do, from the files beside the weights and from the weights' headers.
 
-    Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
+    Weights are read only from local files, and only a stored head and the embedding that it is tied to. Layers and
+    heads that only scores can choose are placed evenly; their numbers and bytes are right.
     """
     with during(f"reading {options.model}"):
         weights, _ = open_teacher(options, with_weights=False)

@@ -60,8 +60,9 @@ class PlacementOptions:
     the teacher. By default --cache decides, and without a cache half of the layers keep it."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's in bfloat16 (0.25), or bytes
-    (50MB). Layers, heads and window are then chosen together. Not together with a share in --attention-layers. By
-    default 0.08, unless layers, a window, heads or another mixer are given, or --align is not closed-form."""
+    (50MB). Layers, heads and window are then chosen together; with another mixer only the number of layers that keep
+    attention is. Not together with a share in --attention-layers. By default 0.08, unless layers, a window, heads or
+    another mixer are given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
     window: Window | None = None
@@ -80,8 +81,8 @@ class PlacementOptions:
     """Mean rank of the map that layers with a state add to the teacher's output projection. By default as high as
     1.5 % of the teacher's weights allow, and at most 32."""
     bits: CacheBit | None = None
-    """Bits of a number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, where a
-    cache is given or chosen, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
+    """Bits of a number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if --cache
+    decides the windows, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
     key/value heads (8, or a share such as 0.02), chosen by how much they serve recall. Needs --window or --cache."""
@@ -299,7 +300,8 @@ class PublishedOutputOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """Turn a pretrained Transformer into a hybrid Mamba/attention model."""
+    """Turn a pretrained Transformer into a hybrid that needs a fraction of its cache: most layers attend to a short
+    window and keep a state of constant size, or become Mamba mixers."""
 
     model: str | None = None
     """Teacher to convert: a Hub id, a local folder, or a GGUF file."""
