@@ -45,10 +45,9 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple
 def checked(plan: Plan) -> Plan:
     """The plan, unless it was to be ready for export and is not."""
     if plan.resolved.export_ready:
-        from .formats.export import NATIVE_CLASSES, check_holdable, obstacles
+        from .formats.export import check_exportable
 
-        holders = [target for target, native in NATIVE_CLASSES.items() if not obstacles(plan.config, native)]
-        check_holdable(plan.config, holders[0] if holders else "bamba")
+        check_exportable(plan.config)
     return plan
 
 

@@ -43,6 +43,7 @@ Seed = restricted_number_type("Seed", int, [(">=", -(10**9)), ("<=", 10**9)], do
 Width = restricted_number_type("Width", int, [(">", 0), ("<=", 2**24)], docstring="a number of tokens")
 Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], docstring="a factor")
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
+ExportTarget = Literal["granitemoehybrid", "bamba"]
 Trainable = Literal["all", "all-but-mlp", "mixers", "beyond-window"]
 Window = restricted_number_type("Window", int, [(">=", 2), ("<=", 2**24)], docstring="a number of tokens from 2 on")
 CacheBit = Literal[16, 8, 6, 4, 2]
@@ -568,7 +569,7 @@ class ExportOptions:
 
     model: str | None = None
     """Hub id or folder of a hybrid of this project."""
-    to: Literal["granitemoehybrid", "bamba"] = "granitemoehybrid"
+    to: ExportTarget = "granitemoehybrid"
     """Architecture to write; bamba is the one for llama.cpp."""
     expand: Expansion | None = None
     """Width of the mixers over the model's width, filled up with zero heads; llama.cpp needs 2."""
