@@ -50,6 +50,28 @@ CacheBit = Literal[16, 8, 6, 4, 2]
 Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
 
 
+def default_sequence_length(has_windows: bool, held: int = 0) -> int:
+    """Choose the tokens per calibration sequence where the user gives none.
+
+    Args:
+        held: tokens that a layer with a window attends to, if they are known before the text is read.
+    """
+    if not has_windows:
+        return 512
+    return max(1024, 2 * held)
+
+
+def evicted_tokens(length: int, window: int, kept: int, block: int = 1) -> int:
+    """Count the tokens of a sequence that come to the state of a layer; there are none if this is 0 or less.
+
+    Args:
+        window: width of the window, the block of the last token included.
+        kept: number of sinks and salient tokens, which stay.
+        block: tokens by which the window moves at a time.
+    """
+    return -(-length // block) * block - window - kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
     """Layers that keep attention, and windows, heads and cache of the others."""
@@ -351,13 +373,15 @@ class ConversionOptions:
                     f"least; give {near} or {near + block}."
                 )
         fitted = alignment.method != "none" and mixer.kind != "none"
-        held = placement.sinks + self.salient
-        if fitted and placement.window is not None and placement.window + held >= self.sequence_length:
-            raise ValueError(
-                f"A window of {placement.window} and {held} sinks and salient tokens cover whole calibration "
-                f"sequences of {self.sequence_length} tokens, so that nothing is left to fit a state on; set "
-                "alignment.sequence_length higher, or say --mixer none."
-            )
+        kept = placement.sinks + self.salient
+        if fitted and placement.window is not None:
+            evicted = evicted_tokens(self.sequence_length, placement.window, kept, placement.block or 1)
+            if evicted <= 0:
+                raise ValueError(
+                    f"A window of {placement.window} and {kept} sinks and salient tokens cover whole calibration "
+                    f"sequences of {self.sequence_length} tokens, so that nothing is left to fit a state on; set "
+                    "alignment.sequence_length higher, or say --mixer none."
+                )
         if alignment.method == "none" and isinstance(placement.attention_heads, int | float):
             raise ValueError(
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
@@ -436,9 +460,7 @@ class ConversionOptions:
         """Tokens per calibration sequence."""
         if self.alignment.sequence_length is not None:
             return self.alignment.sequence_length
-        if self.has_windows:
-            return 1024
-        return 512
+        return default_sequence_length(self.has_windows)
 
 
 def differences(options: Any) -> dict[str, Any]:
