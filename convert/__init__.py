@@ -1,4 +1,4 @@
-"""convert-to-hybrid: turn a pretrained Transformer into a hybrid Mamba/attention model.
+"""convert-to-hybrid: turn a pretrained Transformer into a hybrid that needs a fraction of its cache.
 
 from convert import convert
 convert("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", attention_layers=0.5)

@@ -1,7 +1,7 @@
-"""The commands: from arguments to options, and from errors to one line. No other logic.
+"""Define the commands: parse arguments into options, show progress, and print every error as one line.
 
-convert-to-hybrid MODEL OUT converts; the other commands have names. What is installed knows one more, `compare`
-(recipes/cli.py).
+convert-to-hybrid MODEL OUT converts; the other commands have names. The installed command has one more, `compare`,
+which is defined in recipes/cli.py.
 """
 
 import _thread
@@ -69,7 +69,7 @@ def flags_of(*names: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its options, what the command line offers of them, and what it does with them."""
+    """A command: its options, the flags that the command line offers, and the function that carries it out."""
 
     options: type
     run: Callable[[Any, Switches], None]
@@ -78,7 +78,7 @@ class Command:
     switches: Mapping[str, str] = field(default_factory=dict)
 
     def parser(self, name: str) -> OptionParser:
-        """Reads the options of the command, which is called so."""
+        """Make the parser of this command's options; `name` is the command's, which its help shows."""
         prog = "convert-to-hybrid"
         if name != "convert":
             prog += f" {name}"
@@ -99,7 +99,7 @@ def convert_command(options: ConversionOptions, switches: Switches) -> None:
     from .pipeline import run
     from .plan import describe_seconds, plan_printer
 
-    if rank_of_process() > 0:  # the first process says what there is to say
+    if rank_of_process() > 0:  # only the first process prints
         run(options)
         return
     print_plan = plan_printer(lambda text: console.print(printable(text), markup=False))
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
 
 
 def _carry_out(options: Any, plan: Callable, run: Callable, switches: Switches) -> None:
-    """Print the plan, and unless that is all, carry it out under a progress bar."""
+    """Print the plan, and unless this is a dry run, carry it out under a progress bar."""
     from .formats.transfer import describe
 
     if switches["dry_run"]:
@@ -298,7 +298,7 @@ def _print_report(report: Any, describe: Callable[[Any], Any], as_json: bool) ->
 
 
 def pace(done: int, seconds: float) -> str:
-    """Describe a speed: seconds for each thing done, or things per second where they are quick."""
+    """Describe a speed: seconds for each step done, or steps per second if they are quick."""
     each = seconds / done
     if each >= 0.1:
         return f"{each:,.1f} s each"
@@ -306,7 +306,7 @@ def pace(done: int, seconds: float) -> str:
 
 
 class Pace(ProgressColumn):
-    """Column with the speed of a bar."""
+    """Column that shows a bar's speed."""
 
     def render(self, task: Task) -> Text:
         if not task.speed:
@@ -316,7 +316,7 @@ class Pace(ProgressColumn):
 
 @contextlib.contextmanager
 def progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a function that shows what is being done, how much of it is done, and of how much, as a bar each."""
+    """Yield a function of a step's name, the amount done and the total; it draws one progress bar per step."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), Pace())
     if not quiet and not console.is_terminal:
         with _progress_lines() as report:
@@ -328,9 +328,9 @@ def progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 LINE_EVERY = 20
-"""Seconds between lines where there is no terminal; a log that is silent for longer looks dead."""
+"""Seconds between lines if there is no terminal; a log without new lines for longer looks as if the run hung."""
 INTERRUPT_AGAIN_AFTER = 0.01
-"""Seconds, in which any destructor has ended."""
+"""Seconds to wait before an interrupt is raised again, after which the destructor that swallowed it has returned."""
 
 
 @contextlib.contextmanager
@@ -350,7 +350,7 @@ def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal now
-        if done == total and now[0] == f"after {what}":  # said already
+        if done == total and now[0] == f"after {what}":  # its last line is printed already
             return
         now = (what, done, total, now[3] if what == now[0] else time.monotonic())
         if 0 < done == total:
@@ -370,10 +370,10 @@ def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextlib.contextmanager
 def one_line_errors(verbose: bool, interrupted: str = "") -> Iterator[None]:
-    """The edge: whatever goes wrong is one line and a non-zero exit; the traceback with --verbose.
+    """Print any error as one line and exit with a non-zero status; with --verbose let the traceback through.
 
     Args:
-        interrupted: what an interruption leaves behind, beside what is noted where it happened.
+        interrupted: text on what an interruption leaves behind, printed before the notes that the exception carries.
     """
     try:
         with _interrupts_are_not_lost():
@@ -389,14 +389,14 @@ def one_line_errors(verbose: bool, interrupted: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_are_not_lost() -> Iterator[None]:
-    """Interrupt once more where a destructor, in which Python ignores every error, met an interrupt."""
+    """Raise KeyboardInterrupt again if it was raised in a destructor, in which Python discards all exceptions."""
     hook = sys.unraisablehook
 
     def interrupt_again(ignored: Any) -> None:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             hook(ignored)
             return
-        # later, since here it would be ignored, too
+        # later, since an exception raised here would be discarded, too
         again = threading.Timer(INTERRUPT_AGAIN_AFTER, _thread.interrupt_main)
         again.daemon = True
         again.start()
@@ -409,12 +409,13 @@ def _interrupts_are_not_lost() -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> None:
-    sys.stderr.write(f"error: {printable(message)}\n")  # not by rich, which has still to import things, and may not
+    # without rich, which imports modules when it first prints; after an interruption that can fail
+    sys.stderr.write(f"error: {printable(message)}\n")
     raise SystemExit(code)
 
 
 def set_verbosity(verbose: bool, quiet: bool) -> None:
-    """Set before the libraries are imported, which is when they look."""
+    """Set how much transformers and huggingface_hub print; they read this when they are imported."""
     if not verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         logging.disable(logging.WARNING)

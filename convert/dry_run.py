@@ -1,6 +1,7 @@
 """Plan of a conversion, from the teacher's configuration and the headers of its weights.
 
-It imports none of transformers' models, which take seconds; what takes scores or writes imports them (pipeline.py).
+This module does not import transformers' models, which takes seconds; only code that computes scores or writes the
+hybrid does (pipeline.py).
 """
 
 import dataclasses
@@ -18,9 +19,10 @@ from .teachers.weights import TeacherWeights
 
 
 def plan_conversion(options: ConversionOptions) -> Plan:
-    """Plan what `run` would do; reads the files beside the weights, and the headers of the weights only.
+    """Plan what `run` would do, from the files beside the weights and from the weights' headers.
 
-    Layers and heads that only scores can choose are placed evenly; their numbers and bytes are right.
+    Weights are read only from local files, and only a stored head and the embedding that it is tied to. Layers and
+    heads that only scores can choose are placed evenly; their numbers and bytes are right.
     """
     with during(f"reading {options.model}"):
         weights, _ = open_teacher(options, with_weights=False)
@@ -29,7 +31,7 @@ def plan_conversion(options: ConversionOptions) -> Plan:
 
 
 def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple[TeacherWeights, SideFiles]:
-    """Find the teacher, give every tensor of it a place, and read the files beside its weights that come along.
+    """Find the teacher, map its tensors to the hybrid's, and read its tokenizer and generation settings.
 
     `with_weights=False` leaves safetensors on the Hub.
     """
@@ -42,15 +44,14 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple
 
 
 def checked(plan: Plan) -> Plan:
-    """The plan, unless it was to be ready for export and is not."""
+    """Return the plan; raise ValueError if --export-ready was given and no architecture can hold the hybrid."""
     if plan.resolved.export_ready:
-        from .formats.export import NATIVE_CLASSES, check_holdable, obstacles
+        from .formats.export import check_exportable
 
-        holders = [target for target, native in NATIVE_CLASSES.items() if not obstacles(plan.config, native)]
-        check_holdable(plan.config, holders[0] if holders else "bamba")
+        check_exportable(plan.config)
     return plan
 
 
 def costed(plan: Plan) -> Plan:
-    """The plan with what aligning will cost."""
+    """Return the plan with the estimated cost of its alignment."""
     return dataclasses.replace(plan, alignment_cost=alignment_cost(plan))

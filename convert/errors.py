@@ -1,25 +1,25 @@
-"""From an error to one line: what went wrong, while doing what, and the way out."""
+"""Turn an exception into one line: what failed, during which step, and what the user can do."""
 
 import contextlib
 import errno
 from collections.abc import Iterator
 
 KEPT = "what is done so far is kept"
-"""With this begins what an error says of a work folder in which the next run goes on."""
+"""Beginning of the note that an exception carries if the work folder is kept and the next run resumes from it."""
 DISK_IS_FULL = ("No space left on device", "PytorchStreamWriter failed writing")
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory", "failed to map segment", "start new thread")
 
 
 LOWER = "lower "
-"""Beginning of a note that names the options to lower where memory does not suffice."""
+"""Beginning of a note that names the options to lower if memory runs out."""
 
 
 @contextlib.contextmanager
 def during(what: str, lower: str | None = None) -> Iterator[None]:
-    """Have an error say what was being done and to which file; the innermost of these is shown.
+    """Add a note on the current step to any exception; `message_of` shows the innermost note.
 
     Args:
-        lower: the options that this takes less memory with when they are lower.
+        lower: names of the options to lower if memory runs out.
     """
     try:
         yield

@@ -43,10 +43,33 @@ Seed = restricted_number_type("Seed", int, [(">=", -(10**9)), ("<=", 10**9)], do
 Width = restricted_number_type("Width", int, [(">", 0), ("<=", 2**24)], docstring="a number of tokens")
 Expansion = restricted_number_type("Expansion", int, [(">=", 1), ("<=", 64)], docstring="a factor")
 Decay = restricted_number_type("Decay", float, [(">", 0), ("<=", 1)], docstring="a number above 0 and at most 1")
+ExportTarget = Literal["granitemoehybrid", "bamba"]
 Trainable = Literal["all", "all-but-mlp", "mixers", "beyond-window"]
 Window = restricted_number_type("Window", int, [(">=", 2), ("<=", 2**24)], docstring="a number of tokens from 2 on")
 CacheBit = Literal[16, 8, 6, 4, 2]
 Context = restricted_number_type("Context", int, [(">=", 16), ("<=", 2**24)], docstring="a number of tokens")
+
+
+def default_sequence_length(has_windows: bool, held: int = 0) -> int:
+    """Choose the tokens per calibration sequence where the user gives none.
+
+    Args:
+        held: tokens that a layer with a window attends to, if they are known before the text is read.
+    """
+    if not has_windows:
+        return 512
+    return max(1024, 2 * held)
+
+
+def evicted_tokens(length: int, window: int, kept: int, block: int = 1) -> int:
+    """Count the tokens of a sequence that come to the state of a layer; there are none if this is 0 or less.
+
+    Args:
+        window: width of the window, the block of the last token included.
+        kept: number of sinks and salient tokens, which stay.
+        block: tokens by which the window moves at a time.
+    """
+    return -(-length // block) * block - window - kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +83,33 @@ class PlacementOptions:
     the teacher. By default --cache decides, and without a cache half of the layers keep it."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's in bfloat16 (0.25), or bytes
-    (50MB). Layers, heads and window are then chosen together. Not together with a share in --attention-layers. By
-    default 0.08, unless layers, a window, heads or another mixer are given, or --align is not closed-form."""
+    (50MB). Layers, heads and windows are then chosen together; with another mixer, only the number of layers that keep
+    attention is chosen. Not together with a share in --attention-layers. By default 0.08, unless layers, a window,
+    heads or another mixer are given, or --align is not closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
     window: Window | None = None
-    """Largest number of latest tokens that a replaced layer attends to exactly; sinks and a few salient tokens stay,
-    too, and a state sums up the rest. Without --cache and --attention-layers half of the layers keep their attention;
-    --attention-layers none gives all a window. Not with mamba1 or mamba2."""
+    """Largest number of latest tokens that a replaced layer attends to exactly. It also attends to sinks and a few
+    salient tokens, and a state sums up all others. Without --cache and --attention-layers half of the layers keep
+    their attention; --attention-layers none gives all a window. Not with mamba1 or mamba2."""
     block: Width | None = None
-    """Tokens by which the window moves at a time; it must be a multiple of them, and two blocks at least. By default
-    16 where the window allows it."""
+    """Number of tokens by which the window moves at a time. The window must be a multiple of it, and at least two
+    blocks wide. By default 16 if the window allows it."""
     sinks: NonNegativeInt = 4
     """Number of first tokens that a layer with a window always attends to."""
     salient: NonNegativeInt | None = None
-    """Number of tokens that a layer with a window still attends to after they have left it: those to which most
-    attention goes. By default 16 where a state is fitted, otherwise none."""
+    """Number of tokens that a layer with a window still attends to after they have left it: those that receive most
+    attention. By default 16 if a state is fitted, otherwise none."""
     rank: NonNegativeInt | None = None
     """Mean rank of the map that layers with a state add to the teacher's output projection. By default as high as
     1.5 % of the teacher's weights allow, and at most 32."""
     bits: CacheBit | None = None
-    """Bits of a number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, where a
-    cache is given or chosen, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
+    """Bits of a number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if --cache
+    decides the windows, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
-    """Heads that keep full attention beside the window: layer:head pairs (16:3,18:0), a JSON file of them, or how many
-    key/value heads (8, or a share such as 0.02), chosen by how much they serve recall. Needs --window or --cache."""
+    """Heads that keep full attention in layers with a window: layer:head pairs (16:3,18:0), a JSON file of them, or a
+    number of key/value heads (8, or a share such as 0.02), of which those that serve recall most are chosen. Needs
+    --window or --cache."""
 
     def __post_init__(self):
         if isinstance(self.cache, float) and 1000 <= self.cache < float("inf"):  # bytes, which no share can be
@@ -99,7 +124,8 @@ class MixerOptions:
     """The mixer that takes the place of attention."""
 
     kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
-    """Mixer of the replaced layers, where they have no window; `none`: no state, which needs --window or --cache."""
+    """Mixer that replaces attention in layers without a window. With `none`, layers with a window have no state; this
+    needs --window or --cache."""
     export_ready: bool = False
     """Choose a mixer that `convert-to-hybrid export` can write as an architecture of transformers: mamba2 with a norm
     per head, SiLU and no rotary embedding."""
@@ -108,8 +134,8 @@ class MixerOptions:
     norm: Literal["none", "head", "whole"] | None = None
     """Gated norm before the output projection of mamba2; per head by default."""
     activation: Literal["identity", "silu"] | None = None
-    """Activation after the short convolution: identity (the default) keeps the mapping exact, silu is what published
-    mamba2 and mamba1 have."""
+    """Activation after the short convolution: identity, the default, keeps the mapping exact; published mamba2 and
+    mamba1 have silu."""
     shared_state: bool = False
     """Share one state among the heads that read the same key/value head."""
     gate_bias: bool = True
@@ -117,7 +143,7 @@ class MixerOptions:
     expand_kv_heads: bool = False
     """Give x and B one head per query head instead of one per key/value head."""
     rotary: bool | None = None
-    """Keep the teacher's rotary embedding on B and C; on by default where the state is large enough for it."""
+    """Keep the teacher's rotary embedding on B and C; by default if the state is large enough for it."""
     decay_bias: bool = True
     """Add a bias to the decay of discrete_mamba2."""
     out_bias: bool = True
@@ -145,7 +171,7 @@ class FitOptions:
     """The closed-form fit of each mixer to the attention that it replaces."""
 
     decays: tuple[Decay, ...] = (0.5, 0.7, 0.85, 0.95)
-    """Candidate decays per token, of which each layer takes the best."""
+    """Candidate decays per token; each layer takes the best."""
     ridges: tuple[NonNegativeFloat, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
     """Candidate ridge strengths, in units of the mean squared feature."""
     refine_steps: NonNegativeInt = 120
@@ -249,13 +275,14 @@ class AlignmentOptions:
     sequence_length: Context | None = None
     """Tokens per sequence; by default 512 for mixers and 1,024 or more for layers with a window."""
     held_out_sequences: PositiveInt = 4
-    """Number of sequences that judge the fits instead of taking part in them."""
+    """Number of held-out sequences, on which the fits are evaluated."""
     device: str = "cpu"
     """Device on which alignment runs: cpu, cuda."""
     activation_memory: int | str = "4GB"
-    """Memory for activations; what exceeds it goes to disk."""
+    """Memory for activations; those that exceed it go to disk."""
     work_dir: str | None = None
-    """Folder of fits, with which an interrupted run resumes; by default OUT.work. Fits are removed at the end."""
+    """Folder that keeps the fits, so that an interrupted run resumes; by default OUT.work. The fits are removed once
+    OUT is written."""
     fit: FitOptions = field(default_factory=FitOptions)
     matrix_orientation: OrientationOptions = field(default_factory=OrientationOptions)
     hidden_state_alignment: HiddenStateOptions = field(default_factory=HiddenStateOptions)
@@ -294,12 +321,13 @@ class PublishedOutputOptions(OutputOptions):
     def __post_init__(self):
         super().__post_init__()
         if self.private and self.push_to_hub is None:
-            raise ValueError("private says who may see the uploaded repository; it needs push_to_hub.")
+            raise ValueError("private is for the uploaded repository; it needs push_to_hub.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """Turn a pretrained Transformer into a hybrid Mamba/attention model."""
+    """Turn a pretrained Transformer into a hybrid that needs a fraction of its cache: most layers attend to a short
+    window and keep a state of constant size, or become Mamba mixers."""
 
     model: str | None = None
     """Teacher to convert: a Hub id, a local folder, or a GGUF file."""
@@ -334,9 +362,11 @@ class ConversionOptions:
             )
         if placement.window is None and not self.searches_budget:
             if placement.attention_heads is not None:
-                raise ValueError("attention_heads stand beside a window; give one (window: 64).")
+                raise ValueError("attention_heads needs a window or a cache budget; give one (window: 64).")
             if mixer.kind == "none":
-                raise ValueError("Mixer none leaves a window alone; say how wide it is (window: 256).")
+                raise ValueError(
+                    "With mixer none a replaced layer has nothing but its window; say how wide it is (window: 256)."
+                )
         if placement.window is not None and (self._of_mixer and mixer.kind != "none"):
             raise ValueError(f"A mixer has no window beside it: leave out the window, or mixer.{self._of_mixer[0]}.")
         if placement.window is not None and placement.block is not None:
@@ -348,13 +378,15 @@ class ConversionOptions:
                     f"least; give {near} or {near + block}."
                 )
         fitted = alignment.method != "none" and mixer.kind != "none"
-        held = placement.sinks + self.salient
-        if fitted and placement.window is not None and placement.window + held >= self.sequence_length:
-            raise ValueError(
-                f"A window of {placement.window} and {held} sinks and salient tokens cover whole calibration "
-                f"sequences of {self.sequence_length} tokens, so that nothing is left to fit a state on; set "
-                "alignment.sequence_length higher, or say --mixer none."
-            )
+        kept = placement.sinks + self.salient
+        if fitted and placement.window is not None:
+            evicted = evicted_tokens(self.sequence_length, placement.window, kept, placement.block or 1)
+            if evicted <= 0:
+                raise ValueError(
+                    f"A window of {placement.window} and {kept} sinks and salient tokens cover whole calibration "
+                    f"sequences of {self.sequence_length} tokens, so that nothing is left to fit a state on; set "
+                    "alignment.sequence_length higher, or say --mixer none."
+                )
         if alignment.method == "none" and isinstance(placement.attention_heads, int | float):
             raise ValueError(
                 "A number of attention_heads is chosen by the alignment; name the heads (16:3,18:0), or align."
@@ -362,7 +394,7 @@ class ConversionOptions:
         self._refuse_without_effect()
 
     def _refuse_without_effect(self) -> None:
-        """Refuse options that nothing here would read."""
+        """Refuse options that have no effect together with the others."""
         changed = differences(self)
         of_placement = changed.get("placement", {})
         of_alignment = changed.get("alignment", {})
@@ -389,7 +421,7 @@ class ConversionOptions:
 
     @property
     def cache(self) -> float | str | None:
-        """The cache budget: the one given, or the default where nothing is said about what layers hold."""
+        """The cache budget: the one given, or the default if neither layers, windows, heads nor a mixer are given."""
         placement = self.placement
         mixer = self.mixer
         said = (placement.attention_layers, placement.window, placement.attention_heads)
@@ -400,7 +432,7 @@ class ConversionOptions:
 
     @property
     def _of_mixer(self) -> list[str]:
-        """Names of the options that are set for mixers."""
+        """Names of the mixer's options that differ from their defaults."""
         return sorted(differences(self.mixer).keys() - {"out_bias"})
 
     @property
@@ -433,13 +465,11 @@ class ConversionOptions:
         """Tokens per calibration sequence."""
         if self.alignment.sequence_length is not None:
             return self.alignment.sequence_length
-        if self.has_windows:
-            return 1024
-        return 512
+        return default_sequence_length(self.has_windows)
 
 
 def differences(options: Any) -> dict[str, Any]:
-    """Every option that is not its default, as nested plain data, for the record."""
+    """Collect every option that differs from its default, as nested plain data, for the record."""
     found = {}
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
@@ -504,7 +534,7 @@ class MohawkOptions:
     stages: str | int | list[int] | None = None
     """Stages to run: 1, 2, 3, or several of them (1,2). By default all that have tokens."""
     stage_tokens: PositiveInt | None = None
-    """Number of training tokens of each of these stages, over what the YAML file says."""
+    """Number of training tokens of each of these stages, in place of the number in the YAML file."""
     seed: Seed = 0
     """Seed for the order of the training text."""
     alignment: AlignmentOptions = field(default_factory=lambda: AlignmentOptions(method="mohawk"))
@@ -550,13 +580,13 @@ class ImportOptions:
     model: str | None = None
     """Hub id or folder of a published hybrid."""
     base: str | None = None
-    """Model that it was made from, for the tokenizer and for what the checkpoint leaves out."""
+    """Model that it was made from, for the tokenizer and for tensors that the checkpoint leaves out."""
     revision: str | None = None
     """Branch, tag or commit of a Hub repository."""
     trust_remote_code: bool = False
     """Run code from the repository, which its tokenizer may need."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Fields of the hybrid's configuration that are to be otherwise than derived."""
+    """Fields of the hybrid's configuration, in place of the values that are derived."""
     output: OutputOptions = field(default_factory=OutputOptions)
 
 
@@ -566,10 +596,11 @@ class ExportOptions:
 
     model: str | None = None
     """Hub id or folder of a hybrid of this project."""
-    to: Literal["granitemoehybrid", "bamba"] = "granitemoehybrid"
+    to: ExportTarget = "granitemoehybrid"
     """Architecture to write; bamba is the one for llama.cpp."""
     expand: Expansion | None = None
-    """Width of the mixers over the model's width, filled up with zero heads; llama.cpp needs 2."""
+    """Width of the mixers as a multiple of the model's width, filled up with heads that are zero; llama.cpp needs
+    2."""
     revision: str | None = None
     """Branch, tag or commit of a Hub repository."""
     trust_remote_code: bool = False
@@ -579,7 +610,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Say what a checkpoint is: layers, mixers, sizes, cache, provenance. Loads no weights."""
+    """Describe a hybrid's layers, mixers, sizes, cache and origin, without loading its weights."""
 
     model: str | None = None
     """Folder or Hub id of a hybrid."""
@@ -589,12 +620,12 @@ class InspectOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvOptions:
-    """Say what this machine has: versions, kernels, and which code runs and why."""
+    """List this machine's versions of libraries, its GPU kernels, and the code that each part of a model runs on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamiliesOptions:
-    """List the teachers that can be converted, and what of each was tested."""
+    """List the teachers that can be converted, and the formats and weights that were tested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -622,12 +653,12 @@ class ChatOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(ChatOptions):
-    """Answer a prompt, streaming; beside the teacher on request."""
+    """Answer a prompt, token by token; on request the teacher answers it, too."""
 
     prompt: str = ""
     """Text to answer."""
     teacher: str | None = None
-    """Answer beside this model; `recorded` is the teacher that the checkpoint names."""
+    """Model that answers the prompt as well; `recorded` is the teacher that the checkpoint names."""
     max_new_tokens: PositiveInt = 128
     """Largest number of tokens to generate."""
     raw: bool = False
@@ -683,7 +714,7 @@ class OptionParser:
         return shown.format_help()
 
     def from_command_line(self, argv: Sequence[str]) -> tuple[Any, dict[str, bool]]:
-        """The options, and whether each switch is on.
+        """Read the options, and which switches are on.
 
         Raises:
             ValueError: an unknown option, a value of the wrong kind, an unreadable YAML file, or a contradiction.
@@ -771,7 +802,7 @@ class OptionParser:
         return self.parser.parse_object(found or {})
 
     def _check_names(self, values: Mapping[str, Any], section: str = "") -> None:
-        """Refuse what is no option, or a section that holds none."""
+        """Refuse unknown options, and values in the place of a section of options."""
         sections = {name[:end] for name in self.options for end, letter in enumerate(name) if letter == "."}
         for key, value in values.items():
             name = f"{section}{key}"

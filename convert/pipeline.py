@@ -4,8 +4,8 @@ open the teacher -> resolve the options -> decide a placement -> plan -> fit -> 
 
 Resolved: every value that follows from the options and the teacher, with the reason for it (resolve.py).
 Placement: what each layer holds, a window, kept heads, a mixer or its attention (layout/placement.py).
-Decision: a placement, and which parts of it only scores can decide (layout/placement.py).
-Plan: a placement with the hybrid's configuration, a rule for each tensor, and what it will cost (plan.py).
+Decision: a placement, and its parts that scores, measured on the text, have still to choose (layout/placement.py).
+Plan: a placement with the hybrid's configuration, a rule for each tensor, and the cost of the fit (plan.py).
 
 A dry run takes the first steps, too; `open_teacher`, `checked` and `costed` lie with it (dry_run.py).
 """
@@ -38,7 +38,7 @@ from .train.mohawk.stages import check_stages
 from .train.mohawk.train import train_written
 
 LOWER_FOR_FITS = "alignment.tokens or alignment.sequence_length, or for memory of the host alignment.activation_memory"
-"""Options that a fit takes less memory with."""
+"""Names of the options to lower if a fit runs out of memory."""
 
 
 def convert(model: str | None = None, output: str | os.PathLike | None = None, /, **options: Any) -> Plan:
@@ -67,8 +67,8 @@ def run(
     """Carry out a conversion.
 
     Args:
-        on_plan: called with the plan before anything that takes long, and again where scores then changed it.
-        progress: called with what is being done, how much of it is done, and of how much.
+        on_plan: called with the plan before anything that takes long, and again after scores have changed it.
+        progress: called with a step's name, the amount done and the total.
 
     Raises:
         ValueError: bad options, teacher or weights.
@@ -83,7 +83,7 @@ def run(
 
 
 def _help(options: ConversionOptions, team: Team) -> Plan:
-    """Help the first process, which decides and writes."""
+    """Run one of the other processes: fit the layers that the first one assigns; it alone decides and writes."""
     weights, _ = open_teacher(options)
     resolved = resolve(options, weights)
     placement = Aligner(weights, resolved, team=team).help()
@@ -159,7 +159,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def over(self, stage: str) -> None:
-        """This stage has come to its end."""
+        """Note that a stage has ended."""
         now = time.perf_counter()
         self.seconds[stage] = round(now - self._last, 1)
         self._last = now
@@ -200,7 +200,7 @@ def record_seconds(seconds: dict[str, float], folder: Path) -> None:
 
 
 def provenance(plan: Plan, alignment: Alignment | None) -> dict[str, Any]:
-    """Record of where a hybrid comes from, for its configuration; it holds no paths of this machine."""
+    """Record a hybrid's origin for its configuration, without paths of this machine."""
     align = "none"
     calibration = {}
     if alignment is not None:

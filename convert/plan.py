@@ -40,7 +40,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions of a conversion, all made before a weight is read."""
+    """Decisions of a conversion. A run makes a plan from headers first, and again after the scores and the fit."""
 
     weights: TeacherWeights
     resolved: Resolved
@@ -136,7 +136,7 @@ class Plan:
 
 
 def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -> Plan:
-    """Decide everything, reading no weights.
+    """Build the configuration of the hybrid and a rule for each of its tensors, without reading weights.
 
     Raises:
         ValueError: the options, the configuration and the tensors do not fit together.

@@ -1,7 +1,7 @@
-"""Every value that a conversion goes by, decided once from what the user said and from what the teacher is.
+"""Every value that a conversion uses, decided once from the options and the teacher.
 
-Options hold what was typed, and much of that is nothing: what then counts follows from other options and from the
-teacher. It is decided here, with the reason, and no later step reads the options again.
+Most options are None unless the user gives them. Their values follow from other options and from the teacher; they
+are decided here, with the reason, and no later step reads the options again.
 """
 
 import dataclasses
@@ -25,46 +25,47 @@ from .teachers.teacher import public_name
 from .teachers.weights import TeacherWeights
 
 BLOCK = 16
-"""Tokens by which windows move, where they allow it."""
+"""Number of tokens by which windows move, if their width allows it."""
 FULL_BITS, WINDOW_BITS = (6, 4), 8
-"""Bits of keys and of values in full attention, and of both in windows, where a budget decides. Far keys need more
-than values, and near tokens more than far ones (docs/results/bits.md)."""
+"""Bits of keys and of values in full attention, and of both in windows, if a budget decides. Far keys need more than
+values, and near tokens more than far ones (docs/results/bits.md)."""
 SHARE = 0.5
-"""Share of the layers that keep attention where nothing says which or how many."""
+"""Share of the layers that keep attention if the user gives neither layers nor a share."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Every value that a conversion goes by; it holds no tensor and reads no file."""
+    """Every value that a conversion uses; it holds no tensor and reads no file."""
 
     choice: Literal["teacher", "budget", "name", "share"]
-    """Source of the layers that keep attention: the teacher, whose windows everywhere leave nothing to replace, a
-    cache budget, their names, or a share of them, which a cache budget may give."""
+    """Way in which the layers that keep attention are chosen: "teacher" (every layer has a window already, so none is
+    replaced), "budget" (with heads and windows, within a cache budget), "name" (the user lists them) or "share" (a
+    share of the layers, or as many as a cache budget has room for beside mixers)."""
     has_windows: bool
     """True if replaced layers have a window, with or without a state; otherwise they are mixers."""
     layers: tuple[int, ...] | None
-    """Layers that the user wants to keep attention; None where they are not named."""
+    """Layers that the user names to keep attention; None if none are named."""
     share: float | None
-    """Share of the replaceable layers that keep attention; None where something else decides."""
+    """Share of the replaceable layers that keep attention; None if it does not decide."""
     heads: Heads | None
-    """Query heads that are named to keep full attention; None where at most their number is given."""
+    """Query heads that the user names to keep full attention; None if at most a number is given."""
     num_heads: int | None
-    """Number of key/value heads asked for beside those named; None where nothing was said of heads."""
+    """Number of key/value heads to choose besides those named; None if the user gave no heads."""
     bounded: tuple[int, ...]
     """Layers whose cache does not grow in the teacher, with a window that hides tokens within the context or with a
     state; beside windows they stay as they are."""
     context: int
     """Tokens for which the cache is counted."""
     cache_bytes: int | None
-    """Bytes of cache that a sequence may take; None where there is no budget."""
+    """Bytes of cache that a sequence may take; None if there is no budget."""
     window: int | None
-    """Width of the windows; None where a budget chooses it, or there are none."""
+    """Width of the windows; None if a budget chooses it or there are none."""
     block: int | None
-    """Tokens by which windows move; None without windows."""
+    """Number of tokens by which windows move; None without windows."""
     sinks: int
     salient: int
     rank: int | None
-    """Mean rank of the output maps; None where it is as high as a share of the teacher's weights allows."""
+    """Mean rank of the output maps; None if it is as high as a share of the teacher's weights allows."""
     bits: CacheBits
     """Bits of a number in the cache."""
     mixer: dict[str, Any]
@@ -81,7 +82,7 @@ class Resolved:
     said: dict[str, Any]
     """Options that the user set, for the record in the hybrid's configuration; they hold no paths of this machine."""
     reasons: dict[str, str]
-    """Reason for each value that is not simply the user's own word."""
+    """Reason for each value that the user did not give."""
 
     @property
     def sequence_length(self) -> int:
@@ -96,18 +97,18 @@ class Resolved:
 
     @property
     def replacement(self) -> Layer:
-        """A mixer, or a layer with the window that was asked for."""
+        """A mixer, or a hybrid layer with the window that the user gave."""
         if self.window is None:
             return Mixer()
         return self.hybrid_layer(self.window)
 
     def hybrid_layer(self, window: int) -> Hybrid:
-        """A layer with a window of this width, kept heads and the rank of its map apart."""
+        """Return a hybrid layer with a window of this width; its kept heads and the rank of its map are set later."""
         assert self.block is not None
         return Hybrid(window, self.block, self.sinks, state=self.has_state, salient=self.salient)
 
     def decided(self) -> dict[str, dict[str, Any]]:
-        """Values that were decided rather than said, each with its reason, as plain data."""
+        """Return the values that the user did not give, each with its reason, as plain data."""
         values = vars(self) | self.mixer
         values |= {"sequence_length": self.sequence_length, "dtype": str(self.dtype).removeprefix("torch.")}
         values |= {"bits": str(self.bits)}
@@ -181,7 +182,7 @@ def refuse_windows_everywhere(options: ConversionOptions, weights: TeacherWeight
 
 
 def block_of(window: int) -> int:
-    """The largest power of two, up to BLOCK, of which a window is a multiple of at least two; or 1."""
+    """Return the largest power of two up to BLOCK that divides the window into two blocks or more; 1 if none does."""
     block = BLOCK
     while block > 1 and (window % block or window < 2 * block):
         block //= 2
@@ -191,7 +192,7 @@ def block_of(window: int) -> int:
 def _kept_layers(
     options: ConversionOptions, num_layers: int, in_all: bool
 ) -> tuple[Literal["teacher", "budget", "name", "share"], tuple[int, ...] | None, float | None]:
-    """Find how the layers that keep attention are chosen, those that are named, and the share of them."""
+    """Return the `choice`, `layers` and `share` of `Resolved`."""
     asked = options.placement.attention_layers
     if options.has_windows and in_all:
         return "teacher", None, None
@@ -212,7 +213,7 @@ def _kept_layers(
 def _kept_heads(
     options: ConversionOptions, weights: TeacherWeights, own: tuple[int, ...]
 ) -> tuple[Heads | None, int | None]:
-    """Find the query heads that are named, and the number of key/value heads asked for beside them."""
+    """Return the `heads` and `num_heads` of `Resolved`."""
     asked = options.placement.attention_heads
     config = weights.config
     if asked is None:
@@ -234,7 +235,7 @@ def refuse_heads_of(windows: Collection[int], heads: Heads) -> None:
 
 
 def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
-    """Choose the bits of a number in the cache: few where a budget decides what the cache holds."""
+    """Choose the bits of a number in the cache: few if a budget decides the contents of the cache."""
     asked = options.placement.bits
     if asked is not None:
         return CacheBits((asked, asked), (asked, asked))
@@ -244,7 +245,7 @@ def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
 
 
 def few_bits(head_dim: int) -> CacheBits:
-    """Bits of a number in the cache where a budget decides, as few as heads of multiples of this size allow."""
+    """Return the bits of a number in the cache if a budget decides, as few as heads of multiples of this size allow."""
     if head_dim % 2:
         return CacheBits()
     window = (WINDOW_BITS, WINDOW_BITS)
@@ -256,8 +257,9 @@ def few_bits(head_dim: int) -> CacheBits:
 def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | None:
     """Count the bytes of cache that one sequence may take.
 
-    A share is one of what the teacher's layers with attention take, beside which its states stay; the default is one
-    of full attention alone, and its own windows stay beside that, too.
+    A share that the user gives is taken of the bytes of all layers with attention, and the bytes of the teacher's
+    states are added. The default share is taken of layers with full attention alone, and the bytes of the teacher's
+    own windows are added, too.
     """
     asked = options.cache
     if asked is None:
@@ -275,7 +277,8 @@ def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | N
 
 
 def _block(options: ConversionOptions) -> int | None:
-    """Choose the tokens by which windows move: where a budget chooses them, an eighth of the widest at most."""
+    """Choose the number of tokens by which windows move: if a budget chooses the windows, an eighth of the widest at
+    most."""
     placement = options.placement
     if not options.has_windows:
         return None
@@ -288,7 +291,7 @@ def _block(options: ConversionOptions) -> int | None:
 
 
 def _said(options: ConversionOptions, heads: Heads | None) -> dict[str, Any]:
-    """Collect the options that are not their defaults, without what names this machine or the output."""
+    """Collect the options that differ from their defaults, without names of this machine and of the output."""
     alignment = dataclasses.replace(options.alignment, work_dir=None)
     said = differences(dataclasses.replace(options, alignment=alignment))
     if isinstance(options.placement.attention_heads, str):  # it may be a path of this machine
@@ -299,7 +302,7 @@ def _said(options: ConversionOptions, heads: Heads | None) -> dict[str, Any]:
 
 
 def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedConfig) -> dict[str, str]:
-    """Say why each value is as it is that the user did not give.
+    """Return the reason for each value that the user did not give.
 
     Args:
         config: the configuration of the hybrid with every layer kept as attention.
@@ -320,14 +323,14 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
         if placement.bits is None:
             reasons["bits"] = "far keys need more than values, near tokens more than far ones"
     if resolved.share is not None and placement.attention_layers is None:
-        reasons["share"] = "half of the layers by default, since neither which nor how many was said"
+        reasons["share"] = "half of the layers by default, since neither layers nor a share was given"
     if isinstance(options.cache, float | int):
         share = f"{options.cache:.4g} of the teacher's cache in bfloat16"
         reasons["cache_bytes"] = f"{share} at {resolved.context:,} tokens"
     if placement.cache is None and options.cache is not None:
         beside = ""
         if resolved.bounded:
-            beside = " (and what its own windows or states take)"
+            beside = " (and the bytes of its own windows or states)"
         said = "by default, since nothing was said about layers, window, heads or mixer"
         reasons["cache_bytes"] += f"{beside} {said}"
     if resolved.has_windows:
@@ -351,11 +354,11 @@ def _reasons_of_windows(resolved: Resolved, options: ConversionOptions) -> dict[
     if placement.block is None and resolved.window is None:
         reasons["block"] = f"{BLOCK} by default, and an eighth of the widest window at most"
     elif placement.block is None:
-        reasons["block"] = f"the largest power of two, up to {BLOCK}, of which the window holds two or more"
+        reasons["block"] = f"the largest power of two up to {BLOCK} that divides the window into two blocks or more"
     if placement.salient is None:
         reasons["salient"] = "no state is fitted"
         if resolved.salient:
-            reasons["salient"] = "the default where a state is fitted"
+            reasons["salient"] = "the default if a state is fitted"
     if placement.rank is None and resolved.has_state:
         reasons["rank"] = "no state is fitted"
         if fitted:

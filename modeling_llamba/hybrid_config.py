@@ -104,6 +104,15 @@ def check_numbers(values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} must be {what} of {limit}, not {str(value)[:40]}.")
 
 
+def mixer_defaults(mixer: str, head_dim: int) -> dict[str, Any]:
+    """Return the fields of a mixer that follow from its kind: as published, for Mamba-1 and Mamba-2."""
+    return {
+        "mixer_d_state": min(16, head_dim) if mixer == "mamba1" else head_dim,
+        "mixer_activation": "identity" if mixer == "discrete_mamba2" else "silu",
+        "mixer_norm": "head" if mixer == "mamba2" else "none",
+    }
+
+
 class HybridConfig(PreTrainedConfig):
     """Fields shared by LlambaConfig and PhiMambaConfig.
 
@@ -250,12 +259,9 @@ class HybridConfig(PreTrainedConfig):
             self.mixer_num_kv_heads = self.mixer_num_heads
         if self.mixer_head_dim is None:
             self.mixer_head_dim = self.head_dim
-        if self.mixer_d_state is None:
-            self.mixer_d_state = 16 if self.mixer == "mamba1" else self.mixer_head_dim
-        if self.mixer_activation is None:
-            self.mixer_activation = "identity" if self.mixer == "discrete_mamba2" else "silu"
-        if self.mixer_norm is None:
-            self.mixer_norm = "head" if self.mixer == "mamba2" else "none"
+        for name, value in mixer_defaults(self.mixer, self.mixer_head_dim).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.mixer_dt_rank is None and self.mixer == "mamba1":
             self.mixer_dt_rank = -(-self.hidden_size // 16)
         if self.hybrid_sink_reach is None:

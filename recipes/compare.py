@@ -26,7 +26,7 @@ from convert.checkpoint.tokenizer import differing_text
 from convert.io.folder import write_beside
 from convert.io.students import STUDENTS, tensor_shapes
 from convert.io.writer import human_bytes
-from convert.layout.cache import CONTEXTS, cache_bytes
+from convert.layout.cache import cache_bytes, contexts
 from convert.memory import keep_free_memory, return_free_memory
 from convert.teachers.teacher import public_name
 
@@ -121,14 +121,14 @@ class Comparison:
         """KVzip's scores of a context, which it computes once."""
         known: dict[bytes, Scores] = {}
         o = self.options
-        contexts = o.rows * (len(o.text) * len(range(o.first, o.length, o.first)) + 4)
+        count = o.rows * (len(o.text) * len(range(o.first, o.length, o.first)) + 4)
 
         def scores_of(context: torch.Tensor) -> Scores:
             key = context.cpu().numpy().tobytes()
             if key not in known:
                 known[key] = reading_scores(self.teacher, self.own, self.shapes, self.tokenizer, context)
                 return_free_memory()  # of matrices whose sizes differ from context to context
-                self.progress("contexts read again", len(known), max(len(known), contexts))
+                self.progress("contexts read again", len(known), max(len(known), count))
             return known[key]
 
         return scores_of
@@ -175,12 +175,13 @@ class Comparison:
 
     def measure(self, method: Method) -> Row:
         """All figures of a method but speed."""
+        shown = contexts(self.teacher.config)
         return {
             "name": method.name,
             "kind": method.kind,
-            "cache_bytes": {name: method.nbytes(length) for name, length in CONTEXTS.items()},
+            "cache_bytes": {name: method.nbytes(length) for name, length in shown.items()},
             "share": method.nbytes(self.options.length) / OtherCache().nbytes(self.shapes, self.options.length),
-            "shares": {name: method.nbytes(n) / OtherCache().nbytes(self.shapes, n) for name, n in CONTEXTS.items()},
+            "shares": {name: method.nbytes(n) / OtherCache().nbytes(self.shapes, n) for name, n in shown.items()},
             "weight_bytes": method.weights,
             "text": {source.label: self.text(method, source) for source in self.sources},
             "recall": self.recall(method),
@@ -364,6 +365,7 @@ def markdown(found: dict[str, Any]) -> str:
         memory.append([row["name"], *map(human_bytes, sizes), human_bytes(row["weight_bytes"])])
         memory[-1] += [human_bytes(size + row["weight_bytes"]) for size in sizes]
     labels = list(methods[0]["text"]) if methods else []
+    shown_at = list(methods[0]["cache_bytes"]) if methods else []
     where = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
     first, tokens = settings["first"], f"{settings['length']:,}"
     lines = [
@@ -385,7 +387,7 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         "One sequence, with weights in bfloat16:",
         "",
-        *table(["cache", *CONTEXTS, "weights", *(f"all, {name}" for name in CONTEXTS)], memory),
+        *table(["cache", *shown_at, "weights", *(f"all, {name}" for name in shown_at)], memory),
     ]  # fmt: skip
     answered = [row for row in methods if row["ruler"]]
     if answered:

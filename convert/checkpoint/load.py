@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 import modeling_llamba  # noqa: F401  registers its classes
 import modeling_phimamba  # noqa: F401
 
-from ..teachers.teacher import first_line, read_tokenizer
+from ..teachers.teacher import check_hub_id, first_line, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,8 +33,7 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
         if not (path / "config.json").is_file():
             raise ValueError(f"{model} has no config.json, so it is not a transformers checkpoint.")
         return str(path), {}
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ValueError(f"{model} does not exist; give a local folder, a GGUF file, or a Hub id such as org/name.")
+    check_hub_id(model)
     return model, {}
 
 

@@ -25,6 +25,7 @@ from modeling_llamba.rotary import Rotary
 from modeling_llamba.ssd import repeat_groups
 
 from ..memory import return_free_memory
+from ..options import evicted_tokens
 
 FEWEST_QUERIES = 16
 GRAM_BLOCKS = 4
@@ -227,8 +228,7 @@ def ranks_within(errors: dict[int, dict[int, float]], mean: float) -> dict[int, 
 def _projected(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> tuple[Projected, torch.Tensor | None]:
     """Queries, keys and values of the heads with a window, and the kept heads' outputs."""
     shape = layer.shape
-    left = ((u.shape[1] - 1) // shape.block - shape.whole_blocks) * shape.block
-    if left <= shape.places:
+    if evicted_tokens(u.shape[1], shape.window, shape.places, shape.block) <= 0:
         raise ValueError(
             f"Sequences of {u.shape[1]} tokens are all within the window ({shape.window}) or among the {shape.places} "
             "sinks and salient tokens, so there is nothing to fit; set sequence_length higher."

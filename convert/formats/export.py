@@ -22,7 +22,7 @@ from ..io.reader import open_weights, read_json
 from ..io.students import STUDENTS, meta_shapes
 from ..io.writer import Progress, output_dtype
 from ..layout.cache import num_states
-from ..options import ExportOptions
+from ..options import ExportOptions, ExportTarget
 from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors, public_name
@@ -48,9 +48,34 @@ class NativeClass:
     partial_rotary: bool
     multipliers: bool
     """True if it has Granite's multipliers on embeddings, scores, residual branches and logits."""
+    fields: Callable[[PreTrainedConfig], dict[str, Any]]
+    """Fields of its configuration, besides those that all have, for a hybrid's configuration."""
 
 
-NATIVE_CLASSES = {
+def _granite_fields(source: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "shared_intermediate_size": source.intermediate_size,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "rope",
+        "attention_multiplier": source.score_scale,
+        **{name: getattr(source, name) for name in MULTIPLIERS},
+        "layer_types": list(source.layer_types),
+    }
+
+
+def _bamba_fields(source: PreTrainedConfig) -> dict[str, Any]:
+    # by default Bamba rotates half of each head
+    rope = {"partial_rotary_factor": 1.0} | dict(source.rope_parameters)
+    return {
+        "rope_parameters": rope,
+        "attn_layer_indices": [i for i, kind in enumerate(source.layer_types) if kind == "full_attention"],
+        "mlp_bias": source.mlp_bias,
+        "attn_rotary_emb": int(source.head_dim * rope["partial_rotary_factor"]),  # llama.cpp and vLLM look here
+    }
+
+
+NATIVE_CLASSES: dict[ExportTarget, NativeClass] = {
     "granitemoehybrid": NativeClass(
         architecture="GraniteMoeHybridForCausalLM",
         final_norm="model.norm",
@@ -62,6 +87,7 @@ NATIVE_CLASSES = {
         mlp_bias=False,
         partial_rotary=False,
         multipliers=True,
+        fields=_granite_fields,
     ),
     "bamba": NativeClass(
         architecture="BambaForCausalLM",
@@ -75,6 +101,7 @@ NATIVE_CLASSES = {
         mlp_bias=True,
         partial_rotary=True,
         multipliers=False,
+        fields=_bamba_fields,
     ),
 }
 
@@ -127,6 +154,18 @@ def obstacles(config: PreTrainedConfig, native: NativeClass) -> list[str]:
     return [what for what, is_so in found.items() if is_so]
 
 
+def holders(config: PreTrainedConfig) -> list[ExportTarget]:
+    """List the architectures that can hold all of a hybrid."""
+    return [target for target, native in NATIVE_CLASSES.items() if not obstacles(config, native)]
+
+
+def check_exportable(config: PreTrainedConfig) -> None:
+    """Raise a ValueError if no architecture can hold a hybrid; it says why the last one cannot."""
+    if not holders(config):
+        *_, last = NATIVE_CLASSES
+        check_holdable(config, last)
+
+
 def check_holdable(config: PreTrainedConfig, target: str) -> None:
     """Raise a ValueError that lists what an architecture cannot hold of a hybrid, if there is anything."""
     found = obstacles(config, NATIVE_CLASSES[target])
@@ -172,37 +211,11 @@ def native_config(source: PreTrainedConfig, target: str, expand: int | None = No
     }
     if source.head_dim * source.num_attention_heads != source.hidden_size:
         fields["head_dim"] = source.head_dim
-    if target == "granitemoehybrid":
-        fields |= _granite_fields(source)
-    else:
-        fields |= _bamba_fields(source)
+    fields |= NATIVE_CLASSES[target].fields(source)
     with config_errors(f"The hybrid's config.json gives no valid {target} configuration"):
         config = AutoConfig.for_model(target, **fields)
     config.architectures = [NATIVE_CLASSES[target].architecture]
     return config
-
-
-def _granite_fields(source: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        "shared_intermediate_size": source.intermediate_size,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "position_embedding_type": "rope",
-        "attention_multiplier": source.score_scale,
-        **{name: getattr(source, name) for name in MULTIPLIERS},
-        "layer_types": list(source.layer_types),
-    }
-
-
-def _bamba_fields(source: PreTrainedConfig) -> dict[str, Any]:
-    # unless it is said, Bamba takes half of each head
-    rope = {"partial_rotary_factor": 1.0} | dict(source.rope_parameters)
-    return {
-        "rope_parameters": rope,
-        "attn_layer_indices": [i for i, kind in enumerate(source.layer_types) if kind == "full_attention"],
-        "mlp_bias": source.mlp_bias,
-        "attn_rotary_emb": int(source.head_dim * rope["partial_rotary_factor"]),  # llama.cpp and vLLM look here
-    }
 
 
 def export_table(source: PreTrainedConfig, config: PreTrainedConfig, target: str) -> Table:

@@ -49,7 +49,7 @@ TransferOptions = ImportOptions | ExportOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Decisions of an import or export, all made before a weight is copied."""
+    """The plan of an import or export, made before any weight is copied."""
 
     source: Teacher
     """The hybrid that is read; its configuration is one of ours."""
@@ -108,7 +108,7 @@ def write_checkpoint(
     Args:
         write_config: writes config.json, last of all files, and the code it refers to.
         on_plan: called once the plan is made, before anything is written.
-        progress: called with what is being done, how much of it is done, and of how much.
+        progress: called with a step's name, the amount done and the total.
 
     Raises:
         ValueError: bad options or checkpoint. OSError: the disk.

@@ -42,13 +42,14 @@ SAFETENSORS_DTYPES = {
 }
 # several weights to a number, as MLX stores them, or less than a byte each
 PACKED_DTYPES = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
-# what GGUF says of a model and transformers' reader may leave out -> the field that has to say the same
+# GGUF's metadata that transformers' reader may leave out -> the configuration field that must have the same value
 GGUF_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-# layers -> Gemmas (2 and 3, 27B) whose attention scale GGUF does not say, and of which transformers knows another
+# Gemma's architecture -> number of layers of its 27B model. The attention scale of that model is in no GGUF file, and
+# it is not the default of transformers
 GGUF_OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
 MXFP4_PARTS = ("_blocks", "_scales")
 """Ends of the names of tensors that hold another packed as MXFP4."""

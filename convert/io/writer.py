@@ -48,7 +48,7 @@ def human_bytes(size: int) -> str:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
+"""Function that is called with a step's name, the amount done and the total."""
 
 
 @dataclass(frozen=True)

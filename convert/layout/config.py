@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from modeling_llamba.hybrid_config import mixer_defaults
+
 from ..options import MixerOptions
 from ..teachers.weights import TeacherWeights
 from .placement import Placement
@@ -44,12 +46,8 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
     kv_heads = teacher.num_key_value_heads
     if mixer.expand_kv_heads:
         kv_heads = heads
-    d_state = mixer.d_state or head_dim
-    norm = mixer.norm or "none"
-    if mixer.d_state is None and mixer.kind == "mamba1":
-        d_state = min(16, head_dim)
-    if mixer.norm is None and mixer.kind == "mamba2":
-        norm = "head"
+    defaults = mixer_defaults(mixer.kind, head_dim)
+    d_state = mixer.d_state or defaults["mixer_d_state"]
     # mamba1 cuts a head into pieces of N channels, and a piece of a rotated head is not a rotated piece
     can_rotate = d_state >= head_dim
     rotary = mixer.rotary
@@ -68,10 +66,11 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
         "mixer_num_kv_heads": kv_heads,
         "mixer_head_dim": head_dim,
         "mixer_d_state": d_state,
+        # not the published default, since identity alone keeps the mapping from attention exact
         "mixer_activation": mixer.activation or "identity",
         "mixer_gate_bias": mixer.gate_bias,
         "mixer_shared_state": mixer.shared_state,
-        "mixer_norm": norm,
+        "mixer_norm": mixer.norm or defaults["mixer_norm"],
         "mixer_rotary": rotary,
         "mixer_qk_norm": teacher.qk_norm,
         "mixer_decay_bias": mixer.decay_bias and mixer.kind == "discrete_mamba2",

@@ -14,6 +14,7 @@ from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes
 from ..layout.config import hybrid_config
 from ..layout.placement import Attention, Layer, Mixer, Placement, everywhere
 from ..layout.presets import query_heads
+from ..options import evicted_tokens
 from ..resolve import Resolved
 from ..teachers.weights import TeacherWeights
 
@@ -89,8 +90,8 @@ class Budget:
         context = self.resolved.context
         length = self.resolved.sequence_length
         if self.resolved.has_state:
-            held = self.resolved.sinks + self.resolved.salient
-            context = min(context, length // 2, length - held - 1)
+            kept = self.resolved.sinks + self.resolved.salient
+            context = min(context, length // 2, evicted_tokens(length, 0, kept, self.block) - 1)
         return max(context // self.block, 2) * self.block
 
     @property

@@ -60,7 +60,7 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
     aligner.follow(placement, mixer)
     memory = parse_size(aligner.resolved.alignment.activation_memory)
     rows = aligner.ids[-ROWS:]
-    if not aligner.resolved.has_windows:  # whose rows ask for recall already
+    if not aligner.resolved.has_windows:  # with windows the aligner's rows ask for recall already
         rows = aligner.with_recall(rows)
     errors = {}
     pieces = Pieces()

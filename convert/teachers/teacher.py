@@ -207,6 +207,12 @@ def find_teacher(
     return Teacher(name, folder, config, get_family(config.model_type), commit, gguf_file, headers_only)
 
 
+def check_hub_id(model: str) -> None:
+    """Refuse the name of no file or folder that can only be a path; Hub ids are `name` or `org/name`."""
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf"):
+        raise ValueError(f"{model} does not exist; give a local folder, a GGUF file, or a Hub id such as org/name.")
+
+
 def download_model(
     model: str, revision: str | None, gguf_file: str | None, trust_remote_code: bool, with_weights: bool
 ) -> tuple[Path, str | None, bool]:
@@ -215,9 +221,7 @@ def download_model(
     Returns:
         The folder, the commit, and whether the weights were left on the Hub.
     """
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf")
-    if looks_like_path:
-        raise ValueError(f"{model} does not exist; give a local folder, a GGUF file, or a Hub id such as org/name.")
+    check_hub_id(model)
     with _hub_errors(model, revision):
         try:
             info = HfApi().model_info(model, revision=revision)

@@ -1,8 +1,9 @@
-"""Weights of a teacher, none of them read yet: every tensor has its place in the hybrid, or is dropped for a reason.
+"""Map every tensor of a teacher's checkpoint to a tensor of the hybrid, or drop it for a reason.
 
-The teacher's names are translated to those of a hybrid that keeps every layer's attention ("canonical" names): a pure
-renaming, apart from fused matrices, which are row slices. Of a replaced layer the canonical attention tensors then
-become the mixer's (`io/mapping.py`).
+Headers are enough for this; weights are read only to compare a stored head with the embedding that the configuration
+ties it to. The teacher's names are translated to those of a hybrid that keeps every layer's attention ("canonical"
+names): a pure renaming, apart from fused matrices, which are row slices. In a replaced layer the canonical attention
+tensors then become the mixer's (`io/mapping.py`).
 """
 
 import copy
@@ -25,7 +26,10 @@ from .teacher import Teacher, config_errors, hybrid_fields
 
 @dataclasses.dataclass(frozen=True)
 class TeacherWeights:
-    """A teacher whose tensors are found and named as in the hybrid with every layer kept; none of them is read yet."""
+    """A teacher and its checkpoint, with the source of every tensor of the hybrid that keeps every layer's attention.
+
+    It holds no weights: `checkpoint` reads them when the hybrid is written or fitted.
+    """
 
     teacher: Teacher
     checkpoint: Checkpoint
@@ -42,7 +46,7 @@ class TeacherWeights:
 
     @classmethod
     def of(cls, teacher: Teacher) -> "TeacherWeights":
-        """Read the headers of a teacher's weights and give every tensor its place."""
+        """Read the headers of a teacher's weights and map every tensor to the hybrid."""
         checkpoint = teacher.open_weights()
         layers = teacher.config.num_hidden_layers
         if layers > len(checkpoint.tensors):  # before anything is built
@@ -55,7 +59,7 @@ class TeacherWeights:
             fields, layer_types = hybrid_fields(teacher.config, teacher.family)
         both = {embedding, head} <= set(checkpoint.tensors)
         if fields["tie_word_embeddings"] and both and not teacher.headers_only:
-            # as transformers does, which believes the weights
+            # transformers, too, unties the head if its stored weights differ from the embedding
             fields["tie_word_embeddings"] = checkpoint.same_values(embedding, head)
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)

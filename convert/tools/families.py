@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from modeling_llamba.hybrid_config import ATTENTION_ALONE, RECURRENT
 
-from ..formats.export import NATIVE_CLASSES, obstacles
+from ..formats.export import holders
 from ..io.students import STUDENTS
 from ..teachers import FAMILIES
 from ..teachers.base import TeacherFamily
@@ -44,7 +44,7 @@ def export_targets(family: TeacherFamily) -> list[str]:
     config = STUDENTS[family.student](
         **fields, layer_types=layers, mixer="mamba2", mixer_qk_norm=fields.get("qk_norm")
     )
-    return [target for target, native in NATIVE_CLASSES.items() if not obstacles(config, native)]
+    return holders(config)
 
 
 def describe_families(report: list[dict[str, Any]]) -> Table:

@@ -20,7 +20,7 @@ from ..errors import during, printable
 from ..io.reader import open_weights, read_json
 from ..io.students import MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
 from ..io.writer import human_bytes
-from ..layout.cache import CONTEXTS, break_even, cache_bytes
+from ..layout.cache import break_even, cache_bytes, contexts
 from ..layout.placement import Placement, window_in_words
 from ..plan import break_even_in_words
 
@@ -74,7 +74,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     attention = {"teacher_layer_types": ["full_attention"] * config.num_hidden_layers}
     config.conversion = attention | (config.conversion or {})  # the cache's size is compared with the teacher's
     report["bits"] = str(Placement.of(config).bits)
-    sizes = {name: cache_bytes(config, length) for name, length in CONTEXTS.items()}
+    sizes = {name: cache_bytes(config, length) for name, length in contexts(config).items()}
     report["cache_bytes"] = {name: {"all_attention": all_, "this_model": own} for name, (all_, own) in sizes.items()}
     if set(MIXER_LAYERS) & set(layers):
         more = (parameters - _parameters_of_attention(config)) * dtype.itemsize

@@ -9,14 +9,17 @@ import torch
 from convert.cli import main
 from convert.dry_run import plan_conversion
 from convert.layout.cache import cache_bytes
+from convert.layout.config import mixer_fields
 from convert.layout.placement import Hybrid, Mixer
-from convert.options import make_options
+from convert.options import MixerOptions, make_options
 from convert.plan import describe_decided, make_plan
 from convert.resolve import resolve
 from convert.scores.budget import Budget
 from convert.scores.decide import decide_placement
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
+from modeling_llamba import LlambaConfig
+from tests.teachers import TINY
 
 
 def resolved(folder, **options):
@@ -26,6 +29,17 @@ def resolved(folder, **options):
 
 WINDOWED = {"block", "salient", "rank", "sequence_length"}
 OF_MIXER = {"mixer_d_state", "mixer_rotary", "mixer_norm", "mixer_activation"}
+
+
+@pytest.mark.parametrize("kind", ["discrete_mamba2", "mamba2", "mamba1"])
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_a_mixer_has_the_fields_that_its_configuration_has_by_default(kind, head_dim):
+    """But for the activation: identity alone maps attention exactly, silu is what is published."""
+    config = LlambaConfig(**TINY | {"head_dim": head_dim, "mixer": kind})
+    fields = mixer_fields(config, MixerOptions(kind=kind))
+    for name in ("mixer_head_dim", "mixer_d_state", "mixer_norm"):
+        assert fields[name] == getattr(config, name), name
+    assert fields["mixer_activation"] == "identity"
 
 
 @pytest.mark.parametrize(

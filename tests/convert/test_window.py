@@ -1,5 +1,6 @@
 """Conversion to layers with a window, with a state or without: mapping, bytes, alignment, training, refusals."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -14,7 +15,7 @@ from convert import convert, plan_conversion
 from convert.cli import parser_of
 from convert.layout.cache import cache_bytes
 from convert.layout.placement import Placement
-from convert.options import MohawkOptions, OutputOptions, make_options
+from convert.options import MohawkOptions, OutputOptions, evicted_tokens, make_options
 from convert.plan import describe
 from convert.resolve import block_of
 from convert.scores.decide import MEAN_RANK, RANK_SHARE
@@ -22,6 +23,7 @@ from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
 from convert.train.mohawk.train import train_existing, with_sequence_length
 from modeling_llamba import LlambaConfig
+from modeling_llamba.eviction import BlockShape
 from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.teachers import TEACHERS, make_teacher, random_ids
@@ -269,6 +271,7 @@ def test_a_block_is_the_largest_that_the_window_allows(window, block):
         (dict(attention_layers=0.5, block=4), "placement.block has no effect without a window"),
         (dict(attention_layers=0.5, rank=4), "placement.rank has no effect without a window"),
         (dict(window=1004, sinks=4), "A window of 1004 and 20 sinks and salient tokens cover whole"),
+        (dict(window=1008, block=16, alignment={"sequence_length": 1024}), "1008 and 20 sinks .* cover whole"),
         (dict(window=8, mixer={"read": "linear"}), "Unknown option"),
         (dict(window=8, mixer={"scope": "all"}), "Unknown option"),
     ],
@@ -296,3 +299,18 @@ def test_stages_train_beyond_the_windows_of_a_hybrid(kinds, window, expected):
         short = dataclasses.replace(settings, sequence_length=window)
         with pytest.raises(ValueError, match=f"leaves nothing beyond the windows .* hold {window + 20} tokens"):
             with_sequence_length(short, config)
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("length", [64, 65, 79, 80])
+def test_a_sequence_is_refused_if_and_only_if_no_token_of_it_is_evicted(length, block):
+    """A window of whole blocks is shorter than its width until the last block is full."""
+    for window in (32, 48, 64):
+        config = LlambaConfig(layer_types=["hybrid"] * 16, hybrid_window=window, hybrid_block=block, hybrid_salient=9)
+        shape = BlockShape.of(config, 0)
+        last = (length - 1) // block
+        left = sum(token // block < last - shape.whole_blocks for token in range(length))
+        assert evicted_tokens(length, window, shape.places, block) == left - shape.places
+        said = dict(window=window, block=block, sinks=4, salient=9, alignment={"sequence_length": length})
+        with contextlib.nullcontext() if left > shape.places else pytest.raises(ValueError, match="cover whole"):
+            make_options(model="m", output="o", **said)

@@ -1,5 +1,8 @@
 """The chunked loss against the one anybody would write, values and gradients, in float64."""
 
+import math
+import typing
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch import nn
 from convert.train.distillation import loss as module
 from convert.train.distillation.loss import (
     IGNORED,
+    Divergence,
     LossWeights,
     add_distillation_head,
     chunk_loss,
@@ -82,6 +86,14 @@ def test_divergences_are_those_of_the_textbook():
     js = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
     torch.testing.assert_close(divergence("js", p.log(), q.log()), js)
     assert divergence("js", p.log(), p.log()).abs().max() < 1e-12
+
+
+def test_a_divergence_that_has_no_formula_is_not_computed_as_another():
+    p = torch.full((3,), -math.log(3))
+    for kind in typing.get_args(Divergence):
+        assert divergence(kind, p, p) == 0
+    with pytest.raises(AssertionError, match="l2"):
+        divergence("l2", p, p)
 
 
 @pytest.mark.parametrize("family", ("llamba", "phimamba"))

@@ -46,7 +46,8 @@ class LossWeights:
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, not {self.temperature}.")
         if self.divergence not in typing.get_args(Divergence):
-            raise ValueError(f"divergence must be forward, reverse or js, not {self.divergence!r}.")
+            *others, last = typing.get_args(Divergence)
+            raise ValueError(f"divergence must be {', '.join(others)} or {last}, not {self.divergence!r}.")
 
 
 class DistillationOutput(NamedTuple):
@@ -66,8 +67,10 @@ def divergence(kind: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> to
         return kl_of_log_probs(log_p, log_q)
     if kind == "reverse":
         return kl_of_log_probs(log_q, log_p)
-    middle = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (kl_of_log_probs(log_p, middle) + kl_of_log_probs(log_q, middle)) / 2
+    if kind == "js":
+        middle = torch.logaddexp(log_p, log_q) - math.log(2)
+        return (kl_of_log_probs(log_p, middle) + kl_of_log_probs(log_q, middle)) / 2
+    typing.assert_never(kind)
 
 
 def wide(values: torch.Tensor) -> torch.Tensor:

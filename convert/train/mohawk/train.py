@@ -27,7 +27,7 @@ from ...io.folder import MARKER, OutputFolder, check_apart
 from ...io.rules import Rule
 from ...io.students import STUDENTS, model_class
 from ...io.writer import Progress, plan_shards, write_shards
-from ...options import AlignmentOptions, MohawkOptions, parse_size
+from ...options import AlignmentOptions, MohawkOptions, default_sequence_length, evicted_tokens, parse_size
 from ...teachers.teacher import find_teacher
 from ...teachers.weights import TeacherWeights
 from .stages import STAGES, Stages, only_stages
@@ -143,18 +143,19 @@ def train_written(aligner: Aligner, folder: Path, work: Path, dtype: torch.dtype
 
 
 def with_sequence_length(settings: AlignmentOptions, config: PreTrainedConfig) -> AlignmentOptions:
-    """Choose sequences of 512 tokens where none are asked for, or of twice the widest window of a hybrid layer."""
-    hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
-    widest = max((config.window_of(i) + config.hybrid_sinks + config.hybrid_salient for i in hybrids), default=0)
-    if settings.sequence_length is not None and settings.sequence_length <= widest:
+    """Choose the length of the training sequences where none is given; refuse one in which no window loses a token."""
+    windows = [config.window_of(i) for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
+    widest = max(windows, default=0)
+    kept = config.hybrid_sinks + config.hybrid_salient
+    length = settings.sequence_length
+    if length is None:
+        length = default_sequence_length(bool(windows), widest + kept)
+    if windows and evicted_tokens(length, widest, kept, config.hybrid_block) <= 0:
         raise ValueError(
-            f"alignment.sequence_length {settings.sequence_length} leaves nothing beyond the windows of this hybrid, "
-            f"which hold {widest} tokens; make it longer."
+            f"alignment.sequence_length {length} leaves nothing beyond the windows of this hybrid, "
+            f"which hold {widest + kept} tokens; make it longer."
         )
-    default = 512
-    if hybrids:
-        default = max(1024, 2 * widest)
-    return dataclasses.replace(settings, sequence_length=settings.sequence_length or default)
+    return dataclasses.replace(settings, sequence_length=length)
 
 
 def train_existing(options: MohawkOptions, progress: Progress = lambda what, done, total: None) -> dict[str, Any]:

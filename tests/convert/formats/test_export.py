@@ -1,6 +1,7 @@
 """Exported hybrids are transformers' own architectures: loaded without remote code, they give the hybrid's logits."""
 
 import json
+import typing
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridForCausalLM
 from convert import convert
 from convert.formats.export import NATIVE_CLASSES, export_checkpoint, plan_export
 from convert.formats.import_ import import_checkpoint
-from convert.options import make_options
+from convert.options import ExportTarget, make_options
 from convert.tools.families import families
 from tests.helpers import published
 from tests.helpers.command import check_one_line_error, run, run_as_is
@@ -128,6 +129,10 @@ def test_what_cannot_be_held_is_named(tmp_path, norm_eps):
         make_student(dtype=torch.float32, **HOLDABLE | overrides).save_pretrained(tmp_path / str(i))
         with pytest.raises(ValueError, match=what):
             plan_export(exporting(tmp_path / str(i)))
+
+
+def test_every_target_that_the_command_offers_is_there():
+    assert tuple(NATIVE_CLASSES) == typing.get_args(ExportTarget)
 
 
 def test_bad_input(saved_teacher, tmp_path):

@@ -16,7 +16,7 @@ from convert.fit.cost import OVERHEAD, Rates, cost_of
 from convert.layout.cache import attention_bytes, cache_bytes
 from convert.layout.config import hybrid_config
 from convert.layout.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
-from convert.options import make_options
+from convert.options import evicted_tokens, make_options
 from convert.pipeline import run
 from convert.plan import describe, make_plan
 from convert.resolve import resolve
@@ -120,6 +120,8 @@ def test_a_window_beside_a_state_leaves_half_of_a_sequence_to_fit_on(saved_teach
     given = budget(folder, cache=0.6, attention_heads=1, sequence_length=64, block=10)
     assert (given.longest_window, given.block) == (30, 10)
     assert placed(given)[0].hybrid.window == 30
+    short = budget(folder, cache=0.6, attention_heads=1, sequence_length=32)  # half would leave none but salient ones
+    assert short.longest_window == 10 and evicted_tokens(32, 10, 20, short.block) > 0
     alone = budget(folder, cache=0.9, mixer="none", attention_heads=1, sequence_length=64)
     assert placed(alone)[0].hybrid.window > 200
 

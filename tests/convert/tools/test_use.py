@@ -63,6 +63,37 @@ def test_inspected_cache_is_the_caches_own(checkpoints):
     assert sizes["this_model"] == sizes["all_attention"] // 2 + held
 
 
+@pytest.mark.parametrize("positions, longest", [(131072, "128k"), (262144, "256k")])
+def test_inspect_shows_the_sizes_of_the_plan(checkpoints, tmp_path, positions, longest):
+    """Those of a teacher that was made for long texts included."""
+    model = LlamaConfig(**TINY | {"max_position_embeddings": positions})
+    LlamaForCausalLM(model).save_pretrained(tmp_path / "teacher")
+    plan = convert(str(tmp_path / "teacher"), tmp_path / "hybrid", align="none", attention_layers=0.5)
+    sizes = inspect_model(str(tmp_path / "hybrid"))["cache_bytes"]
+    assert list(sizes)[-1] == longest
+    planned = plan.summary()["cache_bytes"]
+    assert {name: (size["all_attention"], size["this_model"]) for name, size in sizes.items()} == {
+        name: (size["teacher"], size["hybrid"]) for name, size in planned.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["bare", "org/name"])
+def test_a_repository_of_the_hub_is_found_by_every_command(checkpoints, tmp_path, monkeypatch, name):
+    """One without an organisation, such as gpt2, too; here both lie in the cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for source, repository in (("teacher", name), ("hybrid", f"{name}-hybrid")):
+        folder = tmp_path / f"models--{repository.replace('/', '--')}"
+        shutil.copytree(checkpoints / source, folder / "snapshots" / "0123")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("0123")
+    assert convert(name, tmp_path / "out", align="none", attention_layers=0.5).teacher.name == name
+    report = use("inspect", f"{name}-hybrid", "--json")
+    assert report.returncode == 0, report.stderr
+    assert json.loads(report.stdout)["provenance"]["teacher"] == "teacher"
+    answer = use("generate", f"{name}-hybrid", "--prompt", "w5", "--max-new-tokens", "2", "--teacher", name)
+    assert answer.returncode == 0, answer.stderr
+
+
 @pytest.mark.parametrize("options", [{"window": 32}, {"attention_layers": 0.5}])
 def test_inspect_and_the_card_say_from_where_on_memory_is_saved_as_the_plan_does(checkpoints, tmp_path, options):
     plan = convert(str(checkpoints / "teacher"), tmp_path / "hybrid", align="none", **options)
