@@ -245,7 +245,8 @@ def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
 
 
 def few_bits(head_dim: int) -> CacheBits:
-    """Return the bits of a number in the cache if a budget decides, as few as heads of multiples of this size allow."""
+    """Return the bits of a number in the cache if a budget decides: as few as heads of multiples of this size
+    allow."""
     if head_dim % 2:
         return CacheBits()
     window = (WINDOW_BITS, WINDOW_BITS)
