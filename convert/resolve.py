@@ -138,6 +138,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
     heads, num_heads = _kept_heads(options, weights, own)
     alignment = dataclasses.replace(options.alignment, sequence_length=options.sequence_length)
     rank = placement.rank
+    bits = _bits(options, choice, math.gcd(*config.head_widths))
     if rank is None and alignment.method == "none":
         rank = 0
     resolved = Resolved(
@@ -149,13 +150,13 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
         num_heads=num_heads,
         bounded=own,
         context=placement.context,
-        cache_bytes=_cache_bytes(options, weights),
+        cache_bytes=_cache_bytes(options, weights, bits),
         window=placement.window,
         block=_block(options),
         sinks=placement.sinks,
         salient=options.salient,
         rank=rank,
-        bits=_bits(options, choice, math.gcd(*config.head_widths)),
+        bits=bits,
         mixer=mixer_fields(config, options.mixer),
         initial_decay=options.mixer.initial_decay,
         export_ready=options.mixer.export_ready,
@@ -255,12 +256,12 @@ def few_bits(head_dim: int) -> CacheBits:
     return CacheBits(FULL_BITS, window)
 
 
-def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | None:
+def _cache_bytes(options: ConversionOptions, weights: TeacherWeights, bits: CacheBits) -> int | None:
     """Count the bytes of cache that one sequence may take.
 
     A share that the user gives is taken of the bytes of all layers with attention, and the bytes of the teacher's
     states are added. The default share is taken of layers with full attention alone, and the bytes of the teacher's
-    own windows are added, too.
+    own windows are added, too, in the hybrid's bits.
     """
     asked = options.cache
     if asked is None:
@@ -274,7 +275,8 @@ def _cache_bytes(options: ConversionOptions, weights: TeacherWeights) -> int | N
     if options.placement.cache is not None or len(bounded) == config.num_hidden_layers:
         kinds = [kind for kind in kinds if kind == RECURRENT]
     own = sum(layer_bytes(config, kind, context) for kind in kinds)
-    return int(own + asked * (teacher_bytes(config, context) - own))
+    held = sum(layer_bytes(config, kind, context, bits=list(bits.window)) for kind in kinds)
+    return int(held + asked * (teacher_bytes(config, context) - own))
 
 
 def _block(options: ConversionOptions) -> int | None:
