@@ -22,8 +22,8 @@ class Source:
     stop: int
     shape: tuple[int, ...]
     pairs: tuple[int, int] | None = None
-    """Rows of a head, and how many of its first rows the teacher rotates in adjacent pairs, which here become halves;
-    None where the rows stay in their order."""
+    """Number of rows of a head, and of its first rows that the teacher rotates in adjacent pairs and the hybrid as two
+    halves; None if the rows keep their order."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Source:
         return (self.name,)
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        """Read the rows in blocks, each in place of the last."""
+        """Yield the rows in blocks; each reuses the memory of the block before it."""
         if self.pairs is None:
             yield from checkpoint.blocks((self.name, self.start, self.stop))
             return
@@ -60,7 +60,7 @@ class Stack:
         return tuple(part.name for part in self.parts)
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        """Read the rows in blocks, each in place of the last."""
+        """Yield the rows in blocks; each reuses the memory of the block before it."""
         return checkpoint.blocks(*((part.name, part.start, part.stop) for part in self.parts))
 
 
@@ -74,7 +74,7 @@ class Rule:
     sources: tuple[str, ...]
     blocks: Callable[[Checkpoint], Iterator[torch.Tensor]]
     dtype: torch.dtype | None = None
-    """Type to write it in, where it is not that of the whole checkpoint."""
+    """Type to write it in, if it is not that of the whole checkpoint."""
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Size on disk in a checkpoint of this type."""

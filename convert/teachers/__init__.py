@@ -39,14 +39,15 @@ MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-"""The `model_type` of a model with a text part, which is what is converted -> that of the part where it says none."""
+"""`model_type` of a multimodal model, of which only the text part is converted -> `model_type` of its text part, for
+configurations that do not state it."""
 _GEMMA4 = (
     "its full attention has heads of another width than its windows (global_head_dim), its last layers attend to keys "
     "and values of earlier ones (num_kv_shared_layers), and each block adds an embedding of its own "
     "(hidden_size_per_layer_input)"
 )
 NOT_FOLLOWED = {"gemma4": _GEMMA4, "gemma4_text": _GEMMA4}
-"""`model_type` of teachers that transformers knows -> their parts that a hybrid cannot follow."""
+"""`model_type` of teachers in transformers that are not supported -> their parts that a hybrid cannot follow."""
 
 
 def get_family(model_type: str, text_type: str | None = None) -> TeacherFamily:

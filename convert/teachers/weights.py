@@ -66,8 +66,8 @@ class TeacherWeights:
         return cls(teacher, checkpoint, fields, config, sources, dropped)
 
     def bounded(self, context: int) -> tuple[int, ...]:
-        """Layers whose cache does not grow within a context in the teacher, which keep it as it is: with a window that
-        hides tokens, or with a state."""
+        """Layers whose cache does not grow up to this context in the teacher, because they have a window that hides
+        tokens or a state. A hybrid keeps them as they are."""
         width = self.config.sliding_window
         kinds = enumerate(self.config.layer_types)
         return tuple(i for i, kind in kinds if kind == RECURRENT or (kind == "sliding_attention" and width < context))
@@ -82,7 +82,7 @@ class TeacherWeights:
 
         Args:
             config: the hybrid's configuration, with `layer` replaced.
-            initial_decay: decay per token of every head. seed: of tensors that the teacher says nothing about.
+            initial_decay: decay per token of every head. seed: for tensors that have no source in the teacher.
         """
         prefix = f"model.layers.{layer}."
         shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
