@@ -22,13 +22,13 @@ from .resolve import Resolved
 from .teachers.teacher import Teacher, declared_layer_types
 from .teachers.weights import TeacherWeights
 
-EVENLY = "which {} keep their attention is decided by scores during the run; those shown are as many, evenly placed"
+EVENLY = "which {} keep their attention is decided by scores during the run; as many are shown here, evenly placed"
 UNDECIDED: dict[Undecided, str] = {
     "layers": EVENLY.format("layers"),
     "heads": EVENLY.format("heads"),
-    "windows": "how wide each layer's window is, is measured during the run; until then all have the mean width",
+    "windows": "the width of each layer's window is chosen during the run; the mean width is shown here for all",
 }
-"""Note on each part of a placement that scores will decide."""
+"""Note for each part of a placement that scores choose during a run."""
 
 
 class Cost(NamedTuple):
@@ -50,7 +50,7 @@ class Plan:
     rules: list[Rule]
     """One per tensor of the hybrid, in the order in which they are written."""
     notes: tuple[str, ...] = ()
-    """Notes on what a dry run cannot know, and on what of the teacher a state cannot have."""
+    """Notes for the user: on values that only a run can choose, and on features of the teacher that a state lacks."""
     alignment_cost: Cost | None = None
     """Estimated cost of aligning on this machine, where there is an estimate."""
 
@@ -130,7 +130,7 @@ class Plan:
         }
 
     def expected_peak_memory(self) -> int:
-        """Bytes above the interpreter's own: what reading takes, and a mixer's projections in float32."""
+        """Bytes above the interpreter's own: buffers for reading, and a mixer's projections in float32."""
         derived = [4 * math.prod(rule.shape) for rule in self.rules if rule.kind == "derived"]
         return 16 * BLOCK_BYTES + self.weights.checkpoint.buffer_bytes() + 2 * max(derived, default=0)
 
@@ -188,11 +188,11 @@ def describe_seconds(plan: Plan) -> str:
 
 
 def plan_printer(say: Callable[[str], None]) -> Callable[[Plan], None]:
-    """Describes a plan, and where it is described again only the lines that are new."""
+    """Return a function that prints a plan; later calls print only the lines that have changed."""
     said: set[str] = set()
 
     def news(plan: Plan) -> None:
-        # scores and the fit change a few lines of a plan, and only these are shown again
+        # scores and the fit change only a few lines of a plan
         lines = [line for line in describe(plan).splitlines() if line not in said]
         said.update(lines)
         if lines:
@@ -202,7 +202,7 @@ def plan_printer(say: Callable[[str], None]) -> Callable[[Plan], None]:
 
 
 def _wide_windows(weights: TeacherWeights, placement: Placement, context: int) -> list[str]:
-    """Notes on windows of the teacher that hide nothing, so that their layers are converted like all others."""
+    """Return notes on windows of the teacher that hide no token; their layers are converted like all others."""
     config = weights.teacher.config
     declared = {i for i, kind in enumerate(declared_layer_types(config)) if kind == "sliding_attention"}
     width = getattr(config, "sliding_window", None)
@@ -238,7 +238,10 @@ def _far(placement: Placement, resolved: Resolved) -> list[str]:
     if not placement.replaced_layers or resolved.mixer["mixer"] == "none":
         return []
     if method == "none" and resolved.has_windows:
-        return ["nothing is fitted (--align none): states are read as if keys and values were Gaussian"]
+        return [
+            "nothing is fitted (--align none): the readout of states assumes Gaussian keys and values, so outputs are "
+            "far from the teacher's"
+        ]
     if method == "none":
         return ["nothing is fitted (--align none): this is a start for training, not yet a language model"]
     if placement.hybrid is None and not resolved.export_ready and method == "closed-form":
@@ -247,7 +250,10 @@ def _far(placement: Placement, resolved: Resolved) -> list[str]:
 
 
 def _in_reading_order(rules: dict[str, Rule], teacher: dict[str, TensorInfo]) -> list[Rule]:
-    """The teacher's own order, so that files are read front to back; what has no source stays with its module."""
+    """Sort rules by the position of their sources in the teacher's files, so that files are read front to back.
+
+    A rule without a source follows the rule before it.
+    """
     # a dictionary of tensors is in the order of the files
     position = {name: index for index, name in enumerate(teacher)}
     keys = {}
@@ -315,7 +321,7 @@ def _replacement_in_words(s: dict[str, Any]) -> str:
 
 
 def dropped_in_words(plan: Plan) -> list[str]:
-    """Name the teacher's tensors that the hybrid does without, by the reason."""
+    """Name the teacher's tensors that the hybrid does not have, by reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in plan.weights.dropped.items():
         by_reason.setdefault(reason, []).append(name)
@@ -341,7 +347,7 @@ def break_even_in_words(break_even: dict[str, int | None]) -> str:
 
 
 def describe_decided(plan: Plan) -> str:
-    """Describe the plan, and each value that was decided rather than said, with the reason, for a dry run."""
+    """Describe the plan and each value that the user did not give, with the reason, for a dry run."""
     lines = []
     for name, found in plan.resolved.decided().items():
         if found["value"] is not None:  # some follow from the placement

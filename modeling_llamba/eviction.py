@@ -278,8 +278,9 @@ def salient_before(
 ) -> torch.Tensor:
     """The columns that hold a place (B, 1 + blocks, P), -1 where none does: at first, and after each block has left.
 
-    Whoever loses a place never gets one again, so the holders are the most salient of all that left, and those of two
-    stretches of text the most salient of the holders of either: about log2(blocks) rounds for all blocks at once.
+    A token that loses its place never gets one again. So the tokens that hold a place are the most salient of all that
+    left, and after two stretches of text they are the most salient of those that hold one after either: about
+    log2(blocks) rounds for all blocks at once.
 
     Args:
         salience: (B, P + blocks * E) of the holders at first and of the tokens that leave, block by block; -inf where

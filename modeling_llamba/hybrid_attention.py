@@ -192,7 +192,7 @@ class KeptHeads(nn.Module):
 
 
 class HybridAttention(nn.Module):
-    """The layer above.
+    """A hybrid layer; the module's docstring has its equations.
 
     Parameters beside the teacher's: salience (hidden,), a buffer, since no gradient reaches it; mass (H', 2 + F' + F);
     down (rank, 3 H' D) and up (hidden, rank). H' counts the query heads that are not kept.
@@ -732,7 +732,7 @@ class HybridAttention(nn.Module):
         bias = None
         if hidden is not None:
             bias = hiding(hidden, query.dtype).repeat(1, self.shared, 1)[:, None]
-        # what is held is not rotated back: there is much of it, and of queries and outputs little
+        # queries and outputs are rotated as the rounding rotates keys and values, since the cache is much larger
         turn = shape.key_rounding.rotate
         rows = (t[:, :, first:last] for t in held[:2])
         keys, values = decoded(shape, *rows, query.dtype, rotated=True)

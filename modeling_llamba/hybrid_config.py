@@ -14,8 +14,8 @@ from .ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 RECURRENT = "conv"
-"""Type of a layer that keeps its teacher's own module with a state (recurrent.py): the name for one that transformers'
-caches know beside linear_attention, which here is a mixer."""
+"""Entry of `layer_types` for a layer that keeps its teacher's own module with a state, whatever it is (recurrent.py).
+transformers' caches accept two names for such layers, and the other, linear_attention, stands for mixers here."""
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid", RECURRENT)
 QK_NORMS = (None, "rms", "layer", "all_heads")
 ROPES = ("main", "local", "none")
@@ -276,7 +276,7 @@ class HybridConfig(PreTrainedConfig):
 
     @property
     def rotary_planes(self) -> int:
-        """Planes of a head that a rotary embedding turns, two dimensions each."""
+        """Number of planes of a head that a rotary embedding turns; a plane is a pair of dimensions."""
         turned = int(self.head_dim * (self.rope_parameters or {}).get("partial_rotary_factor", 1.0))
         return (turned + 1) // 2  # of an odd number transformers turns one dimension more
 
@@ -294,13 +294,13 @@ class HybridConfig(PreTrainedConfig):
         return of_kind
 
     def state_planes(self, layer: int) -> int:
-        """Planes of a key that the state of a layer with the normalised read keeps; all where nothing is turned."""
+        """Number of rotary planes of a key that a hybrid layer's state keeps; all if it has no rotary embedding."""
         if self.hybrid_state_planes is None or self.rope_of(layer) == "none":
             return self.rotary_planes
         return min(self.hybrid_state_planes, self.rotary_planes)
 
     def state_keys(self, layer: int) -> int:
-        """Dimensions of a key that the state of a layer with the normalised read keeps."""
+        """Number of dimensions of a key that a hybrid layer's state keeps."""
         return self.head_dim - 2 * (self.rotary_planes - self.state_planes(layer))
 
     def rope_of(self, layer: int) -> str:
@@ -308,7 +308,7 @@ class HybridConfig(PreTrainedConfig):
         return "main" if self.layer_rope is None else self.layer_rope[layer]
 
     def window_of(self, layer: int) -> int:
-        """Columns of the window of a hybrid layer."""
+        """Width of a hybrid layer's window in tokens."""
         return self.hybrid_window[layer] if isinstance(self.hybrid_window, list) else self.hybrid_window
 
     def rank_of(self, layer: int) -> int:

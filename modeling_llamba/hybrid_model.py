@@ -438,7 +438,7 @@ def _is_padding_mask(attention_mask) -> bool:
 
 
 def _drop_full_mask(attention_mask):
-    """A mask of ones says nothing, but its presence would hide packed sequences."""
+    """Return None for a mask of ones: transformers finds packed sequences only if there is no mask."""
     if _is_padding_mask(attention_mask) and _may_ask(attention_mask) and bool(attention_mask.all()):
         return None
     return attention_mask

@@ -92,7 +92,7 @@ FITTED_STATE_NOTE = (
     "every layer's held-out error. Recall over a distance suffers first."
 )
 NOTES = (*ALIGNMENT_NOTES.values(), WINDOW_NOTE, UNFITTED_STATE_NOTE, FITTED_STATE_NOTE)
-"""One of them is in every card, until training puts its own in the place."""
+"""Paragraphs of which every card contains one, until training replaces it."""
 
 
 def alignment_note(align: str, window: Any, state: bool) -> str:

@@ -1,6 +1,6 @@
-"""Publish a finished folder on the Hub: asked for before the work, uploaded after it.
+"""Publish a finished folder on the Hub: its repository is created before the conversion and filled after it.
 
-An upload that broke off goes on when it is given again: the Hub knows the large files it has received by their hash.
+An upload that broke off can be repeated: large files that the Hub has received already are known by their hash.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 
 
 def prepare_repository(name: str, private: bool = False) -> str:
-    """Make sure the Hub will take the result, before the work rather than after it; the repository's full name.
+    """Create the repository before the work, so that a refusal comes early, and return its full name.
 
     Raises:
         ValueError: there is no token, the Hub refuses, or the repository is public and was to be private.

@@ -199,7 +199,8 @@ def read_generation_config(teacher: Teacher) -> tuple[SideFiles, tuple[str, ...]
         raise ValueError(
             f"{path} holds generation settings that transformers refuses ({first_line(error)[:200]}); mend that file."
         ) from error
-    if not isinstance(given.get("do_sample"), bool | None):  # whatever is true samples, and only True has settings
+    # `generate` samples for any truthy value, but reports the settings of sampling as unused unless it is True
+    if not isinstance(given.get("do_sample"), bool | None):
         raise ValueError(f"do_sample in {path} must be true or false, not {str(given['do_sample'])[:40]}.")
     if own and not notes:
         return {path.name: path.read_bytes()}, ()

@@ -76,17 +76,18 @@ class ActivationStream:
             yield slice(first, first + self.at_once)
 
     def _take(self, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-        """Copy from the device in the type that is kept; pinned memory is not waited for. True, on the device, where
-        all is finite."""
+        """Copy a tensor to host memory in the stored type, without waiting if that is pinned. Return a boolean on the
+        device: True if all values are finite."""
         there = there.to(here.dtype)
         here.copy_(there, non_blocking=True)
         return there.isfinite().all()
 
     @torch.no_grad()
     def attention_data(self, layer: int) -> LayerData:
-        """Move the stream through the teacher's block `layer`; its attention's inputs and outputs on the way.
+        """Move the stream through the teacher's block `layer`, and return its attention's inputs and outputs.
 
-        A device may not have written them when this returns: only it may read them, in the order of its stream.
+        A device may not have written them when this returns, so only the device may read them, in the order of its
+        stream.
         """
         block = self.teacher.block(layer)
         seen = []
@@ -118,7 +119,7 @@ class ActivationStream:
         return self.teacher.rotary(self.length, layer)
 
     def gathered(self, data: LayerData, layer: int, owner: int) -> LayerData | None:
-        """A layer's data of all sequences in the process that fits it; None in the others."""
+        """Return a layer's data of all sequences in the process that fits it; None in the others."""
         if self.team.size == 1:
             return data
         if self.teacher.device.type == "cuda":

@@ -34,14 +34,14 @@ class Alignment:
     """Result of an alignment: tensors, the placement with its ranks, and a report."""
 
     tensors: dict[str, torch.Tensor]
-    """Tensors of the hybrid by name; what is not here is mapped as without alignment."""
+    """Fitted tensors of the hybrid by name; all others are mapped as without alignment."""
     placement: Placement
     """The plan's, with the ranks that were chosen."""
     report: dict[str, Any] = field(default_factory=dict)
     """Text, tokens, errors and scores, for the record."""
 
     def rules(self, plan: Plan) -> list[Rule]:
-        """The plan's rules, of which those for aligned tensors write these."""
+        """Return the plan's rules, with the fitted tensors in the place of those that are mapped."""
 
         def aligned(rule: Rule) -> Rule:
             tensor = self.tensors.get(rule.target)
@@ -92,7 +92,7 @@ class Aligner:
 
     @functools.cached_property
     def ids(self) -> torch.Tensor:
-        """Token ids (S, L) that mixers are fitted on, the last `held_out_sequences` of which judge."""
+        """Token ids (S, L) of the calibration text, of which the last `held_out_sequences` rows evaluate the fits."""
         return self.with_recall(self.text.ids) if self.resolved.has_windows else self.text.ids
 
     @functools.cached_property
@@ -104,15 +104,15 @@ class Aligner:
         num_fitting = max(alignment.tokens // length - held_out, 0)
         if num_fitting < 1:
             raise ValueError(
-                f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens judge "
-                f"the fit. Give at least {(held_out + 1) * length}."
+                f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens are held "
+                f"out to evaluate the fit. Give at least {(held_out + 1) * length}."
             )
         rows = self.rows(num_fitting + held_out)
         self.report |= {"text": public_name(alignment.text), "tokens": rows.ids.numel(), "sequence_length": length}
         return rows
 
     def rows(self, count: int, at_least: int | None = None) -> CalibrationRows:
-        """Read so many rows of the calibration text, or as many as it has where `at_least` is enough."""
+        """Read `count` rows of the calibration text, or fewer if the text has only these, down to `at_least`."""
         resolved = self.resolved
         return calibration_rows(
             self.weights.teacher, self.model, resolved.alignment, count, at_least, resolved.seed,
@@ -124,13 +124,13 @@ class Aligner:
         return with_recall(rows, plain_tokens(self.model.config.vocab_size), self.resolved.seed, self.text.begin)
 
     def read_text(self) -> None:
-        """Read the calibration text, or draw it, which otherwise happens when it is first needed."""
+        """Read the calibration text or draw it now, and not when it is first needed."""
         self.progress("reading text, rows", 0, 0)
         rows = len(self.ids)
         self.progress("reading text, rows", rows, rows)
 
     def fit(self, layers: list[int], settings: FitOptions) -> Fits:
-        """Fit mixers for these layers; what has been fitted with the same settings is read from the work folder."""
+        """Fit mixers for these layers; fits with the same settings are read from the work folder if it holds any."""
         held_out = self.resolved.alignment.held_out_sequences
         memory = self.resolved.alignment.activation_memory
         self._caches.append(self.cache(settings))
@@ -140,7 +140,7 @@ class Aligner:
         )  # fmt: skip
 
     def help(self) -> Placement:
-        """Help the first process with its fits until it is over; the placement that it came to."""
+        """Fit the layers that the first process assigns until it ends the run; return its final placement."""
         while True:
             what, *parts = self.team.wait()
             if what == OVER:
@@ -152,7 +152,7 @@ class Aligner:
         """Fit the mixers of a plan's replaced layers."""
         started = time.perf_counter()
         self.follow(plan.placement)
-        return_free_memory()  # of what scores took
+        return_free_memory()  # of the scores
         fits = self.fit(list(plan.placement.replaced_layers), self.resolved.alignment.fit)
         placement = plan.placement
         if placement.hybrid is not None and placement.hybrid.rank:
@@ -176,7 +176,7 @@ class Aligner:
         return Alignment(tensors, placement, self.report)
 
     def finished(self) -> None:
-        """The result is safe: the fits that were kept for a resumption can go."""
+        """Delete the fits that were kept for a resumption; call this once OUT is in place."""
         for cache in self._caches:
             cache.drop()
 

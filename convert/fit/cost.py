@@ -123,7 +123,7 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
 
 
 def met_by_a_token(config: PreTrainedConfig) -> int:
-    """Parameters of a block, a mean, of whose experts as many count as a token meets."""
+    """Return the mean number of parameters of a block; of its experts only those active for a token count."""
     experts = getattr(config, "num_experts", None)  # PhiMamba has none
     share = 1.0 if experts is None else config.num_experts_per_tok / experts
     counts = (

@@ -36,9 +36,9 @@ from .teacher_model import TeacherModel
 
 Result = TypeVar("Result")
 Sizes = TypeVar("Sizes")
-"""Sizes of what lies in memory at once, whose `smaller` is the next that takes less, None at the last."""
+"""Sizes of the batches in memory; `smaller` gives the next sizes that take less, or None after the smallest."""
 Fits = dict[int, tuple[nn.Module, LayerFit]]
-"""Fitted mixers by layer, on the host, and what each fit reached."""
+"""Fitted mixers by layer, on the host, with the report of each fit."""
 
 
 class FitCache:
@@ -154,7 +154,7 @@ def fits_of(
     progress: Progress = lambda what, done, total: None,
     folder: Path | None = None,
 ) -> Iterator[tuple[int, nn.Module, LayerFit]]:
-    """Layers with their fits as they are made, by all processes together; in all but the first none comes out."""
+    """Yield layer, mixer and report as fits are finished by all processes together; only the first yields any."""
     pieces = Pieces()
     begin = 0
     # the stream has to pass the layers that are fitted already, too
@@ -177,14 +177,14 @@ def fits_of(
 
 
 def help_fit(teacher: TeacherModel, mixer_config: PreTrainedConfig, task: tuple, team: Team) -> None:
-    """Do this process's part of a fit that the first one announced."""
+    """Fit this process's share of the layers that the first process announced."""
     teacher.follow(mixer_config)
     for _ in fits_of(teacher, *task, team):
         raise AssertionError("fits come out in the first process alone")
 
 
 Found = tuple[int, nn.Module | dict[str, torch.Tensor] | Exception, LayerFit | None]
-"""A layer with its mixer or, from another process, that one's tensors; or with what ended its fit."""
+"""A layer, its fitted mixer and its report; from another process the mixer's tensors, or the exception of its fit."""
 
 
 def _fit_mine(
@@ -205,7 +205,7 @@ def _fit_mine(
         if team.rank == 0:
             raise
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
-        return (layer, kind(str(error)), None), pieces  # the first process says it
+        return (layer, kind(str(error)), None), pieces  # the first process raises it
     return (layer, mixer if team.rank == 0 else mixer.state_dict(), fit), pieces
 
 
@@ -222,14 +222,14 @@ def _taken(
 
 
 def within_memory(work: Callable[[Sizes], Result], pieces: Sizes) -> tuple[Result, Sizes]:
-    """Work with these pieces, or with smaller ones where memory does not suffice; the result, and the pieces of it."""
+    """Call `work` with these sizes, or with smaller ones if memory runs out; return its result and the last sizes."""
     while True:
         try:
             return work(pieces), pieces
         except Exception as error:
             if not is_out_of_memory(error) or pieces.smaller() is None:
                 raise
-        pieces = pieces.smaller()  # out here the error, which holds what was made, is gone
+        pieces = pieces.smaller()  # outside of `except`, where the error still holds the memory
         return_free_memory()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -245,7 +245,7 @@ def _fit_one(
         else:
             mixer, unread = fit_layer(mixer, data, settings, seed)
         state = {name: received(tensor) for name, tensor in mixer.state_dict().items()}
-        fit = unread.read()  # the device is waited for here, for all of it
+        fit = unread.read()  # waits for the device, once for all
         mixer.load_state_dict(state, assign=True)
         return mixer, fit
     except ValueError as error:

@@ -29,7 +29,7 @@ from ..options import evicted_tokens
 
 FEWEST_QUERIES = 16
 GRAM_BLOCKS = 4
-"""Blocks of columns; of the products of so many, those above the diagonal are not computed."""
+"""Number of blocks of columns of a Gram matrix; the products above its diagonal are not computed."""
 SALIENCE_SEQUENCES = 8
 """Sequences on which the salience is regressed: one number per channel."""
 FLOOR = 1e-6
@@ -38,17 +38,17 @@ SALIENCE_RIDGE = 1e-2
 RIDGES = (1e-2, 1e-1, 1.0, 10.0)
 """Strengths with which the output map is drawn to zero, in units of the mean squared feature."""
 RANKS = (0, 8, 16, 24, 32, 48, 64, 80, 96, 128)
-"""Ranks of the output map that are judged."""
+"""Ranks of the output map that are evaluated."""
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class HybridFit(NamedTuple):
     """Result of the fit of a hybrid layer, all of it on the device.
 
-    down (rank, E), up (D, rank): a low-rank map of the highest rank judged, whose first r rows and columns are the map
-    of rank r. mapped (): held-out relative squared error of the layer with the theory's mass and no output map. best
-    (): number of the ridge, -1 where the rank is 0. errors: by rank, infinite where no ridge has a solution. ranks:
-    which these are.
+    down (rank, E), up (D, rank): a low-rank map of the highest rank evaluated, whose first r rows and columns are the
+    map of rank r. mapped (): held-out relative squared error of the layer with the mass of keys that are all alike
+    (`theory_mass`) and no output map. best (): number of the ridge, -1 if the rank is 0. ranks, errors: ranks
+    evaluated, and the error of each, infinite if no ridge has a solution.
     """
 
     down: torch.Tensor
@@ -60,15 +60,15 @@ class HybridFit(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Sizes of what lies in memory at once in a fit: sequences, queries whose scores against all earlier keys do, and
-    whether what the mass was fitted on is kept for the output map instead of computed again."""
+    """Sizes of the batches of a fit: sequences, queries per block of scores, and True if the activations of the fit of
+    the mass are kept for the fit of the output map instead of computed again."""
 
     sequences: int = 2
     queries: int = 128
     kept: bool = True
 
     def smaller(self) -> "Pieces | None":
-        """The next that takes less memory; None where this is the last."""
+        """Return the next sizes that take less memory; None after the smallest."""
         if self.kept:
             return self._replace(kept=False)
         if self.sequences > 1:
@@ -101,8 +101,8 @@ def fit_hybrid(
     Args:
         batch: the layer's inputs and the teacher's outputs (B, L, D) in some sequences.
         for_mass, others: sequences. The output map is fitted on both, the mass on the former alone: it has few
-            numbers, and to know the true mass takes long.
-        judging: other sequences.
+            parameters, and the true mass takes long to compute.
+        judging: held-out sequences.
     """
     judging = [(u, y, *_projected(layer, u, rotary)) for u, y in map(batch, judging)]
     start = layer.shape.window
@@ -162,7 +162,7 @@ def _best_map(
         singular.append((info != 0) | ~explained[-1].isfinite().all())
         explained[-1].masked_fill_(singular[-1], 0)
     del factor
-    # all at once, since the host looks at how each call ended
+    # all at once, since each call makes the host wait for its status
     energies, directions = torch.linalg.eigh(torch.stack(explained))
     found = []
     for solution, energy, main in zip(solutions, energies, directions, strict=True):
@@ -276,7 +276,7 @@ def _gram(F: torch.Tensor) -> torch.Tensor:
 def fit_salience(
     layer: HybridAttention, batches: Iterable[torch.Tensor], rotary: Rotary, queries: int = Pieces().queries
 ) -> None:
-    """Fit which tokens are attended to for good, in place.
+    """Fit the weight vector of the salience, in place: the tokens with the highest keep a place.
 
     Args:
         batches: the layer's inputs (B, L, D).
@@ -288,7 +288,7 @@ def fit_salience(
     targets = []
     for u in batches:
         behind = u.shape[1] - layer.shape.window
-        last = behind - behind // 8  # the attention of few queries to a token says little
+        last = behind - behind // 8  # attention from few queries is a poor estimate
         if last <= sinks:
             raise ValueError(
                 f"Sequences of {u.shape[1]} tokens hardly leave a window of {layer.shape.window} and {sinks} sinks, "
@@ -297,7 +297,7 @@ def fit_salience(
         received = attention_received(layer, u, rotary, queries)
         inputs.append(u[:, sinks:last].flatten(0, 1).double())
         targets.append((received[:, sinks:last] + FLOOR).log().flatten().double())
-    # centred in place of an intercept, which the salience does without: a constant changes no order of tokens
+    # centred in place of an intercept, which the salience has not: a constant changes no order of tokens
     centre = torch.cat(inputs).mean(0)
     level = torch.cat(targets).mean()
     for u, target in zip(inputs, targets, strict=True):
@@ -305,7 +305,7 @@ def fit_salience(
         moment = moment + (u - centre).T @ (target - level)
     # the least float keeps inputs that are all alike solvable
     penalty = SALIENCE_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
-    # which has a solution by its penalty, so that the device need not be asked whether it has
+    # the penalty makes the matrix regular, so the status of the solution need not be copied from the device
     solution = torch.linalg.solve_ex(gram + penalty * torch.eye(len(gram), device=gram.device), moment).result
     layer.salience.copy_(solution)
     return_free_memory()
@@ -314,7 +314,7 @@ def fit_salience(
 def attention_received(
     layer: HybridAttention, u: torch.Tensor, rotary: Rotary, queries: int = Pieces().queries
 ) -> torch.Tensor:
-    """The attention to each token (B, L) that has left the window, a mean over the queries, summed over the heads."""
+    """Return the attention to each token (B, L) that has left the window, summed over heads, a mean over queries."""
     shape = layer.shape
     length = u.shape[1]
     received = u.new_zeros(u.shape[:2])
@@ -349,7 +349,7 @@ def fit_mass(
     penalty = MASS_RIDGE * diagonal
     penalty[:, :2] *= MASS_RIDGE  # an offset and the number of tokens, which are all but free
     penalty += torch.finfo(torch.float32).tiny
-    # drawn to the theory's mass, which the layer has so far, and not to zero
+    # drawn not to zero but to the mass that the layer has so far (`theory_mass`)
     solution = torch.linalg.solve_ex(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double()).result
     layer.mass.copy_(solution)
 
@@ -372,8 +372,8 @@ def state_log_mass(
 def _scores(
     layer: HybridAttention, query: torch.Tensor, key: torch.Tensor, start: int, queries: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The teacher's own scores (B, H', rows, columns so far) of some queries at a time, from the one numbered `start`
-    on, and which these are."""
+    """Yield the teacher's own scores (B, H', rows, keys so far), some queries at a time from number `start` on, with
+    the queries' numbers."""
     heads = query.shape[1]
     length = query.shape[2]
     key = repeat_groups(key.transpose(1, 2), heads).transpose(1, 2)

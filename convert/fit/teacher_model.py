@@ -133,7 +133,7 @@ class TeacherModel:
 
     def block_inputs(self, hidden: torch.Tensor) -> dict:
         """The keyword arguments every block takes, for unpadded rows (B, L, D)."""
-        # positions would be asked on the device whether they restart
+        # without position ids: checking them for restarts would make the host wait for the device
         return {
             "masks": self.model.model._masks(hidden, None, None, None, None, None) | {"hybrid": unpadded(hidden)},
             "position_embeddings": self._rotary(hidden.shape[1]),

@@ -23,7 +23,7 @@ from pathlib import Path
 from ..errors import KEPT, during
 
 MARKER = ".convert-to-hybrid"
-"""In every folder that this project makes: the names of its files; none while it is being written."""
+"""File in every folder that this project makes. It lists the folder's files; while these are written it lists none."""
 ALIGNMENT_WORK = re.compile(
     r"[0-9a-f]{20}|\.activations-.*|stages|matrix_orientation.*|hidden_state_alignment.*|distillation.*"
 )
@@ -35,7 +35,7 @@ TRAINING_WORK = re.compile(
 RUN_NAMES = ("key.json", "run.json", "run.txt")
 """Files in a work folder that only say whose it is."""
 LOCK = b"convert-to-hybrid\n"
-"""In every lock that this project makes."""
+"""Content of every lock that this project makes."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 

@@ -121,7 +121,7 @@ class LayerMapping:
         return (), lambda c: self._initialised(name, shape)
 
     def _norm(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A norm's weight as a mixer's norm multiplies by it: itself, and with the heads that it has."""
+        """Return a norm's weight for the mixer's norm, which adds no 1 to it and has a weight for each head."""
         weight = self.attention[name].read(checkpoint).float() + float(self.config.norm_unit_offset)
         if weight.shape == shape:
             return weight
@@ -132,7 +132,7 @@ class LayerMapping:
         return source.name, source.start, source.stop
 
     def _projections(self, checkpoint: Checkpoint, kind: str) -> dict[str, torch.Tensor]:
-        """x, B and C of `kind` (weight or bias), in float32, as the mixer's heads want them."""
+        """Return x, B and C of `kind` (weight or bias) in float32, with as many heads as the mixer has."""
         v, k, q = (self.attention[f"{p}_proj.{kind}"].read(checkpoint).float() for p in "vkq")
         if self.qk_width < self.d:
             k, q = self._compressed(checkpoint)[kind]

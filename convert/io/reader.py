@@ -142,7 +142,7 @@ def is_finite(values: torch.Tensor, limit: float = math.inf) -> bool:
     """Return True if there is no NaN and no number that reaches the limit."""
     if not values.is_floating_point() or values.numel() == 0:
         return True
-    # NaN is less than no limit, and aminmax hands it on
+    # aminmax returns NaN if there is one, and NaN < limit is False
     return all(abs(extreme.item()) < limit for extreme in torch.aminmax(values))
 
 

@@ -22,7 +22,7 @@ class Source:
     stop: int
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
-    """Rows of each head in their order here; None where it is the teacher's."""
+    """Order in which the rows of each head are read; None if they keep the teacher's."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ class Source:
         return (self.name,)
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        """Read the rows in blocks, each in place of the last."""
+        """Yield the rows in blocks; each reuses the memory of the block before it."""
         if self.order is None:
             yield from checkpoint.blocks((self.name, self.start, self.stop))
             return
@@ -57,7 +57,7 @@ class Stack:
         return tuple(part.name for part in self.parts)
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        """Read the rows in blocks, each in place of the last."""
+        """Yield the rows in blocks; each reuses the memory of the block before it."""
         return checkpoint.blocks(*((part.name, part.start, part.stop) for part in self.parts))
 
 
@@ -71,7 +71,7 @@ class Rule:
     sources: tuple[str, ...]
     blocks: Callable[[Checkpoint], Iterator[torch.Tensor]]
     dtype: torch.dtype | None = None
-    """Type to write it in, where it is not that of the whole checkpoint."""
+    """Type to write it in, if it is not that of the whole checkpoint."""
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Size on disk in a checkpoint of this type."""

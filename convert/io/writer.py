@@ -27,7 +27,7 @@ DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16
 
 
 def output_dtype(name: str, tensors: Mapping[str, TensorInfo]) -> torch.dtype:
-    """The type of that name; "auto" is the floating-point type that most bytes of the source have."""
+    """Return the type of that name; "auto" is the floating-point type of most bytes of the source."""
     if name != "auto":
         return getattr(torch, name)
     sizes = Counter()
@@ -142,7 +142,7 @@ def write_shards(
 
 def _bytes(block: torch.Tensor, dtype: torch.dtype, rule: Rule) -> memoryview:
     if block.dtype != dtype:
-        # infinity before the change of type is another fault than infinity by it
+        # only if the change of type overflows: infinity before it has a message of its own
         wide = block
         block = block.to(dtype)
         if not is_finite(block) and is_finite(wide):

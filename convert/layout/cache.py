@@ -12,11 +12,11 @@ from modeling_llamba.hybrid_config import RECURRENT
 from modeling_llamba.rounding import Rounding
 
 CACHE_DTYPE = torch.bfloat16
-"""Type in which caches are counted, whatever the weights are stored in: a model may be loaded in any."""
+"""Type in which caches are counted, whatever type the weights are stored in: a model may be loaded in any."""
 CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
-"""Tokens at which sizes are shown."""
+"""Numbers of tokens at which sizes are shown for every model."""
 LONGEST = {"256k": 262_144}
-"""Tokens at which they are shown, too, where a teacher was made for as many."""
+"""Number of tokens at which they are shown for teachers that were made for as many."""
 
 
 def contexts(config: PreTrainedConfig) -> dict[str, int]:
@@ -138,10 +138,13 @@ def recurrent_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 @functools.cache
 def _state_sizes(fields: str) -> tuple[int, int]:
-    """Numbers of the convolution's state and of the other, found by a token without memory; a search asks often.
+    """Return the number of elements of the convolution's state and of the recurrent state of such a layer.
+
+    They are read off a pass of one token on the meta device, and cached since the search for a placement needs them
+    for every candidate.
 
     Args:
-        fields: those of the configuration that make the module, as JSON.
+        fields: fields of the configuration from which the module is made, as JSON.
     """
     from modeling_llamba.recurrent import RecurrentMixer  # here, since it imports transformers' models
 
@@ -164,7 +167,7 @@ def attention_bytes(
 ) -> int:
     """Bytes of a layer that keeps its attention, keys and values in so many bits.
 
-    A layer with a window needs all but the window's first column.
+    A sliding window of W tokens, the current one included, needs W - 1 tokens in the cache.
     """
     tokens = length
     if layer_type == "sliding_attention":

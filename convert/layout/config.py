@@ -16,7 +16,7 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str
     """The hybrid's configuration.
 
     Args:
-        mixer: its part that says what the mixers are (`mixer_fields`).
+        mixer: fields of the mixers (`mixer_fields`).
     """
     hybrid = placement.hybrid
     teacher_types = weights.config.layer_types
@@ -30,7 +30,7 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str
     fields = copy.deepcopy(weights.fields) | mixer
     fields |= placement.config_fields(teacher_types)
     if hybrid is not None and hybrid.state:
-        # the slower half tells of far keys what all do (docs/guide/normalised_read.md)
+        # for keys far away the slower half of the rotary frequencies suffices (docs/guide/normalised_read.md)
         fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
     return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
 

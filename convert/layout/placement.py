@@ -1,7 +1,7 @@
-"""Placement of a hybrid, what each layer holds: one typed object, made once and stored in config.json.
+"""Placement of a hybrid: the kind of each layer, with its window, kept heads and rank, stored in config.json.
 
-It is made from what the user says, from a published preset, or by scores (decide.py), and can be read back from the
-hybrid's configuration. Nothing turns it into text that would have to be parsed again.
+It comes from the user's options, from a published preset or from scores (decide.py), and can be read back from the
+hybrid's configuration.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Hybrid:
     """Attention to a window, to sinks and to salient tokens, with or without a state of all other tokens."""
 
     window: int
-    """Columns of the window, whole blocks."""
+    """Width of the window in tokens, a multiple of `block`."""
     block: int
     """Tokens by which the window moves."""
     sinks: int
@@ -208,9 +208,9 @@ class Decision:
 
     placement: Placement
     undecided: tuple[Undecided, ...] = ()
-    """Parts of the placement that only measurements can decide, where none were taken."""
+    """Parts of the placement that scores choose in a run, if none were computed; evenly placed ones stand in."""
     notes: tuple[str, ...] = ()
-    """Notes on what a user might not expect."""
+    """Notes for the user on unexpected choices."""
 
     @property
     def needs_scores(self) -> bool:

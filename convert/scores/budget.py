@@ -1,9 +1,10 @@
-"""A placement that keeps within so many bytes of cache.
+"""Choose a placement whose cache fits into a given number of bytes.
 
 Every layer with full attention gets a window with sinks and salient tokens, and a state; the key/value heads that
-serve recall most keep full attention. Heads take HEADS_SHARE of what the states leave, and the windows take the rest,
-of one width here; `layer_costs` then gives each layer its own. What the user has fixed (window, heads, layers, no
-state) stays as it is, and the others take what is left. Layers that have a window in the teacher stay as they are.
+serve recall most keep full attention. Heads take HEADS_SHARE of the bytes that states leave, and the windows take the
+rest. All windows have one width here; `layer_costs` then gives each layer its own. Values that the user has fixed
+(window, heads, layers, no state) stay, and the others take the bytes that are left. Layers that have a window in the
+teacher stay as they are.
 """
 
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ HEADS_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for one sequence at the context length, and what the user has decided already.
+    """Bytes for one sequence at the context length, and the values that the user has fixed, made once per conversion.
 
-    Made once for a conversion. Where no cache was asked for it has no `nbytes`, and the rest still counts.
+    `nbytes` may be read only if there is a cache budget; all other members work without one.
     """
 
     weights: TeacherWeights
@@ -140,11 +141,14 @@ class Budget:
         return {layer: self.shape[1] - len(kept.get(layer, ())) // self.shared for layer in placement.windows}
 
     def columns(self, placement: Placement) -> int:
-        """Columns that all windows may have together, each counted once for every key/value head."""
+        """Count the tokens that all windows may hold together within the budget, one for each key/value head.
+
+        `spread_windows` distributes them over the layers.
+        """
         heads = self.windowed_heads(placement)
         narrow = dict.fromkeys(placement.windows, 2 * self.block)
         bytes_of = self._bytes_of(placement.with_windows(narrow))
-        # a column holds a key and a value for each head, and one salience, counted as if for a layer of one head
+        # a token takes a key and a value in each head and one salience, here as if each head had one
         window_bits = placement.bits.config_fields()["window_bits"]
         per_column = pair_bytes(self.weights.config, window_bits, CACHE_DTYPE) + 4
         return 2 * self.block * sum(heads.values()) + max(self.nbytes - bytes_of, 0) // per_column

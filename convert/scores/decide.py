@@ -12,7 +12,7 @@ from ..layout.presets import evenly_of, query_heads, uniform_attention_layers, w
 from ..resolve import Resolved
 from .budget import Budget, KVHead
 
-if TYPE_CHECKING:  # what takes scores imports transformers' models, which takes seconds, and a dry run takes none
+if TYPE_CHECKING:  # computing scores needs transformers' models, which a dry run does not import
     from ..fit.aligner import Aligner
 
 RANK_SHARE, MEAN_RANK = 0.015, 32
@@ -23,7 +23,7 @@ def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decisi
     """Decide what every layer holds.
 
     Args:
-        aligner: fits the mixers that are scored, and has the text. Without one (a dry run, or no alignment) layers and
+        aligner: fits the layers that are scored, and has the text. Without one (a dry run, or no alignment) layers and
             heads that scores would choose are placed evenly: their number and bytes are the same.
 
     Raises:
@@ -132,7 +132,7 @@ def with_mean_rank(placement: Placement, config: PreTrainedConfig, resolved: Res
 
 
 def _spread(placement: Placement, budget: Budget, aligner: "Aligner") -> Placement:
-    """Distribute the width of the windows by what each layer gets wrong."""
+    """Give layers with a larger error a wider window, within the same total."""
     from .layer_costs import layer_errors, spread_windows
 
     errors = layer_errors(aligner, placement)

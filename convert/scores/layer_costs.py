@@ -1,11 +1,11 @@
 """Cost of replacing the attention of each layer, and the placement that follows from it.
 
-What a layer with a window and a state gets wrong differs by up to eighty times between layers and falls with the width
-of the window to a power. Within a cache budget both together say how to spend so many columns for the least error; and
-where a share of the layers keeps its attention, it is those that would lose most, or that look up distant tokens.
+The error of a hybrid layer differs between layers by a factor of up to 80, and falls as a power of its window's width.
+Within a cache budget, the widths that minimise the sum of the errors follow from both. If a share of the layers keeps
+its attention, these are the layers that would lose most or that look up distant tokens.
 
-A mixer alone is not exact on the first tokens, which all later ones attend to. So a small error may ruin all that
-follows, and what counts is the divergence of the whole model (figures: docs/results/log.md).
+A mixer alone is not exact on the first tokens, to which all later ones attend. There a small error may spoil
+everything after it, so the divergence of the whole model is measured (figures: docs/results/log.md).
 """
 
 import contextlib
@@ -35,24 +35,26 @@ from .retrieval import retrieval_scores
 ROWS = 4
 """Calibration sequences on which errors are measured."""
 POWER = 0.8
-"""An error falls with the width of the window to this power."""
+"""An error falls as this power of the window's width."""
 WINDOW = 32
-"""Width of the windows with which layers are compared, of which a share keeps its attention."""
+"""Width of the windows with which layers are compared if a share of them keeps its attention."""
 LOOKING_UP = 0.45
-"""Relative error that a layer counts for besides, all of whose heads have the retrieval score 1."""
+"""Weight of a layer's mean retrieval score in its cost, beside its relative error."""
 KL_ROWS, ROUNDS = 2, 3
-"""Sequences on which KL is measured, and how often: what layers cost alone does not add up."""
+"""Number of sequences on which KL is measured, and of rounds, since the costs of single layers do not add up."""
 PROBE_LENGTH, RECALL, LEAST_RECALL = 96, 0.3, 0.2
-"""Random tokens to be copied, nats of KL that a nat of loss on them counts for, and the share of them that the teacher
-must get right for that."""
+"""Number of random tokens to copy; weight of the loss on them beside KL; share of them that the teacher must copy
+right, or else they do not count."""
 STEPS = 16
 """Windows are multiples of the widest over this number, so that not every layer needs kernels of its own."""
 
 
 @torch.no_grad()
 def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] | None = None) -> dict[int, float]:
-    """The relative squared error of each hybrid layer under this placement, with the theory's mass and no output map.
-    What a fit would leave is roughly in proportion, and takes ten times as long to find.
+    """Return the relative squared error of each hybrid layer under this placement before a fit, on held-out rows.
+
+    The mass is that of keys that are all alike (`theory_mass`), and there is no output map. The error after a fit is
+    roughly in proportion, but takes ten times as long to find.
 
     Args:
         mixer: fields of the mixers' configuration; by default those of the conversion.
@@ -85,7 +87,7 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
 
 
 def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:
-    """The `count` layers that it costs most to replace; if by a window, of those that have none in the teacher."""
+    """Return the `count` layers that cost most to replace; if by a window, of those that have none in the teacher."""
     layers = range(aligner.model.num_layers)
     resolved = aligner.resolved
     if not resolved.has_windows:
@@ -119,14 +121,14 @@ def cheapest_by_kl(
     count: int,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[set[int], dict[int, float]]:
-    """The `count` layers with whose mixers the model stays nearest to the teacher, and what each layer costs alone.
+    """Return the `count` layers whose replacement keeps the model nearest to the teacher, and each layer's cost alone.
 
-    The cost is KL on text, and RECALL times the loss on the probe, both in nats per token. A third of the layers is
-    chosen at a time, by what each costs where those chosen before are replaced already.
+    The cost is KL on text plus RECALL times the loss on the probe, both in nats per token. A third of the layers is
+    chosen at a time, by their costs in a model in which those chosen before are replaced already.
 
     Args:
         mixers: a fitted one for every layer. ids: (B, L), text. probe: (B, L') tokens, some of which are to be
-            recalled; it does not count where the teacher itself recalls few.
+            recalled; it does not count if the teacher itself recalls few.
     """
     model = teacher.whole()
     mixers = {layer: mixer.to(teacher.device) for layer, mixer in mixers.items()}
@@ -163,7 +165,7 @@ def cheapest_by_kl(
             kl = kl_of_hidden(on_text.flatten(0, 1), text.flatten(0, 1), logits).mean().item()
             loss = torch.nn.functional.cross_entropy(logits(answers[asked]).float(), truth).item()
             costs[layer] = kl + weight * loss
-        # those of the first round, where nothing else is replaced
+        # a layer's cost alone is that of the first round, in which no other layer is replaced
         alone = alone or costs
         progress("comparing layers", len(costs), len(costs))
         gone |= set(sorted(costs, key=lambda layer: (costs[layer], layer))[: target - len(gone)])

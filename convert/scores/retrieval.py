@@ -1,13 +1,13 @@
 """Retrieval score of each head, for looking up distant tokens, from one pass of the teacher over some text.
 
-Few heads do ("retrieval heads", arXiv 2404.15574; arXiv 2602.11374 keeps 2 % of them). A needle of random tokens lies
-early in prose and comes again at its end. The score of a head is the largest share of attention that a token of the
-second needle pays to the first. That finds the heads that copy what followed last time (induction heads), and those
-in earlier layers that find the same token again, without which the former miss more the farther away the needle is.
-In a dozen heads that share is nearly 1, so a little is added for the attention to the token that followed last time;
-and of the heads that find the same token all but the best count half, since one suffices (figures:
-docs/results/ablations.md). Heads that look back by a step or two, which copying needs as well, are served by the
-window.
+Only few heads look up distant tokens ("retrieval heads", arXiv 2404.15574; arXiv 2602.11374 keeps 2 % of them). A
+needle of random tokens lies early in prose and comes again at its end. The score of a head is the largest share of
+attention from a token of the second needle to the first. It is high for heads that copy the token after the earlier
+occurrence (induction heads), and for heads of earlier layers that find the occurrence itself; without the latter the
+former fail more often the farther away the needle is. In a dozen heads that share is nearly 1, so a little is added
+for the attention to the token after the earlier occurrence. Of the heads that find the occurrence itself all but the
+best count half, since one suffices (figures: docs/results/ablations.md). Copying also needs heads that look back by a
+step or two; the window is enough for these.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ ROWS = 4
 NEEDLE = 8
 """Tokens of the needle."""
 FOLLOWING = 0.04
-"""Weight of the attention to the token that followed last time, beside the largest share to any token."""
+"""Weight of the attention to the token after the earlier occurrence, beside the largest share to any token."""
 
 
 @torch.no_grad()
@@ -37,10 +37,11 @@ def retrieval_scores(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> torch.Tensor:
-    """(layers, heads): how much the second needle looks at the first, a mean over rows.
+    """Return (layers, heads): attention from the second needle to the first, a mean over rows.
 
-    The largest share of attention that a token pays to the first needle, and FOLLOWING times the mean share that goes
-    to the token after the same one; half of that for heads that mostly look at the same token, except the best.
+    It is the largest share of a token's attention that goes to the first needle, plus FOLLOWING times the mean share
+    that goes to the token after its earlier occurrence; half of that for heads that mostly attend to the occurrence
+    itself, except the best.
 
     Args:
         prose: (S, L) token ids of text, of which the first few are used.
@@ -61,7 +62,7 @@ def retrieval_scores(
 
         (hidden, attended, at_same, to_needle), rows = within_memory(of_rows, rows)
         scores.append(attended.mean(0).cpu())
-        # looks at the same token with more than half of the attention that it pays to the needle
+        # more than half of its attention to the needle goes to the earlier occurrence of the same token
         same.append(at_same.mean(0).cpu() > to_needle.mean(0).cpu() / 2)
     progress("scoring heads, layers", teacher.num_layers, teacher.num_layers)
     scores = torch.stack(scores)

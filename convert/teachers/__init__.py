@@ -41,7 +41,8 @@ MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-"""The `model_type` of a model with a text part, which is what is converted -> that of the part where it says none."""
+"""`model_type` of a multimodal model, of which only the text part is converted -> `model_type` of its text part, for
+configurations that do not state it."""
 
 
 def get_family(model_type: str, text_type: str | None = None) -> TeacherFamily:

@@ -44,15 +44,18 @@ class TeacherFamily:
     tuple of names where the teacher fuses them along the rows, or None for what is dropped on purpose. Which of them
     a teacher has follows from its configuration."""
     by_head: tuple[str, ...] = ()
-    """Templates whose targets alternate head by head in the teacher's tensor, in place of following each other."""
+    """Templates of fused tensors whose parts alternate head by head instead of following each other (queries and gates
+    of Qwen3.5)."""
     adjacent_pairs: tuple[str, ...] = ()
-    """Templates of queries' and keys' tensors in whose heads the two rows of a plane of the rotary embedding are
-    neighbours; in the hybrid they lie half of the rotated rows apart."""
+    """Templates of the tensors of queries and keys in which the two rows that a rotary embedding turns together are
+    neighbours (GPT-J's order). They are reordered, since in a hybrid the two lie half of the rotated rows apart
+    (GPT-NeoX's order)."""
     distant_pairs: tuple[str, ...] = ()
-    """Templates of those in whose heads such rows lie half a head apart, although not all rows are rotated, in layers
-    whose `layer_rope` is "main"."""
+    """Templates of those tensors in which the two rows lie half a head apart although only a part of the rows is
+    rotated, in layers whose `layer_rope` is "main"."""
     copied: Callable[[Any], Mapping[str, str]] = lambda config: {}
-    """Finds tensors that the teacher lacks as it reads another in their place, both by their names in the hybrid."""
+    """Returns the tensors that the teacher lacks because it reads another in their place: name -> name of the other,
+    both as in the hybrid."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the hybrid -> field of the teacher, beyond COMMON_FIELDS."""
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -62,10 +65,10 @@ class TeacherFamily:
     other_parts: tuple[str, ...] = ()
     """Beginnings of the names of tensors that belong to no text model, and are dropped."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Template of a tensor of the hybrid in which all experts lie one below the other -> templates of its pieces of
-    one expert ("{e}") in the teacher, in order."""
+    """Template of a tensor of the hybrid that stacks all experts -> templates of the teacher's tensors of one expert
+    ("{e}"), in order."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Template of a tensor of the hybrid -> templates of the teacher's that lie one below the other in it."""
+    """Template of a tensor of the hybrid -> templates of the teacher's tensors that are stacked in it, in order."""
     unpacked: tuple[str, ...] = ()
     """Methods of quantisation whose weights are read as whole numbers."""
     recurrent: tuple[str, ...] = ()

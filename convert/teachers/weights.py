@@ -68,8 +68,8 @@ class TeacherWeights:
         return cls(teacher, checkpoint, fields, config, sources, dropped)
 
     def bounded(self, context: int) -> tuple[int, ...]:
-        """Layers whose cache does not grow within a context in the teacher, which keep it as it is: with a window that
-        hides tokens, or that has heads of its own, or with a state."""
+        """Return the layers whose cache does not grow up to this context in the teacher, because they have a state, a
+        window that hides tokens, or a window with heads of its own. A hybrid keeps them as they are."""
         width = self.config.sliding_window
         kept = {RECURRENT}
         if width is not None and (width < context or self.config.sliding_heads is not None):
@@ -86,7 +86,7 @@ class TeacherWeights:
 
         Args:
             config: the hybrid's configuration, with `layer` replaced.
-            initial_decay: decay per token of every head. seed: of tensors that the teacher says nothing about.
+            initial_decay: decay per token of every head. seed: for tensors that have no source in the teacher.
         """
         prefix = f"model.layers.{layer}."
         shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
