@@ -39,6 +39,6 @@ def test_each_table_stands_on_a_page():
 
 def test_a_figure_is_shown_as_it_is_written():
     quality = dict(entries("quality"))
-    assert str(quality["default/web, a window, 15 % in 16 bits/256–512"]["value"]) == "0.000"
-    assert "| needles found | 15 % in 16 bits | 79 % |" in render("quality", "recall")
+    assert str(quality["default/web, window alone, 15 %/256–512"]["value"]) == "0.000"
+    assert "| needles found | earlier default, 15 % | 79 % |" in render("quality", "recall")
     assert "| the teacher, 8 bits | 56.6 % | 0.0 | 99.7 % |" in render("readme", "compare")

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
-PAGES = [*RESULTS, *sorted((ROOT / "docs" / "guide").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+PAGES = [*RESULTS, *(path for folder in ("docs/guide", "docs", ".") for path in sorted((ROOT / folder).glob("*.md")))]
 WORDS = {"README": 1000, "quality": 1200, "performance": 1000, "log": 1500}
 
 
