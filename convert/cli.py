@@ -230,12 +230,6 @@ def other_commands(commands: Mapping[str, Command]) -> str:
     return "\n".join(["", "other commands, each with its own --help:", *lines, ""])
 
 
-@functools.cache
-def parser_of(name: str) -> OptionParser:
-    """Reads the options of one of COMMANDS."""
-    return COMMANDS[name].parser(name)
-
-
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:
     """Run a command; ends the process with 0, 1 for an error, or 130 for an interruption."""
     if argv is None:

@@ -1,4 +1,4 @@
-"""Plan of a conversion, from the teacher's configuration and the headers of its weights.
+"""First steps of a conversion, which are all of a dry run: open the teacher, and plan from the weights' headers.
 
 This module does not import transformers' models, which takes seconds; only code that computes scores or writes the
 hybrid does (pipeline.py).
@@ -9,6 +9,7 @@ import dataclasses
 from .checkpoint.tokenizer import SideFiles, read_side_files
 from .errors import during
 from .fit.cost import alignment_cost
+from .layout.placement import Decision
 from .options import ConversionOptions
 from .plan import Plan, make_plan
 from .resolve import resolve
@@ -26,8 +27,8 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     """
     with during(f"reading {options.model}"):
         weights, _ = open_teacher(options, with_weights=False)
-    resolved = resolve(options, weights)
-    return costed(checked(make_plan(weights, decide_placement(Budget(weights, resolved)), resolved)))
+    plan, _ = first_plan(Budget(weights, resolve(options, weights)))
+    return plan
 
 
 def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple[TeacherWeights, SideFiles]:
@@ -43,15 +44,17 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple
     return dataclasses.replace(weights, notes=notes), side_files
 
 
-def checked(plan: Plan) -> Plan:
-    """Return the plan; raise ValueError if --export-ready was given and no architecture can hold the hybrid."""
-    if plan.resolved.export_ready:
+def first_plan(budget: Budget) -> tuple[Plan, Decision]:
+    """Plan without scores, and estimate the cost of the alignment.
+
+    Raises:
+        ValueError: no placement fits into the budget, or --export-ready was given and no architecture can hold the
+            hybrid.
+    """
+    decision = decide_placement(budget)
+    plan = make_plan(budget.weights, decision, budget.resolved)
+    if budget.resolved.export_ready:
         from .formats.export import check_exportable
 
         check_exportable(plan.config)
-    return plan
-
-
-def costed(plan: Plan) -> Plan:
-    """Return the plan with the estimated cost of its alignment."""
-    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan))
+    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan)), decision

@@ -362,7 +362,7 @@ class ConversionOptions:
             )
         if placement.window is None and not self.searches_budget:
             if placement.attention_heads is not None:
-                raise ValueError("attention_heads needs a window or a cache budget; give one (window: 64).")
+                raise ValueError("attention_heads keep full attention beside a window; give one (window: 64).")
             if mixer.kind == "none":
                 raise ValueError(
                     "With mixer none a replaced layer has nothing but its window; say how wide it is (window: 256)."

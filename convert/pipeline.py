@@ -7,7 +7,8 @@ Placement: what each layer holds, a window, kept heads, a mixer or its attention
 Decision: a placement, and its parts that scores, measured on the text, have still to choose (layout/placement.py).
 Plan: a placement with the hybrid's configuration, a rule for each tensor, and the cost of the fit (plan.py).
 
-A dry run takes the first steps, too; `open_teacher`, `checked` and `costed` lie with it (dry_run.py).
+A dry run performs the first four steps. The functions for them that both share are in dry_run.py, which must not
+import transformers' models.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import Licence, SideFiles, read_licence, write_side_files
-from .dry_run import checked, costed, open_teacher
+from .dry_run import first_plan, open_teacher
 from .errors import during
 from .fit.aligner import Aligner, Alignment
 from .fit.processes import OVER, Team, joined
@@ -31,9 +33,10 @@ from .io.writer import Progress, plan_shards, write_and_hash
 from .layout.placement import Decision
 from .options import ConversionOptions, make_options, parse_size
 from .plan import Plan, dropped_in_words, make_plan
-from .resolve import resolve
+from .resolve import Resolved, resolve
 from .scores.budget import Budget
 from .scores.decide import decide_placement
+from .teachers.weights import TeacherWeights
 from .train.mohawk.stages import check_stages
 from .train.mohawk.train import train_written
 
@@ -76,79 +79,108 @@ def run(
     """
     with joined() as team:
         if team.rank > 0:
-            return _help(options, team)
+            return _work_for_first(options, team)
         plan = _run(options, on_plan, progress, team)
         team.announce(OVER, plan.placement)
         return plan
 
 
-def _help(options: ConversionOptions, team: Team) -> Plan:
+def _work_for_first(options: ConversionOptions, team: Team) -> Plan:
     """Run one of the other processes: fit the layers that the first one assigns; it alone decides and writes."""
     weights, _ = open_teacher(options)
     resolved = resolve(options, weights)
-    placement = Aligner(weights, resolved, team=team).help()
+    placement = Aligner(weights, resolved, team=team).work_for_first()
     return make_plan(weights, Decision(placement), resolved)
 
 
 def _run(options: ConversionOptions, on_plan: Callable[[Plan], None], progress: Progress, team: Team) -> Plan:
+    """Carry out a conversion in the first process, a function for each step."""
     # links are followed once, so that the folder that is compared and locked is the one that is written
     output = Path(os.path.realpath(Path(options.output.folder).expanduser()))
     watch = Stopwatch()
     with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
-        with during(f"reading {options.model}"):
-            weights, side_files = open_teacher(options)
-        resolved = resolve(options, weights)
-        check_apart(output, weights.teacher.folder)
-        licence = read_licence(weights.teacher, weights.checkpoint)
-        push_to = resolved.output.push_to_hub
-        repository = None
-        if push_to is not None:
-            repository = prepare_repository(push_to, resolved.output.private)
+        opened = _open(options, output, team)
         watch.over("opening")
-        # before the fit, which takes minutes
-        if resolved.alignment.method == "mohawk":
-            check_stages(resolved.alignment, resolved.mixer["mixer"], resolved.has_windows)
-            if team.size > 1:
-                raise ValueError(
-                    "A conversion's own stages train in one process. Convert without them (--align closed-form), then "
-                    "train the hybrid with torchrun and `convert-to-hybrid mohawk`."
-                )
-        aligned = resolved.alignment.method != "none"
         aligner = None
-        if aligned:
-            aligner = Aligner(weights, resolved, progress, owner.make_work(), team)
+        if opened.resolved.alignment.method != "none":
+            aligner = Aligner(opened.weights, opened.resolved, progress, owner.make_work(), team)
         with during(f"planning and fitting {output}", lower=LOWER_FOR_FITS):
-            budget = Budget(weights, resolved)
-            # without scores at first, so that what cannot be is refused in seconds
-            decision = decide_placement(budget)
-            plan = costed(checked(make_plan(weights, decision, resolved)))
-            on_plan(plan)
-            if aligner is not None and plan.placement.replaced_layers:
-                aligner.read_text()  # before scores are taken, which may take minutes
-            if decision.needs_scores:
-                decided = make_plan(weights, decide_placement(budget, aligner), resolved)
-                plan = dataclasses.replace(decided, alignment_cost=plan.alignment_cost)
-                on_plan(plan)
+            plan = _plan(opened, aligner, on_plan)
             watch.over("placement")
-            alignment = None
-            if aligner is not None and plan.placement.replaced_layers:
-                alignment = aligner.align(plan)
-            # the fit chooses the rank of each output map
-            if alignment is not None and alignment.placement != plan.placement:
-                ranked = make_plan(weights, Decision(alignment.placement), resolved)
-                plan = dataclasses.replace(ranked, alignment_cost=plan.alignment_cost)
+            plan, alignment = _fit(plan, aligner)
             watch.over("alignment")
         with during(f"writing {output}"), owner.staged() as folder:
-            write(plan, alignment, side_files, licence, folder, progress, watch)
-            if alignment is not None and resolved.alignment.method == "mohawk":
+            write(plan, alignment, opened.side_files, opened.licence, folder, progress, watch)
+            if alignment is not None and plan.resolved.alignment.method == "mohawk":
                 train_written(aligner, folder, owner.work / "stages", plan.dtype)
                 watch.over("training")
                 record_seconds(watch.seconds, folder)
         if aligner is not None:
             aligner.finished()
-    if repository is not None:
-        upload(output, repository)
+    if opened.repository is not None:
+        upload(output, opened.repository)
     return plan
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Teacher and resolved options of a run, and everything else that is read before any decision."""
+
+    weights: TeacherWeights
+    resolved: Resolved
+    side_files: SideFiles
+    licence: Licence
+    repository: str | None
+    """Full name of the Hub repository to publish to."""
+
+
+def _open(options: ConversionOptions, output: Path, team: Team) -> Opened:
+    """Open the teacher and resolve the options; refuse what can be refused before the fit, which takes minutes."""
+    with during(f"reading {options.model}"):
+        weights, side_files = open_teacher(options)
+    resolved = resolve(options, weights)
+    check_apart(output, weights.teacher.folder)
+    licence = read_licence(weights.teacher, weights.checkpoint)
+    repository = None
+    if resolved.output.push_to_hub is not None:
+        repository = prepare_repository(resolved.output.push_to_hub, resolved.output.private)
+    if resolved.alignment.method == "mohawk":
+        check_stages(resolved.alignment, resolved.mixer["mixer"], resolved.has_windows)
+        if team.size > 1:
+            raise ValueError(
+                "A conversion's own stages train in one process. Convert without them (--align closed-form), then "
+                "train the hybrid with torchrun and `convert-to-hybrid mohawk`."
+            )
+    return Opened(weights, resolved, side_files, licence, repository)
+
+
+def _plan(opened: Opened, aligner: Aligner | None, on_plan: Callable[[Plan], None]) -> Plan:
+    """Plan without scores, so that impossible options are refused at once; then with scores if a choice needs them."""
+    budget = Budget(opened.weights, opened.resolved)
+    plan, decision = first_plan(budget)
+    on_plan(plan)
+    if aligner is not None and plan.placement.replaced_layers:
+        aligner.read_text()  # before scores are computed, which may take minutes
+    if decision.needs_scores:
+        plan = _planned_again(plan, decide_placement(budget, aligner))
+        on_plan(plan)
+    return plan
+
+
+def _fit(plan: Plan, aligner: Aligner | None) -> tuple[Plan, Alignment | None]:
+    """Fit the replaced layers, if there is anything to fit; return the plan with the ranks that the fit chose."""
+    if aligner is None or not plan.placement.replaced_layers:
+        return plan, None
+    alignment = aligner.align(plan)
+    if alignment.placement != plan.placement:
+        plan = _planned_again(plan, Decision(alignment.placement))
+    return plan, alignment
+
+
+def _planned_again(plan: Plan, decision: Decision) -> Plan:
+    """Make the plan of another placement; the estimated cost is still that of the first."""
+    again = make_plan(plan.weights, decision, plan.resolved)
+    return dataclasses.replace(again, alignment_cost=plan.alignment_cost)
 
 
 class Stopwatch:
@@ -172,7 +204,7 @@ def write(
     licence: Licence,
     folder: Path,
     progress: Progress,
-    watch: "Stopwatch",
+    watch: Stopwatch,
 ) -> None:
     """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
     output = plan.resolved.output

@@ -187,7 +187,9 @@ class KeptHeads(nn.Module):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = True
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
 
 
@@ -200,10 +202,15 @@ class HybridAttention(nn.Module):
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
-        self.config, self.layer_idx, self.shape = config, layer_idx, BlockShape.of(config, layer_idx)
-        heads, kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.config = config
+        self.layer_idx = layer_idx
+        self.shape = BlockShape.of(config, layer_idx)
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
         self.shared = heads // kv_heads
-        self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping
+        self.scaling = config.score_scale
+        self.softcap = config.attn_logit_softcapping
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
@@ -219,7 +226,8 @@ class HybridAttention(nn.Module):
         self.mass = self.down = self.up = None
         if self.shape.slow is not None:
             self.mass = nn.Parameter(theory_mass(config, layer_idx))
-            rank, features = config.rank_of(layer_idx), 3 * len(self.windowed) * self.shared * self.head_dim
+            rank = config.rank_of(layer_idx)
+            features = 3 * len(self.windowed) * self.shared * self.head_dim
             if rank:
                 self.down = nn.Linear(features, rank, bias=False)
                 self.up = nn.Linear(rank, config.hidden_size, bias=False)
@@ -375,7 +383,9 @@ class HybridAttention(nn.Module):
         """
         held = None if layer is None else layer.held
         projected = self.rounded(projected)
-        length, outputs, features = projected.query.shape[2], [], []
+        length = projected.query.shape[2]
+        outputs = []
+        features = []
         size = SEGMENT
         if inputs.seq_idx is not None:
             size = length
@@ -425,7 +435,8 @@ class HybridAttention(nn.Module):
         Returns:
             The outputs, the features, and what is held afterwards: if it `keeps` that and rows are alike, else None.
         """
-        shape, length = self.shape, projected.query.shape[2]
+        shape = self.shape
+        length = projected.query.shape[2]
         tokens = projected.tokens(inputs.index) if keeps else None
         causal = shape.window if held is None and inputs.start == 0 else 0  # tokens that see all before them
         begin = None
@@ -443,9 +454,11 @@ class HybridAttention(nn.Module):
         if begin is not None:
             layout = Layout.behind_window(shape, projected.key)
         elif inputs.seq_idx is not None:
-            layout, tokens = Layout.packed(shape, inputs.index, inputs.seq_idx), None
+            layout = Layout.packed(shape, inputs.index, inputs.seq_idx)
+            tokens = None
         elif inputs.start is None:
-            layout, tokens = Layout.gathered(shape, held, inputs.index), None
+            layout = Layout.gathered(shape, held, inputs.index)
+            tokens = None
         else:
             layout = Layout.continued(shape, held, projected.key, inputs.start)
         near = self.attend_blocks(projected, held, layout, tokens)
@@ -469,7 +482,8 @@ class HybridAttention(nn.Module):
         keys, values = layout.columns(past_keys, projected.key), layout.columns(past_values, projected.value)
         salience = layout.salience(past_salience, projected.salience)
         holders, until = layout.select(salience)
-        query, visible = layout.queries(projected.query, self.kv_groups), until
+        query = layout.queries(projected.query, self.kv_groups)
+        visible = until
         sinks = None
         if projected.sink_query is not None:
             visible = layout.without_sinks(until, salience)
@@ -510,7 +524,8 @@ class HybridAttention(nn.Module):
         Returns:
             The outputs, and the features (..., K, m, r, q, 3 D) of the low-rank map.
         """
-        shape, dtype = query.shape, output.dtype
+        shape = query.shape
+        dtype = output.dtype
         query = query.to(readout.linear.dtype)
         linear = torch.addcmul(readout.linear[..., None, :], query, readout.quadratic)
         mass = (linear * query).sum(-1) + readout.constant[..., None]
@@ -526,7 +541,8 @@ class HybridAttention(nn.Module):
 
     def readout(self, state: State) -> Readout:
         """The readout of a state (..., K, .)."""
-        slow, (K, r) = self.shape.slow, self.kv_groups
+        slow = self.shape.slow
+        K, r = self.kv_groups
         c0, c1, alpha, beta = self.mass_of_heads(state.key_mean.dtype)
         middle = (1,) * (state.log_count.ndim - 3)  # between the heads and what is of each head
         c0, c1 = (t.view(K, *middle, r) for t in (c0, c1))
@@ -549,7 +565,8 @@ class HybridAttention(nn.Module):
 
     def mass_features(self, query: torch.Tensor, state: State) -> torch.Tensor:
         """[1, log m, (q' . mean k')_f, (q . q)_f] of queries (B, G, K, m, r, q, D): what `mass` is multiplied with."""
-        query, slow = query.to(state.key_mean.dtype) * self.scaling, self.shape.slow
+        query = query.to(state.key_mean.dtype) * self.scaling
+        slow = self.shape.slow
         products = (
             (slow.take(query) * state.key_mean[..., None, None, :], slow.slow_planes),
             (query.square(), slow.planes),
@@ -592,7 +609,8 @@ class HybridAttention(nn.Module):
         """Softmax attention (..., q, D) with its log-sum-exp (..., q), for queries (..., q, D), keys and values
         (..., T, D), and a bias (..., q, T), which is the least number where nothing is attended to."""
         if fuses_on_cpu(query, keys, values) and self.softcap is None and not self.training:
-            lead, shape = query.shape[:-3], query.shape
+            lead = query.shape[:-3]
+            shape = query.shape
             query, keys = (t.to(values.dtype) for t in (query, keys))  # autocast leaves them unlike
             if bias is not None:
                 bias = bias.to(values.dtype)
@@ -642,7 +660,8 @@ class HybridAttention(nn.Module):
         absent = salience.gather(1, holders.clamp(min=0).flatten(1)).view(holders.shape) < torch.inf
         absent = absent | (holders < 0)
         keys, values = (gather_columns(t, holders.clamp(min=0)).permute(0, 2, 1, 3, 4, 5) for t in (keys, values))
-        bias, shape = hiding(absent, query.dtype), query.shape
+        bias = hiding(absent, query.dtype)
+        shape = query.shape
         output, log_mass = self._attend(query.flatten(4, 5), keys, values, bias[:, :, None, :, None])
         return output.view(shape), log_mass.view(shape[:-1])
 
@@ -680,14 +699,16 @@ class HybridAttention(nn.Module):
         tokens: NewTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor, Held | None]:
         """`mix` once the first tokens, with outputs `begin`, have attended causally."""
-        shape, (batch, heads, length, D) = self.shape, projected.query.shape
+        shape = self.shape
+        batch, heads, length, D = projected.query.shape
         past_keys = past_values = past_salience = state = None
         if begin is not None:
             blocks = Blocks.behind_window(shape, length)
         else:
             blocks = Blocks.continued(shape, length, inputs.start)
             past_keys, past_values = decoded(shape, *held[:2], projected.key.dtype)
-            past_salience, state = held.salience, held.state
+            past_salience = held.salience
+            state = held.state
         keys, values = blocks.in_columns(past_keys, projected.key), blocks.in_columns(past_values, projected.value)
         salience = blocks.salience(past_salience, projected.salience)
         lost = lose_columns(salience, blocks)
@@ -710,7 +731,9 @@ class HybridAttention(nn.Module):
 
     def step(self, projected: Projected, inputs: HybridInputs, layer) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do what `prompt` does for L tokens of one block, which are written into the cache's layer in place."""
-        shape, query, start = self.shape, projected.query, inputs.start
+        shape = self.shape
+        query = projected.query
+        start = inputs.start
         length = query.shape[2]
         tokens = projected.tokens(inputs.index)
         is_early = start is not None and start < shape.window  # the state is empty then
@@ -742,7 +765,9 @@ class HybridAttention(nn.Module):
         else:
             output, log_mass = self._attend(turn(query), keys, values, bias)
         output = shape.value_rounding.rotate(output)
-        batch, (K, r), D = len(query), self.kv_groups, query.shape[-1]
+        batch = len(query)
+        K, r = self.kv_groups
+        D = query.shape[-1]
         if self.sinks is not None:
             by_head = output.unflatten(2, (r, length)), log_mass.unflatten(2, (r, length))
             output, log_mass = (t.flatten(2, 3) for t in self.beside_learned_sinks(by_head, heads_axis=1))

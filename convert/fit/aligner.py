@@ -21,7 +21,7 @@ from ..plan import Plan
 from ..resolve import Resolved
 from ..teachers.teacher import public_name
 from ..teachers.weights import TeacherWeights
-from .fit import FitCache, Fits, fit_mixers, help_fit
+from .fit import FitCache, Fits, fit_for_first, fit_mixers
 from .hybrid_fit import cut_map, ranks_within
 from .probes import plain_tokens, with_recall
 from .processes import ALONE, OVER, Team
@@ -139,13 +139,13 @@ class Aligner:
             self.resolved.seed, self.progress, self.work, self.team,
         )  # fmt: skip
 
-    def help(self) -> Placement:
+    def work_for_first(self) -> Placement:
         """Fit the layers that the first process assigns until it ends the run; return its final placement."""
         while True:
             what, *parts = self.team.wait()
             if what == OVER:
                 return parts[0]
-            help_fit(self.model, *parts, self.team)
+            fit_for_first(self.model, *parts, self.team)
             return_free_memory()
 
     def align(self, plan: Plan) -> Alignment:

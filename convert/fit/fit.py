@@ -176,7 +176,7 @@ def fits_of(
                     yield _taken(teacher, *result)
 
 
-def help_fit(teacher: TeacherModel, mixer_config: PreTrainedConfig, task: tuple, team: Team) -> None:
+def fit_for_first(teacher: TeacherModel, mixer_config: PreTrainedConfig, task: tuple, team: Team) -> None:
     """Fit this process's share of the layers that the first process announced."""
     teacher.follow(mixer_config)
     for _ in fits_of(teacher, *task, team):

@@ -601,7 +601,7 @@ def test_the_edge_says_what_was_being_done(teacher, tmp_path, monkeypatch):
     def fail(*arguments):
         raise kinds.pop()
 
-    monkeypatch.setattr("convert.pipeline.make_plan", fail)
+    monkeypatch.setattr("convert.dry_run.make_plan", fail)
     kinds = [MemoryError(), RecursionError("too deep"), KeyError("x"), OSError(28, "No space left on device")]
     said = ["the disk is full", "unexpected KeyError", "unexpected RecursionError", "out of memory"]
     for text in said:

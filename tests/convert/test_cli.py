@@ -25,7 +25,7 @@ from convert.options import (
     parse_size,
 )
 from modeling_llamba import LlambaForCausalLM
-from tests.helpers.command import check_one_line_error, run, run_as_is
+from tests.helpers.command import check_one_line_error, parser_of, run, run_as_is
 from tests.helpers.tokenizers import tokenizer
 from tests.recipes.tiny_chat import save_chat_teacher
 from tests.teachers import make_teacher, random_ids
@@ -138,7 +138,7 @@ BESIDE = {
 @pytest.mark.parametrize("flag", SAME)
 def test_a_flag_a_yaml_entry_and_a_value_in_python_are_the_same(flag, tmp_path):
     text, value = SAME[flag]
-    parser = cli.parser_of("convert")
+    parser = parser_of("convert")
     beside = BESIDE.get(flag, {})
     given, _ = parser.from_command_line(["m", "o", flag, text, *(f"--{k}={v}" for k, v in beside.items())])
     name = cli.CONVERSION_FLAGS.get(flag, flag[2:])
@@ -231,7 +231,7 @@ def test_every_flag_is_an_option_and_every_option_has_its_help(name):
     options = {option.name: option for option in documented(command.options)}
     assert {*command.flags.values(), *command.positionals.values()} <= set(options)
     assert all(option.help.endswith(".") and "typing" not in option.kind for option in options.values())
-    assert "MISSING" not in cli.parser_of(name).help()
+    assert "MISSING" not in parser_of(name).help()
 
 
 def test_the_page_of_options_is_made_from_them():

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert, plan_conversion
-from convert.cli import parser_of
 from convert.layout.cache import cache_bytes
 from convert.layout.placement import Placement
 from convert.options import MohawkOptions, OutputOptions, evicted_tokens, make_options
@@ -26,6 +25,7 @@ from modeling_llamba import LlambaConfig
 from modeling_llamba.eviction import BlockShape
 from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.hybrid_cache import cache_nbytes
+from tests.helpers.command import parser_of
 from tests.teachers import TEACHERS, make_teacher, random_ids
 
 LENGTH, WINDOW = 40, 8

@@ -1,12 +1,20 @@
 """The command in this process, and what it may say and leave behind."""
 
 import contextlib
+import functools
 import io
 import logging
 import os
 import subprocess
 
-from convert.cli import main
+from convert.cli import COMMANDS, main
+from convert.options import OptionParser
+
+
+@functools.cache
+def parser_of(name: str) -> OptionParser:
+    """The parser of a command, which takes a while to make."""
+    return COMMANDS[name].parser(name)
 
 
 def unaligned(args):

@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from convert.cli import parser_of
 from convert.options import ExportOptions, ImportOptions
+from tests.helpers.command import parser_of
 
 
 def importing(model: str | os.PathLike, output: str | os.PathLike = "-", **options: Any) -> ImportOptions:
