@@ -227,6 +227,7 @@ def other_commands(commands: Mapping[str, Command]) -> str:
     lines = [f"  convert-to-hybrid {name:<9} {what}" for name, what in others.items()]
     if COMPARE not in commands:
         lines.append(f"  {COMPARE_IS_ELSEWHERE}")
+    lines.append("  convert-to-hybrid --version")
     return "\n".join(["", "other commands, each with its own --help:", *lines, ""])
 
 

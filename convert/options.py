@@ -299,7 +299,7 @@ class OutputOptions:
     folder: str | None = None
     """Folder to write the hybrid to."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights that are written; auto keeps the teacher's type, float32 for a GGUF file."""
+    """Type of the weights that are written; auto keeps the type of the source, float32 for a GGUF file."""
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False
@@ -630,8 +630,10 @@ class FamiliesOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Talk with a model; every line is a turn, and none is read twice. `/retry` answers the last one again, `/edit
-    TEXT` another in its place."""
+    """Chat with a model, whose cache keeps the earlier turns.
+
+    Every line is a turn. `/retry` answers the last one again, `/edit TEXT` answers another in its place.
+    """
 
     model: str | None = None
     """Folder, Hub id or GGUF file."""
@@ -708,7 +710,8 @@ class OptionParser:
                 shown.add_argument(flag, help=text, metavar="NAME=VALUE")
             else:
                 shown.add_argument(flag, help=text, metavar=flag[2:].upper())
-        shown.add_argument("--config", metavar="FILE", help="YAML file with any of the options.")
+        if self.flags:
+            shown.add_argument("--config", metavar="FILE", help="YAML file with any of the options.")
         for switch, text in self.switches.items():
             shown.add_argument(*switch.split(), action="store_true", help=text)
         return shown.format_help()
@@ -869,7 +872,7 @@ def _notes(option: Documented) -> str:
     default = option.default
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
-    if default:
+    if default is not None and default is not False and default not in ("", (), {}):
         notes.append(f"default: {default}")
     if not notes:
         return ""

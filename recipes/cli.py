@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import convert.cli
-from convert.cli import AS_JSON, COMMANDS, QUIET, Command, Switches, console, flags_of, progress_bars
+from convert.cli import AS_JSON, COMMANDS, Command, Switches, console, flags_of, progress_bars
 from convert.options import Context, PositiveInt
 
 
@@ -68,7 +68,7 @@ COMPARE = Command(
     {"TEACHER": "teacher", "HYBRID...": "hybrids"},
     {"--out": "output", **flags_of("text", "quick", "length", "rows", "first", "speed", "ruler", "dtype",
                                    "device", "trust_remote_code")},
-    {**AS_JSON, **QUIET},
+    {**AS_JSON, "-q --quiet": "Print the tables, but no progress."},
 )  # fmt: skip
 
 INSTALLED = COMMANDS | {"compare": COMPARE}
