@@ -131,13 +131,13 @@ def mohawk_command(options: MohawkOptions, switches: Switches) -> None:
 def import_command(options: ImportOptions, switches: Switches) -> None:
     from .formats.import_ import import_checkpoint, plan_import
 
-    _carry_out(options, plan_import, import_checkpoint, switches)
+    _plan_and_run(options, plan_import, import_checkpoint, switches)
 
 
 def export_command(options: ExportOptions, switches: Switches) -> None:
     from .formats.export import export_checkpoint, plan_export
 
-    _carry_out(options, plan_export, export_checkpoint, switches)
+    _plan_and_run(options, plan_export, export_checkpoint, switches)
 
 
 def inspect_command(options: InspectOptions, switches: Switches) -> None:
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
         command.run(options, switches)
 
 
-def _carry_out(options: Any, plan: Callable, run: Callable, switches: Switches) -> None:
+def _plan_and_run(options: Any, plan: Callable, run: Callable, switches: Switches) -> None:
     """Print the plan, and unless this is a dry run, carry it out under a progress bar."""
     from .formats.transfer import describe
 

@@ -367,8 +367,10 @@ class ConversionOptions:
                 raise ValueError(
                     "With mixer none a replaced layer has nothing but its window; say how wide it is (window: 256)."
                 )
-        if placement.window is not None and (self._of_mixer and mixer.kind != "none"):
-            raise ValueError(f"A mixer has no window beside it: leave out the window, or mixer.{self._of_mixer[0]}.")
+        if placement.window is not None and (self._mixer_options and mixer.kind != "none"):
+            raise ValueError(
+                f"A mixer has no window beside it: leave out the window, or mixer.{self._mixer_options[0]}."
+            )
         if placement.window is not None and placement.block is not None:
             block = placement.block
             if placement.window % block or placement.window < 2 * block:
@@ -411,7 +413,7 @@ class ConversionOptions:
             names = [name for name in ("sinks", "salient", "block", "rank") if name in of_placement]
             unread |= {f"placement.{name}": "a window" for name in names}
         if self.mixer.kind == "none":
-            unread |= {f"mixer.{name}": "a mixer" for name in self._of_mixer if name != "kind"}
+            unread |= {f"mixer.{name}": "a mixer" for name in self._mixer_options if name != "kind"}
             if "rank" in of_placement:
                 unread["placement.rank"] = "a state"
         if self.has_windows:
@@ -424,14 +426,14 @@ class ConversionOptions:
         """The cache budget: the one given, or the default if neither layers, windows, heads nor a mixer are given."""
         placement = self.placement
         mixer = self.mixer
-        said = (placement.attention_layers, placement.window, placement.attention_heads)
-        told_nothing = said == (None,) * 3 and mixer.kind == MixerOptions.kind
-        if placement.cache is None and told_nothing and self.alignment.method == "closed-form":
+        given = (placement.attention_layers, placement.window, placement.attention_heads)
+        none_given = given == (None,) * 3 and mixer.kind == MixerOptions.kind
+        if placement.cache is None and none_given and self.alignment.method == "closed-form":
             return DEFAULT_CACHE
         return placement.cache
 
     @property
-    def _of_mixer(self) -> list[str]:
+    def _mixer_options(self) -> list[str]:
         """Names of the mixer's options that differ from their defaults."""
         return sorted(differences(self.mixer).keys() - {"out_bias"})
 
@@ -457,7 +459,7 @@ class ConversionOptions:
     @property
     def searches_budget(self) -> bool:
         """True if layers, heads and windows are chosen together, by their scores, within a cache budget."""
-        windows = not self._of_mixer or self.mixer.kind == "none"
+        windows = not self._mixer_options or self.mixer.kind == "none"
         return self.alignment.method != "none" and windows and self.cache is not None
 
     @property

@@ -100,20 +100,20 @@ def _run(options: ConversionOptions, on_plan: Callable[[Plan], None], progress: 
     watch = Stopwatch()
     with OutputFolder(output, options.output.overwrite, options.alignment.work_dir) as owner:
         opened = _open(options, output, team)
-        watch.over("opening")
+        watch.ended("opening")
         aligner = None
         if opened.resolved.alignment.method != "none":
             aligner = Aligner(opened.weights, opened.resolved, progress, owner.make_work(), team)
         with during(f"planning and fitting {output}", lower=LOWER_FOR_FITS):
             plan = _plan(opened, aligner, on_plan)
-            watch.over("placement")
+            watch.ended("placement")
             plan, alignment = _fit(plan, aligner)
-            watch.over("alignment")
+            watch.ended("alignment")
         with during(f"writing {output}"), owner.staged() as folder:
             write(plan, alignment, opened.side_files, opened.licence, folder, progress, watch)
             if alignment is not None and plan.resolved.alignment.method == "mohawk":
                 train_written(aligner, folder, owner.work / "stages", plan.dtype)
-                watch.over("training")
+                watch.ended("training")
                 record_seconds(watch.seconds, folder)
         if aligner is not None:
             aligner.finished()
@@ -190,7 +190,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def over(self, stage: str) -> None:
+    def ended(self, stage: str) -> None:
         """Note that a stage has ended."""
         now = time.perf_counter()
         self.seconds[stage] = round(now - self._last, 1)
@@ -214,7 +214,7 @@ def write(
     shards = plan_shards(rules, plan.dtype, parse_size(output.max_shard_size))
     hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
     write_side_files(side_files, folder)
-    watch.over("writing")
+    watch.ended("writing")
     plan.config.conversion |= provenance(plan, alignment)
     plan.config.conversion |= {"teacher_sha256": hashes, "seconds": watch.seconds}
     if alignment is not None:

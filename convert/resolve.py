@@ -165,7 +165,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
         seed=options.seed,
         dtype=dtype,
         output=options.output,
-        said=_said(options, heads),
+        said=_options_given(options, heads),
         reasons={},
     )
     return dataclasses.replace(resolved, reasons=_reasons(resolved, options, config))
@@ -293,7 +293,7 @@ def _block(options: ConversionOptions) -> int | None:
     return min(BLOCK, 2 ** max(longest // 8, 1).bit_length() // 2)
 
 
-def _said(options: ConversionOptions, heads: Heads | None) -> dict[str, Any]:
+def _options_given(options: ConversionOptions, heads: Heads | None) -> dict[str, Any]:
     """Collect the options that differ from their defaults, without names of this machine and of the output."""
     alignment = dataclasses.replace(options.alignment, work_dir=None)
     said = differences(dataclasses.replace(options, alignment=alignment))

@@ -59,7 +59,7 @@ class ActivationStream:
         self.y = self._array("y", shape, torch.bfloat16)
         self.whole: tuple[torch.Tensor, torch.Tensor] | None = None
         for rows in self._rows():
-            self._take(self.hidden[rows], teacher.embed(ids[rows]))
+            self._store(self.hidden[rows], teacher.embed(ids[rows]))
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._folder is None:
@@ -75,12 +75,12 @@ class ActivationStream:
         for first in range(begin, len(self.hidden), self.at_once):
             yield slice(first, first + self.at_once)
 
-    def _take(self, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    def _store(self, stored: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to host memory in the stored type, without waiting if that is pinned. Return a boolean on the
         device: True if all values are finite."""
-        there = there.to(here.dtype)
-        here.copy_(there, non_blocking=True)
-        return there.isfinite().all()
+        computed = computed.to(stored.dtype)
+        stored.copy_(computed, non_blocking=True)
+        return computed.isfinite().all()
 
     @torch.no_grad()
     def attention_data(self, layer: int) -> LayerData:
@@ -108,8 +108,8 @@ class ActivationStream:
                     continue
                 (of_attention,) = seen
                 for here, there in zip((self.u, self.y), of_attention, strict=True):
-                    finite.append(self._take(here[rows[0]], there))
-                self._take(self.hidden[rows.pop(0)], output)  # last: without a norm before, u lies in there
+                    finite.append(self._store(here[rows[0]], there))
+                self._store(self.hidden[rows.pop(0)], output)  # last: without a norm before, u lies in there
                 seen.clear()
         finally:
             handle.remove()

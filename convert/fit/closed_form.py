@@ -124,7 +124,7 @@ class LayerData:
         return torch.stack(parts).all().to(self.rotary[0].device)
 
 
-def received(t: torch.Tensor) -> torch.Tensor:
+def on_host(t: torch.Tensor) -> torch.Tensor:
     """A tensor on the host, which is there once the device has been waited for."""
     if not t.is_cuda:
         return t

@@ -99,7 +99,7 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     A = H * D
     E = 3 * H * D
     N = config.state_keys(layers - 1)
-    block = met_by_a_token(plan.weights.config)
+    block = active_parameters(plan.weights.config)
     mass = 2 + N - config.state_planes(layers - 1) + D - config.rotary_planes
     # the teacher's blocks: two operations a parameter, and full attention but where there is a state
     attending = layers - config.layer_types.count(RECURRENT)
@@ -122,7 +122,7 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     return Cost(seconds, resident + teacher + activations + kept + at_a_time + 36 * E**2)
 
 
-def met_by_a_token(config: PreTrainedConfig) -> int:
+def active_parameters(config: PreTrainedConfig) -> int:
     """Return the mean number of parameters of a block; of its experts only those active for a token count."""
     experts = getattr(config, "num_experts", None)  # PhiMamba has none
     share = 1.0 if experts is None else config.num_experts_per_tok / experts

@@ -29,7 +29,7 @@ from ..io.writer import Progress
 from ..memory import return_free_memory
 from ..options import FitOptions
 from .activations import ActivationStream
-from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer, received
+from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer, on_host
 from .hybrid_fit import Pieces, set_map
 from .processes import ALONE, FIT, Team
 from .teacher_model import TeacherModel
@@ -173,7 +173,7 @@ def fits_of(
                 found, pieces = _fit_mine(teacher, *mine, settings, seed, pieces, team)
             for result in team.at_the_first(found):
                 if result is not None:
-                    yield _taken(teacher, *result)
+                    yield _unpacked(teacher, *result)
 
 
 def fit_for_first(teacher: TeacherModel, mixer_config: PreTrainedConfig, task: tuple, team: Team) -> None:
@@ -209,7 +209,7 @@ def _fit_mine(
     return (layer, mixer if team.rank == 0 else mixer.state_dict(), fit), pieces
 
 
-def _taken(
+def _unpacked(
     teacher: TeacherModel, layer: int, found: nn.Module | dict | Exception, fit: LayerFit
 ) -> tuple[int, nn.Module, LayerFit]:
     if isinstance(found, Exception):
@@ -244,7 +244,7 @@ def _fit_one(
             unread = fit_hybrid_layer(mixer.requires_grad_(False), data)
         else:
             mixer, unread = fit_layer(mixer, data, settings, seed)
-        state = {name: received(tensor) for name, tensor in mixer.state_dict().items()}
+        state = {name: on_host(tensor) for name, tensor in mixer.state_dict().items()}
         fit = unread.read()  # waits for the device, once for all
         mixer.load_state_dict(state, assign=True)
         return mixer, fit

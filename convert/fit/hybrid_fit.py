@@ -113,25 +113,25 @@ def fit_hybrid(
         return [_seen(layer, u, y, *projected) for u, y, *projected in judging]
 
     mapped = _squares(residuals()) / total
-    seen_before = []
+    waiting = []  # activations of the fit of the mass, until the map is fitted on them
 
-    def once() -> Iterator[tuple[Near, Projected, Layout]]:
+    def of_mass() -> Iterator[tuple[Near, Projected, Layout]]:
         for u, y in map(batch, for_mass):
             projected, of_kept = _projected(layer, u, rotary)
             near, layout = _near(layer, projected)
             if pieces.kept:
-                seen_before.append((u, y, projected, of_kept, near, layout))
+                waiting.append((u, y, projected, of_kept, near, layout))
             yield near, projected, layout
 
-    fit_mass(layer, once(), pieces.queries)
+    fit_mass(layer, of_mass(), pieces.queries)
     return_free_memory()
     if layer.down is None:
         none = layer.mass.new_zeros(0, 0)
         no_ridge = torch.full_like(mapped, -1)
         return HybridFit(none, none, mapped, no_ridge, (_squares(residuals()) / total)[None], [0])
-    first = (_mixed(layer, *seen_before.pop()) for _ in range(len(seen_before)))  # each is let go after its use
-    rest = map(batch, others if pieces.kept else [*for_mass, *others])
-    rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in rest)
+    first = (_mixed(layer, *waiting.pop()) for _ in range(len(waiting)))  # each is freed after its use
+    computed = map(batch, others if pieces.kept else [*for_mass, *others])
+    rest = (_seen(layer, u, y, *_projected(layer, u, rotary)) for u, y in computed)
     gram = moment = 0.0
     for seen in itertools.chain(first, rest):
         gram = gram + _gram(seen.features).double()

@@ -7,6 +7,7 @@ rest. All windows have one width here; `layer_costs` then gives each layer its o
 teacher stay as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,7 +47,7 @@ class Budget:
         return self.weights.config.num_attention_heads // self.weights.config.num_key_value_heads
 
     @cached_property
-    def whole(self) -> int:
+    def teacher_nbytes(self) -> int:
         """Bytes of cache that a sequence takes in the teacher."""
         return teacher_bytes(self.weights.config, self.resolved.context)
 
@@ -67,14 +68,11 @@ class Budget:
             nbytes = self._bytes_of(placement)
             if nbytes <= self.nbytes:
                 return count
-        held = "windows alone take"
+        least, less = "windows alone take", "a narrower window"
         if isinstance(replacement, Mixer):
-            held = "the mixers' states alone take"
-        less = "a narrower window"
-        if isinstance(replacement, Mixer):
-            less = "a smaller d_state"
+            least, less = "the mixers' states alone take", "a smaller d_state"
         raise ValueError(
-            f"{human_bytes(self.nbytes)} of cache is too little: {held} {human_bytes(nbytes)}; give more or {less}."
+            f"{human_bytes(self.nbytes)} of cache is too little: {least} {human_bytes(nbytes)}; give more or {less}."
         )
 
     @cached_property
@@ -111,7 +109,7 @@ class Budget:
         count = self.resolved.num_heads
         ranked = [pair for pair in ranked if pair[0] not in self.resolved.bounded]
         # enough for all that the teacher keeps, so nothing is replaced
-        if fixed is None and count is None and self.nbytes >= self.whole:
+        if fixed is None and count is None and self.nbytes >= self.teacher_nbytes:
             return everywhere(Attention(), self.shape[0])
         narrowest = 2 * self.block
         if count is None:
@@ -171,18 +169,18 @@ class Budget:
 
     def _bytes_of(self, placement: Placement) -> int:
         if not placement.replaced_layers:
-            return self.whole
+            return self.teacher_nbytes
         config = hybrid_config(self.weights, placement, self.resolved.mixer)
         return cache_bytes(config, self.resolved.context)[1]
 
     @staticmethod
-    def _most(nbytes, limit: float, highest: int) -> int:
-        """The largest number up to `highest` whose bytes, which grow with it, keep within the limit."""
+    def _most(bytes_of: Callable[[int], int], limit: float, highest: int) -> int:
+        """Return the largest number up to `highest` whose bytes, which grow with it, are within the limit."""
         low = 0
         high = highest
         while low < high:
             middle = (low + high + 1) // 2
-            if nbytes(middle) <= limit:
+            if bytes_of(middle) <= limit:
                 low = middle
             else:
                 high = middle - 1

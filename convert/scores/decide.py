@@ -32,9 +32,7 @@ def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decisi
     resolved = budget.resolved
     num_layers = budget.shape[0]
     if resolved.choice == "teacher":
-        width = budget.weights.config.sliding_window
-        note = f"every layer has a window of {width} tokens in the teacher and keeps it"
-        return Decision(everywhere(Attention(), num_layers), notes=(note,))
+        return Decision(everywhere(Attention(), num_layers), notes=(resolved.reasons["choice"],))
     if resolved.choice == "budget":
         decision = _by_budget(budget, aligner)
     elif resolved.choice == "name":

@@ -10,6 +10,7 @@ everything after it, so the divergence of the whole model is measured (figures: 
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -72,18 +73,19 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
             aligner.progress("measuring layers", layer, len(layers))
             data = stream.attention_data(layer)
             if layer in placement.windows:
-                mixer = aligner.model.mixer(layer)
-
-                def measured(pieces: Pieces, mixer: HybridAttention = mixer, data: LayerData = data) -> float:
-                    data = dataclasses.replace(data, pieces=pieces)
-                    if mixer.salience is not None:
-                        inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
-                        fit_salience(mixer, inputs, data.rotary, pieces.queries)
-                    return held_out_error(mixer, data).item()
-
+                measured = functools.partial(_error_before_fit, aligner.model.mixer(layer), data)
                 errors[layer], pieces = within_memory(measured, pieces)
     aligner.progress("measuring layers", len(layers), len(layers))
     return errors
+
+
+def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -> float:
+    """Return the held-out error of a layer of which only the salience, if it has any, is fitted."""
+    data = dataclasses.replace(data, pieces=pieces)
+    if layer.salience is not None:
+        inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
+        fit_salience(layer, inputs, data.rotary, pieces.queries)
+    return held_out_error(layer, data).item()
 
 
 def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:

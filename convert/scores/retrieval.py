@@ -10,6 +10,7 @@ best count half, since one suffices (figures: docs/results/ablations.md). Copyin
 step or two; the window is enough for these.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -54,13 +55,8 @@ def retrieval_scores(
     rows = Rows(len(hidden))
     for layer in range(teacher.num_layers):
         progress("scoring heads, layers", layer, teacher.num_layers)
-        block = teacher.block(layer)
-
-        def of_rows(rows: Rows, layer: int = layer, block: nn.Module = block, hidden: torch.Tensor = hidden) -> list:
-            parts = [_scored(teacher, layer, block, part, place) for part in hidden.split(rows.at_once)]
-            return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-
-        (hidden, attended, at_same, to_needle), rows = within_memory(of_rows, rows)
+        scored = functools.partial(_scored, teacher, layer, teacher.block(layer), hidden, place)
+        (hidden, attended, at_same, to_needle), rows = within_memory(scored, rows)
         scores.append(attended.mean(0).cpu())
         # more than half of its attention to the needle goes to the earlier occurrence of the same token
         same.append(at_same.mean(0).cpu() > to_needle.mean(0).cpu() / 2)
@@ -83,6 +79,14 @@ class Rows(NamedTuple):
 
 
 def _scored(
+    teacher: TeacherModel, layer: int, block: nn.Module, hidden: torch.Tensor, place: int, rows: Rows
+) -> list[torch.Tensor]:
+    """Return what `_scored_part` does for all rows, some at a time."""
+    parts = [_scored_part(teacher, layer, block, part, place) for part in hidden.split(rows.at_once)]
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def _scored_part(
     teacher: TeacherModel, layer: int, block: nn.Module, hidden: torch.Tensor, place: int
 ) -> tuple[torch.Tensor, ...]:
     """The block's output for some rows, and of each row and head: its score, and the attention of the second needle's
