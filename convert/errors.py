@@ -43,7 +43,7 @@ def message_of(error: Exception) -> str:
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {getattr(error, 'filename', None) or 'a file'}{doing}."
     if is_out_of_memory(error):
-        way_out = "use shorter sequences or smaller batches, or in a conversion a smaller alignment.activation_memory"
+        way_out = "use shorter sequences or smaller batches"
         way_out = next((note for note in notes if note.startswith(LOWER)), way_out)
         return f"out of memory{doing}; {way_out}{kept}."
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):

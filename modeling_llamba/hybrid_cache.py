@@ -171,6 +171,7 @@ class HybridLayer(CacheLayerMixin):
             self._hold(Held.empty(self.shape, tokens))
         self.readout = None
         shape = self.shape
+        assert all(t.is_contiguous() for t in self.held), "the kernels write to tensors without gaps"
         write_one(*self.held, *tokens, shape.block, shape.places, *shape.slow, shape.key_rounding.dim)
 
     def put(self, tokens: NewTokens, start: int | None) -> int | torch.Tensor:

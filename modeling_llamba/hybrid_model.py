@@ -361,10 +361,11 @@ class HybridModel(HybridPreTrainedModel):
             return attention_mask
         padding_mask = None
         given_positions = position_ids
-        if mask_2d is not None:
+        if mask_2d is not None and {"linear_attention", RECURRENT} & set(self.config.layer_types):
             # A single token may be padding, too, where a prompt is fed token by token.
             padding_mask = mask_2d[:, -inputs_embeds.shape[1] :]
-            padding_mask = _drop_full_mask(padding_mask)
+            if padding_mask.shape != mask_2d.shape:  # else it is known to have padding
+                padding_mask = _drop_full_mask(padding_mask)
         if seq_idx is not None:
             # transformers finds packed sequences by restarting positions and only without a mask: padding becomes a
             # sequence of its own, and the positions those of the sequences, whatever the caller numbered.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import convert.cli
 from convert.cli import AS_JSON, COMMANDS, Command, Switches, console, flags_of, progress_bars
+from convert.errors import during
 from convert.options import Context, PositiveInt
 
 
@@ -55,7 +56,7 @@ class CompareOptions:
 def compare_command(options: CompareOptions, switches: Switches) -> None:
     from .compare import compare, markdown
 
-    with progress_bars(switches["quiet"]) as progress:
+    with progress_bars(switches["quiet"]) as progress, during("comparing", lower="--length or --rows"):
         found = compare(options, progress)
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if switches["json"] else markdown(found))
     if not switches["quiet"]:

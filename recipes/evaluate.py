@@ -28,6 +28,7 @@ from transformers.utils import logging
 from convert.checkpoint.load import load_config, load_model, locate, prompt_tokenizer
 from convert.checkpoint.tokenizer import differing_text
 from convert.cli import console, one_line_errors, progress_bars, set_verbosity
+from convert.errors import during
 from convert.memory import keep_free_memory
 from convert.teachers.teacher import public_name, recorded_teacher
 
@@ -373,7 +374,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         logging.disable_progress_bar()
         parser = HfArgumentParser(Options, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
         (options,) = parser.parse_args_into_dataclasses(arguments)
-        results = evaluate(options)
+        with during("evaluating", lower="--lengths or --sequences"):
+            results = evaluate(options)
         if options.json:
             sys.stdout.write(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
         else:

@@ -160,6 +160,10 @@ class SlotRows(HybridLayer):
         self.held = held_in(self.slots, number + 1)
         return column
 
+    def put_one(self, tokens: NewTokens) -> None:
+        """Write a token, like `HybridLayer.put_one`, whose kernel would open its block once more."""
+        self.put(tokens, None)
+
     def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
         """Write a token, like `HybridLayer.write`."""
         column = self.put(tokens, start)

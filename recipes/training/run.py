@@ -21,6 +21,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from convert.checkpoint.hub import prepare_repository, upload
 from convert.cli import console, one_line_errors
+from convert.errors import during
 from convert.io.folder import (
     TRAINING_WORK,
     OutputFolder,
@@ -165,7 +166,9 @@ class Run:
             settings=settings | {"trainable": self.arguments.trainable} | hyperparameters(self.config),
         )
         self._try_to_finish(trainer, tokenizer, record)
-        outcome = train_and_evaluate(trainer, self._checkpoint())
+        checkpoint = self._checkpoint()
+        with during(f"training into {self.owner.output}", lower="per_device_train_batch_size or max_length"):
+            outcome = train_and_evaluate(trainer, checkpoint)
         record.before = outcome.before
         record.after = outcome.after
         record.log = outcome.log

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from convert import convert
 from convert.fit import fit
@@ -52,6 +53,13 @@ def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
         with device.counting() as counts:
             model(ids, attention_mask=mask, use_cache=True)
         check(f"prompt with a mask, {pattern}", counts, 1)
+        mask[0, :9] = 0  # one is the model's look at it, the others are those of transformers' mask for kept heads
+        with device.counting() as counts:
+            out = model(ids, attention_mask=mask, use_cache=True)
+        check(f"padded prompt, {pattern}", counts, 3)
+        with device.counting() as counts:
+            model(ids[:, :1], attention_mask=F.pad(mask, (0, 1), value=1), past_key_values=out.past_key_values)
+        check(f"padded token, {pattern}", counts, 3)
 
 
 @pytest.mark.parametrize("dtype, of_token, of_opening", [(torch.float32, 110, 152), (torch.bfloat16, 127, 173)])

@@ -169,6 +169,19 @@ def test_who_waits_is_counted(waits, program, device):
     assert counts.syncs == waits, counts
 
 
+def test_streams_and_events_do_nothing_but_wait(device):
+    side, done = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with device.counting() as counts:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x = cuda(2, 3) + 1
+        done.record(side)
+        torch.cuda.default_stream().wait_event(done)
+        assert done.query() and counts.syncs == 0
+        done.synchronize()
+    assert counts.syncs == 1 and x.is_cuda
+
+
 def test_launches_are_counted(device):
     x = cuda(2, 3, 4)
     with device.counting() as counts:

@@ -14,6 +14,7 @@ import modeling_llamba.ssd as ssd
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, SlowDims, advance
 from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import HybridLayer, new_cache
+from modeling_llamba.hybrid_prompt_kernel import LARGEST
 from modeling_llamba.rounding import Rounding
 from tests.helpers.hybrid_step import PARTIAL, ROPE, relative_error
 from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, PROMPTS, ROUNDED, SHAPES, tools
@@ -223,6 +224,20 @@ def test_a_token_is_written(record_property, sizes):
     assert max(errors) < 2e-6
     assert (theirs.state != held.state).any() and len(errors) > block
     record_property("state", f"{max(errors):.1e}")
+
+
+@torch.no_grad()
+def test_sizes_that_the_kernel_does_not_take(monkeypatch, launches):
+    """Rows of different lengths in a layer that is too large for it: PyTorch's operations write the token."""
+    index, hidden_states = token_numbers(PADDED).to(DEVICE), torch.randn(len(PADDING), LENGTH, HIDDEN, device=DEVICE)
+    layer, found = make_layer(window_bits=8), []
+    for small in (True, False):
+        with monkeypatch.context() as context:
+            if not small:
+                context.setitem(LARGEST, "places", 1)
+            found.append(torch.cat([*steps(layer, hidden_states, index, None, new_cache(layer.config), False)], dim=1))
+    assert launches["write"] == LENGTH and launches["layer"] == 2 * LENGTH
+    assert relative_error(*(outputs[index >= 0] for outputs in found)) < 2e-5
 
 
 class Launches(TorchDispatchMode):

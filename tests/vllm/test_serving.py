@@ -384,3 +384,23 @@ def metrics(client) -> str:
     """The server's own count of what it did."""
     with urllib.request.urlopen(str(client.base_url).replace("/v1/", "/metrics")) as page:
         return page.read().decode()
+
+
+def test_a_token_goes_into_its_slot_where_a_kernel_takes_the_step():
+    """On CUDA alone a step asks for this; the block of the token is open already."""
+    from modeling_llamba.eviction import BlockShape, Held, NewTokens, SlowDims
+    from modeling_llamba.rounding import Rounding
+    from recipes.serving.slots import SlotRows
+
+    whole = Rounding(16, 8)
+    shape = BlockShape(4, 1, 1, 2, SlowDims(4, 2), whole, whole)
+    index = torch.tensor([[9], [13]])
+    tokens = NewTokens(torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 8), torch.randn(2, 1), index)
+    held = Held.empty(shape, tokens)
+    slots = {name: getattr(held, name) for name in Held._fields[:4]}
+    rows = SlotRows(shape, slots)
+    rows.put_one(tokens)
+    for name in ("keys", "values"):  # the second column of the window's second block, behind two places
+        assert torch.equal(slots[name][:, :, 7], getattr(tokens, name)[:, :, 0])
+        assert slots[name].count_nonzero() == 2 * 3 * 8
+    assert torch.equal(rows.held.seen, torch.tensor([10, 14])) and rows.held.keys is slots["keys"]

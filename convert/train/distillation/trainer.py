@@ -90,9 +90,10 @@ class DistilledSFTTrainer(SFTTrainer):
         # without the vision tower's, which a language model lacks and accelerate misses
         present = {type(module).__name__ for module in teacher.modules()} & set(teacher._no_split_modules or ())
         plugin.transformer_cls_names_to_wrap = sorted(present)
-        teacher = fsdp2_prepare_model(self.accelerator, teacher)
-        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = of_student
-        return teacher
+        try:
+            return fsdp2_prepare_model(self.accelerator, teacher)
+        finally:
+            plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = of_student
 
     def _signal(self, inputs: dict[str, Any]) -> Callable[[torch.Tensor], TeacherOf] | None:
         """Function from the mask of counting positions (B, L - 1) to the `teacher_of` of `distillation_loss`."""

@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 EMPTY = torch.empty
 
 
+class Stream(contextlib.nullcontext):
+    """The one stream, and its events: all work is done when it is asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(self)
+
+    def nothing(self, *args: Any) -> None:
+        """Nothing is under way."""
+
+    wait = record = wait_event = record_event = wait_stream = nothing
+    query, elapsed_time = (lambda *_: True), (lambda *_: 0.0)
+
+    def synchronize(self) -> None:
+        """See `torch.cuda.synchronize`, which counts as a wait."""
+        torch.cuda.synchronize()
+
+
 @contextlib.contextmanager
 def replaced(stand_in: "StandIn") -> Iterator[None]:
     """Have `torch.cuda` and `torch.accelerator` speak of this stand-in for as long as the context lasts."""
@@ -58,7 +75,8 @@ def replaced(stand_in: "StandIn") -> Iterator[None]:
         "_initialized": True, "default_generators": stand_in.generators,
         "_exchange_device": exchange_device, "_maybe_exchange_device": exchange_device,
         "_get_device_properties": properties, "_cudart": types.SimpleNamespace(cudaMemGetInfo=free_and_total),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: False, "Stream": Stream, "Event": Stream, "stream": Stream,
+        "current_stream": Stream, "default_stream": Stream, "set_stream": lambda stream: None,
     }  # fmt: skip
     _device_constructors()  # which are kept, and must be PyTorch's own
     patches = {
