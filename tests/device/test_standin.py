@@ -87,6 +87,18 @@ def test_memory_is_back_after_it_ran_out(device):
     assert torch.cuda.max_memory_allocated() == 0
 
 
+def test_the_peak_is_known_by_type(device):
+    wide = cuda(LIMIT // 32)
+    half = cuda(LIMIT // 32).bfloat16()  # a copy in four bytes is there beside it
+    del wide
+    cuda(LIMIT // 64)  # less
+    peaks = device.peak_by_dtype()
+    assert peaks[torch.float32] == LIMIT // 4 and peaks[torch.bfloat16] == LIMIT // 16 == half.nbytes
+    assert sum(peaks.values()) == device.peak()
+    torch.cuda.reset_peak_memory_stats()
+    assert device.peak_by_dtype()[torch.float32] == 0 and device.peak() == half.nbytes
+
+
 RIGHT = {
     "a number of the host": lambda x: x + torch.tensor(2.0),
     "a number of the host, filled in": lambda x: x.masked_fill(x > 1, torch.tensor(0.0)),

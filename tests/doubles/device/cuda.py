@@ -50,6 +50,7 @@ def replaced(stand_in: "StandIn") -> Iterator[None]:
 
     def reset_peak(index: int) -> None:
         all_books[index].peak = all_books[index].held
+        all_books[index].at_peak = dict(all_books[index].by_dtype)
 
     def device_count() -> int:
         return len(all_books)

@@ -48,8 +48,10 @@ class Books:
     limit: int
     held: int = 0
     peak: int = 0
+    by_dtype: collections.Counter[torch.dtype] = field(default_factory=collections.Counter)
+    at_peak: dict[torch.dtype, int] = field(default_factory=dict)
 
-    def take(self, size: int) -> None:
+    def take(self, size: int, dtype: torch.dtype) -> None:
         """Hold more; raises torch.OutOfMemoryError in CUDA's words where there is no room."""
         if self.held + size > self.limit:
             raise torch.OutOfMemoryError(
@@ -57,20 +59,27 @@ class Books:
                 f"{self.limit / 2**20:.2f} MiB of which {(self.limit - self.held) / 2**20:.2f} MiB is free."
             )
         self.held += size
-        self.peak = max(self.peak, self.held)
+        self.by_dtype[dtype] += size
+        if self.held > self.peak:
+            self.peak, self.at_peak = self.held, dict(self.by_dtype)
+
+    def give_back(self, size: int, dtype: torch.dtype) -> None:
+        """Hold less."""
+        self.held -= size
+        self.by_dtype[dtype] -= size
 
 
 class Block:
     """Memory of one storage, which is in the books for as long as a tensor holds it."""
 
-    def __init__(self, books: Books, size: int):
+    def __init__(self, books: Books, size: int, dtype: torch.dtype):
         self.taken = 0  # or what was refused would be given back
-        books.take(size)
-        self.taken, self.books = size, books
+        books.take(size, dtype)
+        self.taken, self.books, self.dtype = size, books, dtype
 
     def __del__(self):
         if self.taken:
-            self.books.held -= self.taken
+            self.books.give_back(self.taken, self.dtype)
 
 
 class StandIn:
@@ -121,6 +130,10 @@ class StandIn:
         """The most bytes that were ever held at once since `torch.cuda.reset_peak_memory_stats`."""
         return self.books[device].peak
 
+    def peak_by_dtype(self, device: int = 0) -> dict[torch.dtype, int]:
+        """Bytes of each type of number when the most were held."""
+        return self.books[device].at_peak
+
     def note_wait(self, what: object) -> None:
         """The host waits for the device."""
         for counts in self.counts:
@@ -142,7 +155,7 @@ class StandIn:
         storage = host.untyped_storage()
         size = -(-storage.nbytes() // ROUNDING) * ROUNDING
         if not hasattr(storage, "block") or storage.block.taken != size:  # or it was resized
-            storage.block = Block(self.books[device], size)
+            storage.block = Block(self.books[device], size, host.dtype)
 
     def make(self, op: OpOverload, *args: Any, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
         """Carry out an operation that makes a tensor from nothing."""
