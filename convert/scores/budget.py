@@ -7,6 +7,7 @@ rest. All windows have one width here; `layer_costs` then gives each layer its o
 teacher stay as they are.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,34 @@ KVHead = tuple[int, int]
 """Layer and key/value head."""
 HEADS_SHARE = 0.7
 """Share of the budget, states apart, that is spent on kept heads."""
+WIDE = 0.25
+"""Share of a calibration sequence from which on windows are wide, so that sequences are lengthened."""
+LONG_SEQUENCE = 2048
+"""Tokens of a lengthened calibration sequence."""
+
+
+def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
+    """Return the decisions with longer calibration sequences where the budget allows wide windows.
+
+    A state is fitted on the tokens that have left a window, and a window covers half of a sequence at most. Sequences
+    keep the length that the user gave, and are no longer than the context or the teacher's own limit.
+
+    Raises:
+        ValueError: no placement fits into the budget.
+    """
+    if resolved.choice != "budget" or resolved.window is not None or "sequence_length" not in resolved.reasons:
+        return resolved
+    alignment = resolved.alignment
+    # as many sequences are fitted on as are held out, or more
+    enough = alignment.tokens // (2 * alignment.held_out_sequences)
+    longest = min(resolved.context, weights.config.max_position_embeddings, enough)
+    budget = Budget(weights, resolved)
+    hybrid = budget.placement([pair for pair in budget.every_head if pair not in budget.given_heads]).hybrid
+    if hybrid is None or hybrid.window <= WIDE * resolved.sequence_length or longest < LONG_SEQUENCE:
+        return resolved
+    alignment = dataclasses.replace(alignment, sequence_length=LONG_SEQUENCE)
+    reason = "windows are wider than a quarter of the default for layers with a window"
+    return dataclasses.replace(resolved, alignment=alignment, reasons=resolved.reasons | {"sequence_length": reason})
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,12 @@ class Budget:
     def shared(self) -> int:
         """Query heads per key/value head."""
         return self.weights.config.num_attention_heads // self.weights.config.num_key_value_heads
+
+    @property
+    def every_head(self) -> list[KVHead]:
+        """All key/value heads, evenly spread over the layers."""
+        layers, kv_heads = self.shape
+        return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
 
     @cached_property
     def teacher_nbytes(self) -> int:
