@@ -325,6 +325,16 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen2-mixed-window", "gemma3"])
+def test_a_window_without_a_width_is_refused(name, saved_teacher, tmp_path):
+    """transformers loads such a model, and runs it on nothing."""
+    shutil.copytree(saved_teacher(name), tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+    with pytest.raises(ValueError, match="has sliding_attention, and sliding_window says no width"):
+        plan_conversion(make_options(str(tmp_path / "in"), "out"))
+
+
 @pytest.mark.parametrize(
     "field, value, message",
     [

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from convert import convert
+from convert.checkpoint.pictures import head_kinds
 from convert.dry_run import plan_conversion
 from convert.layout.cache import cache_bytes, recurrent_bytes
 from convert.options import make_options
@@ -55,6 +56,11 @@ def test_what_is_said_of_states(name, saved_teacher, tmp_path):
     said = describe(plan)
     assert "RHRH  (0 attention, 2 hybrid, 2 with the teacher's own state)" in said
     assert "cache 256k" not in said and "of int8's)" in said
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "with 2 of its 2 attention layers replaced by" in card
+    assert "and 4 sinks, R the teacher's own state)" in card
+    own = ["the teacher's state"] * plan.config.num_key_value_heads
+    assert head_kinds(plan.config) == [own, ["window and state"] * len(own)] * 2
     report = inspect_model(str(tmp_path / "out"))
     assert (report["layer_map"], report["attention_layers"]) == ("RHRH", [])
 
