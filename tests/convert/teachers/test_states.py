@@ -171,6 +171,27 @@ def test_convolutions_of_a_state_are_joined_if_they_fit(change, message, saved_t
         plan_conversion(make_options(str(tmp_path), "o"))
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@torch.no_grad()
+def test_numbers_of_a_state_in_float32_stay_so(dtype, tmp_path):
+    """Qwen3.5 has its decays and the norms over its states so, among weights in bfloat16; and if asked, not."""
+    make_teacher("qwen3-5").to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    exact = {n: torch.randn(t.shape) for n, t in tensors.items() if n.endswith(("A_log", "linear_attn.norm.weight"))}
+    save_file(tensors | exact, tmp_path / "in" / "model.safetensors")
+    plan = convert(str(tmp_path / "in"), tmp_path / "out", align="none", attention_layers="all", dtype=dtype)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(t.nbytes for t in written.values()) == plan.bytes_to_write
+    for name, values in exact.items():
+        own = written[name.replace("linear_attn", "recurrent.module")]
+        kept = values if dtype == "auto" else values.bfloat16()
+        assert len(exact) == 4 and own.dtype == kept.dtype and torch.equal(own, kept)
+    assert {t.dtype for n, t in written.items() if not n.endswith(("A_log", "module.norm.weight"))} == {torch.bfloat16}
+    loaded = (AutoModelForCausalLM.from_pretrained(tmp_path / of, dtype=torch.float32) for of in ("in", "out"))
+    teacher, hybrid = (model(random_ids(2, 24)).logits for model in loaded)
+    assert torch.allclose(hybrid, teacher) == (dtype == "auto")
+
+
 @pytest.mark.parametrize("name, field", [("lfm2", "conv_bias"), ("granite4-dense", "mamba_proj_bias")])
 @torch.no_grad()
 def test_biases_that_reach_padding(name, field, tmp_path):
