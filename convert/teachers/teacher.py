@@ -360,7 +360,9 @@ def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
     none."""
     types = declared_layer_types(config)
     if "sliding_attention" in types and config.sliding_window is None:
-        raise ValueError("layer_types has sliding_attention, and sliding_window says no width; transformers needs one.")
+        raise ValueError(
+            "layer_types has sliding_attention, and sliding_window says no width; transformers needs one."
+        )
     nominal = "sliding_attention" in types and config.sliding_window >= config.max_position_embeddings
     nominal = nominal and not config.is_heterogeneous
     return ["full_attention" if nominal and kind == "sliding_attention" else kind for kind in types]
