@@ -314,6 +314,8 @@ def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
             raise ValueError(f"tie_word_embeddings must be true or false, not {config.tie_word_embeddings!r}.")
         text = config.get_text_config()
         text.tie_word_embeddings = config.tie_word_embeddings  # the whole model has the head
+        if isinstance(of_text, dict) and "tie_word_embeddings" not in raw:
+            text.tie_word_embeddings |= of_text.get("tie_word_embeddings") is True
         for name in SPECIAL_TOKENS:  # generation reads those of the whole model first
             if getattr(config, name, None) is not None:
                 setattr(text, name, getattr(config, name))

@@ -287,16 +287,21 @@ def test_the_text_part_of_a_multimodal_gemma4(tmp_path):
     assert all("vision" in name for name in plan.weights.dropped)
 
 
+@pytest.mark.parametrize("says_untied", [True, False])
 @pytest.mark.parametrize("name", ["mistral-no-window", "ministral3"])
 @torch.no_grad()
-def test_the_text_part_of_a_multimodal_mistral(name, tmp_path):
-    """Its configuration says which text part it has."""
+def test_the_text_part_of_a_multimodal_mistral(name, says_untied, tmp_path):
+    """Its configuration says which text part it has; where it does not say that the head is untied, the weights do."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
     vision |= dict(model_type="pixtral", image_size=28, patch_size=14)
     text = TEACHERS[name][1].to_dict()
     config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=120, tie_word_embeddings=False)
     teacher = Mistral3ForConditionalGeneration(config).eval()
     teacher.save_pretrained(tmp_path / "in")
+    if not says_untied:
+        raw = json.loads((tmp_path / "in" / "config.json").read_text())
+        assert not raw.pop("tie_word_embeddings") and Mistral3Config().tie_word_embeddings
+        (tmp_path / "in" / "config.json").write_text(json.dumps(raw))
     hybrid, plan = converted(tmp_path / "in", tmp_path / "out", attention_layers="all")
     ids = random_ids(2, 24) % 110
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)

@@ -19,6 +19,7 @@ from convert.dry_run import plan_conversion
 from convert.layout.cache import cache_bytes, recurrent_bytes
 from convert.options import make_options
 from convert.plan import describe
+from convert.teachers.teacher import read_config
 from convert.tools.inspect import inspect_model
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
@@ -234,3 +235,11 @@ def test_the_text_part_of_a_multimodal_qwen(name, model_class, config_class, tmp
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert all(name.startswith(("mtp.", "model.visual.")) for name in plan.weights.dropped)
     assert plan.teacher.family.model_type == TEACHERS[name][1].model_type
+
+
+def test_a_head_may_be_tied_by_what_the_text_part_says():
+    """Where the whole model says nothing of it, as transformers' text model reads the same file."""
+    raw = {"model_type": "qwen3_5", "text_config": {"tie_word_embeddings": True}}
+    assert read_config(raw, "config.json").tie_word_embeddings
+    assert not read_config(raw | {"tie_word_embeddings": False}, "config.json").tie_word_embeddings
+    assert not read_config({"model_type": "qwen3_5", "text_config": {}}, "config.json").tie_word_embeddings
