@@ -184,7 +184,7 @@ def canonical_sources(
     place_of = {name: target for target, names in pieces.items() for name in names}
     for name, info in teacher.items():
         if name.startswith(family.other_parts):
-            dropped[name] = "not part of the text model"
+            dropped[name] = "not part of the text model, which alone is converted"
             continue
         known = family.text_name(name)
         if known in place_of:
