@@ -396,7 +396,9 @@ def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:
 
     try:
         raw = load_gguf_checkpoint(os.fspath(folder / gguf_file), return_tensors=False)["config"]
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{gguf_file} is not a GGUF file this project can read: {first_line(error)}") from error
     family = get_family(raw.pop("model_type", "?"))
+    if not family.gguf:  # for some of which transformers leaves out RoPE's parameters, or orders experts otherwise
+        raise ValueError(f"GGUF files of {family.title} are not supported; convert its safetensors.")
     return AutoConfig.for_model(family.model_type, **{k: v for k, v in raw.items() if not k.startswith("_")})
