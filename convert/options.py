@@ -300,7 +300,7 @@ class OutputOptions:
     folder: str | None = None
     """Folder to write the hybrid to."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights that are written; auto keeps the type of the source, float32 for a GGUF file."""
+    """Type of the weights that are written; auto keeps the type of each in the source, float32 for a GGUF file."""
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False

@@ -57,10 +57,11 @@ class TeacherWeights:
         head = "lm_head.weight"
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             fields, layer_types = hybrid_fields(teacher.config, teacher.family)
-        both = {embedding, head} <= set(checkpoint.tensors)
+        stored = {teacher.family.text_name(name): name for name in checkpoint.tensors}
+        both = {embedding, head} <= stored.keys()
         if fields["tie_word_embeddings"] and both and not teacher.headers_only:
             # transformers, too, unties the head if its stored weights differ from the embedding
-            fields["tie_word_embeddings"] = checkpoint.same_values(embedding, head)
+            fields["tie_word_embeddings"] = checkpoint.same_values(stored[embedding], stored[head])
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
         copied = teacher.family.copied(teacher.config)
@@ -183,7 +184,7 @@ def canonical_sources(
     place_of = {name: target for target, names in pieces.items() for name in names}
     for name, info in teacher.items():
         if name.startswith(family.other_parts):
-            dropped[name] = "not part of the text model"
+            dropped[name] = "not part of the text model, which alone is converted"
             continue
         known = family.text_name(name)
         if known in place_of:
