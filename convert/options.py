@@ -274,7 +274,7 @@ class AlignmentOptions:
     """Number of tokens that the closed-form fits use."""
     sequence_length: Context | None = None
     """Tokens per sequence; by default 512 for mixers, 1,024 for layers with a window, and 2,048 where a cache budget
-    allows windows wider than 256."""
+    allows windows wider than 341."""
     held_out_sequences: PositiveInt = 4
     """Number of held-out sequences, on which the fits are evaluated."""
     device: str = "cpu"

@@ -25,7 +25,7 @@ KVHead = tuple[int, int]
 """Layer and key/value head."""
 HEADS_SHARE = 0.7
 """Share of the budget, states apart, that is spent on kept heads."""
-WIDE = 0.25
+WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened."""
 LONG_SEQUENCE = 2048
 """Tokens of a lengthened calibration sequence."""
@@ -51,7 +51,7 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
     if hybrid is None or hybrid.window <= WIDE * resolved.sequence_length or longest < LONG_SEQUENCE:
         return resolved
     alignment = dataclasses.replace(alignment, sequence_length=LONG_SEQUENCE)
-    reason = "windows are wider than a quarter of the default for layers with a window"
+    reason = "windows are wider than a third of the default for layers with a window"
     return dataclasses.replace(resolved, alignment=alignment, reasons=resolved.reasons | {"sequence_length": reason})
 
 
