@@ -132,7 +132,7 @@ def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
 DECODED = 2**27
 """Numbers of keys that are taken out of their rows at once, as far as one head has not more: 64 sequences of 32,768
 tokens would otherwise take as much memory for a moment as their whole cache."""
-IN_CACHE = 2**17
+IN_CACHE = 2**18
 """Numbers of keys at once for one token on a CPU, whose own cache holds so many."""
 FUSED_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Attention that returns its log-sum-exp, too."""
@@ -208,10 +208,10 @@ def one_token(
         return None
     if config._attn_implementation not in (None, "sdpa"):
         return None
-    if fuses_on_cpu(query) and softcap is None:
-        return functools.partial(attend_in_parts, roundings, mask=mask, scale=config.score_scale)
     if not can_run(query.is_cuda, query.dtype) or requested_backend(config.mixer_backend) == "torch":
-        return None
+        if softcap is not None or not fuses_on_cpu(query):
+            return None
+        return functools.partial(attend_in_parts, roundings, mask=mask, scale=config.score_scale)
     bias = None
     if mask is not None:
         bias = mask[:, 0, 0].expand(len(query), -1)

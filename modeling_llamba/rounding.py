@@ -100,7 +100,10 @@ class Rounding(NamedTuple):
         codes = groups / scale.to(groups.dtype)
         if shift > 1:
             codes.div_(shift)
-        codes = pack(codes.round_().to(torch.int8).view(t.shape), self.bits)
+        codes = codes.round_().to(torch.int8)
+        if self.groups > 1:
+            codes = codes.flatten(-2)
+        codes = pack(codes, self.bits)
         # flat, since torch.compile may lay the scales out such that those of a vector do not follow one another
         scales = scale.flatten().view(torch.int8).view(*t.shape[:-1], -1)
         return torch.cat([scales, codes], dim=-1).view(torch.uint8)
