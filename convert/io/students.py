@@ -16,6 +16,9 @@ from modeling_llamba.hybrid_config import RECURRENT
 from modeling_llamba.mixers import make_mixer
 
 STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
+OWN_FIELDS = {"mixer", "format_version"}
+"""Fields of config.json by which a hybrid of this project is known: the first where it holds mixers, the other unless
+an early version wrote it."""
 MIXER_LAYERS = ("linear_attention", "hybrid")
 """Layer types whose attention was replaced."""
 Shapes = dict[str, tuple[int, ...]]
