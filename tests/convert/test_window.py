@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from convert import convert, plan_conversion
+from convert import convert
+from convert.dry_run import first_plan, open_teacher
 from convert.layout.cache import cache_bytes
 from convert.layout.placement import Placement
 from convert.options import MohawkOptions, OutputOptions, evicted_tokens, make_options
 from convert.plan import describe
-from convert.resolve import block_of
+from convert.resolve import block_of, resolve
+from convert.scores.budget import Budget
 from convert.scores.decide import MEAN_RANK, RANK_SHARE
 from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
@@ -179,15 +181,21 @@ def test_alignment_and_what_it_records(name, saved_teacher, tmp_path):
 
 def test_the_default_is_hardly_heavier_than_its_teacher(smollm2_gguf):
     """Maps have a share of the teacher's weights, and there is little else that it does not have."""
-    plan = plan_conversion(make_options(str(smollm2_gguf), "o"))
+    teacher, _ = open_teacher(make_options(str(smollm2_gguf), "o"))
+
+    def planned(**options):
+        resolved = resolve(make_options(str(smollm2_gguf), "o", **options), teacher)
+        return first_plan(Budget(teacher, resolved))[0]
+
+    plan = planned()
     rank = plan.config.hybrid_rank
     assert 0 < rank <= MEAN_RANK
     assert plan.parameters_after <= 1.035 * plan.parameters_before
-    one_more = plan_conversion(make_options(str(smollm2_gguf), "o", rank=rank + 1))
+    one_more = planned(rank=rank + 1)
     of_a_rank = one_more.parameters_after - plan.parameters_after
     assert rank * of_a_rank <= RANK_SHARE * plan.parameters_before
     assert rank == MEAN_RANK or (rank + 1) * of_a_rank > RANK_SHARE * plan.parameters_before
-    unfitted = plan_conversion(make_options(str(smollm2_gguf), "o", align="none", window=32, attention_layers="none"))
+    unfitted = planned(align="none", window=32, attention_layers="none")
     assert unfitted.config.hybrid_rank == 0
 
 
