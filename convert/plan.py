@@ -100,7 +100,7 @@ class Plan:
             "revision": self.teacher.revision,
             "teacher_family": self.teacher.family.model_type,
             "student_family": self.config.model_type,
-            "mixer": self.config.mixer,
+            "mixer": self.config.mixer if "linear_attention" in self.config.layer_types else None,
             "state": hybrid is not None and hybrid.state,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
             "layer_types": self.config.layer_types,
@@ -306,7 +306,7 @@ def describe(plan: Plan) -> str:
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
             f"({share:.1%} of bfloat16's, {size['hybrid'] / size['teacher_int8']:.1%} of int8's)"
         )
-    if s["mixer"] != "none" and s["mixer_layers"]:
+    if s["mixer"] or s["state"]:
         lines.append(f"states      {human_bytes(s['state_bytes'])} of each cache above, whatever the length")
     if s["mixer_layers"]:
         lines.append(f"bits        {plan.placement.bits}")

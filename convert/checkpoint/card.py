@@ -134,7 +134,7 @@ def _kind_tags(summary: dict[str, Any]) -> list[str]:
         return ["normalised-read"]
     if not summary["mixer_layers"]:
         return []
-    if summary["mixer"] == "none":
+    if summary["mixer"] is None:
         return ["sliding-window"]
     return ["mamba", summary["mixer"]]
 
