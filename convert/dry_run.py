@@ -13,7 +13,7 @@ from .layout.placement import Decision
 from .options import ConversionOptions
 from .plan import Plan, make_plan
 from .resolve import resolve
-from .scores.budget import Budget
+from .scores.budget import Budget, lengthen_sequences
 from .scores.decide import decide_placement
 from .teachers.teacher import find_teacher
 from .teachers.weights import TeacherWeights
@@ -27,7 +27,7 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     """
     with during(f"reading {options.model}"):
         weights, _ = open_teacher(options, with_weights=False)
-    plan, _ = first_plan(Budget(weights, resolve(options, weights)))
+    plan, _ = first_plan(Budget(weights, lengthen_sequences(weights, resolve(options, weights))))
     return plan
 
 

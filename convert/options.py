@@ -273,7 +273,8 @@ class AlignmentOptions:
     tokens: PositiveInt = 30720
     """Number of tokens that the closed-form fits use."""
     sequence_length: Context | None = None
-    """Tokens per sequence; by default 512 for mixers and 1,024 or more for layers with a window."""
+    """Tokens per sequence; by default 512 for mixers, 1,024 for layers with a window, and 2,048 where a cache budget
+    allows windows wider than 341."""
     held_out_sequences: PositiveInt = 4
     """Number of held-out sequences, on which the fits are evaluated."""
     device: str = "cpu"
@@ -299,7 +300,7 @@ class OutputOptions:
     folder: str | None = None
     """Folder to write the hybrid to."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights that are written; auto keeps the type of the source, float32 for a GGUF file."""
+    """Type of the weights that are written; auto keeps the type of each in the source, float32 for a GGUF file."""
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False

@@ -34,7 +34,7 @@ from .layout.placement import Decision
 from .options import ConversionOptions, make_options, parse_size
 from .plan import Plan, dropped_in_words, make_plan
 from .resolve import Resolved, resolve
-from .scores.budget import Budget
+from .scores.budget import Budget, lengthen_sequences
 from .scores.decide import decide_placement
 from .teachers.weights import TeacherWeights
 from .train.mohawk.stages import check_stages
@@ -88,7 +88,7 @@ def run(
 def _work_for_first(options: ConversionOptions, team: Team) -> Plan:
     """Run one of the other processes: fit the layers that the first one assigns; it alone decides and writes."""
     weights, _ = open_teacher(options)
-    resolved = resolve(options, weights)
+    resolved = lengthen_sequences(weights, resolve(options, weights))
     placement = Aligner(weights, resolved, team=team).work_for_first()
     return make_plan(weights, Decision(placement), resolved)
 
@@ -138,7 +138,7 @@ def _open(options: ConversionOptions, output: Path, team: Team) -> Opened:
     """Open the teacher and resolve the options; refuse what can be refused before the fit, which takes minutes."""
     with during(f"reading {options.model}"):
         weights, side_files = open_teacher(options)
-    resolved = resolve(options, weights)
+    resolved = lengthen_sequences(weights, resolve(options, weights))
     check_apart(output, weights.teacher.folder)
     licence = read_licence(weights.teacher, weights.checkpoint)
     repository = None

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ class Plan:
     @property
     def bytes_to_write(self) -> int:
         """Size of the hybrid's weights on disk."""
-        return self.parameters_after * self.dtype.itemsize
+        return sum(rule.nbytes(self.dtype) for rule in self.rules)
 
     def summary(self) -> dict[str, Any]:
         """The plan as plain data, for `--dry-run --json`, the card and the console."""
@@ -100,7 +100,7 @@ class Plan:
             "revision": self.teacher.revision,
             "teacher_family": self.teacher.family.model_type,
             "student_family": self.config.model_type,
-            "mixer": self.config.mixer,
+            "mixer": self.config.mixer if "linear_attention" in self.config.layer_types else None,
             "state": hybrid is not None and hybrid.state,
             "attention_heads": {i: heads for i, heads in enumerate(self.config.hybrid_full_heads or ()) if heads},
             "layer_types": self.config.layer_types,
@@ -152,6 +152,8 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
         rules |= {
             rule.target: rule for rule in weights.mixer_rules(config, layer, resolved.initial_decay, resolved.seed)
         }
+    if resolved.output.dtype == "auto":
+        rules = {name: _in_own_type(rule, weights.checkpoint.tensors, resolved.dtype) for name, rule in rules.items()}
     used = {name for rule in rules.values() for name in rule.sources}
     unused = set(weights.checkpoint.tensors) - used - set(weights.dropped)
     assert not unused, f"teacher tensors without a place: {sorted(unused)}"
@@ -170,6 +172,17 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
             *_far(placement, resolved),
         ),
     )
+
+
+def _in_own_type(rule: Rule, teacher: dict[str, TensorInfo], dtype: torch.dtype) -> Rule:
+    """The rule of a tensor, written as the teacher stores it where it is only moved.
+
+    Qwen3.5's states have decays and norms in float32 among weights in bfloat16.
+    """
+    types = {teacher[name].dtype for name in rule.sources}
+    if rule.kind != "moved" or len(types) > 1 or dtype in types:
+        return rule
+    return replace(rule, dtype=types.pop())
 
 
 def minutes(seconds: float) -> str:
@@ -293,7 +306,7 @@ def describe(plan: Plan) -> str:
             f"cache {context:>4}  {human_bytes(size['teacher'])} -> {human_bytes(size['hybrid'])} per sequence "
             f"({share:.1%} of bfloat16's, {size['hybrid'] / size['teacher_int8']:.1%} of int8's)"
         )
-    if s["mixer"] != "none" and s["mixer_layers"]:
+    if s["mixer"] or s["state"]:
         lines.append(f"states      {human_bytes(s['state_bytes'])} of each cache above, whatever the length")
     if s["mixer_layers"]:
         lines.append(f"bits        {plan.placement.bits}")

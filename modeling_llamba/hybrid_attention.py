@@ -53,9 +53,11 @@ from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
 from .attention import (
+    FUSED_ON_CPU,
     append_keys,
     attend_rounded,
     attention_function,
+    fuses_on_cpu,
     gate_projection,
     head_gates,
     head_norms,
@@ -79,7 +81,7 @@ from .hybrid_prompt_kernel import (
     visible_tiles,
 )
 from .hybrid_step_kernel import can_run, mix_one, on_device_of
-from .rotary import Rotary, rotate_keys, rotate_queries
+from .rotary import Rotary, rotate_keys, rotate_queries, scale_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
@@ -161,8 +163,8 @@ class Near(NamedTuple):
 class Readout(NamedTuple):
     """A state as the queries of each head read it, in float32 or wider; q is not scaled here.
 
-    constant (..., K, r): c0 + c1 log m, -inf while the state is empty. linear (..., K, r, D): what the log mass takes
-    from q itself, alpha times the mean of k'. quadratic (K, 1, r, 1, D): beta. value_mean (..., K, D).
+    constant (..., K, r, 1): c0 + c1 log m, -inf while the state is empty. linear (..., K, r, 1, D): what the log mass
+    takes from q itself, alpha times the mean of k'. quadratic (K, ..., r, 1, D): beta. value_mean (..., K, 1, 1, D).
     covariance (..., K, D, D): q times it is C q'.
     """
 
@@ -271,7 +273,10 @@ class HybridAttention(nn.Module):
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = rotate_queries(query, inputs.sink_rotary)
-        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
+        # together, since of one token calls cost most
+        both = rotate_keys(torch.cat([query, key], dim=1), position_embeddings)
+        query, key = both.split([query.shape[1], key.shape[1]], dim=1)
+        query = scale_queries(query, position_embeddings)
         return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
 
     def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
@@ -523,16 +528,17 @@ class HybridAttention(nn.Module):
         """Mix what the state returns into the outputs of softmax attention.
 
         Args:
-            query, output: (..., K, m, r, q, D). log_mass: (..., K, m, r, q), Z. readout: (..., K, m, .) each.
+            query, output: (B, K, r, q, D), or (B, G, K, m, r, q, D). log_mass: without D, Z. readout: of states
+                (B, K, .), or (B, G, K, m, .).
 
         Returns:
-            The outputs, and the features (..., K, m, r, q, 3 D) of the low-rank map.
+            The outputs, and the features (..., 3 D) of the low-rank map.
         """
         shape = query.shape
         dtype = output.dtype
         query = query.to(readout.linear.dtype)
-        linear = torch.addcmul(readout.linear[..., None, :], query, readout.quadratic)
-        mass = (linear * query).sum(-1) + readout.constant[..., None]
+        linear = torch.addcmul(readout.linear, query, readout.quadratic)
+        mass = (linear * query).sum(-1) + readout.constant
         gate = torch.sigmoid(mass - log_mass)[..., None]
         far = torch.baddbmm(
             readout.value_mean.reshape(-1, 1, shape[-1]),
@@ -540,7 +546,7 @@ class HybridAttention(nn.Module):
             readout.covariance.reshape(-1, shape[-1], shape[-1]),
         ).view(shape)
         far, gate = far.to(dtype), gate.to(dtype)
-        mean = readout.value_mean[..., None, None, :].to(dtype).expand(shape)
+        mean = readout.value_mean.to(dtype).expand(shape)
         return torch.lerp(output, far, gate), gate * torch.cat([output, mean, far], dim=-1)
 
     def readout(self, state: State) -> Readout:
@@ -548,14 +554,14 @@ class HybridAttention(nn.Module):
         slow = self.shape.slow
         K, r = self.kv_groups
         c0, c1, alpha, beta = self.mass_of_heads(state.key_mean.dtype)
-        middle = (1,) * (state.log_count.ndim - 3)  # between the heads and what is of each head
-        c0, c1 = (t.view(K, *middle, r) for t in (c0, c1))
-        constant = c0 + c1 * state.log_count[..., None]
-        constant = constant.masked_fill(state.empty[..., None], -torch.inf)
-        linear = state.key_mean[..., None, :] * (alpha * self.scaling).view(K, *middle, r, -1)
+        middle = (1,) * (state.log_count.ndim > 2)  # blocks of a group, between the heads and what is of each head
+        c0, c1 = (t.view(K, *middle, r, 1) for t in (c0, c1))
+        constant = c0 + c1 * state.log_count[..., None, None]
+        constant = constant.masked_fill(state.empty[..., None, None], -torch.inf)
+        linear = state.key_mean[..., None, None, :] * (alpha * self.scaling).view(K, *middle, r, 1, -1)
         covariance = slow.put(state.covariance * self.scaling).mT
-        quadratic = (beta * self.scaling**2).view(K, 1, r, 1, -1)
-        return Readout(constant, slow.put(linear), quadratic, state.value_mean, covariance)
+        quadratic = (beta * self.scaling**2).view(K, *middle, r, 1, -1)
+        return Readout(constant, slow.put(linear), quadratic, state.value_mean[..., None, None, :], covariance)
 
     def mass_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """c0 and c1 (H',), alpha (H', N) and beta (H', D): one number for both dimensions of a plane."""
@@ -622,9 +628,9 @@ class HybridAttention(nn.Module):
                 query, keys, values = (t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, keys, values))
                 if bias is not None:
                     bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)
-            output, log_mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, keys, values, 0.0, False, attn_mask=bias, scale=self.scaling
-            )
+            output, log_mass = FUSED_ON_CPU(query, keys, values, attn_mask=bias, scale=self.scaling)
+            if len(lead) == 1:
+                return output, log_mass
             return output.view(shape), log_mass.view(shape[:-1])
         scores = (query @ keys.mT).to(torch.promote_types(query.dtype, torch.float32)) * self.scaling
         if self.softcap is not None:
@@ -738,7 +744,6 @@ class HybridAttention(nn.Module):
         shape = self.shape
         query = projected.query
         start = inputs.start
-        length = query.shape[2]
         tokens = projected.tokens(inputs.index)
         is_early = start is not None and start < shape.window  # the state is empty then
         if self._one_launch(query):
@@ -755,7 +760,8 @@ class HybridAttention(nn.Module):
             return output, features
         first, last, hidden = layer.write(tokens, start)
         held = layer.held
-        query = query.unflatten(1, self.kv_groups).flatten(2, 3)  # (B, K, r L, D)
+        by_head = query.unflatten(1, self.kv_groups)  # (B, K, r, L, D)
+        query = by_head.flatten(2, 3)
         bias = None
         if hidden is not None:
             bias = hiding(hidden, query.dtype).repeat(1, self.shared, 1)[:, None]
@@ -769,22 +775,15 @@ class HybridAttention(nn.Module):
         else:
             output, log_mass = self._attend(turn(query), keys, values, bias)
         output = shape.value_rounding.rotate(output)
-        batch = len(query)
-        K, r = self.kv_groups
-        D = query.shape[-1]
-        if self.sinks is not None:
-            by_head = output.unflatten(2, (r, length)), log_mass.unflatten(2, (r, length))
-            output, log_mass = (t.flatten(2, 3) for t in self.beside_learned_sinks(by_head, heads_axis=1))
-        if self.mass is None or is_early:
-            return output.view(batch, K * r, length, D).transpose(1, 2), None
-        if layer.readout is None or is_torchdynamo_compiling():
-            layer.readout = self.readout(State.of(held.state[:, None, :, None]))
-        views = (batch, 1, K, 1, r, length)
-        output, features = self.read(
-            query.view(*views, D), output.view(*views, D), log_mass.view(views), layer.readout
-        )
-        output, features = (t.view(batch, K * r, length, -1).transpose(1, 2) for t in (output, features))
-        return output, features.flatten(2)
+        output, log_mass = output.view(by_head.shape), log_mass.view(by_head.shape[:-1])
+        output, log_mass = self.beside_learned_sinks((output, log_mass), heads_axis=1)
+        features = None
+        if self.mass is not None and not is_early:
+            if layer.readout is None or is_torchdynamo_compiling():
+                layer.readout = self.readout(State.of(held.state))
+            output, features = self.read(by_head, output, log_mass, layer.readout)
+            features = features.flatten(1, 2).transpose(1, 2).flatten(2)
+        return output.flatten(1, 2).transpose(1, 2), features
 
     def _is_step(self, length: int, inputs: HybridInputs) -> bool:
         """Return True if the tokens of a pass lie in one block, so that only they are written."""
@@ -805,16 +804,16 @@ class HybridAttention(nn.Module):
     def _attend_far_sinks(self, query, sink_query, keys, values, held: Held, bias):
         """`_attend` where the sinks, in the first places, are attended to by a query of their own."""
         sinks = self.shape.sinks
-        is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
-        least = torch.finfo(query.dtype).min
-        if bias is None:
-            bias = keys.new_zeros(1, 1, 1, keys.shape[2])
-        others = bias.expand(len(keys), -1, -1, -1).clone()
-        others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, least)
-        of_sinks = hiding(~is_sink, query.dtype)
         sink_query = sink_query.unflatten(1, self.kv_groups).flatten(2, 3)
+        if bias is None:  # all places are held, the first by sinks
+            near = self._attend(query, keys[:, :, sinks:], values[:, :, sinks:], None)
+            far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], None)
+            return merged(near, far)
+        is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
+        others = bias.expand(len(keys), -1, -1, -1).clone()
+        others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, torch.finfo(query.dtype).min)
         near = self._attend(query, keys, values, others)
-        far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], of_sinks)
+        far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], hiding(~is_sink, query.dtype))
         return merged(near, far)
 
 
@@ -831,12 +830,6 @@ def merged(
     log_mass = torch.logaddexp(one[1], other[1])
     parts = (output * (mass - log_mass).exp()[..., None].to(output.dtype) for output, mass in (one, other))
     return sum(parts), log_mass
-
-
-def fuses_on_cpu(*tensors: torch.Tensor) -> bool:
-    """True where PyTorch's fused attention for CPUs can be used; its log-sum-exp has no gradient."""
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return tensors[0].device.type == "cpu" and not recorded and not is_torchdynamo_compiling()
 
 
 def _of_heads(t: torch.Tensor, kv_heads: list[int], shared: int = 1) -> torch.Tensor:

@@ -335,6 +335,19 @@ class HybridConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """transformers' own, which config.json is made of; fields of mixers only where there are any.
+
+        Two matter without mixers: `mixer: none`, where hybrid layers have no state, and `mixer_backend`.
+        """
+        fields = super().to_diff_dict()
+        if "linear_attention" in self.layer_types:
+            return fields
+        kept = {"mixer_backend"}
+        if self.mixer == "none":
+            kept.add("mixer")
+        return {name: value for name, value in fields.items() if name in kept or not name.startswith("mixer")}
+
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write config.json and the code it names; a model's `save_pretrained` comes here, too.
 

@@ -92,7 +92,7 @@ class Rounding(NamedTuple):
             return encode_rows(t.detach(), self.bits, self.groups)
         groups = self.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         if self.groups > 1:
-            groups = groups.view(*t.shape[:-1], self.groups, -1)
+            groups = groups.unflatten(-1, (self.groups, -1))
         shift = 2 ** (8 - self.bits)
         scale = torch.linalg.vector_norm(groups, ord=math.inf, dim=-1, keepdim=True)
         # a vector of zeros has codes of 0, whatever its scale
@@ -100,7 +100,10 @@ class Rounding(NamedTuple):
         codes = groups / scale.to(groups.dtype)
         if shift > 1:
             codes.div_(shift)
-        codes = pack(codes.round_().to(torch.int8).view(t.shape), self.bits)
+        codes = codes.round_().to(torch.int8)
+        if self.groups > 1:
+            codes = codes.flatten(-2)
+        codes = pack(codes, self.bits)
         # flat, since torch.compile may lay the scales out such that those of a vector do not follow one another
         scales = scale.flatten().view(torch.int8).view(*t.shape[:-1], -1)
         return torch.cat([scales, codes], dim=-1).view(torch.uint8)
@@ -114,7 +117,10 @@ class Rounding(NamedTuple):
         wide = torch.promote_types(dtype, torch.float32)
         groups = self.groups
         first = groups * torch.float16.itemsize
-        scale = rows[..., :first].view(torch.float16).to(wide)
+        scale = rows[..., :first].view(torch.float16)
+        if groups > 1:
+            scale = scale.contiguous()  # else each row's few numbers are converted by a loop of their own
+        scale = scale.to(wide)
         vectors = unpack(rows[..., first:], self.bits).view(torch.int8).to(wide)
         if groups == 1:
             vectors.mul_(scale)
@@ -160,12 +166,8 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return packed
     packed = packed.contiguous()  # on a CPU what follows is three times as fast then
     if bits == 6:
-        # where only shifts are, bits that do not belong to a code fall out of the byte
         high, middle, low = (packed & 3).chunk(3, dim=-1)
-        last = high << 2
-        last |= middle
-        last <<= 2
-        last |= low
+        last = torch.add(low, middle, alpha=4).add_(high, alpha=16)
         last <<= 2
         return torch.cat([packed & 0b11111100, last], dim=-1)
     upper = 256 - (1 << 8 - bits)

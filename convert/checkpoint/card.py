@@ -46,7 +46,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 ![what each layer and head is](layers.png)
 
-`{{ layers }}` (A keeps attention, M is a mixer{{ window }})
+`{{ layers }}` (A keeps attention, M is a mixer{{ more_letters }})
 
 | per sequence | teacher | this model |
 |---|---|---|
@@ -134,7 +134,7 @@ def _kind_tags(summary: dict[str, Any]) -> list[str]:
         return ["normalised-read"]
     if not summary["mixer_layers"]:
         return []
-    if summary["mixer"] == "none":
+    if summary["mixer"] is None:
         return ["sliding-window"]
     return ["mamba", summary["mixer"]]
 
@@ -162,15 +162,17 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         beside = "a state beside "
     elif summary["window"]:
         replacement = "attention to a window"
-    window = ""
+    more_letters = ""
     if summary["window"]:
         seen = f"{window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
-        window = f", H {beside}softmax attention to {seen}"
+        more_letters = f", H {beside}softmax attention to {seen}"
+    if summary["state_layers"]:
+        more_letters += ", R the teacher's own state"
     replaced_in_words = "every attention layer kept"
     note = "Every layer is the teacher's own."
     memory = ""
     if replaced:
-        of_all = f"{len(replaced)} of its {len(summary['layer_types'])} attention layers"
+        of_all = f"{len(replaced)} of its {len(replaced) + len(summary['attention_layers'])} attention layers"
         replaced_in_words = f"{of_all} replaced by {replacement}"
         note = alignment_note(conversion["align"], summary["window"], summary["state"])
         memory = f"Memory: {break_even_in_words(summary['break_even'])}."
@@ -198,7 +200,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         teacher=plan.teacher.public_name,
         needed=NEEDED,
         replaced=replaced_in_words,
-        window=window,
+        more_letters=more_letters,
         layers=layer_letters(summary["layer_types"]),
         cache_rows="\n".join(cache_rows),
         memory=memory,

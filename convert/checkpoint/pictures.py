@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from modeling_llamba.hybrid_config import RECURRENT
+
 from ..layout.cache import cache_bytes
 
 LAYERS, CACHE, KL = "layers.png", "cache.png", "kl.png"
@@ -16,6 +18,7 @@ KINDS = {
     "attention": "#2b6cb0",
     "the teacher's sliding window": "#90cdf4",
     "mixer": HYBRID_COLOR,
+    "the teacher's state": "#9ae6b4",
     "window and state": "#fbd38d",
     "window": "#cbd5e0",
 }
@@ -32,7 +35,7 @@ def head_kinds(config: PreTrainedConfig) -> list[list[str]]:
     beside = "window and state"
     if config.mixer == "none":
         beside = "window"
-    names = dict(zip(("full_attention", "sliding_attention", "linear_attention"), KINDS, strict=False))
+    names = dict(zip(("full_attention", "sliding_attention", "linear_attention", RECURRENT), KINDS, strict=False))
     shared = config.num_attention_heads // config.num_key_value_heads
     kept = [{head // shared for head in heads} for heads in config.hybrid_full_heads or [[]] * len(config.layer_types)]
     return [

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from modeling_llamba.hybrid_config import RECURRENT, SOFT_CAPS
 
 from ..io.reader import open_weights, read_json
-from ..io.students import STUDENTS, meta_shapes
+from ..io.students import OWN_FIELDS, STUDENTS, meta_shapes
 from ..io.writer import Progress, output_dtype
 from ..layout.cache import num_states
 from ..options import ExportOptions, ExportTarget
@@ -339,7 +339,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     folder, commit = find_checkpoint(options)
     raw = read_json(folder / "config.json") or {}
     kind = str(raw.pop("model_type", None))
-    if kind not in STUDENTS or "mixer" not in raw:
+    if kind not in STUDENTS or not OWN_FIELDS & raw.keys():
         raise ValueError(
             f"{options.model} is no hybrid of this project (model_type {kind!r}); convert or import one first."
         )

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ..checkpoint.code import add_code
 from ..checkpoint.tokenizer import has_tokenizer
 from ..io.reader import open_weights, read_json
-from ..io.students import STUDENTS, tensor_shapes
+from ..io.students import OWN_FIELDS, STUDENTS, tensor_shapes
 from ..io.writer import Progress, output_dtype
 from ..options import ImportOptions
 from ..teachers import get_family
@@ -35,7 +35,7 @@ def recognise(source: ForeignCheckpoint) -> Format:
     if scales:
         raise ValueError(f"{source.name} is quantised (it has {scales[0]}); import the full-precision weights.")
     model_type = source.config.get("model_type")
-    if "mixer" in source.config and "layer_types" in source.config:
+    if OWN_FIELDS & source.config.keys() and "layer_types" in source.config:
         raise ValueError(f"{source.name} is a checkpoint of this project ({model_type}) already: just load it.")
     found = [known for known in FORMATS if known.recognises(source)]
     if len(found) == 1:

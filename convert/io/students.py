@@ -1,9 +1,13 @@
-"""The two classes of hybrid that a conversion or an import writes: their layers and the shapes of their tensors."""
+"""The two classes of hybrid that a conversion or an import writes: the shapes of their tensors and states."""
 
+import functools
+import json
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 import modeling_llamba
 import modeling_phimamba
@@ -12,6 +16,9 @@ from modeling_llamba.hybrid_config import RECURRENT
 from modeling_llamba.mixers import make_mixer
 
 STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
+OWN_FIELDS = {"mixer", "format_version"}
+"""Fields of config.json by which a hybrid of this project is known: the first where it holds mixers, the other unless
+an early version wrote it."""
 MIXER_LAYERS = ("linear_attention", "hybrid")
 """Layer types whose attention was replaced."""
 Shapes = dict[str, tuple[int, ...]]
@@ -130,6 +137,33 @@ def _norm(name: str, config: PreTrainedConfig) -> Shapes:
     if config.model_type == "phimamba":
         parts = ("weight", "bias")
     return {f"{name}.{part}": (config.hidden_size,) for part in parts}
+
+
+def state_sizes(config: PreTrainedConfig) -> tuple[int, int]:
+    """Number of elements of the convolution's and of the recurrent state in a layer that keeps its teacher's state."""
+    read = {"hidden_size": config.hidden_size, "hidden_act": config.hidden_act, "norm_eps": config.norm_eps}
+    return _state_sizes(json.dumps(read | {"recurrent": config.recurrent}))
+
+
+@functools.cache
+def _state_sizes(fields: str) -> tuple[int, int]:
+    """Read the sizes off a pass of one token on the meta device.
+
+    They are cached, since the search for a placement needs them for every candidate.
+
+    Args:
+        fields: fields of the configuration from which the module is made, as JSON.
+    """
+    from modeling_llamba.recurrent import RecurrentMixer  # here, since it imports transformers' models
+
+    cache = DynamicCache()
+    cache.layers = [LinearAttentionLayer()]
+    config = SimpleNamespace(**json.loads(fields))
+    with torch.device("meta"):
+        RecurrentMixer(config, 0)(torch.zeros(1, 1, config.hidden_size), None, None, cache)
+    (layer,) = cache.layers
+    kinds = layer.conv_states, layer.recurrent_states
+    return tuple(sum(t.numel() for t in states.values() if t is not None) for states in kinds)
 
 
 def meta_shapes(model_class: type, config: PreTrainedConfig) -> Shapes:

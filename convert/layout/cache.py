@@ -1,15 +1,12 @@
 """Bytes of cache that a sequence takes while generating: keys and values, windows, recurrent states."""
 
-import functools
-import json
-from types import SimpleNamespace
-
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from modeling_llamba.hybrid_config import RECURRENT
 from modeling_llamba.rounding import Rounding
+
+from ..io.students import state_sizes
 
 CACHE_DTYPE = torch.bfloat16
 """Type in which caches are counted, whatever type the weights are stored in: a model may be loaded in any."""
@@ -131,31 +128,8 @@ def layer_bytes(
 
 def recurrent_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of a layer that holds a state in the teacher: of its convolution in `dtype`, of the state in float32."""
-    read = {"hidden_size": config.hidden_size, "hidden_act": config.hidden_act, "norm_eps": config.norm_eps}
-    of_convolution, of_state = _state_sizes(json.dumps(read | {"recurrent": config.recurrent}))
+    of_convolution, of_state = state_sizes(config)
     return dtype.itemsize * of_convolution + 4 * of_state
-
-
-@functools.cache
-def _state_sizes(fields: str) -> tuple[int, int]:
-    """Return the number of elements of the convolution's state and of the recurrent state of such a layer.
-
-    They are read off a pass of one token on the meta device, and cached since the search for a placement needs them
-    for every candidate.
-
-    Args:
-        fields: fields of the configuration from which the module is made, as JSON.
-    """
-    from modeling_llamba.recurrent import RecurrentMixer  # here, since it imports transformers' models
-
-    cache = DynamicCache()
-    cache.layers = [LinearAttentionLayer()]
-    config = SimpleNamespace(**json.loads(fields))
-    with torch.device("meta"):
-        RecurrentMixer(config, 0)(torch.zeros(1, 1, config.hidden_size), None, None, cache)
-    (layer,) = cache.layers
-    kinds = layer.conv_states, layer.recurrent_states
-    return tuple(sum(t.numel() for t in states.values() if t is not None) for states in kinds)
 
 
 def attention_bytes(

@@ -7,12 +7,13 @@ rest. All windows have one width here; `layer_costs` then gives each layer its o
 teacher stay as they are.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..io.writer import human_bytes
-from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes
+from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes, windowed_heads
 from ..layout.config import hybrid_config
 from ..layout.placement import Attention, Layer, Mixer, Placement, everywhere
 from ..layout.presets import query_heads
@@ -24,6 +25,34 @@ KVHead = tuple[int, int]
 """Layer and key/value head."""
 HEADS_SHARE = 0.7
 """Share of the budget, states apart, that is spent on kept heads."""
+WIDE = 1 / 3
+"""Share of a calibration sequence from which on windows are wide, so that sequences are lengthened."""
+LONG_SEQUENCE = 2048
+"""Tokens of a lengthened calibration sequence."""
+
+
+def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
+    """Return the decisions with longer calibration sequences where the budget allows wide windows.
+
+    A state is fitted on the tokens that have left a window, and a window covers half of a sequence at most. Sequences
+    keep the length that the user gave, and are no longer than the context or the teacher's own limit.
+
+    Raises:
+        ValueError: no placement fits into the budget.
+    """
+    if resolved.choice != "budget" or resolved.window is not None or "sequence_length" not in resolved.reasons:
+        return resolved
+    alignment = resolved.alignment
+    # as many sequences are fitted on as are held out, or more
+    enough = alignment.tokens // (2 * alignment.held_out_sequences)
+    longest = min(resolved.context, weights.config.max_position_embeddings, enough)
+    budget = Budget(weights, resolved)
+    hybrid = budget.placement([pair for pair in budget.every_head if pair not in budget.given_heads]).hybrid
+    if hybrid is None or hybrid.window <= WIDE * resolved.sequence_length or longest < LONG_SEQUENCE:
+        return resolved
+    alignment = dataclasses.replace(alignment, sequence_length=LONG_SEQUENCE)
+    reason = "windows are wider than a third of the default for layers with a window"
+    return dataclasses.replace(resolved, alignment=alignment, reasons=resolved.reasons | {"sequence_length": reason})
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,12 @@ class Budget:
     def shared(self) -> int:
         """Query heads per key/value head."""
         return self.weights.config.num_attention_heads // self.weights.config.num_key_value_heads
+
+    @property
+    def every_head(self) -> list[KVHead]:
+        """All key/value heads, evenly spread over the layers."""
+        layers, kv_heads = self.shape
+        return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
 
     @cached_property
     def teacher_nbytes(self) -> int:
@@ -99,44 +134,58 @@ class Budget:
         assert self.resolved.block is not None, "there are no windows"
         return self.resolved.block
 
+    @property
+    def narrowest_window(self) -> int:
+        """The narrowest window, of two blocks."""
+        return 2 * self.block
+
     def placement(self, ranked: list[KVHead]) -> Placement:
         """The largest placement within the budget.
 
         Args:
             ranked: key/value heads that are not given, the one to keep first in front.
+
+        Raises:
+            ValueError: the budget is too small for any window, or for the values that the user has fixed.
         """
-        fixed = self.resolved.window
-        count = self.resolved.num_heads
-        ranked = [pair for pair in ranked if pair[0] not in self.resolved.bounded]
+        resolved = self.resolved
+        ranked = [pair for pair in ranked if pair[0] not in resolved.bounded]
         # enough for all that the teacher keeps, so nothing is replaced
-        if fixed is None and count is None and self.nbytes >= self.teacher_nbytes:
+        if resolved.window is None and resolved.num_heads is None and self.nbytes >= self.teacher_nbytes:
             return everywhere(Attention(), self.shape[0])
-        narrowest = 2 * self.block
+        count = resolved.num_heads
         if count is None:
-            count = self._most(
-                lambda n: self._bytes(ranked[:n], fixed or narrowest), self._heads_budget(), len(ranked)
-            )
-        kept = ranked[:count]
-        window = fixed
+            count = self._most_heads(ranked, resolved.window or self.narrowest_window, self._heads_budget())
+        window = resolved.window
         if window is None:
-            most = self.longest_window // self.block
-            window = self.block * self._most(lambda n: self._bytes(kept, self.block * max(n, 2)), self.nbytes, most)
-        if window < narrowest or self._bytes(kept, window) > self.nbytes:
-            least = self._bytes(ranked[: self.resolved.num_heads or 0], fixed or narrowest)
+            window = self._widest_window(ranked[:count])
+        if window < self.narrowest_window or self._bytes(ranked[:count], window) > self.nbytes:
+            least = self._bytes(ranked[: resolved.num_heads or 0], resolved.window or self.narrowest_window)
             raise ValueError(
-                f"{human_bytes(self.nbytes)} of cache at {self.resolved.context} tokens is too little: what "
-                f"was asked for takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, "
-                "mixer)."
+                f"{human_bytes(self.nbytes)} of cache at {resolved.context} tokens is too little: what was asked for "
+                f"takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, mixer)."
             )
-        if self.resolved.num_heads is None and fixed is None and window == self.longest_window:
+        if resolved.num_heads is None and resolved.window is None and window == self.longest_window:
             # the window is as wide as it may be: heads take what is left
-            count = self._most(lambda n: self._bytes(ranked[:n], window), self.nbytes, len(ranked))
+            count = self._most_heads(ranked, window, self.nbytes)
         return self._placed(ranked[:count], window)
+
+    def _most_heads(self, ranked: list[KVHead], window: int, limit: float) -> int:
+        """Count the heads that may be kept beside windows of this width."""
+        return self._most(lambda count: self._bytes(ranked[:count], window), limit, len(ranked))
+
+    def _widest_window(self, kept: list[KVHead]) -> int:
+        """Width of the widest window beside these heads; below `narrowest_window` if the budget holds none."""
+
+        def bytes_of(blocks: int) -> int:
+            return self._bytes(kept, max(self.block * blocks, self.narrowest_window))
+
+        return self.block * self._most(bytes_of, self.nbytes, self.longest_window // self.block)
 
     def windowed_heads(self, placement: Placement) -> dict[int, int]:
         """Key/value heads that have a window, by layer."""
-        kept = placement.full_heads
-        return {layer: self.shape[1] - len(kept.get(layer, ())) // self.shared for layer in placement.windows}
+        config = hybrid_config(self.weights, placement, self.resolved.mixer)
+        return {layer: windowed_heads(config, layer) for layer in placement.windows}
 
     def columns(self, placement: Placement) -> int:
         """Count the tokens that all windows may hold together within the budget, one for each key/value head.
@@ -144,17 +193,17 @@ class Budget:
         `spread_windows` distributes them over the layers.
         """
         heads = self.windowed_heads(placement)
-        narrow = dict.fromkeys(placement.windows, 2 * self.block)
+        narrow = dict.fromkeys(placement.windows, self.narrowest_window)
         bytes_of = self._bytes_of(placement.with_windows(narrow))
         # a token takes a key and a value in each head and one salience, here as if each head had one
         window_bits = placement.bits.config_fields()["window_bits"]
         per_column = pair_bytes(self.weights.config, window_bits, CACHE_DTYPE) + 4
-        return 2 * self.block * sum(heads.values()) + max(self.nbytes - bytes_of, 0) // per_column
+        return self.narrowest_window * sum(heads.values()) + max(self.nbytes - bytes_of, 0) // per_column
 
     def _heads_budget(self) -> float:
         if self.resolved.window is not None:
             return self.nbytes
-        without = self._bytes([], 2 * self.block)
+        without = self._bytes([], self.narrowest_window)
         return without + HEADS_SHARE * (self.nbytes - without)
 
     def _placed(self, kept: list[KVHead], window: int) -> Placement:

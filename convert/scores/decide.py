@@ -143,8 +143,7 @@ def _spread(placement: Placement, budget: Budget, aligner: "Aligner") -> Placeme
 def _ranked(budget: Budget, aligner: "Aligner | None") -> list[KVHead]:
     """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
     if aligner is None:
-        layers, kv_heads = budget.shape
-        return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
+        return budget.every_head
     from .retrieval import ranked_heads, retrieval_scores
 
     scores = retrieval_scores(aligner.model, aligner.ids, budget.resolved.seed, aligner.progress)

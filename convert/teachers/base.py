@@ -38,7 +38,7 @@ class TeacherFamily:
     windows: bool = False
     """True if its layers can have a sliding window; where not, transformers ignores the field `sliding_window`."""
     gguf: bool = False
-    """True if the tests convert a GGUF file of it."""
+    """True if the tests convert a GGUF file of it; others are refused."""
     tensors: Mapping[str, str | tuple[str, ...] | None]
     """Template of a teacher's tensor name ("{i}" is the layer) -> its name in a hybrid that keeps all its attention, a
     tuple of names where the teacher fuses them along the rows, or None for what is dropped on purpose. Which of them

@@ -314,6 +314,8 @@ def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
             raise ValueError(f"tie_word_embeddings must be true or false, not {config.tie_word_embeddings!r}.")
         text = config.get_text_config()
         text.tie_word_embeddings = config.tie_word_embeddings  # the whole model has the head
+        if isinstance(of_text, dict) and "tie_word_embeddings" not in raw:
+            text.tie_word_embeddings |= of_text.get("tie_word_embeddings") is True
         for name in SPECIAL_TOKENS:  # generation reads those of the whole model first
             if getattr(config, name, None) is not None:
                 setattr(text, name, getattr(config, name))
@@ -359,6 +361,10 @@ def teacher_layer_types(config: PreTrainedConfig) -> list[str]:
     """List the kind of each layer of a teacher; a window that never hides a token, and has no heads of its own, is
     none."""
     types = declared_layer_types(config)
+    if "sliding_attention" in types and config.sliding_window is None:
+        raise ValueError(
+            "layer_types has sliding_attention, and sliding_window says no width; transformers needs one."
+        )
     nominal = "sliding_attention" in types and config.sliding_window >= config.max_position_embeddings
     nominal = nominal and not config.is_heterogeneous
     return ["full_attention" if nominal and kind == "sliding_attention" else kind for kind in types]
@@ -390,7 +396,9 @@ def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:
 
     try:
         raw = load_gguf_checkpoint(os.fspath(folder / gguf_file), return_tensors=False)["config"]
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{gguf_file} is not a GGUF file this project can read: {first_line(error)}") from error
     family = get_family(raw.pop("model_type", "?"))
+    if not family.gguf:  # for some of which transformers leaves out RoPE's parameters, or orders experts otherwise
+        raise ValueError(f"GGUF files of {family.title} are not supported; convert its safetensors.")
     return AutoConfig.for_model(family.model_type, **{k: v for k, v in raw.items() if not k.startswith("_")})

@@ -57,10 +57,11 @@ class TeacherWeights:
         head = "lm_head.weight"
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             fields, layer_types = hybrid_fields(teacher.config, teacher.family)
-        both = {embedding, head} <= set(checkpoint.tensors)
+        stored = {teacher.family.text_name(name): name for name in checkpoint.tensors}
+        both = {embedding, head} <= stored.keys()
         if fields["tie_word_embeddings"] and both and not teacher.headers_only:
             # transformers, too, unties the head if its stored weights differ from the embedding
-            fields["tie_word_embeddings"] = checkpoint.same_values(embedding, head)
+            fields["tie_word_embeddings"] = checkpoint.same_values(stored[embedding], stored[head])
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
             config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
         copied = teacher.family.copied(teacher.config)
@@ -159,83 +160,133 @@ def canonical_sources(
     family: TeacherFamily,
     config: PreTrainedConfig,
     teacher: Mapping[str, TensorInfo],
-    attention_shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     copied: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, Source | Stack], dict[str, str]]:
     """Find each tensor of a hybrid that keeps all its attention in the teacher, and what is dropped.
 
     Args:
         config: of that hybrid. teacher: tensors of its weights.
-        attention_shapes: names and shapes of a hybrid that keeps all its attention; a name that is absent
-            (a tied head, a bias the configuration does without) is not expected from the teacher.
+        shapes: names and shapes of that hybrid's tensors; a name that is absent (a tied head, a bias the configuration
+            does without) is not expected from the teacher.
         copied: names that the teacher does not have -> those whose tensors it reads in their place.
+
+    Raises:
+        ValueError: tensors that are missing, unexpected, quantised or of a wrong shape.
     """
-    num_layers = config.num_hidden_layers
-    table = expand_templates(family, num_layers)
-    by_head = {template.format(i=i) for template in family.by_head for i in range(num_layers)}
-    orders = row_orders(family, config)
-    sources = {}
-    dropped = {}
-    faults = []
-    pieces = expert_pieces(family, attention_shapes, num_layers)
-    joined = joined_pieces(family, attention_shapes, num_layers)
-    pieces |= joined
-    place_of = {name: target for target, names in pieces.items() for name in names}
+    search = _Search(family, config, shapes, copied)
     for name, info in teacher.items():
-        if name.startswith(family.other_parts):
-            dropped[name] = "not part of the text model"
-            continue
-        known = family.text_name(name)
-        if known in place_of:
-            # all experts of a layer lie in one tensor of ours, of which each of the teacher's fills some rows
-            target = place_of[known]
-            (count, rows, *columns) = attention_shapes[target]
-            shapes = {known: (rows * count // len(pieces[target]), *columns)}
-            if target in joined:
-                shapes = {known: (*info.shape[:1], rows, *columns)}
-            faults += _quantised(name, info) or _place(name, info, [known], shapes, sources)
-            continue
-        targets = table.get(known, ())
-        if targets is None:
-            dropped[name] = "not a weight: follows from the configuration"
-            continue
-        targets = (targets,) if isinstance(targets, str) else targets
-        present = [target for target in targets if target in attention_shapes]
-        if known == "lm_head.weight" and not present:
-            dropped[name] = "tied to the embedding"
-        elif not present or present[0] in copied:
-            faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
-        else:
-            of_head = config.head_dim if known in by_head else None
-            faults += _quantised(name, info) or _place(name, info, present, attention_shapes, sources, of_head)
-            if known in orders and present[0] in sources:
-                sources[present[0]] = dataclasses.replace(sources[present[0]], order=orders[known])
-    # a tensor of a wrong shape is there, so that it is not called missing, too
-    mis_shaped = {fault.split()[0] for fault in faults}
-    for target, names in pieces.items():
-        absent = [name for name in names if name not in sources]
-        if len(absent) < len(names):
-            faults += [f"missing tensor {name}" for name in absent if name not in mis_shaped]
-            parts = tuple(sources.pop(name) for name in names if name in sources)
-            sources[target] = Stack(parts, tuple(attention_shapes[target]))
-            rows = sum(part.shape[0] for part in parts)
-            if target in joined and not absent and rows != attention_shapes[target][0]:
-                faults.append(
-                    f"{names[0]} and those beside it have {rows} rows where {target} has {attention_shapes[target][0]}"
-                )
-    sources |= {
-        target: dataclasses.replace(sources[name], order=None) for target, name in copied.items() if name in sources
-    }
-    missing = [target for target in attention_shapes if target not in sources and target not in copied]
-    renamed = {t: name for name, ts in table.items() if ts for t in ((ts,) if isinstance(ts, str) else ts)}
-    renamed |= {target: names[0] for target, names in joined.items()}
-    faults += [f"missing tensor {renamed[m]}" for m in missing if renamed[m] not in mis_shaped]
-    if faults:
+        search.take(name, info)
+    search.stack_pieces()
+    search.copy()
+    search.note_missing()
+    if faults := search.faults:
         more = f" (and {len(faults) - 5} more)" if len(faults) > 5 else ""
         raise ValueError(
             f"The checkpoint does not match its {family.model_type} configuration: {'; '.join(faults[:5])}{more}."
         )
-    return sources, dropped
+    return search.sources, search.dropped
+
+
+class _Search:
+    """Search for the source of every tensor of a hybrid, which takes the teacher's tensors one by one.
+
+    Args: see `canonical_sources`.
+    """
+
+    def __init__(
+        self,
+        family: TeacherFamily,
+        config: PreTrainedConfig,
+        shapes: Mapping[str, tuple[int, ...]],
+        copied: Mapping[str, str],
+    ):
+        layers = config.num_hidden_layers
+        self.family = family
+        self.head_dim = config.head_dim
+        self.shapes = shapes
+        self.copied = copied
+        self.table = expand_templates(family, layers)
+        self.by_head = {template.format(i=i) for template in family.by_head for i in range(layers)}
+        self.orders = row_orders(family, config)
+        self.joined = joined_pieces(family, shapes, layers)
+        self.pieces = expert_pieces(family, shapes, layers) | self.joined
+        self.whole_of = {name: whole for whole, names in self.pieces.items() for name in names}
+        self.sources: dict[str, Source | Stack] = {}
+        self.dropped: dict[str, str] = {}
+        self.faults: list[str] = []
+
+    def take(self, name: str, info: TensorInfo) -> None:
+        """Find the place of one of the teacher's tensors."""
+        known = self.family.text_name(name)
+        if name.startswith(self.family.other_parts):
+            self.dropped[name] = "not part of the text model, which alone is converted"
+        elif known in self.whole_of:
+            self._take_piece(name, known, info)
+        elif (targets := self.table.get(known, ())) is None:
+            self.dropped[name] = "not a weight: follows from the configuration"
+        else:
+            self._take_whole(name, known, info, (targets,) if isinstance(targets, str) else targets)
+
+    def _take_piece(self, name: str, known: str, info: TensorInfo) -> None:
+        """Note a tensor that fills some rows of a tensor of the hybrid, such as one expert of all."""
+        whole = self.whole_of[known]
+        (count, rows, *columns) = self.shapes[whole]
+        shape = (rows * count // len(self.pieces[whole]), *columns)
+        if whole in self.joined:
+            shape = (*info.shape[:1], rows, *columns)
+        self.faults += _quantised(name, info) or _place(name, info, [known], {known: shape}, self.sources)
+
+    def _take_whole(self, name: str, known: str, info: TensorInfo, targets: tuple[str, ...]) -> None:
+        """Note a tensor that becomes one of the hybrid's, or several where the teacher fuses them."""
+        present = [target for target in targets if target in self.shapes]
+        if known == "lm_head.weight" and not present:
+            self.dropped[name] = "tied to the embedding"
+            return
+        if not present or present[0] in self.copied:
+            self.faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
+            return
+        of_head = self.head_dim if known in self.by_head else None
+        self.faults += _quantised(name, info) or _place(name, info, present, self.shapes, self.sources, of_head)
+        if known in self.orders and present[0] in self.sources:
+            source = self.sources[present[0]]
+            self.sources[present[0]] = dataclasses.replace(source, order=self.orders[known])
+
+    @property
+    def _mis_shaped(self) -> set[str]:
+        """Tensors with a fault, which are there, so that they are not called missing, too."""
+        return {fault.split()[0] for fault in self.faults}
+
+    def stack_pieces(self) -> None:
+        """Put one below the other what was found in pieces."""
+        mis_shaped = self._mis_shaped
+        for whole, names in self.pieces.items():
+            absent = [name for name in names if name not in self.sources]
+            if len(absent) == len(names):
+                continue
+            self.faults += [f"missing tensor {name}" for name in absent if name not in mis_shaped]
+            parts = tuple(self.sources.pop(name) for name in names if name in self.sources)
+            self.sources[whole] = Stack(parts, tuple(self.shapes[whole]))
+            rows = sum(part.shape[0] for part in parts)
+            expected = self.shapes[whole][0]
+            if whole in self.joined and not absent and rows != expected:
+                self.faults.append(f"{names[0]} and those beside it have {rows} rows where {whole} has {expected}")
+
+    def copy(self) -> None:
+        """Give the tensors that the teacher does not have the sources of those that it reads in their place."""
+        for target, name in self.copied.items():
+            if name in self.sources:
+                self.sources[target] = dataclasses.replace(self.sources[name], order=None)
+
+    def note_missing(self) -> None:
+        """Note the tensors of the hybrid that have no source, by their names in the teacher."""
+        names = {}
+        for name, targets in self.table.items():
+            names |= dict.fromkeys([targets] if isinstance(targets, str) else targets or (), name)
+        names |= {whole: pieces[0] for whole, pieces in self.joined.items()}
+        missing = [names[t] for t in self.shapes if t not in self.sources and t not in self.copied]
+        mis_shaped = self._mis_shaped
+        self.faults += [f"missing tensor {name}" for name in missing if name not in mis_shaped]
 
 
 def _quantised(name: str, info: TensorInfo) -> list[str]:

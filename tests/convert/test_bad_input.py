@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -20,7 +21,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
-from convert.cli import progress_bars
+from convert.cli import main, progress_bars
+from convert.io import writer
 from convert.io.folder import MARKER, OutputFolder, mark
 from tests.helpers.command import check_one_line_error, nothing_left, run, run_as_is
 from tests.helpers.tokenizers import tokenizer
@@ -288,40 +290,36 @@ def test_a_disk_that_fills_in_the_work_folder(memory, file, saved_teacher, small
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in kept.items())
 
 
-INTERRUPTED = """
-import os, signal, sys, time
-import convert.cli, convert.pipeline, convert.io.writer as writer
-folder, write_all = sys.argv[1], writer._write_all
-for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-    if os.fork():
-        os.wait()
-        continue
+def interrupted(kind, folder):
+    """The command in this process, which sends itself a signal at the third block that it writes."""
+    write_all = writer._write_all
     written = []
-    def interrupted(file, data):
+
+    def counted(file, data):
         write_all(file, data)
         written.append(data)
         if len(written) == 3:
-            print(kind.name, flush=True)
             os.kill(os.getpid(), kind)
         time.sleep(0.2)
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore Ctrl-C
-    writer._write_all = interrupted
-    sys.stderr = open(f"{folder}/{kind.name}.txt", "w")
+    writer._write_all = counted
+    sys.stderr = open(folder / f"{kind.name}.txt", "w")
     try:
-        convert.cli.main([f"{folder}/teacher", f"{folder}/{kind.name}", "-q", "--align", "none"])
+        main([str(folder / "teacher"), str(folder / kind.name), "-q", "--align", "none"])
     except SystemExit as stop:
-        print(stop.code, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{stop.code}\n")
+        sys.stderr.flush()
     os._exit(0)
-"""
 
 
 def test_interrupted_half_way(teacher, tmp_path):
-    """In three processes, forked from one that has imported torch."""
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.stdout.split() == ["SIGINT", "SIGTERM", "SIGKILL"], done.stderr
+    """In processes forked off this one, which has imported torch."""
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        process = multiprocessing.get_context("fork").Process(target=interrupted, args=(kind, tmp_path))
+        process.start()
+        process.join(timeout=120)
+        assert process.exitcode == (-signal.SIGKILL if kind == signal.SIGKILL else 0)
     for kind in ("SIGINT", "SIGTERM"):
         errors = (tmp_path / f"{kind}.txt").read_text()
         assert errors.endswith("\n130\n") and "interrupted; OUT is as it was;" in errors and "Traceback" not in errors

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from convert import convert, plan_conversion
+from convert import convert
+from convert.dry_run import first_plan, open_teacher
 from convert.layout.cache import cache_bytes
 from convert.layout.placement import Placement
 from convert.options import MohawkOptions, OutputOptions, evicted_tokens, make_options
 from convert.plan import describe
-from convert.resolve import block_of
+from convert.resolve import block_of, resolve
+from convert.scores.budget import Budget
 from convert.scores.decide import MEAN_RANK, RANK_SHARE
 from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
@@ -123,24 +125,29 @@ def test_what_is_said_of_a_state(saved_teacher, tmp_path):
     assert report["full_heads"] == 2
 
 
-@pytest.mark.parametrize("name", ["phi", "qwen3-5"])
+WITHOUT_THE_PROJECT = """
+import sys, json, torch
+from transformers import AutoModelForCausalLM
+ids = torch.tensor(json.loads(sys.argv[1]))
+models = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) for folder in sys.argv[2:]]
+print(json.dumps([model(ids).logits[0, -1].tolist() for model in models]))
+"""
+
+
 @torch.no_grad()
-def test_the_checkpoint_runs_without_the_project(name, saved_teacher, tmp_path):
-    hybrid, _ = converted(saved_teacher(name), tmp_path / "modèle", rank=2, **HELD)
+def test_the_checkpoints_run_without_the_project(saved_teacher, tmp_path):
+    """In one process, since importing transformers takes longer than all else here."""
+    folders = {name: tmp_path / f"modèle-{name}" for name in ("phi", "qwen3-5")}
+    hybrids = {name: converted(saved_teacher(name), folder, rank=2, **HELD)[0] for name, folder in folders.items()}
     ids = random_ids(1, 20)
-    code = (
-        "import sys, json, torch; from transformers import AutoModelForCausalLM as M;"
-        "m = M.from_pretrained(sys.argv[1], trust_remote_code=True);"
-        "print(json.dumps(m(torch.tensor(json.loads(sys.argv[2]))).logits[0, -1].tolist()))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "modèle"), json.dumps(ids.tolist())]
+    command = [sys.executable, "-c", WITHOUT_THE_PROJECT, json.dumps(ids.tolist()), *map(str, folders.values())]
     environment = {"HF_HOME": str(tmp_path / "cache"), "PATH": ""}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    logits = torch.tensor(json.loads(found.stdout.splitlines()[-1]))
-    torch.testing.assert_close(logits, hybrid(ids).logits[0, -1], rtol=1e-4, atol=1e-5)
-    hybrid.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.equal(again(ids).logits, hybrid(ids).logits)
+    for logits, hybrid in zip(json.loads(found.stdout.splitlines()[-1]), hybrids.values(), strict=True):
+        torch.testing.assert_close(torch.tensor(logits), hybrid(ids).logits[0, -1], rtol=1e-4, atol=1e-5)
+        hybrid.save_pretrained(tmp_path / "again")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(ids).logits, hybrid(ids).logits)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi", "gemma3"])
@@ -174,15 +181,21 @@ def test_alignment_and_what_it_records(name, saved_teacher, tmp_path):
 
 def test_the_default_is_hardly_heavier_than_its_teacher(smollm2_gguf):
     """Maps have a share of the teacher's weights, and there is little else that it does not have."""
-    plan = plan_conversion(make_options(str(smollm2_gguf), "o"))
+    teacher, _ = open_teacher(make_options(str(smollm2_gguf), "o"))
+
+    def planned(**options):
+        resolved = resolve(make_options(str(smollm2_gguf), "o", **options), teacher)
+        return first_plan(Budget(teacher, resolved))[0]
+
+    plan = planned()
     rank = plan.config.hybrid_rank
     assert 0 < rank <= MEAN_RANK
     assert plan.parameters_after <= 1.035 * plan.parameters_before
-    one_more = plan_conversion(make_options(str(smollm2_gguf), "o", rank=rank + 1))
+    one_more = planned(rank=rank + 1)
     of_a_rank = one_more.parameters_after - plan.parameters_after
     assert rank * of_a_rank <= RANK_SHARE * plan.parameters_before
     assert rank == MEAN_RANK or (rank + 1) * of_a_rank > RANK_SHARE * plan.parameters_before
-    unfitted = plan_conversion(make_options(str(smollm2_gguf), "o", align="none", window=32, attention_layers="none"))
+    unfitted = planned(align="none", window=32, attention_layers="none")
     assert unfitted.config.hybrid_rank == 0
 
 

@@ -97,24 +97,45 @@ def test_smoothed_labels_are_those_of_the_next_tokens(family, pattern, tmp_path)
     torch.testing.assert_close(found, LabelSmoother(0.1)(model(ids), ids, shift_labels=True))
 
 
-@pytest.mark.parametrize("family, pattern", [("llamba", "every"), ("phimamba", "beside")])
-def test_a_reward_model_is_trained_saved_and_loaded(family, pattern, tmp_path):
+CLEAN_PROCESS = """
+import sys, torch
+from transformers import AutoModelForSequenceClassification
+for folder in sys.argv[1:]:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
+    torch.save(model(torch.load(f"{folder}/ids.pt")).logits, f"{folder}/scores.pt")
+assert not any(name.startswith("modeling_llamba") for name in sys.modules)
+"""
+
+
+def test_reward_models_are_trained_saved_and_loaded(tmp_path):
     """By TRL, from a hybrid's folder: the body is the hybrid's, the head is new; in a clean process as well."""
+    expected = {
+        tmp_path / family: trained_reward_model(family, pattern, tmp_path / family)
+        for family, pattern in (("llamba", "every"), ("phimamba", "beside"))
+    }
+    command = [sys.executable, "-c", CLEAN_PROCESS, *(str(folder / "reward") for folder in expected)]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    for folder, logits in expected.items():
+        torch.testing.assert_close(torch.load(folder / "reward" / "scores.pt"), logits)
+
+
+def trained_reward_model(family, pattern, folder):
+    """Train a reward model and save it to folder / "reward", with ids in ids.pt; return their scores."""
     hybrid = make_student(family, pattern=pattern, dtype=torch.float32, pad_token_id=0)
-    hybrid.save_pretrained(tmp_path / "hybrid")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hybrid", num_labels=1)
+    hybrid.save_pretrained(folder / "hybrid")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "hybrid", num_labels=1)
     for name, parameter in model.model.named_parameters():
         assert torch.equal(parameter, hybrid.model.get_parameter(name)), name
     rows = [{"chosen": f"w5 w{i} w9", "rejected": f"w5 w{i} w8 w7"} for i in range(10, 18)]
     arguments = RewardConfig(
-        output_dir=str(tmp_path / "work"), max_steps=2, per_device_train_batch_size=2, report_to="none", bf16=False,
+        output_dir=str(folder / "work"), max_steps=2, per_device_train_batch_size=2, report_to="none", bf16=False,
         use_cpu=True, save_strategy="no", learning_rate=1e-2, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = RewardTrainer(
         model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
     )
     trainer.train()
-    model.eval().save_pretrained(tmp_path / "reward")
+    model.eval().save_pretrained(folder / "reward")
     ids = random_ids(2, 9) % 100 + 10
     with torch.no_grad():
         expected = model(ids).logits
@@ -122,11 +143,5 @@ def test_a_reward_model_is_trained_saved_and_loaded(family, pattern, tmp_path):
         right = torch.nn.functional.pad(ids, (0, 3)), torch.nn.functional.pad(torch.ones_like(ids), (0, 3))
         for batch, of_batch in ((padded, mask), right):
             torch.testing.assert_close(model(batch, attention_mask=of_batch).logits, expected)
-    program = (
-        "import sys, torch; from transformers import AutoModelForSequenceClassification as A\n"
-        f"m = A.from_pretrained({str(tmp_path / 'reward')!r}, trust_remote_code=True).eval()\n"
-        "assert not any(n.startswith('modeling_llamba') for n in sys.modules)\n"
-        f"torch.save(m(torch.tensor({ids.tolist()})).logits, {str(tmp_path / 'scores')!r})"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, capture_output=True)
-    torch.testing.assert_close(torch.load(tmp_path / "scores"), expected)
+    torch.save(ids, folder / "reward" / "ids.pt")
+    return expected

@@ -70,6 +70,27 @@ def code_in(folder):
     return {path.name: path.read_text() for path in folder.glob("*.py")}
 
 
+@pytest.mark.parametrize(
+    "pattern, mixer, written",
+    [
+        ("beside-only", "discrete_mamba2", {"mixer_backend"}),
+        ("beside-only", "none", {"mixer", "mixer_backend"}),
+        ("beside", "mamba2", {"mixer", "mixer_backend", "mixer_d_state"}),
+    ],
+)
+def test_fields_of_mixers_are_written_where_there_are_mixers(pattern, mixer, written):
+    config = student_config(mixer=mixer, pattern=pattern)
+    fields = json.loads(config.to_json_string())
+    found = {name for name in fields if name.startswith("mixer")}
+    if pattern == "beside":
+        assert written <= found
+    else:
+        assert found == written
+    read = LlambaConfig.from_dict(fields)
+    assert (read.mixer == "none") == (mixer == "none")
+    assert json.loads(read.to_json_string()) == fields
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Checkpoints of both families and all mixers, and those from before, that a stranger has loaded and saved again.

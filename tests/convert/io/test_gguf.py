@@ -41,6 +41,20 @@ def test_what_transformers_leaves_out_is_refused(name, said, tmp_path):
         TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
 
 
+@pytest.mark.parametrize("architecture, title", [("gpt-oss", "gpt-oss"), ("lfm2", "LFM2"), ("gemma4", "Gemma 4")])
+def test_a_family_that_transformers_reads_and_no_test_does_is_refused(architecture, title, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", architecture)
+    writer.add_block_count(2)
+    writer.add_vocab_size(128)
+    writer.add_head_count_kv([0, 2])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=f"GGUF files of {title}.* are not supported; convert its safetensors"):
+        find_teacher(str(tmp_path / "t.gguf"))
+
+
 def test_what_is_said_to_be_tested_is():
     tested = {TEACHERS[name][1].model_type for name in ARCHITECTURES}
     assert {name for name, family in FAMILIES.items() if family.gguf} == tested

@@ -20,7 +20,7 @@ from convert.options import evicted_tokens, make_options
 from convert.pipeline import run
 from convert.plan import describe, make_plan
 from convert.resolve import resolve
-from convert.scores.budget import Budget
+from convert.scores.budget import LONG_SEQUENCE, WIDE, Budget, lengthen_sequences
 from convert.scores.decide import decide_placement
 from convert.scores.layer_costs import POWER, spread_windows
 from convert.teachers.teacher import find_teacher, teacher_layer_types
@@ -313,6 +313,32 @@ def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
     for said, shape in ((within, (5, 1024)), (longer, (8, 640)), (window, (5, 1024)), (layers, (10, 512))):
         made = budget_of(make_options(folder, "o", **said))
         assert Aligner(made.weights, made.resolved).ids.shape == shape
+
+
+def test_sequences_are_lengthened_for_wide_windows(saved_teacher):
+    """Within them a state has more tokens to be fitted on, and windows may be wider than half of the default."""
+
+    def lengthened(limit=8192, **said):
+        options = options_of(saved_teacher("llama-gqa"), **{"context": 4096, "attention_heads": 0} | said)
+        weights = TeacherWeights.of(find_teacher(options.model))
+        weights.config.max_position_embeddings = limit
+        resolved = lengthen_sequences(weights, resolve(options, weights))
+        return resolved.sequence_length, Budget(weights, resolved).placement([]).hybrid.window
+
+    length, window = lengthened(cache=0.15)
+    assert length == LONG_SEQUENCE
+    assert window > 512
+    length, window = lengthened(cache=0.03)
+    assert length == 1024
+    assert window <= WIDE * length
+    for reason_to_stay in (
+        {"limit": 1024},
+        {"context": 1024},
+        {"window": 512},
+        {"sequence_length": 1024},
+        {"tokens": 8192},
+    ):
+        assert lengthened(cache=0.15, **reason_to_stay)[0] == 1024
 
 
 def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):

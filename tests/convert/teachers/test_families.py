@@ -287,21 +287,55 @@ def test_the_text_part_of_a_multimodal_gemma4(tmp_path):
     assert all("vision" in name for name in plan.weights.dropped)
 
 
-@pytest.mark.parametrize("name", ["mistral-no-window", "ministral3"])
-@torch.no_grad()
-def test_the_text_part_of_a_multimodal_mistral(name, tmp_path):
-    """Its configuration says which text part it has."""
+def multimodal_mistral(name):
+    """The model that reads images and text; 28 times 28 pixels are four tokens w120."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
     vision |= dict(model_type="pixtral", image_size=28, patch_size=14)
-    text = TEACHERS[name][1].to_dict()
-    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=120, tie_word_embeddings=False)
-    teacher = Mistral3ForConditionalGeneration(config).eval()
+    own = dict(image_token_index=120, spatial_merge_size=1, tie_word_embeddings=False)
+    config = Mistral3Config(text_config=TEACHERS[name][1].to_dict(), vision_config=vision, **own)
+    return Mistral3ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("says_untied", [True, False])
+@pytest.mark.parametrize("name", ["mistral-no-window", "ministral3"])
+@torch.no_grad()
+def test_the_text_part_of_a_multimodal_mistral(name, says_untied, tmp_path):
+    """Its configuration says which text part it has; where it does not say that the head is untied, the weights do."""
+    teacher = multimodal_mistral(name)
     teacher.save_pretrained(tmp_path / "in")
+    if not says_untied:
+        raw = json.loads((tmp_path / "in" / "config.json").read_text())
+        assert not raw.pop("tie_word_embeddings") and Mistral3Config().tie_word_embeddings
+        (tmp_path / "in" / "config.json").write_text(json.dumps(raw))
     hybrid, plan = converted(tmp_path / "in", tmp_path / "out", attention_layers="all")
     ids = random_ids(2, 24) % 110
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert all("vision" in name or "projector" in name for name in plan.weights.dropped)
+    assert ": not part of the text model, which alone is converted" in describe(plan)
     assert plan.teacher.family.model_type == TEACHERS[name][1].model_type
+
+
+@pytest.mark.parametrize("name", ["mistral-no-window", "ministral3"])
+@torch.no_grad()
+def test_the_teachers_class_reads_images_for_a_hybrid(name, tmp_path):
+    """As docs/guide/conversion.md says: exactly with all layers kept, and a hybrid generates what it reads."""
+    teacher = multimodal_mistral(name)
+    for parameter in teacher.parameters():
+        parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    teacher.save_pretrained(tmp_path / "in")
+    ids = random_ids(1, 40) % 110
+    ids[:, 12:16] = 120
+    image = dict(pixel_values=torch.randn(1, 3, 28, 28), image_sizes=torch.tensor([[28, 28]]))
+    expected, without = teacher(ids, **image).logits, teacher(ids % 110).logits
+    kept, _ = converted(tmp_path / "in", tmp_path / "all", attention_layers="all")
+    hybrid, plan = converted(tmp_path / "in", tmp_path / "out", attention_layers="none", window=8, block=4)
+    assert plan.placement.hybrid.state
+    for model, is_teacher in ((kept, True), (hybrid, False)):
+        teacher.model.language_model, teacher.lm_head = model.model, model.lm_head
+        assert torch.allclose(teacher(ids, **image).logits, expected, atol=1e-4) == is_teacher
+        said = teacher.generate(ids, **image, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        assert torch.equal(teacher(said, **image, use_cache=False).logits[:, 39:-1].argmax(-1), said[:, 40:])
+    assert not torch.allclose(expected, without, atol=0.1)
 
 
 def test_a_multimodal_model_stops_where_its_whole_configuration_says(tmp_path):
@@ -323,6 +357,16 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | {field: value}))
     with pytest.raises(ValueError, match=f"has {field} {value}, which a hybrid cannot follow"):
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen2-mixed-window", "gemma3"])
+def test_a_window_without_a_width_is_refused(name, saved_teacher, tmp_path):
+    """transformers loads such a model, and runs it on nothing."""
+    shutil.copytree(saved_teacher(name), tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+    with pytest.raises(ValueError, match="has sliding_attention, and sliding_window says no width"):
+        plan_conversion(make_options(str(tmp_path / "in"), "out"))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from transformers import (
 )
 
 from convert import convert
+from convert.checkpoint.pictures import head_kinds
 from convert.dry_run import plan_conversion
 from convert.layout.cache import cache_bytes, recurrent_bytes
 from convert.options import make_options
 from convert.plan import describe
+from convert.teachers.teacher import read_config
 from convert.tools.inspect import inspect_model
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
@@ -55,6 +57,11 @@ def test_what_is_said_of_states(name, saved_teacher, tmp_path):
     said = describe(plan)
     assert "RHRH  (0 attention, 2 hybrid, 2 with the teacher's own state)" in said
     assert "cache 256k" not in said and "of int8's)" in said
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "with 2 of its 2 attention layers replaced by" in card
+    assert "and 4 sinks, R the teacher's own state)" in card
+    own = ["the teacher's state"] * plan.config.num_key_value_heads
+    assert head_kinds(plan.config) == [own, ["window and state"] * len(own)] * 2
     report = inspect_model(str(tmp_path / "out"))
     assert (report["layer_map"], report["attention_layers"]) == ("RHRH", [])
 
@@ -165,6 +172,27 @@ def test_convolutions_of_a_state_are_joined_if_they_fit(change, message, saved_t
         plan_conversion(make_options(str(tmp_path), "o"))
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@torch.no_grad()
+def test_numbers_of_a_state_in_float32_stay_so(dtype, tmp_path):
+    """Qwen3.5 has its decays and the norms over its states so, among weights in bfloat16; and if asked, not."""
+    make_teacher("qwen3-5").to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    exact = {n: torch.randn(t.shape) for n, t in tensors.items() if n.endswith(("A_log", "linear_attn.norm.weight"))}
+    save_file(tensors | exact, tmp_path / "in" / "model.safetensors")
+    plan = convert(str(tmp_path / "in"), tmp_path / "out", align="none", attention_layers="all", dtype=dtype)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(t.nbytes for t in written.values()) == plan.bytes_to_write
+    for name, values in exact.items():
+        own = written[name.replace("linear_attn", "recurrent.module")]
+        kept = values if dtype == "auto" else values.bfloat16()
+        assert len(exact) == 4 and own.dtype == kept.dtype and torch.equal(own, kept)
+    assert {t.dtype for n, t in written.items() if not n.endswith(("A_log", "module.norm.weight"))} == {torch.bfloat16}
+    loaded = (AutoModelForCausalLM.from_pretrained(tmp_path / of, dtype=torch.float32) for of in ("in", "out"))
+    teacher, hybrid = (model(random_ids(2, 24)).logits for model in loaded)
+    assert torch.allclose(hybrid, teacher) == (dtype == "auto")
+
+
 @pytest.mark.parametrize("name, field", [("lfm2", "conv_bias"), ("granite4-dense", "mamba_proj_bias")])
 @torch.no_grad()
 def test_biases_that_reach_padding(name, field, tmp_path):
@@ -207,3 +235,11 @@ def test_the_text_part_of_a_multimodal_qwen(name, model_class, config_class, tmp
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert all(name.startswith(("mtp.", "model.visual.")) for name in plan.weights.dropped)
     assert plan.teacher.family.model_type == TEACHERS[name][1].model_type
+
+
+def test_a_head_may_be_tied_by_what_the_text_part_says():
+    """Where the whole model says nothing of it, as transformers' text model reads the same file."""
+    raw = {"model_type": "qwen3_5", "text_config": {"tie_word_embeddings": True}}
+    assert read_config(raw, "config.json").tie_word_embeddings
+    assert not read_config(raw | {"tie_word_embeddings": False}, "config.json").tie_word_embeddings
+    assert not read_config({"model_type": "qwen3_5", "text_config": {}}, "config.json").tie_word_embeddings

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -33,6 +31,7 @@ from convert.train.mohawk.stages import Stages, check_stages, only_stages
 from convert.train.mohawk.train import load_hybrid, train_existing
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.helpers.command import run_as_is
+from tests.helpers.forked import run_forked
 from tests.helpers.tiny import LENGTH, rows, teacher_model
 from tests.teachers import TINY, make_teacher
 
@@ -361,14 +360,6 @@ def test_from_teacher_to_trained_hybrid(two_layer_teacher, tmp_path):
     assert trained["distillation"]["held_out_kl_after"] < trained["distillation"]["held_out_kl_before"]
 
 
-BOTH_RUNS = """
-import json, sys
-from convert.cli import main
-for argv in json.loads(sys.argv[1]):
-    main(argv)
-"""
-
-
 def test_two_ranks_equal_one(hybrids, tmp_path):
     """Stages 1 and 2 share the layers, bit for bit; stage 3 shares the batch, to rounding."""
     halved = dataclasses.replace(SETTINGS.distillation, sequences=1)
@@ -382,12 +373,10 @@ def test_two_ranks_equal_one(hybrids, tmp_path):
             "-q", "--config", settings,
         )]  # fmt: skip
 
-    (tmp_path / "both.py").write_text(BOTH_RUNS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": os.getcwd()}
-    runs = json.dumps([arguments(stages, 2, two) for stages in ("1,2", "3")])
-    done = subprocess.run([*command, str(tmp_path / "both.py"), runs], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = tmp_path / "printed"
+    printed.mkdir()
+    for stages in ("1,2", "3"):
+        run_forked(arguments(stages, 2, two), 2, printed)
     start = load_hybrid(hybrids / "llama-gqa").state_dict()
     for stages, exact in (("1,2", True), ("3", False)):
         done = run_as_is(*arguments(stages, 1, one))
