@@ -294,7 +294,7 @@ class HybridAttention(nn.Module):
 
     def attend_kept(self, projected: Projected, causal_mask, layer, **kwargs) -> torch.Tensor:
         """Full attention of the kept heads, (B, L, heads, D)."""
-        key, value = (_of_heads(t, self.kept) for t in (projected.key, projected.value))
+        query, key, value = self.select_kept(projected)
         if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
             causal_mask = causal_bias(projected.query)[None, None]
         self.kept_heads.training = self.training
@@ -308,12 +308,16 @@ class HybridAttention(nn.Module):
             **kwargs,
         )
         store = None if layer is None else functools.partial(append_keys, layer.kept)
-        query = _of_heads(projected.query, self.kept, self.shared)
         sinks = self.sinks_of(self.kept)
         step = None
         if store is not None:
             step = one_token(self.config, self.kept_roundings, query, causal_mask, self.dropout, self.softcap, sinks)
         return attend_rounded(self.kept_roundings, attend, store, query, key, value, step)[0]
+
+    def select_kept(self, projected: Projected) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of the kept heads."""
+        query = _of_heads(projected.query, self.kept, self.shared)
+        return query, _of_heads(projected.key, self.kept), _of_heads(projected.value, self.kept)
 
     def select_windowed(self, projected: Projected) -> Projected:
         """Without the kept heads, and with the rows that a cache takes."""

@@ -1,87 +1,39 @@
-"""Memory that a layer carries from step to step, in the slots that vLLM gives to requests.
+"""Layers that go on from what requests hold, in the slots and pages of pages.py.
 
-What a mixer holds, and a hybrid layer but for its kept heads, has a constant size, so a request has one slot of each
-layer. Slots are of very different sizes and vLLM's pages all of one, so a slot lies in as many pages as it needs; to
-vLLM each of them is the state of a Mamba layer (`SlotPage`). A step copies the slots of its requests into one tensor,
-works there, and writes back what has changed. vLLM runs the tokens of all requests as one row: first a token each of
-those that decode, then the prompts that are read, or parts of them. Those that decode are one batch here, and prompts
-that begin at the same token are batches of like lengths (`together`). A slot of a hybrid layer holds the tensors of
-`Held`, from which the layer's own `prompt` and `step` go on.
+A step copies the slots of its requests into one tensor, works there, and writes back what has changed. vLLM runs the
+tokens of all requests as one row: first a token each of those that decode, then the prompts that are read, or parts of
+them. Those that decode are one batch here, and prompts that begin at the same token are batches of like lengths
+(`together`). A slot of a hybrid layer holds the tensors of `Held`, from which the layer's own `prompt` and `step` go
+on. Its kept heads write the rows of all tokens into their pages, and attend to what they then read from there.
 
 Shapes: B requests, L tokens, H' query and K key/value heads with a window, D head dim; those of mixers are as in
 matrix_mixer.py.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, async_tensor_h2d, direct_register_custom_op
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
-from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs, Projected
+from modeling_llamba.hybrid_attention import (
+    HybridAttention,
+    HybridInputs,
+    Projected,
+    causal_bias,
+    fuses_on_cpu,
+    merged,
+)
 from modeling_llamba.hybrid_cache import HybridLayer
 from modeling_llamba.rotary import Rotary
 
-Slots = dict[str, torch.Tensor]
-"""The tensors of some requests' slots, (B, ...) each."""
-Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-PAGE = 2**15
-"""Bytes of a page at least. Of larger pages more is left empty, of smaller ones vLLM has more to keep account of."""
-
-
-def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
-    """Shape and type of each tensor in a slot of a layer that is not plain attention, the widest types first.
-
-    Args:
-        dtype: of the weights.
-    """
-    if config.layer_types[layer] == "hybrid":
-        shared = config.num_attention_heads // config.num_key_value_heads
-        heads = config.num_key_value_heads - len(config.full_heads_of(layer)) // shared
-        shape = BlockShape.of(config, layer)
-        like = torch.empty(1, heads, 1, config.head_dim, dtype=dtype, device="meta")
-        rows = shape.key_rounding.encode(like), shape.value_rounding.encode(like)
-        salience = torch.empty(1, 1, dtype=torch.float32, device="meta")
-        held = Held.empty(shape, NewTokens(*rows, salience, salience.long()))._replace(seen=None)._asdict()
-        sizes = {name: (tuple(t.shape[1:]), t.dtype) for name, t in held.items() if t is not None}
-    else:
-        H, G, P, N = config.mixer_num_heads, config.mixer_num_kv_heads, config.mixer_head_dim, config.mixer_d_state
-        T = G if config.mixer_shared_state else H
-        conv = (G * (P + N) + H * N, config.mixer_d_conv)
-        sizes = {"conv": (conv, dtype), "recurrent": ((T, P, N), torch.float32)}
-    return dict(sorted(sizes.items(), key=lambda item: -item[1][1].itemsize))
-
-
-def bytes_of(sizes: Sizes) -> int:
-    """Bytes of a slot."""
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
-
-
-def page_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes of a page: as many of the pages that attention takes anyway as make PAGE bytes."""
-    config = vllm_config.model_config.hf_config
-    cache = vllm_config.cache_config
-    is_auto = cache.cache_dtype == "auto"
-    dtype = vllm_config.model_config.dtype if is_auto else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype]
-    heads = config.num_key_value_heads if {"full_attention", "sliding_attention"} & set(config.layer_types) else 1
-    unit = cache.block_size * heads * 2 * config.head_dim * dtype.itemsize
-    return unit * -(-PAGE // unit)
+from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
 
 
 class MixerCache:
@@ -170,164 +122,6 @@ class SlotRows(HybridLayer):
         return 0, self.held.salience.shape[1], self._hidden(self.held, column[:, None])
 
 
-PADDED = 1.25
-"""Tokens of a batch of prompts, padding included, for each of its tokens at most."""
-
-
-class Span(NamedTuple):
-    """Prompt, or a part of it, in vLLM's row: its first token, one after its last, and the request's tokens before."""
-
-    start: int
-    stop: int
-    seen: int
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.stop - self.start
-
-
-def together(spans: list[Span], ragged: bool) -> list[list[int]]:
-    """Numbers of the spans that are one batch each, the longest first: all of it begins at the same token.
-
-    Args:
-        ragged: True if shorter spans may be padded; else those of a batch are of one length.
-    """
-    batches: list[list[int]] = []
-    for i in sorted(range(len(spans)), key=lambda i: (spans[i].seen, -spans[i].length)):
-        span = spans[i]
-        batch = batches[-1] if batches else None
-        if batch is not None and spans[batch[0]].seen == span.seen:
-            longest = spans[batch[0]].length
-            tokens = sum(spans[j].length for j in batch) + span.length
-            if span.length == longest or (ragged and longest * (len(batch) + 1) <= PADDED * tokens):
-                batch.append(i)
-                continue
-        batches.append([i])
-    return batches
-
-
-@dataclass
-class SlotMetadata(BaseMambaAttentionMetadata):
-    """vLLM's, and what would have to be asked of a device.
-
-    prompts: the span of each prompt. decoding: tokens before the next one of each request that decodes. opening: by
-    width of the window, which of these requests open a block, or None; made by the first layer that asks.
-    """
-
-    prompts: list[Span] = field(default_factory=list)
-    decoding: list[int] = field(default_factory=list)
-    opening: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
-
-    @functools.cached_property
-    def ragged_batches(self) -> list[list[int]]:
-        """Prompts that are one batch where padding does no harm."""
-        return together(self.prompts, ragged=True)
-
-    @functools.cached_property
-    def even_batches(self) -> list[list[int]]:
-        """Prompts that are one batch without padding."""
-        return together(self.prompts, ragged=False)
-
-    def pages(self, decode: bool) -> torch.Tensor:
-        """The page of each request that decodes, or of each prompt, (B,)."""
-        if decode:
-            return self.state_indices_tensor_d[: self.num_decodes, 0]
-        return self.state_indices_tensor_p
-
-    def opening_rows(self, shape: BlockShape, device: torch.device) -> torch.Tensor | None:
-        """Rows of those that decode in which a block is to be opened, if any."""
-        if shape.window not in self.opening:
-            rows = [i for i, n in enumerate(self.decoding) if n % shape.block == 0 and n >= shape.window]
-            self.opening[shape.window] = async_tensor_h2d(rows, dtype=torch.long, device=device) if rows else None
-        return self.opening[shape.window]
-
-
-class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
-    """Counts on the CPU, once for all layers of a step."""
-
-    metadata_cls = SlotMetadata
-    needs_causal_conv1d_metadata = False
-    # prompts are of any lengths, and blocks opened where one begins: graphs hold what lies between layers
-    _cudagraph_support = AttentionCGSupport.NEVER
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs
-    ) -> SlotMetadata:
-        """Metadata that `SlotLayer` reads at each step."""
-        metadata = self._compute_common_metadata(common_attn_metadata)
-        ends = common_attn_metadata.query_start_loc_cpu.tolist()
-        lengths = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
-        spans = [Span(s, e, n - (e - s)) for s, e, n in zip(ends, ends[1:], lengths, strict=False)]
-        decodes = spans[: metadata.num_decodes]
-        prompts = spans[metadata.num_decodes :]
-        metadata.prompts = prompts[: metadata.num_prefills]
-        metadata.decoding = [span.seen for span in decodes]
-        return metadata
-
-
-class SlotBackend(AttentionBackend):
-    """Names the builder."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "HYBRID_SLOTS"
-
-    @staticmethod
-    def get_builder_cls() -> type[SlotMetadataBuilder]:
-        return SlotMetadataBuilder
-
-    @classmethod
-    def is_ssm(cls) -> bool:
-        return True
-
-
-class SlotPage(MambaBase):
-    """A page of a layer's slot, to vLLM the state of a Mamba layer.
-
-    Args:
-        bound: called when vLLM has given the page its memory.
-    """
-
-    def __init__(self, prefix: str, vllm_config: VllmConfig, bound: Callable[[], None]):
-        self.prefix = prefix
-        self.bound = bound
-        self.size = page_bytes(vllm_config)
-        self.kv_cache = ()
-        self.first_row = 0
-        vllm_config.compilation_config.static_forward_context[prefix] = self
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        """A state as large as a page, so that vLLM has nothing to pad."""
-        return replace(super().get_kv_cache_spec(vllm_config), page_size_padded=None)
-
-    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """One tensor: vLLM copies pages for prefixes that are shared, and wants as many tensors of each layer."""
-        return ((self.size // 4,),)
-
-    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of the state tensor, as a one-element tuple."""
-        return (torch.float32,)
-
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        """Find vLLM's pages (pages, 1, 1, bytes) in the memory that all layers share."""
-        super().bind_kv_cache(kv_cache)
-        self.size = kv_cache.stride(0) * kv_cache.element_size()
-        first_byte = kv_cache.storage_offset() * kv_cache.element_size()
-        assert first_byte % self.size == 0
-        self.first_row = first_byte // self.size
-        self.bound()
-
-    @property
-    def mamba_type(self) -> MambaAttentionBackendEnum:
-        """Kind of state layer by which vLLM prepares metadata; that of Mamba-1 holds all that is needed here."""
-        return MambaAttentionBackendEnum.MAMBA1
-
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        """Backend whose builder makes `SlotMetadata`, for vLLM."""
-        return SlotBackend
-
-
 class SlotLayer(nn.Module):
     """A layer that goes on from slots; takes the place of the one that it holds.
 
@@ -338,44 +132,35 @@ class SlotLayer(nn.Module):
 
     paddings: list[float] | None = None
 
-    def __init__(self, mixer: nn.Module, config, layer: int, vllm_config: VllmConfig, prefix: str):
+    def __init__(self, mixer: nn.Module, number: int, memory: RequestMemory, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         self.mixer = mixer
+        self.number = number
         self.prefix = prefix
-        self.sizes = sizes_of(config, layer, vllm_config.model_config.dtype)
-        self.memory = None
-        count = -(-bytes_of(self.sizes) // page_bytes(vllm_config))
-        self.pages = [SlotPage(f"{prefix}.page{i}", vllm_config, self._bound) for i in range(count)]
+        self.memory = memory
+        self.sizes, self.first, self.head_rows = memory.add(self)
+        self.bytes = bytes_of(self.sizes)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
-    def _bound(self) -> None:
-        if any(len(page.kv_cache) == 0 for page in self.pages):
-            return
-        last = self.pages[-1]
-        whole = torch.empty(0, dtype=torch.uint8, device=last.kv_cache[0].device)
-        whole.set_(last.kv_cache[0].untyped_storage())
-        self.memory = whole[: len(whole) // last.size * last.size].view(-1, last.size)
-        self.first_rows = torch.tensor([page.first_row for page in self.pages], device=whole.device)
-        self.ready()
-
     def ready(self) -> None:
-        """Do what needs the slots' memory once."""
-
-    def rows(self, decode: bool) -> torch.Tensor:
-        """Rows of memory (B, pages) of the requests that decode, or of those whose prompts are read."""
-        metadata = get_forward_context().attn_metadata
-        pages = [metadata[page.prefix].pages(decode) for page in self.pages]
-        return torch.stack(pages, dim=1) + self.first_rows
+        """Find the parts of the slot, for each its page and its words there."""
+        size = self.memory.words.shape[1]
+        first, last = self.first // 8, (self.first + self.bytes) // 8
+        self.parts = []
+        for page in range(first // size, -(-last // size)):
+            start = page * size
+            self.parts.append((page, slice(max(first - start, 0), min(last - start, size))))
 
     def fetch(self, rows: torch.Tensor) -> tuple[torch.Tensor, Slots]:
         """Bytes (B, bytes) of requests' slots, and the tensors that they are."""
-        content = self.memory[rows].flatten(1)
+        words = [self.memory.words[:, part].index_select(0, rows[:, page]) for page, part in self.parts]
+        content = (words[0] if len(words) == 1 else torch.cat(words, dim=1)).view(torch.uint8)
         return content, self.cut(content)
 
     def empty(self, requests: int) -> tuple[torch.Tensor, Slots]:
         """`fetch` for requests that have no slots yet."""
         # what is left of a page may be attention's next, which multiplies numbers of no token by zero: none may be NaN
-        content = self.memory.new_zeros(requests, len(self.pages) * self.memory.shape[1])
+        content = self.memory.memory.new_zeros(requests, self.bytes)
         return content, self.cut(content)
 
     def cut(self, content: torch.Tensor) -> Slots:
@@ -392,7 +177,9 @@ class SlotLayer(nn.Module):
 
     def store(self, rows: torch.Tensor, content: torch.Tensor) -> None:
         """Write whole slots (B, bytes)."""
-        self.memory[rows] = content.view(*rows.shape, -1)
+        words = content.view(torch.int64).split([part.stop - part.start for _, part in self.parts], dim=1)
+        for (page, part), own in zip(self.parts, words, strict=True):
+            self.memory.words[rows[:, page], part] = own
 
     def in_slots(self, inputs: list[torch.Tensor], width: int) -> torch.Tensor:
         """(1, L, width) from tensors (1, L, ...) of all requests' tokens in one row."""
@@ -402,16 +189,15 @@ class SlotLayer(nn.Module):
 
     def run(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """Run a layer from slots: each request goes on from its own."""
-        metadata = get_forward_context().attn_metadata
+        metadata = self.memory.metadata()
         if metadata is None:  # vLLM measures memory
             self.prompt(inputs, output, None, 0)
             return
-        metadata: SlotMetadata = metadata[self.pages[0].prefix]
         decodes = metadata.num_decodes
         if decodes:
             self.decode([t[0, :decodes, None] for t in inputs], output[0, :decodes, None], metadata)
         if metadata.num_prefills:
-            rows = self.rows(decode=False)
+            rows = self.memory.rows(decode=False)
             for batch in metadata.even_batches if self.paddings is None else metadata.ragged_batches:
                 self._prompts(inputs, output, [metadata.prompts[i] for i in batch], rows[batch])
 
@@ -419,20 +205,16 @@ class SlotLayer(nn.Module):
         self, inputs: list[torch.Tensor], output: torch.Tensor, spans: list[Span], rows: torch.Tensor
     ) -> None:
         """Prompts of some requests, as one batch."""
-        first = spans[0]
-        if len(spans) == 1:
-            part = slice(first.start, first.stop)
-            self.prompt([t[:, part] for t in inputs], output[:, part], rows, first.seen)
-            return
         paddings = self.paddings or [0.0] * len(inputs)
-        batch = [
-            pad_sequence([t[0, span.start : span.stop] for span in spans], True, padding)
-            for t, padding in zip(inputs, paddings, strict=True)
-        ]
-        mixed = output.new_zeros(len(spans), first.length, output.shape[2])
-        self.prompt(batch, mixed, rows, first.seen)
-        for row, span in zip(mixed, spans, strict=True):
-            output[0, span.start : span.stop] = row[: span.length]
+        batch = [batched(t, spans, padding) for t, padding in zip(inputs, paddings, strict=True)]
+        if len(spans) == 1:
+            mixed = output[:, spans[0].start : spans[0].stop]
+        else:
+            mixed = output.new_zeros(len(spans), spans[0].length, output.shape[2])
+        self.prompt(batch, mixed, rows, spans[0].seen)
+        if len(spans) > 1:
+            for row, span in zip(mixed, spans, strict=True):
+                output[0, span.start : span.stop] = row[: span.length]
 
 
 class MixerSlots(SlotLayer):
@@ -453,7 +235,7 @@ class MixerSlots(SlotLayer):
 
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
         """One token of each request."""
-        rows = self.rows(decode=True)
+        rows = self.memory.rows(decode=True)
         content, slots = self.fetch(rows)
         self._mix(inputs, output, MixerCache(slots, begun=True))
         self.store(rows, content)
@@ -463,29 +245,6 @@ class MixerSlots(SlotLayer):
         output.copy_(self.mixer(hidden_states, rotary, past_key_values=cache))
         if cache is not None:
             cache.write()
-
-
-class PagedHeads(nn.ModuleList):
-    """Kept heads: one attention of vLLM's for each key/value head, so that all pages of a model can have one size."""
-
-    def __init__(self, attention: HybridAttention, cache_config, prefix: str):
-        super().__init__(
-            Attention(
-                attention.shared,
-                attention.head_dim,
-                attention.scaling,
-                num_kv_heads=1,
-                cache_config=cache_config,
-                logits_soft_cap=attention.softcap,
-                prefix=f"{prefix}.head{head}",
-            )
-            for head in attention.kept
-        )
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """(L, heads * D) of all kept heads, each."""
-        heads = zip(self, *(t.chunk(len(self), dim=-1) for t in (query, key, value)), strict=True)
-        return torch.cat([attend(*(t.contiguous() for t in own)) for attend, *own in heads], dim=-1)
 
 
 class HybridSlots(SlotLayer):
@@ -500,18 +259,24 @@ class HybridSlots(SlotLayer):
     paddings = [-1, -torch.inf, 0.0]
 
     def __init__(
-        self, mixer: HybridAttention, config, layer: int, vllm_config: VllmConfig, prefix: str, step: Callable
+        self,
+        mixer: HybridAttention,
+        number: int,
+        memory: RequestMemory,
+        vllm_config: VllmConfig,
+        prefix: str,
+        step: Callable,
     ):
-        super().__init__(mixer, config, layer, vllm_config, prefix)
+        super().__init__(mixer, number, memory, vllm_config, prefix)
         self.step = step
         self.example = None
-        self.reach = config.hybrid_sink_reach
+        self.reach = mixer.config.hybrid_sink_reach
         self.columns = mixer.shape.places + mixer.shape.window
-        if mixer.kept:
-            mixer.kept_heads.paged = PagedHeads(mixer, vllm_config.cache_config, prefix)
+        self.kept_size = len(mixer.kept) * mixer.shared * mixer.head_dim
 
     def ready(self) -> None:
         """Compile the step for one request and for several; find the bytes that one writes."""
+        super().ready()
         self.written, self.per_column = self._written()
         if self.example is None or self.step is step_rows:
             return
@@ -532,7 +297,7 @@ class HybridSlots(SlotLayer):
 
     def _written(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bytes of a slot that belong to a token in its first column, and how much farther they are in the next."""
-        places = torch.arange(len(self.pages) * self.memory.shape[1], device=self.memory.device)
+        places = torch.arange(self.bytes, device=self.memory.memory.device)
         found = []
         start = 0
         for name, (shape, dtype) in self.sizes.items():
@@ -551,15 +316,27 @@ class HybridSlots(SlotLayer):
         """(1, L, hidden) -> (1, L, hidden)."""
         attention = self.mixer
         projected = attention.project(hidden_states, position_embeddings, inputs)
-        of_kept = attention.attend_kept(projected, None, None) if attention.kept else None
         new = attention.select_windowed(projected)
-        heads = torch.cat([t for t in new[:4] if t is not None], dim=1)
+        heads = [torch.cat([t for t in new[:4] if t is not None], dim=1).transpose(1, 2)]
+        if attention.kept:
+            heads.insert(0, torch.cat(attention.select_kept(projected), dim=1).transpose(1, 2))
         size = new.query[0, :, 0].numel()
         rank = 0 if attention.down is None else attention.down.out_features
-        mixed = self.in_slots([inputs.index, new.salience, heads.transpose(1, 2)], size + rank)
-        output = mixed[..., :size].unflatten(2, (-1, attention.head_dim))
-        output = attention.project_out(output, of_kept, None)
-        return output if rank == 0 else output + attention.up(mixed[..., size:])
+        mixed = self.in_slots([inputs.index, new.salience, *heads], size + rank + self.kept_size)
+        output, features, of_kept = mixed.split([size, rank, self.kept_size], dim=-1)
+        output, of_kept = (t.unflatten(2, (-1, attention.head_dim)) for t in (output, of_kept))
+        output = attention.project_out(output, of_kept if attention.kept else None, None)
+        return output if rank == 0 else output + attention.up(features)
+
+    def run(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+        """Run the kept heads from their pages, and the others from the slots."""
+        if self.head_rows is not None:
+            index, salience, kept, heads = inputs
+            inputs = [index, salience, heads]
+            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), kept)
+            output[..., -self.kept_size :] = of_kept.flatten(2)
+            output = output[..., : -self.kept_size]
+        super().run(inputs, output)
 
     def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int) -> None:
         """Tokens (B, L, ...) of requests, which `seen` others precede in each; index -1 at padding behind them."""
@@ -583,7 +360,7 @@ class HybridSlots(SlotLayer):
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
         """One token of each request."""
         shape = self.mixer.shape
-        rows = self.rows(decode=True)
+        rows = self.memory.rows(decode=True)
         content, slots = self.fetch(rows)
         opening = metadata.opening_rows(shape, rows.device)
         if opening is not None:
@@ -603,9 +380,10 @@ class HybridSlots(SlotLayer):
         blocks_before = (number // shape.block - shape.whole_blocks).clamp(min=0)
         column = shape.places + number - blocks_before * shape.block
         places = self.written + column[:, None] * self.per_column
-        size = self.memory.shape[1]
-        where = rows.gather(1, places // size) * size + places % size
-        self.memory.view(-1)[where] = content.gather(1, places)
+        memory = self.memory.memory
+        where = places + self.first
+        where = rows.gather(1, where // memory.shape[1]) * memory.shape[1] + where % memory.shape[1]
+        memory.view(-1)[where] = content.gather(1, places)
 
     def _step(self, inputs: list[torch.Tensor], slots: Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
         # made and laid out alike, since what is compiled depends on that
@@ -633,6 +411,67 @@ class HybridSlots(SlotLayer):
         output[..., :size] = of_heads
         if features is not None and size < output.shape[2]:
             output[:, output.shape[1] - features.shape[1] :, size:] = self.mixer.down(features)
+
+
+def attend_kept(
+    attention: HybridAttention, rows: HeadRows, metadata: SlotMetadata | None, heads: torch.Tensor
+) -> torch.Tensor:
+    """Full attention of the kept heads to their rows, (1, L, heads, D), once those of all tokens are written.
+
+    Args:
+        metadata: None while vLLM measures memory. heads: queries, keys and values (1, L, ., D).
+    """
+    of_keys, of_values = rows.roundings
+    query, key, value = heads.split([heads.shape[2] - 2 * rows.heads, rows.heads, rows.heads], dim=2)
+    if metadata is None:
+        return attend_causally(attention, *(t.transpose(1, 2) for t in (query, key, value))).transpose(1, 2)
+    rows.write(of_keys.encode(key[0]), of_values.encode(value[0]))
+    query = of_keys.rotate(query)
+    output = torch.zeros_like(query)
+
+    def read(*of_requests) -> list[torch.Tensor]:
+        pairs = zip(rows.roundings, rows.read(*of_requests), strict=True)
+        return [rounding.decode(t, query.dtype, rotated=True) for rounding, t in pairs]
+
+    decodes = metadata.num_decodes
+    if decodes:
+        longest, pages, bias = metadata.decoding_lengths(rows.memory.heads.block, query)
+        by_kv_head = query[0, :decodes].unflatten(1, (rows.heads, -1))
+        found = attention._attend(by_kv_head, *read(slice(decodes), longest, pages), bias)[0]
+        output[0, :decodes] = found.flatten(1, 2)
+    for batch in metadata.ragged_batches:
+        spans = [metadata.prompts[i] for i in batch]
+        seen, longest = spans[0].seen, spans[0].length
+        requests, pages = metadata.of_prompts(batch, rows.memory.heads.block, query.device)
+        of_prompts = batched(query, spans, 0.0).transpose(1, 2)
+        found = attend_causally(attention, of_prompts, *read(requests, seen + longest, pages)).transpose(1, 2)
+        for mixed, span in zip(found, spans, strict=True):
+            output[0, span.start : span.stop] = mixed[: span.length]
+    return of_values.rotate(output)
+
+
+def attend_causally(
+    attention: HybridAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Attention (B, heads, L, D) of queries of the last L tokens, to keys and values (B, K, T, D) of all."""
+    length, past, shared = query.shape[2], keys.shape[2] - query.shape[2], attention.shared
+    if past == 0 and attention.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, is_causal=True, scale=attention.scaling, enable_gqa=shared > 1
+        )
+    own = (t[:, :, past:] for t in (keys, values))
+    by_kv_head = query.unflatten(1, (-1, shared)).flatten(2, 3)
+    if attention.softcap is None and fuses_on_cpu(query):
+        own = (t.repeat_interleave(shared, dim=1) for t in own)
+        near = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, *own, 0.0, True, scale=attention.scaling
+        )
+        near = tuple(t.unflatten(1, (-1, shared)).flatten(2, 3) for t in near)
+    else:
+        near = attention._attend(by_kv_head, *own, causal_bias(query).repeat(shared, 1)[None, None])
+    if past:
+        near = merged(near, attention._attend(by_kv_head, keys[:, :, :past], values[:, :, :past], None))
+    return near[0].unflatten(2, (shared, length)).flatten(1, 2)
 
 
 def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torch.Tensor) -> Projected:

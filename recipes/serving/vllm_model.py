@@ -19,6 +19,7 @@ from modeling_llamba.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel, f
 from modeling_llamba.modeling_llamba import LlambaModel
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
+from .pages import RequestMemory, Sizing
 from .slots import HybridSlots, MixerSlots, compiled_step, step_rows
 
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
@@ -94,12 +95,13 @@ class ServedModel(nn.Module):
         config._attn_implementation = "vllm_paged"
         compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
         step = compiled_step() if compiles else step_rows
+        memory = RequestMemory(vllm_config, prefix)
         for i, layer in enumerate(self.layers):
             name = f"{prefix}.layers.{i}"
             if layer.layer_type == "hybrid":
-                layer.mixer = HybridSlots(layer.mixer, config, i, vllm_config, f"{name}.mixer", step)
+                layer.mixer = HybridSlots(layer.mixer, i, memory, vllm_config, f"{name}.mixer", step)
             elif layer.layer_type == "linear_attention":
-                layer.mixer = MixerSlots(layer.mixer, config, i, vllm_config, f"{name}.mixer")
+                layer.mixer = MixerSlots(layer.mixer, i, memory, vllm_config, f"{name}.mixer")
             else:
                 layer.self_attn.paged = Attention(
                     config.num_attention_heads,
@@ -147,8 +149,14 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """One number, so that vLLM leaves the pages of attention as small as they are; `SlotPage` has its own size."""
-        return ((1,),)
+        """A state for which vLLM makes its blocks as long as they are to be: of attention, which has as many bytes as
+        all heads of a layer, a block has to be larger than a state. `SlotPage` has its own size."""
+        config = vllm_config.model_config.hf_config
+        cache = vllm_config.cache_config
+        dtype = vllm_config.model_config.dtype if cache.cache_dtype == "auto" else torch.uint8
+        of_token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+        more = Sizing.of(vllm_config).block(cache.block_size) - cache.block_size
+        return ((1 + more * of_token // 4,),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:

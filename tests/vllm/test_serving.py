@@ -87,7 +87,7 @@ def test_prompts_of_like_lengths_are_one_batch(name, engine, models, prompts, mo
 
 
 def test_which_prompts_are_together():
-    from recipes.serving.slots import Span, together
+    from recipes.serving.pages import Span, together
 
     spans = [Span(0, 100, 0), Span(100, 190, 0), Span(190, 290, 64), Span(290, 291, 0), Span(291, 391, 64)]
     assert together(spans, ragged=True) == [[0, 1], [3], [2, 4]]
@@ -167,29 +167,31 @@ def test_kept_heads_in_eight_bits_of_vllm(engine, models, prompts):
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    """vLLM's options with which slots are cut into several pages."""
-    from recipes.serving import slots
+    """vLLM's options with which slots are cut into several pages, where kept heads or attention need pages, too."""
+    from recipes.serving import pages
 
-    monkeypatch.setattr(slots, "PAGE", 1)
+    monkeypatch.setattr(pages, "LEAST", 1)
     return dict(enforce_eager=True, block_size=32)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
-def test_a_slot_lies_in_as_many_pages_as_it_needs(name, engine, models, prompts, small_pages):
-    from recipes.serving.slots import SlotLayer, SlotPage, bytes_of
+@pytest.mark.parametrize("name", ["hybrid", CONVERTED, "no kept heads, llama3 RoPE", "mixers alone"])
+def test_slots_lie_in_as_many_pages_as_they_need(name, engine, models, prompts, small_pages):
+    """A request leaves a part of its last page empty alone; without kept heads and attention it has one page."""
+    from recipes.serving.pages import HeadPages, SlotPage, bytes_of
+    from recipes.serving.slots import SlotLayer
 
     llm = engine(name, **IN_PIECES | small_pages)
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     (size,) = {group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    counts = [len(layer.pages) for layer in layers if isinstance(layer, SlotLayer)]
-    assert max(counts) > 1
-    for layer in layers:
-        if isinstance(layer, SlotLayer):
-            assert (len(layer.pages) - 1) * size < bytes_of(layer.sizes) <= len(layer.pages) * size
-    of_slots = [layer for layer in layers if isinstance(layer, SlotPage)]
-    kept = {"hybrid": 2}.get(name, 0)  # an attention layer and a kept head
-    assert sum(len(group.layer_names) for group in config.kv_cache_groups) == len(of_slots) + kept
+    pages = [layer for layer in layers if isinstance(layer, SlotPage)]
+    slots = sum(bytes_of(layer.sizes) for layer in layers if isinstance(layer, SlotLayer))
+    assert (len(pages) - 1) * size < slots <= len(pages) * size
+    assert (len(pages) == 1) == (name not in ("hybrid", CONVERTED))
+    attention = {"hybrid": 1}.get(name, 0)
+    heads = sum(isinstance(layer, HeadPages) for layer in layers)
+    assert heads == (name in ("hybrid", CONVERTED))
+    assert sum(len(group.layer_names) for group in config.kv_cache_groups) == len(pages) + heads + attention
     assert_equal(greedy(llm, prompts), expected(models, name))
 
 
