@@ -273,7 +273,7 @@ class HybridAttention(nn.Module):
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = rotate_queries(query, inputs.sink_rotary)
-        # together, since of one token calls cost most
+        # in one call, since the number of calls is what one token costs on a CPU
         both = rotate_keys(torch.cat([query, key], dim=1), position_embeddings)
         query, key = both.split([query.shape[1], key.shape[1]], dim=1)
         query = scale_queries(query, position_embeddings)
@@ -629,7 +629,7 @@ class HybridAttention(nn.Module):
                 if bias is not None:
                     bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)
             output, log_mass = FUSED_ON_CPU(query, keys, values, attn_mask=bias, scale=self.scaling)
-            if len(lead) == 1:
+            if len(lead) == 1:  # one token saves the calls of views that would change nothing
                 return output, log_mass
             return output.view(shape), log_mass.view(shape[:-1])
         scores = (query @ keys.mT).to(torch.promote_types(query.dtype, torch.float32)) * self.scaling

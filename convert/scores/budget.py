@@ -26,9 +26,10 @@ KVHead = tuple[int, int]
 HEADS_SHARE = 0.7
 """Share of the budget, states apart, that is spent on kept heads."""
 WIDE = 1 / 3
-"""Share of a calibration sequence from which on windows are wide, so that sequences are lengthened."""
+"""Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
+tokens longer sequences gained nothing, at 368 most (docs/results/quality.md)."""
 LONG_SEQUENCE = 2048
-"""Tokens of a lengthened calibration sequence."""
+"""Tokens of a lengthened calibration sequence, twice the default: longer ones would leave too few to fit on."""
 
 
 def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
@@ -77,7 +78,7 @@ class Budget:
 
     @property
     def every_head(self) -> list[KVHead]:
-        """All key/value heads, evenly spread over the layers."""
+        """All key/value heads: the first of every layer, then the second of every layer, and so on."""
         layers, kv_heads = self.shape
         return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
 

@@ -255,7 +255,7 @@ class _Search:
     @property
     def _mis_shaped(self) -> set[str]:
         """Tensors with a fault, which are there, so that they are not called missing, too."""
-        return {fault.split()[0] for fault in self.faults}
+        return {self.family.text_name(fault.split()[0]) for fault in self.faults}
 
     def stack_pieces(self) -> None:
         """Put one below the other what was found in pieces."""

@@ -271,7 +271,7 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
 
 
 class SlotBackend(AttentionBackend):
-    """Names the builder."""
+    """Backend whose builder makes `SlotMetadata`."""
 
     @staticmethod
     def get_name() -> str:
@@ -354,7 +354,7 @@ class HeadMetadata(NamedTuple):
 
 
 class HeadMetadataBuilder(AttentionMetadataBuilder[HeadMetadata]):
-    """Takes what vLLM has."""
+    """Passes on vLLM's own table of pages and the place of each token."""
 
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -368,7 +368,7 @@ class HeadMetadataBuilder(AttentionMetadataBuilder[HeadMetadata]):
 
 
 class HeadBackend(SlotBackend):
-    """Names the builder."""
+    """Backend whose builder makes `HeadMetadata`."""
 
     @staticmethod
     def get_builder_cls() -> type[HeadMetadataBuilder]:
@@ -531,9 +531,9 @@ class RequestMemory:
 
     def rows(self, decode: bool) -> torch.Tensor:
         """Rows of memory (B, pages) of the requests that decode, or of those whose prompts are read."""
-        found = get_forward_context().attn_metadata
-        step = found[self.pages[0].prefix]
+        step = self.metadata()
         if decode not in step.rows:
+            found = get_forward_context().attn_metadata
             pages = [found[page.prefix].pages(decode) for page in self.pages]
             step.rows[decode] = torch.stack(pages, dim=1) + self.first_rows
         return step.rows[decode]

@@ -149,8 +149,8 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """A state for which vLLM makes its blocks as long as they are to be: of attention, which has as many bytes as
-        all heads of a layer, a block has to be larger than a state. `SlotPage` has its own size."""
+        """Size of a state that makes vLLM choose the block that `Sizing` wants: vLLM lengthens blocks until one of
+        attention with all heads of a layer is larger than a state. `SlotPage` has its own size."""
         config = vllm_config.model_config.hf_config
         cache = vllm_config.cache_config
         dtype = vllm_config.model_config.dtype if cache.cache_dtype == "auto" else torch.uint8
