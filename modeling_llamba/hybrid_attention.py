@@ -81,7 +81,7 @@ from .hybrid_prompt_kernel import (
     visible_tiles,
 )
 from .hybrid_step_kernel import can_run, mix_one, on_device_of
-from .rotary import Rotary, rotate_keys, rotate_queries, scale_queries
+from .rotary import Rotary, rotate_keys, rotate_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
@@ -273,10 +273,7 @@ class HybridAttention(nn.Module):
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = rotate_queries(query, inputs.sink_rotary)
-        # in one call, since the number of calls is what one token costs on a CPU
-        both = rotate_keys(torch.cat([query, key], dim=1), position_embeddings)
-        query, key = both.split([query.shape[1], key.shape[1]], dim=1)
-        query = scale_queries(query, position_embeddings)
+        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
 
     def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
