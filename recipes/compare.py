@@ -205,6 +205,7 @@ class Comparison:
         asked = [question for question in asked if question.name in ("copy", "needle")]
         found = {}
         for done, question in enumerate(asked, 1):
+            # the token before the first answer asks for it, and so is no part of the context
             end = question.probe.answers[0].nonzero()[0].item() - 1
             said = hits(method.reader([end]), question.probe, 1, self.teacher.device)
             found[question.name] = scores(question, said)[0]["model"]

@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     data, config, model_config, mixture, loading, run_arguments = parse(
         DistillationConfig, TeacherLoadingArguments, RunArguments, argv=argv
     )
+    # TRL's configuration names the teacher itself, and no two classes that are parsed may share a field
     teaching = TeacherArguments(
         teacher_model_name_or_path=config.teacher_model_name_or_path,
         teacher_revision=config.teacher_model_revision,

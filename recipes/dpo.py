@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
         run.note_teacher(teacher)
         if config.precompute_ref_log_probs:
+            # its log probabilities were computed when the trainer was made
             trainer.ref_model = None
         run.check_rows(len(train), trainer)
         settings = {"reference": reference.reference}

@@ -227,6 +227,7 @@ class Evaluation:
     @cached_property
     def models(self) -> dict[str, PreTrainedModel]:
         """`model` and, where there is one, `teacher`, which have to predict the same tokens."""
+        # tokenizers first: another vocabulary is refused before any weights are loaded
         options, _ = self.options, self.tokenizer
         found = {
             which: load_model(name, options.dtype, options.device, revision, options.trust_remote_code)
@@ -318,6 +319,7 @@ class Evaluation:
         values = ruler_scores(model, self.tokenizer, task, length, count, o.batch_size, o.seed, advance)
         metric = str(length)
         if task in ESSAYS:
+            # the text is not lm-eval's, so the score must not be taken for one that others published
             metric += f",{SHIPPED}"
         score = {"value": sum(values) / len(values), "better": True, "values": values}
         return {task: {"documents": count, "chance": None, "chances": None, "metrics": {metric: score}}}

@@ -149,6 +149,7 @@ def push_and_pull(model: Path, repository: str, folder: Path) -> dict[str, Any]:
     """Push to the Hub, load from there in a process that cannot import this project, and ask the question."""
     repository = prepare_repository(repository)
     upload(model, repository)
+    # without this machine's cache and token, as anybody else would load it
     pulled = run_elsewhere(repository, [QUESTION], QUESTION, 64, 40, HF_HOME=str(folder / "hub-cache"), HF_TOKEN="")
     return {"class": pulled["class"], "question": QUESTION, "answer": pulled["answers"][0].strip()}
 

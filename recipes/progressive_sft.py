@@ -119,6 +119,7 @@ def run(arguments: list[str], steps: int | None, attention_from: str | None = No
         if last:
             target = output
         console.print(f"step {number} of {len(plan)}: layers {added}")
+        # OUT may hold another run's model, which recipes.sft replaces or refuses as for any run
         if (target / "config.json").is_file() and not last:
             reports.append(json.loads((target / "training.json").read_text())[-1])
         else:

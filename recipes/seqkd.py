@@ -168,6 +168,7 @@ def answer_all(
     key = run_key(prompts, teaching, arguments)
     path = work / "answers.jsonl"
     marker = work / "run.txt"
+    # a run that stopped before its first answer has left none that could mix with this run's
     begun = path.is_file() and path.stat().st_size > 0
     if begun and (not marker.is_file() or marker.read_text() != key):
         raise ValueError(f"{work} holds answers of another run; delete it or choose another output_dir.")
@@ -221,11 +222,13 @@ def from_server(prompts: list[Prompt], known: Answers, arguments: SeqKDArguments
             for done in as_completed(asked):
                 yield {asked[done]: done.result()}
         finally:
+            # or leaving the pool would wait for answers to all questions that are still queued
             pool.shutdown(cancel_futures=True)
 
 
 def seed_of(arguments: SeqKDArguments, number: int) -> int:
     """Seed of a batch or a prompt."""
+    # numpy, which `set_seed` seeds as well, takes no larger number
     return (arguments.seed * 1_000_003 + number) % 2**32
 
 
@@ -286,6 +289,7 @@ class Answerer:
     def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
         inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.model.device)
         temperature = self.arguments.temperature
+        # without top_k transformers draws from the 50 likeliest tokens alone
         sampling = {"temperature": temperature, "top_k": 0} if temperature else {}
         drawn = self.model.generate(
             **inputs,

@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             run.say("[yellow]messages: every token counts, the questions' too;[/] say assistant_only_loss: true where "
                     "the chat template marks answers, or use prompt and completion.")  # fmt: skip
         if config.chat_template_path is not None:
+            # the trainer would read it only after rows were compared with what the template makes of them
             tokenizer.chat_template = Path(config.chat_template_path).read_text()
         if "completion" in train.column_names:
             config.completion_only_loss = config.completion_only_loss is not False

@@ -74,6 +74,7 @@ def load_models(scratch: Path) -> dict[str, PreTrainedModel]:
 def filled_cache(model: PreTrainedModel, context: int, batch: int) -> Cache:
     """A cache as after `context` tokens, made up beyond the first few."""
     blocks = [m.shape for m in model.modules() if isinstance(m, HybridAttention)]
+    # full windows, and an open block as full as in the end: `fill_cache` adds whole blocks
     first = max((2 * shape.window + context % shape.block for shape in blocks), default=SHORT)
     ids = torch.randint(model.config.vocab_size, (batch, first))
     empty = model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)

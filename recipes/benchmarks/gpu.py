@@ -142,6 +142,7 @@ def step_cost(configure: Callable[[dict], LlambaConfig | LlamaConfig], shape: di
         parameters; flops, forward and backward; activation_bytes, what is kept for the backward pass in bfloat16
         without checkpointing, and without attention's score matrices, which flash attention does not keep.
     """
+    # of five more layers one has kept heads, which is the share of all (`default_hybrid`)
     one, six = (_counted(configure(shape | {"num_hidden_layers": layers}), tokens) for layers in (1, 6))
     return {key: one[key] + (shape["num_hidden_layers"] - 1) / 5 * (six[key] - one[key]) for key in one}
 
@@ -205,6 +206,7 @@ def static_step(model: nn.Module, context: int, tokens: int = 72, fewer: int = 8
     long, short = (
         timed(lambda count=count: generate(count), model.device.type, rounds=3) for count in (tokens, fewer)
     )
+    # the time of the prompt is in both, and falls out of the difference
     return (long - short) / (tokens - fewer)
 
 

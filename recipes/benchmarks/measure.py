@@ -89,6 +89,7 @@ def forget_peak() -> None:
     """Let VmHWM begin anew."""
     gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
+        # resets the peak of resident memory and nothing else, proc(5)
         file.write("5")
 
 

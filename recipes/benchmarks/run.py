@@ -93,6 +93,7 @@ def main(output: Path, topics: tuple[str, ...] = TOPICS) -> int:
     output.mkdir(parents=True, exist_ok=True)
     failed = 0
     for topic in topics:
+        # or a topic that fails would show the figures of an earlier run
         (output / f"{topic}.json").unlink(missing_ok=True)
         if code := run_topic(topic, output):
             failed += 1

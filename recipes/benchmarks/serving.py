@@ -17,7 +17,7 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "4",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # FITTING goes beyond the teacher's positions
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }

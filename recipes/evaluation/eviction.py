@@ -37,6 +37,7 @@ def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int)
     """Bytes of a sequence of `length` tokens of which so many pairs are kept, of all heads together."""
     limited = [shape for shape in shapes if shape.limit is not None]
     evicting = [shape for shape in shapes if shape.limit is None]
+    # of the widest layer, so that the bytes hold whichever pairs are kept
     pair = max(shape.key_dim + shape.value_dim for shape in shapes) * BFLOAT16
     size = OtherCache().nbytes(limited, length) + min(pairs, length * sum(s.heads for s in evicting)) * pair
     numbers = sum(s.heads * (1 + s.key_dim + s.value_dim + s.key_dim * s.value_dim) for s in evicting)
@@ -139,6 +140,7 @@ def read_moments(
     count = share.sum(2, keepdim=True)
     mean_key, mean_value = ((t * share).sum(2, keepdim=True) / count.clamp(min=1) for t in (key, value))
     spread = ((key - mean_key) * share).transpose(-1, -2) @ (value - mean_value) / count.clamp(min=1)
+    # where nothing is evicted the log of 0 is -inf, and the column gets no weight
     mass = score(query, mean_key) + count.log()
     return mass, mean_value + score(query, spread.transpose(-1, -2))
 

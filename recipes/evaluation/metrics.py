@@ -86,6 +86,7 @@ def per_token(
 
 
 def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerToken:
+    # the last token's successor is made up, so that all have one; its figures are dropped below
     following = torch.cat([ids[:, 1:], ids[:, :1]], 1).flatten()
     states = [reader.states(ids).flatten(0, 1) for reader in (model, teacher) if reader is not None]
     chunks = []

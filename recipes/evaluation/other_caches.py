@@ -127,6 +127,7 @@ def _layer_shape(layer: CacheLayerMixin | LinearAttentionLayer) -> LayerShape:
             sum(t.numel() for t in tensors.values() if t is not None)
             for tensors in (layer.conv_states, layer.recurrent_states)
         )
+        # states count in float32, as in the bytes of a hybrid (`recurrent_bytes`)
         return LayerShape(0, 0, 0, 0, conv * BFLOAT16 + 4 * state)
     limit = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else None
     return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], limit)
@@ -219,6 +220,7 @@ def round_groups(t: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     end = t.shape[dim] // size * size
     groups = t.narrow(dim, 0, end).float().unflatten(dim, (-1, size))
     low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
+    # a group of equal numbers would be divided by zero
     scale = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(torch.float16).tiny).half().float()
     zero = low.half().float()
     codes = ((groups - zero) / scale).round().clamp(0, 2**bits - 1)
@@ -231,6 +233,7 @@ def window_of_bytes(shapes: list[LayerShape], nbytes: int, bits: int = 16) -> Ot
     low, high, whole = 0, 2**24, 0  # eight bits lose nothing, not even of the last tokens
     while high - low > 1:
         middle = (low + high) // 2
+        # 2**25 tokens are more than any window that is tried, so that each is counted full
         fits = OtherCache(bits, whole, middle).nbytes(shapes, 2**25) <= nbytes
         low, high = (middle, high) if fits else (low, middle)
     return OtherCache(bits, whole, low) if low else None

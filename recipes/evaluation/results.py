@@ -70,6 +70,7 @@ class ResultsFolder:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
+        # as they come back from a file, where tuples are lists: `finish` compares the two
         self.path, self.settings = path, json.loads(json.dumps(settings))
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; --output takes a folder.")
@@ -94,6 +95,7 @@ class ResultsFolder:
         path = self.path / CELLS / f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         if not path.is_file():
             self._write(path, compute(*arguments))
+        # read even when just computed, so that a resumed run goes on with the same types
         return self._read(path)
 
     def finish(self, found: Evaluation) -> Evaluation:

@@ -66,6 +66,7 @@ def run_task(
             task_manager=manager,
             limit=limit,
             num_fewshot=num_fewshot,
+            # the standard errors are ours (`relative_score`); lm-eval would draw 100,000 times for its own
             bootstrap_iters=0,
             random_seed=seed,
             numpy_random_seed=seed,
@@ -97,6 +98,7 @@ def _results_of(task: Any, name: str, found: dict[str, Any]) -> dict[str, Any]:
         metrics[name] = {"value": float(value), "better": better.get(metric) is not False, "values": None}
         if is_mean:
             metrics[name]["values"] = [float(v) for v in values]
+    # lm-eval lists a document once for each filter of its answers
     documents = [sample["doc"] for sample in samples if sample["filter"] == samples[0]["filter"]]
     chances = []
     if getattr(task, "OUTPUT_TYPE", None) == "multiple_choice":

@@ -67,6 +67,7 @@ def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
         T = G if config.mixer_shared_state else H
         conv = (G * (P + N) + H * N, config.mixer_d_conv)
         sizes = {"conv": (conv, dtype), "recurrent": ((T, P, N), torch.float32)}
+    # so that each tensor begins at a multiple of its type's size, as `view(dtype)` requires
     return dict(sorted(sizes.items(), key=lambda item: -item[1][1].itemsize))
 
 
@@ -128,6 +129,7 @@ class Sizing(NamedTuple):
         of_heads = (self.keys + self.values) * block
         if self.unit:
             unit = self.unit * block
+            # a multiple of the page of its attention, whose blocks vLLM then lengthens instead of padding them
             return unit * -(-max(LEAST, of_heads) // unit)
         return aligned(of_heads or self.slots)
 
@@ -261,6 +263,7 @@ class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
         """Metadata that `SlotLayer` reads at each step."""
         metadata = self._compute_common_metadata(common_attn_metadata)
         ends = common_attn_metadata.query_start_loc_cpu.tolist()
+        # exact here: it exceeds a length only with speculative decoding, which `refuse` excludes
         lengths = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
         spans = [Span(s, e, n - (e - s)) for s, e, n in zip(ends, ends[1:], lengths, strict=False)]
         decodes = spans[: metadata.num_decodes]
@@ -356,6 +359,7 @@ class HeadMetadata(NamedTuple):
 class HeadMetadataBuilder(AttentionMetadataBuilder[HeadMetadata]):
     """Passes on vLLM's own table of pages and the place of each token."""
 
+    # abstract in vLLM's class, so that a builder without one could not be made
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 

@@ -183,6 +183,7 @@ class SlotLayer(nn.Module):
 
     def in_slots(self, inputs: list[torch.Tensor], width: int) -> torch.Tensor:
         """(1, L, width) from tensors (1, L, ...) of all requests' tokens in one row."""
+        # zeros, since the first tokens, all within the window, have no features for their part of the width
         output = inputs[-1].new_zeros(*inputs[-1].shape[:2], width)
         torch.ops.vllm.hybrid_slots(inputs, output, self.prefix)
         return output
@@ -284,6 +285,7 @@ class HybridSlots(SlotLayer):
         if self._has_far_sinks(self.example):
             examples.append(self._without_far_sinks(self.example))
         for example in examples:
+            # torch.compile takes a size of 1 for a constant; a graph for 2 serves any larger number
             for requests in (1, 2):
                 tokens = [t.repeat(requests, *[1] * (t.ndim - 1)) for t in example]
                 _, slots = self.empty(requests)
@@ -302,6 +304,7 @@ class HybridSlots(SlotLayer):
         start = 0
         for name, (shape, dtype) in self.sizes.items():
             size = prod(shape) * dtype.itemsize
+            # a state changes only where a block opens, and there whole slots are stored
             if name != "state":
                 of_token = dtype.itemsize * (1 if name == "salience" else shape[-1])
                 columns = places[start : start + size].view(-1, self.columns, of_token)
@@ -342,6 +345,7 @@ class HybridSlots(SlotLayer):
         """Tokens (B, L, ...) of requests, which `seen` others precede in each; index -1 at padding behind them."""
         index = inputs[0]
         if rows is None:
+            # vLLM measures memory before it gives any: a token of that run is what `ready` compiles with
             self.example = [t[0, :1, None].clone() for t in inputs]
         if seen + index.shape[1] <= self.reach:
             inputs = self._without_far_sinks(inputs)
@@ -455,6 +459,7 @@ def attend_causally(
 ) -> torch.Tensor:
     """Attention (B, heads, L, D) of queries of the last L tokens, to keys and values (B, K, T, D) of all."""
     length, past, shared = query.shape[2], keys.shape[2] - query.shape[2], attention.shared
+    # the causal mask of SDPA begins at the first key, which is wrong behind a past, and SDPA has no cap
     if past == 0 and attention.softcap is None:
         return F.scaled_dot_product_attention(
             query, keys, values, is_causal=True, scale=attention.scaling, enable_gqa=shared > 1
@@ -462,6 +467,7 @@ def attend_causally(
     own = (t[:, :, past:] for t in (keys, values))
     by_kv_head = query.unflatten(1, (-1, shared)).flatten(2, 3)
     if attention.softcap is None and fuses_on_cpu(query):
+        # not by SDPA, which returns no log-sum-exp, by which `merged` weighs the two parts
         own = (t.repeat_interleave(shared, dim=1) for t in own)
         near = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, *own, 0.0, True, scale=attention.scaling
@@ -504,6 +510,7 @@ def compiled_step() -> Callable:
     checks = ("TENSOR_MATCH", "SHAPE_ENV")
     options = {"guard_filter_fn": lambda guards: [guard.guard_type in checks for guard in guards]}
     backend = current_platform.simple_compile_backend
+    # torch's limit of 8 is too low: layers differ in heads and ranks, and each is compiled for one request and several
     return torch.compile(step_rows, backend=backend, options=options, isolate_recompiles=True, recompile_limit=64)
 
 

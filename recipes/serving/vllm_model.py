@@ -196,6 +196,7 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
         places = dict(self.named_parameters()) | dict(self.named_buffers())
         loaded = set()
         for name, tensor in weights:
+            # the checkpoint's mixer lies within the `SlotLayer` that took its place
             name = name.replace(".mixer.", ".mixer.mixer.")
             if name == "lm_head.weight" and self.config.tie_word_embeddings:
                 continue
@@ -203,6 +204,7 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)} is no tensor of this model.")
             places[name].data.copy_(tensor)
             loaded.add(name)
+        # vLLM packs only linear layers of its own, and these are torch's
         if current_platform.is_cpu():
             for linear in (module for module in self.modules() if isinstance(module, nn.Linear)):
                 dispatch_cpu_unquantized_gemm(linear, remove_weight=False)

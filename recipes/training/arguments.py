@@ -116,6 +116,7 @@ def parse_classes(classes: tuple[type, ...], argv: list[str] | None) -> tuple[An
     try:
         return parser.parse_args_and_config(argv)
     except ValueError as error:
+        # TRL raises a plain ValueError, which its text alone tells from others
         unknown = re.match(r"Unknown arguments from config file: \['--(\w+)'", str(error))
         if unknown is None:
             raise

@@ -186,6 +186,7 @@ def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_o
 
     def as_ids(row: Any, number: int) -> dict[str, list[int]]:
         prompt, answer, _ = _in_two(dict(row), "completion", tokenizer, number)
+        # the template has written the tokenizer's beginning already
         asked, answered = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, answer))
         labels = asked + answered
         if completion_only:

@@ -44,6 +44,7 @@ def read_once(name: str, **options: Any) -> PreTrainedModel:
         return read_model(name, **options)  # a quantised file's, which transformers leaves without what it computes
     # not the meta device, which has no addresses, and by theirs an optimizer's parameters are found again
     model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+    # `_apply` gave each name a tensor of its own, tied ones too
     model.tie_weights()
     return model
 

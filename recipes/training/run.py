@@ -78,6 +78,7 @@ class Run:
         student = self.model_config.model_name_or_path
         with contextlib.ExitStack() as stack:
             if self.state.is_main_process:
+                # one process holds the lock for all: the others would be refused as another run
                 stack.enter_context(self.owner)
                 if Path(student).expanduser().is_dir():
                     check_apart(self.owner.output, Path(student).expanduser())
@@ -92,6 +93,7 @@ class Run:
             config.output_dir = str(self.owner.work)
             settings = (self.model_config, self.arguments, *self.others)
             self.key = self._key(config.to_dict(), *map(dataclasses.asdict, settings))
+            # what is pushed last is left first: the folder's lock is held until all processes are done
             stack.push(_wait_for_all)
             self._stack = stack.pop_all()
         return self
@@ -146,6 +148,7 @@ class Run:
     def check_rows(self, given: int, trainer: Trainer) -> None:
         """Say how many of the `given` rows the trainer's preparation left out."""
         left = len(trainer.train_dataset)
+        # packing joins rows, so that a smaller number does not mean that any is missing
         packed = getattr(self.config, "packing", False)
         if not left:
             raise ValueError(

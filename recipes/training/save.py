@@ -183,6 +183,7 @@ def with_training(card: ModelCard, stages: list[dict[str, Any]], name: str) -> M
         for key, value in last["after"].items()
         if key in LABELS
     )
+    # what was measured before this training no longer holds
     card.data.eval_results = card.data.model_name = None
     if results:
         card.data.eval_results = results
