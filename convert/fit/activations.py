@@ -47,6 +47,7 @@ class ActivationStream:
         self.team = team
         self.at_once = STREAM_SEQUENCES
         self.shape = (*ids.shape, teacher.config.hidden_size)
+        # in whole groups: rows that pass a block together give the same bits on any number of processes
         ids = ids[team.rows(len(ids), STREAM_SEQUENCES)]
         shape = (*ids.shape, teacher.config.hidden_size)
         # the stream in float32, the attention's input and output in bfloat16

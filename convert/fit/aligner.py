@@ -161,6 +161,7 @@ class Aligner:
             placement = placement.with_ranks(ranks)
             for layer, rank in ranks.items():
                 mixer, fit = fits[layer]
+                # the map's first rows and columns are the map of that rank, so that nothing is fitted again
                 cut_map(mixer, rank)
                 fits[layer] = mixer, dataclasses.replace(fit, solved=errors[layer][rank], refined=errors[layer][rank])
             self.report["ranks"] = ranks

@@ -213,6 +213,7 @@ def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple
     best = torch.full((), -1, device=device)
     best_mixer = mixer
     for number, decay in enumerate(settings.decays):
+        # `set_decay` and the solution write in place, and every decay begins with what was mapped
         candidate = copy.deepcopy(mixer)
         if not set_decay(candidate, decay):
             break
@@ -260,6 +261,7 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
     # kept, since every ridge is judged on the same features
     judged = [_pair(mixer, data, rows) for rows in data.in_batches(data.judging())]
     best = prior
+    # no error is less than NaN, so that no candidate could take its place
     best_error = _error_of(prior, judged).nan_to_num(math.inf)
     choice = torch.zeros((), dtype=torch.long, device=best.device)
     for number, ridge in enumerate(ridges, start=1):

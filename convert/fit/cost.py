@@ -148,6 +148,7 @@ def measured_rates(device: torch.device, width: int) -> Rates:
 def _seconds(what: Callable[[], torch.Tensor], device: torch.device) -> float:
     best = math.inf
     begin = time.perf_counter()
+    # once at least, however slow the machine is
     while (started := time.perf_counter()) - begin < MEASURED_FOR or math.isinf(best):
         what()
         if device.type == "cuda":
@@ -163,4 +164,5 @@ def resident_bytes() -> int:
     import resource  # which there is not on Windows
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # kilobytes by getrusage(2), but bytes on macOS
     return most if sys.platform == "darwin" else 1024 * most

@@ -198,12 +198,14 @@ def _fit_mine(
 ) -> tuple[Found, Pieces]:
     try:
         (mixer, fit), pieces = within_memory(
+            # a seed for each layer: its fit depends on none before it, nor on who makes it
             lambda pieces: _fit_one(teacher, layer, dataclasses.replace(data, pieces=pieces), settings, seed + layer),
             pieces,
         )
     except Exception as error:
         if team.rank == 0:
             raise
+        # pickled on its way to the first, which not every kind survives; a ValueError is a message for users
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         return (layer, kind(str(error)), None), pieces  # the first process raises it
     return (layer, mixer if team.rank == 0 else mixer.state_dict(), fit), pieces

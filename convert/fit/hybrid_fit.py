@@ -32,6 +32,7 @@ GRAM_BLOCKS = 4
 """Number of blocks of columns of a Gram matrix; the products above its diagonal are not computed."""
 SALIENCE_SEQUENCES = 8
 """Sequences on which the salience is regressed: one number per channel."""
+# keeps logarithms finite where no attention is left, and weights above 0 where a gate is shut or wide open
 FLOOR = 1e-6
 MASS_RIDGE = 1e-3
 SALIENCE_RIDGE = 1e-2

@@ -73,6 +73,7 @@ def with_recall(ids: torch.Tensor, vocabulary: range, seed: int, begin: int = 0)
     changed = ids.clone()
     text = ids[:, begin:]
     half = text.shape[1] // 2
+    # from the last, since held-out rows are the last: however few, they ask for recall as well
     for turn, i in enumerate(range(len(ids) - 1, -1, -RECALL_EVERY)):
         if turn % 2:
             changed[i : i + 1, begin:] = with_needles(text[i : i + 1], 1.0, vocabulary, seed + i)

@@ -129,6 +129,7 @@ class TeacherModel:
 
     def _rotary(self, length: int) -> dict[str, Rotary]:
         positions = torch.arange(length, device=self.device)[None]
+        # of the first tensor only type and device are read
         return self.model.model.rotary(torch.zeros(1, device=self.device), positions)
 
     def block_inputs(self, hidden: torch.Tensor) -> dict:

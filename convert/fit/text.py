@@ -134,6 +134,7 @@ def sample_rows(model: torch.nn.Module, length: int, count: int, seed: int) -> t
                 temperature=1.0,
                 top_k=0,
                 top_p=1.0,
+                # an end of text would leave a row shorter than the others
                 min_new_tokens=length - 1,
                 max_new_tokens=length - 1,
                 use_cache=True,

@@ -289,6 +289,7 @@ def _made_files(folder: Path) -> set[Path] | None:
 
 def _files_below(folder: Path) -> set[Path]:
     """Every file and link below a folder."""
+    # os.walk counts links to folders among the folders, and does not go into them
     return {Path(inner, name) for inner, folders, files in os.walk(folder) for name in files} | {
         Path(inner, name)
         for inner, folders, _ in os.walk(folder)

@@ -223,6 +223,7 @@ class LayerMapping:
 
     def _uniform(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """torch's default for Linear, with a seed of its own so that the order of writing does not matter."""
+        # the names that are drawn in a layer (z, dt, down.weight) differ in length
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.layer * 101 + len(name))
         bound = self.D**-0.5
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -306,6 +306,7 @@ class GgufCheckpoint(Checkpoint):
             tensor, data = self._stored[name]
             weights = dequantize(data, tensor.tensor_type)
             weights = self._processor.process(weights=weights, name=tensor.name).weights
+            # numbers that are not packed are a view of the mapped file, which is read-only
             self._last = (name, torch.from_numpy(weights.copy()).view(self.tensors[name].shape))
         return self._last[1][start:stop]
 
@@ -448,6 +449,7 @@ def _shards(index: Path) -> list[Path]:
     try:
         weight_map = read_json(index)["weight_map"]
         shards = [index.parent / name for name in sorted(set(weight_map.values()))]
+        # an index comes from others, and no name in it may lead to a file elsewhere
         if any(shard.parent != index.parent for shard in shards):
             raise TypeError("a shard in another folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

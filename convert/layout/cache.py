@@ -110,6 +110,7 @@ def state_bytes(config: PreTrainedConfig, layer: int) -> int:
     """Bytes of the state of a hybrid layer."""
     if config.mixer == "none":
         return 0
+    # sums of [v; 1] [1; k']^T in float32 (modeling_llamba/eviction.py), hence one more on both sides
     return windowed_heads(config, layer) * (config.head_dim + 1) * (config.state_keys(layer) + 1) * 4
 
 

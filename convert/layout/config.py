@@ -74,6 +74,7 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
         "mixer_rotary": rotary,
         "mixer_qk_norm": teacher.qk_norm,
         "mixer_decay_bias": mixer.decay_bias and mixer.kind == "discrete_mamba2",
+        # other mixers hold these biases in their convolution, which mamba1's B and C do not pass
         "mixer_in_bias": teacher.attention_bias and mixer.kind == "mamba1",
         "mixer_out_bias": mixer.out_bias and mixer.kind != "none",
     }

@@ -48,6 +48,7 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
     enough = alignment.tokens // (2 * alignment.held_out_sequences)
     longest = min(resolved.context, weights.config.max_position_embeddings, enough)
     budget = Budget(weights, resolved)
+    # in any order: how wide a window may be depends on how many heads are kept, and hardly on which
     hybrid = budget.placement([pair for pair in budget.every_head if pair not in budget.given_heads]).hybrid
     if hybrid is None or hybrid.window <= WIDE * resolved.sequence_length or longest < LONG_SEQUENCE:
         return resolved

@@ -102,6 +102,7 @@ def _with_heads(decision: Decision, budget: Budget, aligner: "Aligner | None") -
         undecided = (*undecided, "heads")
     placement = placement.with_full_heads(whole_groups(heads, budget.shared))
     every = budget.weights.config.num_attention_heads
+    # with every head kept nothing is replaced, and the layer stays the teacher's
     all_kept = [i for i, of in placement.full_heads.items() if len(of) == every]
     return Decision(placement.keeping(all_kept), undecided)
 

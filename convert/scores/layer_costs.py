@@ -68,6 +68,7 @@ def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] |
     errors = {}
     pieces = Pieces()
     layers = range(max(placement.windows) + 1)
+    # one half of the rows is for the fit of the salience, the other to measure on
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
         for layer in layers:
             aligner.progress("measuring layers", layer, len(layers))
@@ -136,6 +137,7 @@ def cheapest_by_kl(
     mixers = {layer: mixer.to(teacher.device) for layer, mixer in mixers.items()}
     gone = set()
     alone = {}
+    # a token is predicted where the one before it stands
     asked = probe.answers.roll(-1, 1)
     truth = probe.ids[probe.answers].to(teacher.device)
 

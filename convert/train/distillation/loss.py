@@ -126,6 +126,7 @@ class _ChunkedLoss(torch.autograd.Function):
             teacher = teacher_of(span) if teacher_of is not None else None
             with torch.set_grad_enabled(differentiate):
                 logits = nn.functional.linear(hidden[span].detach(), weight.detach(), bias).detach()
+                # a leaf: only its gradient is needed, from which those of states and head are made below
                 logits.requires_grad_(differentiate)
                 loss, sums = chunk_loss(finish(logits), None if labels is None else labels[span], teacher, weights)
                 if differentiate:

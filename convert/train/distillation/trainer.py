@@ -136,6 +136,7 @@ class DistilledSFTTrainer(SFTTrainer):
         mode = self._mode
         mask = inputs.get("attention_mask")
         if mask is None:
+            # no mask, no padding: rows are packed, or all of one length
             seen = torch.full_like(outputs.tokens, inputs["labels"].numel())
         else:
             seen = mask.sum()
@@ -284,6 +285,7 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
     trainer.args.logging_nan_inf_filter = False
     trainer.args.logging_first_step = True
     if checkpoint is not None and hasattr(trainer, "_total_train_tokens"):
+        # TRL begins to count at zero, in a run that goes on as well
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
         trainer._total_train_tokens = max((entry.get("num_tokens", 0) for entry in state["log_history"]), default=0)
     # inside `train`, because a model that was evaluated before it does not become distributed any more
@@ -293,6 +295,7 @@ def train_and_evaluate(trainer: Trainer, checkpoint: str | None = None) -> Outco
     if trainer.eval_dataset is None:
         return Outcome({}, {}, list(log))
     steps = trainer.state.global_step
+    # with it the weights in place may be of an earlier step than those last evaluated
     best = trainer.args.load_best_model_at_end
     # eval_strategy may have measured these very weights already
     last = next((entry for entry in log if "eval_loss" in entry and entry["step"] == steps > 0 and not best), None)
@@ -319,6 +322,7 @@ def whole_model(trainer: Trainer) -> nn.Module:
         state = trainer.accelerator.get_state_dict(trainer.model)
         if not trainer.accelerator.is_main_process:
             return model
+        # a new model, since the trained one's parameters are shards
         whole = type(model)(model.config)
         whole.generation_config = model.generation_config
         whole.load_state_dict(state)

@@ -105,6 +105,7 @@ class LayerwiseStage:
             pace = (step + 1 - first) * per_step / (time.perf_counter() - started)
             self.log({"step": step + 1, "tokens": (step + 1) * per_step, "tokens_per_second": pace, "loss": losses})
             every = self.settings.save_every
+            # in the end, too, or a run that stops in a later stage would train this one again
             if (every and (step + 1) % every == 0) or step + 1 == steps:
                 self._save(step + 1, before, optimizers)
         progress("training, tokens", steps * per_step, steps * per_step)

@@ -57,6 +57,7 @@ def matrix_orientation_loss(
 
 def _send_back(parts, leaves, tiles, norms) -> None:
     """d ||E||_F = <E, dE> / ||E||_F, tile by tile; a norm of zero has gradient zero."""
+    # half, since d ||E||^2 is 2 <E, dE>
     weights = torch.where(norms > 0, 0.5 / norms, 0.0) / norms.numel()
     for rows, target in tiles():
         squares = (mixer_rows(leaves, rows) - target).square().sum((-2, -1))

@@ -96,6 +96,7 @@ class Stages:
             mixers[layer].requires_grad_(True)
         self.folder.mkdir(parents=True, exist_ok=True)
         done = StageReport({}, {}, 0, 0.0)
+        # of more processes than layers some have none
         if mine:
             stage = LayerwiseStage(
                 self.teacher,

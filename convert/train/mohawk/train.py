@@ -57,6 +57,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 def replace_weights(student: nn.Module, folder: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
     """Write the student's weights into `folder`, in place of those there."""
+    # shards of another number have other names, and would stay beside the new ones
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
     rules = []
