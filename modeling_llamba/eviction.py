@@ -165,6 +165,7 @@ class State(NamedTuple):
         value_mean = mean[..., :-1, 0]
         key_mean = mean[..., -1, 1:]
         covariance = mean[..., :-1, 1:] - value_mean[..., None] * key_mean[..., None, :]
+        # below 1/2 is none: a count is a sum of ones in floating point
         return cls(count.clamp(min=1).log(), count < 0.5, value_mean, key_mean, covariance)
 
 
@@ -180,10 +181,12 @@ def open_block(held: Held, shape: BlockShape) -> Held:
     P, E = shape.places, shape.block
     candidates = P + E
     salience = held.salience[:, :candidates]
+    # stable: of tokens as salient as one another the earlier stays, as in naive.py
     order = salience.sort(dim=1, descending=True, stable=True).indices[:, :P]
     keys, values = (gather_columns(t, order) for t in held[:2])
     state = held.state
     if state is not None:
+        # places may be empty, but a block that leaves is full
         there = F.pad(salience[:, :P] > -torch.inf, (0, E), value=True)
         lost = there.scatter(1, order, False)
         rows = (t[:, :, :candidates] for t in held[:2])

@@ -60,6 +60,7 @@ class Recording:
             pairs = zip(self.tokens, new, self.axes, strict=True)
             new = tuple(torch.cat([old, added], dim=axis) for old, added, axis in pairs)
         self.tokens = tuple(new)
+        # not at every token, since CROPPABLE or more are replayed each time
         if len(self) > 2 * CROPPABLE:
             old = len(self) - CROPPABLE
             self.base = self.replay(self.base, self._columns(0, old))
@@ -155,6 +156,7 @@ class HybridLayer(CacheLayerMixin):
         if start is None:
             return 0, P + C, self._hidden(held, column[:, None])
         first, last = P if start < C else 0, column + length
+        # no place is looked at before the window is full, and none is empty once P tokens have left
         all_held = start < C or (start // E - n) * E >= P
         if all_held and length == 1:
             return first, last, None
@@ -197,6 +199,7 @@ class HybridLayer(CacheLayerMixin):
             self._hold(opened)
         held = self.held
         real = tokens.index[:, 0] >= 0
+        # padding writes back what is there, so that all rows write and no shape depends on them
         number = torch.where(real, tokens.index[:, 0], held.seen - 1)
         column = (P + number - (number // E - n).clamp(min=0) * E).clamp(min=P)
         for old, new in zip(held[:2], tokens[:2], strict=True):

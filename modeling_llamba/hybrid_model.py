@@ -157,9 +157,11 @@ class HybridPreTrainedModel(PreTrainedModel):
             init.zeros_(module.A_log_bias)
         if isinstance(module, Mamba2):
             init.copy_(module.dt_bias, _inverse_softplus_step(module.dt_bias))
+            # rates from 1 to 16, as the code of Mamba-2 draws them
             init.copy_(module.A_log, torch.empty_like(module.A_log).uniform_(1, 16).log())
         if isinstance(module, Mamba1):
             init.copy_(module.dt_proj.bias, _inverse_softplus_step(module.dt_proj.bias))
+            # rates 1, 2, ... N in each channel, as in the code of Mamba (S4D-real)
             states = torch.arange(1, module.d_state + 1, dtype=torch.float32, device=module.A_log.device)
             init.copy_(module.A_log, states.log().expand_as(module.A_log))
 
@@ -350,6 +352,7 @@ class HybridModel(HybridPreTrainedModel):
             found["local"] = self.local_rotary_emb(like, position_ids)
         if "none" in (self.config.layer_rope or ()):
             cos, sin = found["main"]
+            # an angle of zero turns nothing, so that layers without positions take the same way
             found["none"] = torch.ones_like(cos), torch.zeros_like(sin)
         if scale is not None:
             found["main"] = (*found["main"], scale)

@@ -114,6 +114,7 @@ class SSDMixer(nn.Module):
         if record(past_key_values, self.layer_idx, state, (x, streams.log_a, B), _replay) and state is not None:
             state = state.clone()  # a step works in place, and the recording holds what there was
         y, new_state = self.mix(streams, state, seq_idx)
+        # a step works in place, and transformers would copy the state onto itself
         if past_key_values is not None and new_state is not state:
             past_key_values.update_recurrent_state(new_state, self.layer_idx)
         elif past_key_values is not None:

@@ -34,6 +34,7 @@ class RMSNorm(nn.Module):
             h = h.flatten(-2)
         if self.unit_offset:
             return (h * weight).to(dtype)
+        # Llama rounds before it multiplies, Gemma after
         return weight * h.to(dtype)
 
 
