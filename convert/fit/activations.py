@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import during, is_out_of_memory
-from .closed_form import LayerData
+from .layer_data import LayerData
 from .processes import ALONE, Team
 from .teacher_model import TeacherModel
 

@@ -10,126 +10,18 @@ Shapes: S sequences, L length, D model width, E features before out_proj.
 """
 
 import copy
-import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from modeling_llamba.hybrid_attention import HybridAttention
-
 from ..io.mapping import set_decay
 from ..options import FitOptions
-from .hybrid_fit import RIDGES, SALIENCE_SEQUENCES, Pieces, fit_hybrid, fit_salience, set_map
+from .layer_data import TINY, LayerData, LayerFit, Unread, held_out_error
 
-TINY = 1e-30  # an attention that is zero has no relative error
 DECAY_SEQUENCES = 8
 REFINE_SEQUENCES = 2  # per gradient step
 REFINE_LEARNING_RATE = 2e-3  # at its peak
-
-
-@dataclass(frozen=True)
-class LayerFit:
-    """Errors that a fit reached: they are ||mixer(u) - y||^2 / ||y||^2 on the held-out sequences."""
-
-    decay: float | None
-    """The decay chosen; None where the mixer has no parameter for it."""
-    ridge: float | None
-    """The ridge chosen; None where out_proj was best left as it was."""
-    mapped: float
-    """With the weights mapped and nothing fitted."""
-    solved: float
-    """After the closed form."""
-    refined: float
-    """At the end."""
-    by_rank: dict[int, float] | None = None
-    """Errors at the end of the fit of a hybrid layer, by the rank of its output map."""
-
-    @classmethod
-    def of_record(cls, record: dict) -> "LayerFit":
-        """A fit that was written as JSON, whose names are texts."""
-        by_rank = record.pop("by_rank")
-        return cls(**record, by_rank=by_rank and {int(rank): error for rank, error in by_rank.items()})
-
-
-class Unread(NamedTuple):
-    """Errors and choices of a fit as numbers on its device; the first is 0 where activations were not finite."""
-
-    numbers: torch.Tensor
-    as_fit: Callable[..., LayerFit]
-    """Makes a report of the other numbers."""
-
-    def read(self) -> LayerFit:
-        """Wait for the device, and report.
-
-        Raises:
-            ValueError: the activations are not finite, or there is no fit with a finite error.
-        """
-        finite, *numbers = self.numbers.tolist()
-        if not finite:
-            raise ValueError(
-                "The teacher's activations contain NaN or infinity on this text; its weights are damaged."
-            )
-        return self.as_fit(*numbers)
-
-
-@dataclass
-class LayerData:
-    """One layer's inputs u and targets y (S, L, D), the last `held_out` sequences for judging."""
-
-    u: torch.Tensor
-    y: torch.Tensor
-    rotary: tuple[torch.Tensor, torch.Tensor]
-    held_out: int
-    pieces: Pieces = Pieces()
-    finite: torch.Tensor | None = None
-    """True, on the device, if all numbers of u and y are finite; None before they were checked."""
-
-    def fewer(self, fitting: int) -> "LayerData":
-        """Keep at most so many of the sequences to fit on."""
-        rows = fitting + self.held_out
-        return dataclasses.replace(self, u=self.u[-rows:], y=self.y[-rows:])
-
-    def fitting(self) -> range:
-        """Indices of the sequences to fit on."""
-        return range(len(self.u) - self.held_out)
-
-    def judging(self) -> range:
-        """Indices of the sequences to judge on."""
-        return range(len(self.u) - self.held_out, len(self.u))
-
-    def in_batches(self, rows: range) -> list[range]:
-        """Divide these sequences into as many at a time as lie in memory at once."""
-        return [rows[i : i + self.pieces.sequences] for i in range(0, len(rows), self.pieces.sequences)]
-
-    def batch(self, rows: list[int] | range) -> tuple[torch.Tensor, torch.Tensor]:
-        """u and y of some sequences in float32 on the mixer's device."""
-        device = self.rotary[0].device
-        # slices, which the device reads itself: it may not have come to writing them yet
-        slices = [slice(rows.start, rows.stop)] if isinstance(rows, range) else [slice(i, i + 1) for i in rows]
-        u, y = (
-            torch.cat([part[which].to(device, non_blocking=True) for which in slices]).float()
-            for part in (self.u, self.y)
-        )
-        return u, y
-
-    def is_finite(self) -> torch.Tensor:
-        """True, on the device, where no number is NaN or infinite."""
-        if self.finite is not None:
-            return self.finite
-        parts = [rows.isfinite().all() for part in (self.u, self.y) for rows in part.split(self.pieces.sequences)]
-        return torch.stack(parts).all().to(self.rotary[0].device)
-
-
-def on_host(t: torch.Tensor) -> torch.Tensor:
-    """A tensor on the host, which is there once the device has been waited for."""
-    if not t.is_cuda:
-        return t
-    here = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-    return here.copy_(t, non_blocking=True)
 
 
 def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int = 0) -> tuple[nn.Module, Unread]:
@@ -170,38 +62,6 @@ def take_if(better: torch.Tensor, mixer: nn.Module, other: nn.Module) -> None:
     """Give a mixer the other's parameters, in place, where `better` is true; the host need not know."""
     for ours, theirs in zip(mixer.state_dict().values(), other.state_dict().values(), strict=True):
         ours.copy_(torch.where(better, theirs, ours))
-
-
-@torch.no_grad()
-def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> Unread:
-    """Fit a hybrid layer to (u, y) in place: salience, mass, and an output map of the highest rank judged.
-
-    Raises:
-        ValueError: the sequences are hardly longer than the window.
-    """
-    if layer.salience is not None:
-        inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SALIENCE_SEQUENCES]))
-        fit_salience(layer, inputs, data.rotary, data.pieces.queries)
-    finite = data.is_finite().double()
-    if layer.mass is None:
-        numbers = torch.stack([finite, held_out_error(layer, data)])
-        return Unread(numbers, lambda error: LayerFit(None, None, error, error, error))
-    fitting = data.in_batches(data.fitting())
-    judging = data.in_batches(data.judging())
-    fit = fit_hybrid(layer, data.batch, fitting[::2], fitting[1::2], judging, data.rotary, data.pieces)
-    set_map(layer, fit.down, fit.up)
-
-    def as_fit(mapped: float, best: float, *errors: float) -> LayerFit:
-        error = min(errors)
-        if math.isinf(error):
-            raise ValueError(
-                "The normal equations of the output map are singular: the features are all zero or not finite."
-            )
-        ridge = (*RIDGES, None)[int(best)]
-        return LayerFit(None, ridge, mapped, error, error, dict(zip(fit.ranks, errors, strict=True)))
-
-    numbers = torch.cat([torch.stack([finite, fit.mapped, fit.best.double()]), fit.errors])
-    return Unread(numbers, as_fit)
 
 
 @torch.no_grad()
@@ -311,21 +171,6 @@ def _augmented(out: nn.Linear) -> torch.Tensor:
 def _error_of(weights: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     error = sum(((F @ weights - y) ** 2).sum() for F, y in pairs)
     return error / sum((y**2).sum() for _, y in pairs).clamp_min(TINY)
-
-
-@torch.no_grad()
-def held_out_error(mixer: nn.Module, data: LayerData) -> torch.Tensor:
-    """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit, of a hybrid layer behind its window; one
-    number, on the device."""
-    error = 0.0
-    total = 0.0
-    # tokens whose whole past lies in the window come out exact, and would dilute the error
-    start = mixer.shape.window if isinstance(mixer, HybridAttention) else 0
-    for rows in data.in_batches(data.judging()):
-        u, y = data.batch(rows)
-        error = error + ((mixer(u, data.rotary) - y)[:, start:] ** 2).sum().double()
-        total = total + (y[:, start:] ** 2).sum().double()
-    return error / total.clamp_min(TINY)
 
 
 def refine(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int) -> None:

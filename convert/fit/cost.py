@@ -23,7 +23,8 @@ from modeling_llamba.hybrid_config import RECURRENT
 from ..io.students import tensor_shapes
 from ..options import parse_size
 from ..plan import Cost, Plan
-from .hybrid_fit import GRAM_BLOCKS, RIDGES, SALIENCE_SEQUENCES, Pieces
+from .hybrid_fit import GRAM_BLOCKS, RIDGES, SALIENCE_SEQUENCES
+from .layer_data import Pieces
 from .teacher_model import usable_device
 
 PASSES = 6

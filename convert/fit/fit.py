@@ -29,8 +29,9 @@ from ..io.writer import Progress
 from ..memory import return_free_memory
 from ..options import FitOptions
 from .activations import ActivationStream
-from .closed_form import LayerData, LayerFit, fit_hybrid_layer, fit_layer, on_host
-from .hybrid_fit import Pieces, set_map
+from .closed_form import fit_layer
+from .hybrid_fit import fit_hybrid_layer, set_map
+from .layer_data import LayerData, LayerFit, Pieces, on_host
 from .processes import ALONE, FIT, Team
 from .teacher_model import TeacherModel
 

@@ -26,8 +26,8 @@ from modeling_llamba.ssd import repeat_groups
 
 from ..memory import return_free_memory
 from ..options import evicted_tokens
+from .layer_data import LayerData, LayerFit, Pieces, Unread, held_out_error
 
-FEWEST_QUERIES = 16
 GRAM_BLOCKS = 4
 """Number of blocks of columns of a Gram matrix; the products above its diagonal are not computed."""
 SALIENCE_SEQUENCES = 8
@@ -60,23 +60,6 @@ class HybridFit(NamedTuple):
     ranks: list[int]
 
 
-class Pieces(NamedTuple):
-    """Sizes of the batches of a fit: sequences, queries per block of scores, and True if the activations of the fit of
-    the mass are kept for the fit of the output map instead of computed again."""
-
-    sequences: int = 2
-    queries: int = 128
-    kept: bool = True
-
-    def smaller(self) -> "Pieces | None":
-        """Return the next sizes that take less memory; None after the smallest."""
-        if self.kept:
-            return self._replace(kept=False)
-        if self.sequences > 1:
-            return self._replace(sequences=self.sequences // 2)
-        return self._replace(queries=self.queries // 2) if self.queries > FEWEST_QUERIES else None
-
-
 class Seen(NamedTuple):
     """Features and residuals of a layer at the tokens behind the window of some sequences.
 
@@ -85,6 +68,38 @@ class Seen(NamedTuple):
 
     features: torch.Tensor
     residual: torch.Tensor
+
+
+@torch.no_grad()
+def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> Unread:
+    """Fit a hybrid layer to (u, y) in place: salience, mass, and an output map of the highest rank judged.
+
+    Raises:
+        ValueError: the sequences are hardly longer than the window.
+    """
+    if layer.salience is not None:
+        inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SALIENCE_SEQUENCES]))
+        fit_salience(layer, inputs, data.rotary, data.pieces.queries)
+    finite = data.is_finite().double()
+    if layer.mass is None:
+        numbers = torch.stack([finite, held_out_error(layer, data)])
+        return Unread(numbers, lambda error: LayerFit(None, None, error, error, error))
+    fitting = data.in_batches(data.fitting())
+    judging = data.in_batches(data.judging())
+    fit = fit_hybrid(layer, data.batch, fitting[::2], fitting[1::2], judging, data.rotary, data.pieces)
+    set_map(layer, fit.down, fit.up)
+
+    def as_fit(mapped: float, best: float, *errors: float) -> LayerFit:
+        error = min(errors)
+        if math.isinf(error):
+            raise ValueError(
+                "The normal equations of the output map are singular: the features are all zero or not finite."
+            )
+        ridge = (*RIDGES, None)[int(best)]
+        return LayerFit(None, ridge, mapped, error, error, dict(zip(fit.ranks, errors, strict=True)))
+
+    numbers = torch.cat([torch.stack([finite, fit.mapped, fit.best.double()]), fit.errors])
+    return Unread(numbers, as_fit)
 
 
 @torch.no_grad()

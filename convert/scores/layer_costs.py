@@ -20,10 +20,10 @@ from modeling_llamba.hybrid_model import finish_logits
 
 from ..fit.activations import ActivationStream
 from ..fit.aligner import Aligner
-from ..fit.closed_form import LayerData, held_out_error
 from ..fit.divergence import kl_of_hidden
 from ..fit.fit import within_memory
-from ..fit.hybrid_fit import Pieces, fit_salience
+from ..fit.hybrid_fit import fit_salience
+from ..fit.layer_data import LayerData, Pieces, held_out_error
 from ..fit.probes import Probe, copy_probe, plain_tokens
 from ..fit.teacher_model import TeacherModel, replaced
 from ..io.writer import Progress

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedConfig
 
-from convert.fit.closed_form import LayerData
+from convert.fit.layer_data import LayerData
 from convert.fit.teacher_model import TeacherModel
 from convert.layout.config import hybrid_config, mixer_fields
 from convert.layout.placement import Placement, everywhere

@@ -8,15 +8,9 @@ import torch
 
 from convert import convert
 from convert.fit.activations import ActivationStream
-from convert.fit.closed_form import (
-    LayerData,
-    features,
-    fit_layer,
-    held_out_error,
-    normal_equations,
-    solve_out_proj,
-)
+from convert.fit.closed_form import features, fit_layer, normal_equations, solve_out_proj
 from convert.fit.fit import FitCache, fit_mixers
+from convert.fit.layer_data import LayerData, held_out_error
 from convert.io.mapping import set_decay
 from convert.layout.placement import Attention, Hybrid, Placement
 from convert.options import FitOptions

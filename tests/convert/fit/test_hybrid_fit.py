@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from convert.fit.activations import ActivationStream
-from convert.fit.closed_form import fit_hybrid_layer, held_out_error
 from convert.fit.fit import FitCache, fit_mixers
 from convert.fit.hybrid_fit import (
-    Pieces,
     attention_received,
     cut_map,
+    fit_hybrid_layer,
     fit_mass,
     fit_salience,
     ranks_within,
     set_map,
     state_log_mass,
 )
+from convert.fit.layer_data import Pieces, held_out_error
 from convert.fit.probes import copy_probe, with_recall
 from convert.layout.placement import Attention, Hybrid, Placement, everywhere
 from convert.options import FitOptions
