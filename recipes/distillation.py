@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         train, held_out = to_both(lambda rows: questions(rows, tokenizer), train, held_out)
         limit = student.config.max_position_embeddings - config.max_completion_length
-        given, train = len(train), not_too_long(train, tokenizer, limit)
+        given = len(train)
+        train, held_out = to_both(lambda rows: not_too_long(rows, tokenizer, limit), train, held_out)
         if len(train) < given:
             run.say(f"[yellow]{given - len(train)} of {given} prompts left out:[/] no room for an answer.")
         trainer = DistillationTrainer(

@@ -37,8 +37,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             run.say("[yellow]messages: every token counts, the questions' too;[/] say assistant_only_loss: true where "
                     "the chat template marks answers, or use prompt and completion.")  # fmt: skip
         if config.chat_template_path is not None:
-            # the trainer would read it only after rows were compared with what the template makes of them
+            # read here, since rows are compared with what it makes of them, and TRL takes some names for a model's
             tokenizer.chat_template = Path(config.chat_template_path).read_text()
+            config.chat_template_path = None
         if "completion" in train.column_names:
             config.completion_only_loss = config.completion_only_loss is not False
         completion_only = config.completion_only_loss is not False

@@ -138,6 +138,30 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     assert code == 1 and "computed again" in errors, "other settings are measured anew"
 
 
+def test_no_context_holds_what_asks(folder, monkeypatch):
+    """Eviction is told where a context ends: right before the tokens that ask for what is hidden in it."""
+    options = CompareOptions(
+        teacher=str(folder / "teacher"), text=[str(folder / "text.jsonl")], length=256, first=FIRST, rows=1
+    )
+    compared = comparison.Comparison(options, lambda *_: None)
+    teacher = next(compared.methods())
+    contexts_of, probes = [], []
+
+    def noting(read, probe, *more):
+        probes.append(probe)
+        return torch.zeros_like(probe.answers)
+
+    monkeypatch.setattr(comparison, "hits", noting)
+    compared.recall(teacher._replace(reader=contexts_of.append))
+    for (end,), probe in zip(contexts_of, probes, strict=True):
+        for ids in probe.ids.tolist():
+            asking = ids[end : probe.answers[0].nonzero()[0]]
+            places = [i for i in range(len(ids)) if ids[i : i + len(asking)] == asking]
+            assert len(places) == 2, "once in the context, and once to ask"
+            assert places[1] == end, "nothing that asks comes before"
+    assert len(probes) == 2
+
+
 def test_what_was_finished_is_kept(folder, tmp_path, monkeypatch):
     """A comparison that is stopped goes on at the method that was not finished."""
     measure, measured = comparison.Comparison.measure, []

@@ -13,7 +13,6 @@ from convert.train.distillation.loss import (
     Divergence,
     LossWeights,
     add_distillation_head,
-    chunk_loss,
     distillation_loss,
     divergence,
 )
@@ -33,10 +32,24 @@ WEIGHTS = [
 def naive_loss(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor, weights: LossWeights
 ) -> torch.Tensor:
-    """The mean loss with all logits (B, L, V) at once and labels (B, L)."""
+    """The mean loss written out, with all logits (B, L, V) at once and labels (B, L)."""
     keep = labels[:, 1:] != IGNORED
     s, t, y = student_logits[:, :-1][keep], teacher_logits[:, :-1][keep], labels[:, 1:][keep]
-    return chunk_loss(s, y, t, weights)[0] / keep.sum()
+    of_teacher, of_student = ((logits / weights.temperature).softmax(-1) for logits in (t, s))
+    terms = textbook_divergence(weights.divergence, of_teacher, of_student).sum()
+    ce = nn.functional.cross_entropy(s, y, reduction="sum")
+    loss = weights.ce_weight * ce + weights.kl_weight * weights.temperature**2 * terms
+    return loss / keep.sum()
+
+
+def textbook_divergence(kind: str, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Divergence (...) between the teacher's probabilities p (..., V) and the student's q."""
+    if kind == "js":
+        m = (p + q) / 2
+        return (textbook_divergence("forward", p, m) + textbook_divergence("forward", q, m)) / 2
+    if kind == "reverse":
+        p, q = q, p
+    return (p * (p / q).log()).sum(-1)
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +92,8 @@ def test_values_and_gradients_equal_the_naive_ones(weights, bias):
 
 def test_divergences_are_those_of_the_textbook():
     p, q = (torch.randn(5, 7, dtype=torch.float64).softmax(-1) for _ in range(2))
-    kl = (p * (p / q).log()).sum(-1)
-    torch.testing.assert_close(divergence("forward", p.log(), q.log()), kl)
-    torch.testing.assert_close(divergence("reverse", q.log(), p.log()), kl)
-    m = (p + q) / 2
-    js = ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
-    torch.testing.assert_close(divergence("js", p.log(), q.log()), js)
+    for kind in typing.get_args(Divergence):
+        torch.testing.assert_close(divergence(kind, p.log(), q.log()), textbook_divergence(kind, p, q))
     assert divergence("js", p.log(), p.log()).abs().max() < 1e-12
 
 

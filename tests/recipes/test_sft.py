@@ -205,6 +205,16 @@ def test_the_loss_is_what_the_weights_say(world, tmp_path):
     assert alone["eval_loss"] == pytest.approx(alone["eval_ce"], rel=1e-5) and "eval_kl" not in alone
 
 
+def test_a_chat_template_may_have_any_name(world, tmp_path):
+    """TRL would take a name without .jinja for a model's; the saved tokenizer has the template."""
+    template = tmp_path / "template.txt"
+    own = AutoTokenizer.from_pretrained(world["teacher"]).chat_template
+    template.write_text(own + "{# marked #}")
+    sft.main(arguments(world, tmp_path / "out", "--chat_template_path", str(template)))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert saved.chat_template.endswith("{# marked #}")
+
+
 def test_gradient_accumulation_and_checkpointing_change_nothing(world, tmp_path):
     runs = {
         "plain": ("--per_device_train_batch_size", "4"),

@@ -114,9 +114,7 @@ class DistilledSFTTrainer(SFTTrainer):
         """Loss of a batch per token; `num_items_in_batch` counts the tokens of all processes in the step."""
         if return_outputs:
             raise ValueError("The logits are not kept; set prediction_loss_only.")
-        with self.compute_loss_context_manager():
-            signal = self._signal(inputs)
-        outputs = model(**inputs, distillation=(signal, self.weights))
+        outputs = model(**inputs, distillation=(self._signal(inputs), self.weights))
         count = num_items_in_batch
         if num_items_in_batch is None:
             count = outputs.tokens
