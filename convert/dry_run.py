@@ -12,7 +12,7 @@ from .fit.cost import alignment_cost
 from .layout.placement import Decision
 from .options import ConversionOptions
 from .plan import Plan, make_plan
-from .resolve import resolve
+from .resolve import Resolved, resolve
 from .scores.budget import Budget, lengthen_sequences
 from .scores.decide import decide_placement
 from .teachers.teacher import find_teacher
@@ -27,7 +27,7 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     """
     with during(f"reading {options.model}"):
         weights, _ = open_teacher(options, with_weights=False)
-    plan, _ = first_plan(Budget(weights, lengthen_sequences(weights, resolve(options, weights))))
+    plan, _ = first_plan(Budget(weights, resolve_all(options, weights)))
     return plan
 
 
@@ -42,6 +42,15 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple
     )
     side_files, notes = read_side_files(weights.teacher, trusted, weights.config.model_type)
     return dataclasses.replace(weights, notes=notes), side_files
+
+
+def resolve_all(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
+    """Return every decision that options and teacher allow: also the one that takes the sizes of a placement.
+
+    Raises:
+        ValueError: as `resolve` and `lengthen_sequences`.
+    """
+    return lengthen_sequences(weights, resolve(options, weights))
 
 
 def first_plan(budget: Budget) -> tuple[Plan, Decision]:

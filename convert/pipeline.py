@@ -24,7 +24,7 @@ from .checkpoint.card import write_card
 from .checkpoint.code import add_code, versions
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import Licence, SideFiles, read_licence, write_side_files
-from .dry_run import first_plan, open_teacher
+from .dry_run import first_plan, open_teacher, resolve_all
 from .errors import during
 from .fit.aligner import Aligner, Alignment
 from .fit.processes import OVER, Team, joined
@@ -33,8 +33,8 @@ from .io.writer import Progress, plan_shards, write_and_hash
 from .layout.placement import Decision
 from .options import ConversionOptions, make_options, parse_size
 from .plan import Plan, dropped_in_words, make_plan
-from .resolve import Resolved, resolve
-from .scores.budget import Budget, lengthen_sequences
+from .resolve import Resolved
+from .scores.budget import Budget
 from .scores.decide import decide_placement
 from .teachers.weights import TeacherWeights
 from .train.mohawk.stages import check_stages
@@ -88,7 +88,7 @@ def run(
 def _work_for_first(options: ConversionOptions, team: Team) -> Plan:
     """Run one of the other processes: fit the layers that the first one assigns; it alone decides and writes."""
     weights, _ = open_teacher(options)
-    resolved = lengthen_sequences(weights, resolve(options, weights))
+    resolved = resolve_all(options, weights)
     placement = Aligner(weights, resolved, team=team).work_for_first()
     return make_plan(weights, Decision(placement), resolved)
 
@@ -138,7 +138,7 @@ def _open(options: ConversionOptions, output: Path, team: Team) -> Opened:
     """Open the teacher and resolve the options; refuse what can be refused before the fit, which takes minutes."""
     with during(f"reading {options.model}"):
         weights, side_files = open_teacher(options)
-    resolved = lengthen_sequences(weights, resolve(options, weights))
+    resolved = resolve_all(options, weights)
     check_apart(output, weights.teacher.folder)
     licence = read_licence(weights.teacher, weights.checkpoint)
     repository = None

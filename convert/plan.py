@@ -296,7 +296,7 @@ def describe(plan: Plan) -> str:
         f"tensors     {counts}",
         f"parameters  {s['parameters']['teacher']:,} -> {s['parameters']['hybrid']:,}",
         f"to write    {human_bytes(s['bytes_to_write'])}; peak memory of writing about "
-        f"{human_bytes(s['expected_peak_memory_bytes'])} above the interpreter's own",
+        f"{human_bytes(s['expected_peak_memory_bytes'])} on top of Python's own",
     ]
     if (cost := plan.alignment_cost) is not None:
         lines.append(f"to align    about {minutes(cost.seconds)} here, {human_bytes(cost.nbytes)} of memory")
@@ -307,7 +307,7 @@ def describe(plan: Plan) -> str:
             f"({share:.1%} of bfloat16's, {size['hybrid'] / size['teacher_int8']:.1%} of int8's)"
         )
     if s["mixer"] or s["state"]:
-        lines.append(f"states      {human_bytes(s['state_bytes'])} of each cache above, whatever the length")
+        lines.append(f"states      {human_bytes(s['state_bytes'])} included in each cache above")
     if s["mixer_layers"]:
         lines.append(f"bits        {plan.placement.bits}")
         lines.append(f"memory      {break_even_in_words(s['break_even'])}")

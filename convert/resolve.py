@@ -1,7 +1,8 @@
 """Every value that a conversion uses, decided once from the options and the teacher.
 
 Most options are None unless the user gives them. Their values follow from other options and from the teacher; they
-are decided here, with the reason, and no later step reads the options again.
+are decided here, with the reason, and no later step reads the options again. One value waits for the sizes of a
+placement: `lengthen_sequences` (scores/budget.py) decides the length of calibration rows.
 """
 
 import dataclasses

@@ -28,6 +28,7 @@ HEADS_SHARE = 0.7
 WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
 tokens longer sequences gained nothing, at 368 most (docs/results/quality.md)."""
+GOLDEN_RATIO = (1 + 5**0.5) / 2
 LONG_SEQUENCE = 2048
 """Tokens of a lengthened calibration sequence, twice the default: longer ones would leave too few to fit on."""
 
@@ -61,7 +62,8 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
 class Budget:
     """Bytes for one sequence at the context length, and the values that the user has fixed, made once per conversion.
 
-    `nbytes` may be read only if there is a cache budget; all other members work without one.
+    Without a cache budget it still says which heads are given and which there are: `nbytes`, `placement`, `columns`
+    and `layers_within` need one.
     """
 
     weights: TeacherWeights
@@ -79,9 +81,13 @@ class Budget:
 
     @property
     def every_head(self) -> list[KVHead]:
-        """All key/value heads: the first of every layer, then the second of every layer, and so on."""
+        """All key/value heads: the first of every layer, then the second of every layer, and so on.
+
+        Layers are in an order of which any beginning is evenly spread.
+        """
         layers, kv_heads = self.shape
-        return [(layer, kv) for kv in range(kv_heads) for layer in range(layers)]
+        spread = sorted(range(layers), key=lambda layer: (layer * GOLDEN_RATIO) % 1)
+        return [(layer, kv) for kv in range(kv_heads) for layer in spread]
 
     @cached_property
     def teacher_nbytes(self) -> int:
