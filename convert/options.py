@@ -80,12 +80,13 @@ class PlacementOptions:
     """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
     over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share keeps the
     layers that would lose most; with --window it counts only layers that have neither a sliding window nor a state in
-    the teacher. By default --cache decides, and without a cache half of the layers keep it."""
+    the teacher. Left out, --cache decides; without a cache either, half of the layers keep it."""
     cache: float | str | None = None
     """Cache that one sequence may take at --context tokens: a share of the teacher's in bfloat16 (0.25), or bytes
     (50MB). Layers, heads and windows are then chosen together; with another mixer, only the number of layers that keep
-    attention is chosen. Not together with a share in --attention-layers. By default 0.08, unless layers, a window,
-    heads or another mixer are given, or --align is not closed-form."""
+    attention is chosen. Not together with a share in --attention-layers. By default 0.08, of the
+    full-attention layers' cache alone, unless layers, a window, heads or another mixer are given, or --align is not
+    closed-form."""
     context: Width = 4096
     """Context length for which the cache is counted."""
     window: Window | None = None
@@ -104,11 +105,11 @@ class PlacementOptions:
     """Mean rank of the map that layers with a state add to the teacher's output projection. By default as high as
     1.5 % of the teacher's weights allow, and at most 32."""
     bits: CacheBit | None = None
-    """Bits of a number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if --cache
-    decides the windows, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
+    """Bits of each number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if
+    --cache decides the windows, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
-    """Heads that keep full attention in layers with a window: layer:head pairs (16:3,18:0), a JSON file of them, or a
-    number of key/value heads (8, or a share such as 0.02), of which those that serve recall most are chosen. Needs
+    """Heads that keep full attention in layers with a window: query heads as layer:head (16:3,18:0), a JSON file of
+    them, or a total of key/value heads (8, or a share such as 0.02), chosen as those that serve recall most. Needs
     --window or --cache."""
 
     def __post_init__(self):
@@ -327,8 +328,11 @@ class PublishedOutputOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """Turn a pretrained Transformer into a hybrid that needs a fraction of its cache: most layers attend to a short
-    window and keep a state of constant size, or become Mamba mixers."""
+    """Turn a pretrained Transformer into a hybrid that needs a fraction of its cache.
+
+    Every layer then attends to a short window and a state of constant size, and a few heads to all tokens; on request,
+    layers become Mamba mixers.
+    """
 
     model: str | None = None
     """Teacher to convert: a Hub id, a local folder, or a GGUF file."""

@@ -312,7 +312,7 @@ def describe(plan: Plan) -> str:
         lines.append(f"bits        {plan.placement.bits}")
         lines.append(f"memory      {break_even_in_words(s['break_even'])}")
     if heads:
-        lines.append(f"full heads  {heads}  (layer:heads that keep full attention)")
+        lines.append(f"full heads  {heads}  (layer:query heads that keep full attention)")
     lines += [f"dropped     {text}" for text in dropped_in_words(plan)]
     lines += [f"note        {note}" for note in plan.notes]
     return "\n".join(lines)

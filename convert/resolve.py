@@ -315,7 +315,7 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
     fitted = resolved.alignment.method != "none"
     of_type = {}
     if options.output.dtype == "auto":
-        of_type = {"dtype": "the teacher's own"}
+        of_type = {"dtype": "the type of each weight in the teacher; float32 for a GGUF file"}
     if resolved.choice == "teacher":
         own = f"every layer has a window of {config.sliding_window} tokens in the teacher and keeps it"
         return {"choice": own} | of_type

@@ -15,7 +15,7 @@ from convert.options import Context, PositiveInt
 class CompareOptions:
     """Measure hybrids beside their teacher and beside other ways to shrink its cache.
 
-    The same command goes on where it was stopped.
+    After an interruption, run the same command again.
     """
 
     teacher: str | None = None
@@ -25,7 +25,8 @@ class CompareOptions:
     output: str = "runs/compare"
     """Folder for compare.json, compare.md and compare.png."""
     text: tuple[str, ...] = ("shipped", "python-docs", "python-code")
-    """Texts to judge on, with commas between them: these names, files, or NAME:CONFIG:SPLIT of Hub data sets."""
+    """Texts to judge on, with commas between them: shipped, python-docs, python-code, files, or data sets of the Hub
+    as NAME:CONFIG:SPLIT (allenai/c4:en:validation, say)."""
     quick: bool = False
     """Read one row of 2,048 tokens of each text and skip the longest context of speed: minutes on a laptop."""
     length: Context = 4096
@@ -33,11 +34,12 @@ class CompareOptions:
     rows: PositiveInt = 2
     """Number of rows of each text."""
     first: Context = 512
-    """First position that is judged, and number of tokens between the contexts that are evicted."""
+    """First position that is judged. Eviction is judged after contexts of as many tokens, of twice as many, and so
+    on."""
     speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
     """Numbers of tokens at which speed is measured, with commas between them."""
     ruler: tuple[PositiveInt, ...] = ()
-    """Numbers of tokens, with commas between them, at which RULER's tasks are answered by all but eviction; hours on a
+    """Numbers of tokens, with commas between them, at which RULER's tasks are run (not for eviction); hours on a
     CPU."""
     ruler_rows: PositiveInt = 8
     """Number of rows of each of RULER's tasks."""

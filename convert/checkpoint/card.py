@@ -27,7 +27,7 @@ TEMPLATE = """---
 # {{ title }}
 
 {{ teacher }} with {{ replaced }}, made by
-[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/). It loads with `{{ needed }}`:
+convert-to-hybrid. It loads with `{{ needed }}`:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -41,7 +41,7 @@ CARD = """---
 {{ notes }}
 {{ pictures }}
 """
-PROJECT = "[convert-to-hybrid](https://pypi.org/project/convert-to-hybrid/)"
+PROJECT = "convert-to-hybrid"
 
 
 TransferOptions = ImportOptions | ExportOptions

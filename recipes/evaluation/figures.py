@@ -21,6 +21,7 @@ PAGES = {
     RESULTS / "compare.md": "compare",
     RESULTS / "quality.md": "quality",
     RESULTS / "shares.md": "quality",
+    RESULTS / "ruler.md": "quality",
     RESULTS / "bits.md": "quality",
     RESULTS / "mohawk.md": "quality",
     RESULTS / "ablations.md": "quality",
