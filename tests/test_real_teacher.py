@@ -42,6 +42,7 @@ def tokenizer(smollm2_gguf):
 
 
 @torch.no_grad()
+@pytest.mark.slow  # tiny teachers: tests/convert/test_window.py
 def test_all_attention_is_the_teacher_in_a_process_that_cannot_import_the_project(
     teacher, tokenizer, smollm2_gguf, tmp_path
 ):
@@ -57,6 +58,7 @@ def test_all_attention_is_the_teacher_in_a_process_that_cannot_import_the_projec
 
 
 @torch.no_grad()
+@pytest.mark.slow  # tiny teachers: tests/convert/io/test_gguf.py
 def test_gguf_and_safetensors_teachers_give_the_same_hybrid(teacher, half, tmp_path):
     """The GGUF path reads, permutes and renames on its own; transformers' loading is the judge."""
     plain = {k: v for k, v in teacher.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}

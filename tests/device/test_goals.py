@@ -93,6 +93,7 @@ def test_a_token_by_one_launch_a_layer(dtype, of_token, of_opening, monkeypatch)
             check(f"token, one launch a step, {what}, {dtype}"[:40], counts, 0, most)
 
 
+@pytest.mark.slow  # `make rehearse` runs it as well
 def test_a_layer_of_a_fit(tmp_path, monkeypatch):
     """A solver of eigenvalues looks at its result. All else is decided on the device, and what came of it read once,
     with the weights; the teacher's are on the device already here."""
@@ -131,6 +132,7 @@ def test_a_layer_of_a_fit(tmp_path, monkeypatch):
         check(f"a layer of a fit, {name}", counts, goal)
 
 
+@pytest.mark.slow  # `make rehearse` runs it as well
 def test_a_step_of_training(tmp_path):
     """The difference between three steps and two; what is left is the trainer's, and one list of statistics."""
     teacher = save_chat_teacher(tmp_path / "teacher")

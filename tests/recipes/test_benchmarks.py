@@ -106,6 +106,7 @@ def test_a_long_context_of_the_default_is_made_up(monkeypatch, tmp_path):
             assert cache.get_seq_length() == length + SMALL["STEPS"]
 
 
+@pytest.mark.slow  # processes of its own, each of which imports all
 def test_the_memory_of_a_long_context_is_measured(monkeypatch, tmp_path):
     """All in this process, whose memory is taken to be its caches: each is as long as it says."""
     make_teacher("llama-gqa", layers=2).save_pretrained(tmp_path / "teacher")
@@ -198,6 +199,7 @@ TINY_SHAPE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow  # a benchmark, as `make bench-gpu` runs it
 def test_the_gpu_topic_on_a_cpu(tmp_path, monkeypatch):
     """The same code, at its smallest; without a device the command says so."""
     monkeypatch.setattr(gpu, "CONTEXTS", (256,))
