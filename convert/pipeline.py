@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint.card import write_card
-from .checkpoint.code import add_code, versions
+from .checkpoint.code import versions, write_code_and_config
 from .checkpoint.hub import prepare_repository, upload
 from .checkpoint.tokenizer import Licence, SideFiles, read_licence, write_side_files
 from .dry_run import first_plan, open_teacher, resolve_all
@@ -220,7 +220,7 @@ def write(
     if alignment is not None:
         (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
     write_card(plan, output.push_to_hub or Path(output.folder).name, folder, licence)
-    add_code(plan.config, folder, plan.dtype)
+    write_code_and_config(plan.config, folder, plan.dtype)
 
 
 def record_seconds(seconds: dict[str, float], folder: Path) -> None:

@@ -227,9 +227,9 @@ def _kept_heads(
     return heads, 0
 
 
-def refuse_heads_of(windows: Collection[int], heads: Heads) -> None:
+def refuse_heads_of(bounded: Collection[int], heads: Heads) -> None:
     """Refuse kept heads in layers whose cache does not grow in the teacher, which stay as they are."""
-    if hidden := sorted(heads.keys() & set(windows)):
+    if hidden := sorted(heads.keys() & set(bounded)):
         raise ValueError(
             f"attention_heads names heads of layer {hidden[0]}, which has a sliding window or a state in the teacher; "
             f"leave out those of {'layers' if len(hidden) > 1 else 'layer'} {', '.join(map(str, hidden))}."

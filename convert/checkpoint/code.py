@@ -13,7 +13,7 @@ NEEDED = "transformers>=5.16.1,<6"
 """Versions of libraries that load a checkpoint, as in pyproject.toml, which a test compares."""
 
 
-def add_code(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+def write_code_and_config(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json, whose presence makes the folder a checkpoint, and the code that it names."""
     config.architectures = [model_class(config.model_type).__name__]
     config.dtype = dtype

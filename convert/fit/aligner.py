@@ -157,7 +157,8 @@ class Aligner:
         placement = plan.placement
         if placement.hybrid is not None and placement.hybrid.rank:
             errors = {layer: fit.by_rank for layer, (_, fit) in fits.items()}
-            ranks = ranks_within(errors, placement.hybrid.rank)
+            # every layer has the mean rank until its errors are known
+            ranks = ranks_within(errors, mean=placement.hybrid.rank)
             placement = placement.with_ranks(ranks)
             for layer, rank in ranks.items():
                 mixer, fit = fits[layer]

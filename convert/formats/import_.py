@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..checkpoint.code import add_code
+from ..checkpoint.code import write_code_and_config
 from ..checkpoint.tokenizer import has_tokenizer
 from ..io.reader import open_weights, read_json
 from ..io.students import OWN_FIELDS, STUDENTS, tensor_shapes
@@ -155,4 +155,4 @@ def import_checkpoint(
     progress: Progress = lambda what, done, total: None,
 ) -> TransferPlan:
     """Import a published hybrid; see `write_checkpoint` for the arguments and errors."""
-    return write_checkpoint(options, plan_import, add_code, on_plan, progress)
+    return write_checkpoint(options, plan_import, write_code_and_config, on_plan, progress)

@@ -40,7 +40,7 @@ class Hybrid:
     salient: int = 0
     """Number of tokens that are attended to after they have left the window."""
     rank: int = 0
-    """Rank of the map that is added to the teacher's output projection."""
+    """Rank of the map that is added to the teacher's output projection; before the fit, the mean of all layers."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Placement:
 
     @property
     def hybrid(self) -> Hybrid | None:
-        """The first hybrid layer, which shares all but heads and window with the others; None where there are none."""
+        """The first hybrid layer, which differs from others in heads, window and rank alone; or None."""
         return next((layer for layer in self.layers if isinstance(layer, Hybrid)), None)
 
     @property
