@@ -1,7 +1,8 @@
-"""The hybrid layer as its equations say, one token after the other in float64: slow, and the ground truth.
+"""The hybrid layer and the recurrences of the mixers as their equations say, one token after the other in float64:
+slow, and the ground truth.
 
-Lists of tokens stand for the window, the salient cache and the evicted; nothing is kept as sums. See
-hybrid_attention.py for the equations and the letters.
+In the hybrid layer, lists of tokens stand for the window, the salient cache and the evicted; nothing is kept as sums.
+See hybrid_attention.py, ssd.py and selective_scan.py for the equations and the letters.
 """
 
 import math
@@ -10,6 +11,7 @@ import torch
 
 from .hybrid_attention import HybridAttention
 from .rotary import Rotary, rotate_keys, rotate_queries
+from .ssd import repeat_groups, reset_at_boundaries, sequence_starts
 
 
 @torch.no_grad()
@@ -145,3 +147,67 @@ def _read(layer: HybridAttention, head: int, query: torch.Tensor, keys: torch.Te
     features += [squares[f] + squares[f + planes] for f in range(planes)]
     features += list(squares[2 * planes :])
     return value_mean, covariance @ slow_query, layer.mass[head] @ torch.stack(features)
+
+
+def ssd_recurrence(
+    x: torch.Tensor,
+    log_a: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence, one token after the other in float64: slow, and the judge of every other path.
+
+    Args:
+        x: (B, L, G, P). log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N).
+        initial_state: (B, T, P, N) or None for zero. seq_idx: (B, L) or None.
+
+    Returns:
+        y (B, L, H, P) and the final state (B, T, P, N), both float64.
+    """
+    T, H = log_a.shape[-1], C.shape[2]
+    x, B = repeat_groups(x.double(), T), repeat_groups(B.double(), T)
+    log_a = reset_at_boundaries(log_a.double(), seq_idx)
+    C = C.double()
+    if initial_state is None:
+        state = x.new_zeros(x.shape[0], T, x.shape[-1], B.shape[-1])
+    else:
+        state = initial_state.double()
+    y = []
+    for t in range(x.shape[1]):
+        state = log_a[:, t].exp()[..., None, None] * state + x[:, t, :, :, None] * B[:, t, :, None, :]
+        y.append((state.repeat_interleave(H // T, dim=1) * C[:, t, :, None, :]).sum(-1))
+    return torch.stack(y, dim=1), state
+
+
+def selective_recurrence(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence, one token after the other in float64: the judge of `selective_scan`.
+
+    Args:
+        x, dt: (B, L, D), dt >= 0. A: (D, N), negative. B, C: (B, L, G, N).
+        initial_state: (B, D, N) or None. seq_idx: (B, L) or None.
+
+    Returns:
+        y (B, L, D) and the final state (B, D, N), both float64.
+    """
+    x, dt, A, B, C = (t.double() for t in (x, dt, A, B, C))
+    D, per_group = x.shape[-1], x.shape[-1] // B.shape[2]
+    state = x.new_zeros(x.shape[0], D, A.shape[-1]) if initial_state is None else initial_state.double()
+    starts = None if seq_idx is None else sequence_starts(seq_idx)
+    y = []
+    for t in range(x.shape[1]):
+        if starts is not None:
+            state = state.masked_fill(starts[:, t, None, None], 0.0)
+        Bt, Ct = (g[:, t].repeat_interleave(per_group, dim=1) for g in (B, C))
+        state = (dt[:, t, :, None] * A).exp() * state + (dt[:, t] * x[:, t])[..., None] * Bt
+        y.append((state * Ct).sum(-1))
+    return torch.stack(y, dim=1), state

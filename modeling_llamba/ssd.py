@@ -9,7 +9,7 @@ folds it into x.) No path but mamba_ssm's divides x by the step size, which over
 
 Shapes: B batch, L length, H heads, G groups (heads of x and B; head h reads group h // (H // G)), T states (heads of
 the decay: H, or G where the heads of a group share theirs and with it the state), P head dim, N state.
-`ssd_recurrence` is the ground truth every other path is compared with.
+`ssd_recurrence` (naive.py) is the ground truth that every other path is compared with.
 """
 
 import contextlib
@@ -86,44 +86,14 @@ def repeat_groups(t: torch.Tensor, num_heads: int) -> torch.Tensor:
     return t.repeat_interleave(num_heads // num_groups, dim=2)
 
 
-def ssd_recurrence(
-    x: torch.Tensor,
-    log_a: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence, one token after the other in float64: slow, and the judge of every other path.
-
-    Args:
-        x: (B, L, G, P). log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N).
-        initial_state: (B, T, P, N) or None for zero. seq_idx: (B, L) or None.
-
-    Returns:
-        y (B, L, H, P) and the final state (B, T, P, N), both float64.
-    """
-    T, H = log_a.shape[-1], C.shape[2]
-    x, B = repeat_groups(x.double(), T), repeat_groups(B.double(), T)
-    log_a = reset_at_boundaries(log_a.double(), seq_idx)
-    C = C.double()
-    if initial_state is None:
-        state = x.new_zeros(x.shape[0], T, x.shape[-1], B.shape[-1])
-    else:
-        state = initial_state.double()
-    y = []
-    for t in range(x.shape[1]):
-        state = log_a[:, t].exp()[..., None, None] * state + x[:, t, :, :, None] * B[:, t, :, None, :]
-        y.append((state.repeat_interleave(H // T, dim=1) * C[:, t, :, None, :]).sum(-1))
-    return torch.stack(y, dim=1), state
-
-
 def ssd_matrix(
     log_a: torch.Tensor, B: torch.Tensor, C: torch.Tensor, seq_idx: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The unrolled matrix mixer: M[l, s] = (C_l . B_s) exp(sum_{s<k<=l} log_a_k) for s <= l, else 0.
 
-    Args and shapes as in `ssd_recurrence`; C may be that of the last tokens only, whose rows are then returned.
+    Args:
+        log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N); or of the last tokens only, whose rows are then returned.
+        seq_idx: (B, L) or None.
 
     Returns:
         M (B, H, L, L) with y = M x per head, in the dtype of C.
@@ -193,7 +163,7 @@ def ssd_scan(
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the map of `ssd_recurrence` in chunks, in float32 (float64 for float64 input).
+    """Compute the recurrence in chunks, in float32 (float64 for float64 input).
 
     `backend` is one of `BACKENDS`; see `choose_backend`, which raises a ValueError.
     """

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import modeling_llamba.ssd as ssd
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
+from modeling_llamba.naive import ssd_recurrence
 
 from ..evaluation.speed import now, speed
 from .measure import Report, Table
@@ -97,7 +98,7 @@ def parity(device: str, length: int = 1000) -> Iterator[tuple[str, float, float]
     for dtype, backend in itertools.product(LIMITS, backends(device)):
         inputs = [t.requires_grad_(backend != "mamba_ssm") for t in scan_inputs(4, length, device, dtype)]
         results = []
-        for scan in (lambda *t, backend=backend: ssd.ssd_scan(*t, backend=backend), ssd.ssd_recurrence):
+        for scan in (lambda *t, backend=backend: ssd.ssd_scan(*t, backend=backend), ssd_recurrence):
             outputs = scan(*inputs)
             torch.manual_seed(1)
             weighted = sum((t * torch.randn(t.shape).to(device)).sum() for t in outputs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import modeling_llamba.ssd as ssd
+from modeling_llamba.naive import ssd_recurrence
 from tests.kernels import conftest
 from tests.kernels.conftest import DEVICE, INTERPRETED
 
@@ -89,7 +90,7 @@ def test_fla_and_its_gradients(errors, case, dtype):
     inputs, seq_idx = make(case, dtype, requires_grad=has_gradients)
     run = with_gradients if has_gradients else lambda scan, inputs, **options: scan(*inputs, **options)
     got = run(ssd.ssd_scan, inputs, seq_idx=seq_idx, backend="fla")
-    expected = run(ssd.ssd_recurrence, inputs, seq_idx=seq_idx)
+    expected = run(ssd_recurrence, inputs, seq_idx=seq_idx)
     assert got[0].dtype == got[1].dtype == torch.float32
     exact = dtype == torch.float32 and INTERPRETED
     limits = dict.fromkeys(NAMES, 1e-5 if exact else 2e-3 if dtype == torch.float32 else 1.5e-2)
@@ -103,7 +104,7 @@ def test_fla_and_its_gradients(errors, case, dtype):
 def test_mamba_ssm(errors, case, dtype):
     inputs, seq_idx = make(case, dtype)
     got = ssd.ssd_scan(*inputs, seq_idx=seq_idx, backend="mamba_ssm")
-    found = errors(got, ssd.ssd_recurrence(*inputs, seq_idx=seq_idx))
+    found = errors(got, ssd_recurrence(*inputs, seq_idx=seq_idx))
     assert max(found.values()) < (1e-5 if INTERPRETED else 2e-3), found
 
 
@@ -117,7 +118,7 @@ def test_why_mamba_ssm_does_not_train(errors, nearest):
     with pytest.raises(ValueError, match="train with 'auto', 'fla', 'torch'"):
         ssd.ssd_scan(*inputs, backend="mamba_ssm")
     got = with_gradients(lambda *t: ssd._mamba_ssm_scan(*t, None, 64), inputs)
-    found = errors(got, with_gradients(ssd.ssd_recurrence, inputs))
+    found = errors(got, with_gradients(ssd_recurrence, inputs))
     assert found["dlog_a"] > 2e-8 / nearest and max(error for name, error in found.items() if name != "dlog_a") < 1e-5
 
 
@@ -128,5 +129,5 @@ def test_float32_on_tensor_cores(monkeypatch, errors, case, backend):
     """They round the factors of a product to TF32, ten bits."""
     monkeypatch.setattr(conftest, "TENSOR_CORES", True)
     inputs, _ = make(case)
-    found = errors(ssd.ssd_scan(*inputs, backend=backend), ssd.ssd_recurrence(*inputs))
+    found = errors(ssd.ssd_scan(*inputs, backend=backend), ssd_recurrence(*inputs))
     assert 1e-5 < max(found.values()) < 1e-3, found

@@ -9,7 +9,8 @@ from transformers.cache_utils import DynamicLayer
 
 from modeling_llamba import attention
 from modeling_llamba.attention import append_keys
-from modeling_llamba.ssd import ssd_recurrence, ssd_scan, ssd_step
+from modeling_llamba.naive import ssd_recurrence
+from modeling_llamba.ssd import ssd_scan, ssd_step
 from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
 from tests.students import make_student
 from tests.teachers import random_ids

@@ -3,41 +3,9 @@
 import pytest
 import torch
 
+from modeling_llamba.naive import selective_recurrence
 from modeling_llamba.selective_scan import selective_matrix, selective_scan, selective_step
-from modeling_llamba.ssd import sequence_starts
 from tests.helpers.scans import selective_inputs
-
-
-def selective_recurrence(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence, one token after the other in float64: the judge of `selective_scan`.
-
-    Args:
-        x, dt: (B, L, D), dt >= 0. A: (D, N), negative. B, C: (B, L, G, N).
-        initial_state: (B, D, N) or None. seq_idx: (B, L) or None.
-
-    Returns:
-        y (B, L, D) and the final state (B, D, N), both float64.
-    """
-    x, dt, A, B, C = (t.double() for t in (x, dt, A, B, C))
-    D, per_group = x.shape[-1], x.shape[-1] // B.shape[2]
-    state = x.new_zeros(x.shape[0], D, A.shape[-1]) if initial_state is None else initial_state.double()
-    starts = None if seq_idx is None else sequence_starts(seq_idx)
-    y = []
-    for t in range(x.shape[1]):
-        if starts is not None:
-            state = state.masked_fill(starts[:, t, None, None], 0.0)
-        Bt, Ct = (g[:, t].repeat_interleave(per_group, dim=1) for g in (B, C))
-        state = (dt[:, t, :, None] * A).exp() * state + (dt[:, t] * x[:, t])[..., None] * Bt
-        y.append((state * Ct).sum(-1))
-    return torch.stack(y, dim=1), state
 
 
 @pytest.mark.parametrize("packing", [False, True])

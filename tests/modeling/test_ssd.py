@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import modeling_llamba.ssd as ssd
+from modeling_llamba.naive import ssd_recurrence
 from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
 
 DECAYS = {"long": (-1e-3, 0.0), "mixed": (-3.0, 0.0), "extreme": (-18.0, 0.0)}
@@ -21,7 +22,7 @@ def test_scan_equals_recurrence_with_gradients(shape, decay, packing):
     inputs = ssd_inputs(shape, DECAYS[decay], requires_grad=True)
     seq_idx = packed(shape) if packing else None
     y, state = ssd.ssd_scan(*inputs, seq_idx=seq_idx, chunk_size=SHAPES[shape][6])
-    y_ref, state_ref = ssd.ssd_recurrence(*inputs, seq_idx=seq_idx)
+    y_ref, state_ref = ssd_recurrence(*inputs, seq_idx=seq_idx)
     assert relative_error(y, y_ref) < 1e-6
     assert relative_error(state, state_ref) < 1e-6
     weights = torch.randn_like(y), torch.randn_like(state)
@@ -34,7 +35,7 @@ def test_scan_equals_recurrence_with_gradients(shape, decay, packing):
 def test_scan_is_exact_in_float64():
     inputs = ssd_inputs("many-chunks", dtype=torch.float64)
     y, state = ssd.ssd_scan(*inputs)
-    y_ref, state_ref = ssd.ssd_recurrence(*inputs)
+    y_ref, state_ref = ssd_recurrence(*inputs)
     torch.testing.assert_close(y, y_ref, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, state_ref, rtol=1e-12, atol=1e-12)
 
@@ -52,7 +53,7 @@ def test_matrix_times_x_equals_recurrence(shape, packing):
     seq_idx = packed(shape) if packing else None
     matrix = ssd.ssd_matrix(log_a, B, C, seq_idx)
     y = (matrix @ ssd.repeat_groups(x, C.shape[2]).transpose(1, 2)).transpose(1, 2)
-    torch.testing.assert_close(y, ssd.ssd_recurrence(x, log_a, B, C, seq_idx=seq_idx)[0])
+    torch.testing.assert_close(y, ssd_recurrence(x, log_a, B, C, seq_idx=seq_idx)[0])
 
 
 def test_steps_equal_scan_and_update_in_place():
@@ -81,7 +82,7 @@ def test_half_precision_input_keeps_a_float32_state():
     wide = [t.detach().float().requires_grad_() for t in inputs]
     y, state = ssd.ssd_scan(*inputs)
     assert state.dtype == y.dtype == torch.float32
-    assert relative_error(y, ssd.ssd_recurrence(*inputs)[0]) < 1e-6
+    assert relative_error(y, ssd_recurrence(*inputs)[0]) < 1e-6
     weights = torch.randn_like(y), torch.randn_like(state)
     grads = torch.autograd.grad((y * weights[0]).sum() + (state * weights[1]).sum(), inputs)
     y, state = ssd.ssd_scan(*wide)
