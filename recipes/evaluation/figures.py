@@ -19,6 +19,7 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = {
     ROOT / "README.md": "readme",
     RESULTS / "compare.md": "compare",
+    RESULTS / "other_teachers.md": "compare",
     RESULTS / "quality.md": "quality",
     RESULTS / "shares.md": "quality",
     RESULTS / "ruler.md": "quality",
