@@ -64,4 +64,4 @@ def readme_table() -> str:
     for of in families():
         becomes.setdefault(of["hybrid"], []).append(of["models"])
     rows = [f"| {', '.join(titles)} | {hybrid} |" for hybrid, titles in becomes.items()]
-    return "\n".join(["| teacher | becomes |", "|---|---|", *rows])
+    return "\n".join(["| teacher | saved as class |", "|---|---|", *rows])
