@@ -50,7 +50,7 @@ def export_targets(family: TeacherFamily) -> list[str]:
 def describe_families(report: list[dict[str, Any]]) -> Table:
     """The report as a table for the console."""
     table = Table(box=None)
-    for heading in ("teacher", "model_type", "becomes", "tested from", "on weights", "exports to"):
+    for heading in ("teacher", "model_type", "becomes", "tested from", "weights in tests", "exports to"):
         table.add_column(heading, overflow="fold")
     for of in report:
         lists = (", ".join(of[key]) or "-" for key in ("formats", "weights", "export"))
