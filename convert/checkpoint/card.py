@@ -26,8 +26,7 @@ TEMPLATE = """---
 
 # {{ title }}
 
-{{ teacher }} with {{ replaced }}, made by
-convert-to-hybrid. It loads with `{{ needed }}`:
+{{ teacher }} with {{ replaced }}, made by convert-to-hybrid. It loads with `{{ needed }}`:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -199,7 +199,7 @@ def _fit_mine(
 ) -> tuple[Found, Pieces]:
     try:
         (mixer, fit), pieces = within_memory(
-            # a seed for each layer: its fit depends on none before it, nor on who makes it
+            # a seed for each layer: its fit depends on none before it, nor on the process
             lambda pieces: _fit_one(teacher, layer, dataclasses.replace(data, pieces=pieces), settings, seed + layer),
             pieces,
         )

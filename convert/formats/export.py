@@ -27,7 +27,7 @@ from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors, public_name
 from .parts import Fill, Part, Parts, Table, make_rules, moved
-from .transfer import PROJECT, TransferPlan, find_checkpoint, write_checkpoint
+from .transfer import TransferPlan, find_checkpoint, write_checkpoint
 
 # transformers reads both spellings; llama.cpp and earlier versions of vLLM only these
 LEGACY_LAYER_TYPES = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -360,7 +360,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
         rules=make_rules(table, shapes, checkpoint.tensors, {}, "hybrid of this project"),
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
-        description=f"{name} as transformers' own {architecture}, exported by {PROJECT}: it "
+        description=f"{name} as transformers' own {architecture}, exported by convert-to-hybrid: it "
         "loads without `trust_remote_code` and gives the same logits.",
         notes=engine_notes(source, config),
         dropped={},

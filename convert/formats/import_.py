@@ -23,7 +23,7 @@ from .goombalab import GOOMBALAB
 from .llamba import LLAMBA
 from .mamba_in_llama import M1, MAMBA_IN_LLAMA_1, MAMBA_IN_LLAMA_2
 from .parts import make_rules
-from .transfer import PROJECT, TransferPlan, find_checkpoint, write_checkpoint
+from .transfer import TransferPlan, find_checkpoint, write_checkpoint
 
 FORMATS = (GOOMBALAB, LLAMBA, MAMBA_IN_LLAMA_1, MAMBA_IN_LLAMA_2, M1)
 SUPPORTED = "; ".join(f"{known.name} ({known.sign})" for known in FORMATS)
@@ -101,7 +101,7 @@ def plan_import(options: ImportOptions) -> TransferPlan:
     family = get_family("llama")
     if ours.model_type == "phimamba":
         family = get_family("phi")
-    description = f"{name}, {known.name}, imported by {PROJECT}. The weights are the original's"
+    description = f"{name}, {known.name}, imported by convert-to-hybrid. The weights are the original's"
     if not keeps:
         description += f", rounded to {options.output.dtype}"
     return TransferPlan(

@@ -41,8 +41,6 @@ CARD = """---
 {{ notes }}
 {{ pictures }}
 """
-PROJECT = "convert-to-hybrid"
-
 
 TransferOptions = ImportOptions | ExportOptions
 

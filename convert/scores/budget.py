@@ -29,6 +29,7 @@ WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
 tokens longer sequences gained nothing, at 368 most (docs/results/quality.md)."""
 GOLDEN_RATIO = (1 + 5**0.5) / 2
+"""Number whose multiples fall evenly between whole numbers, however many there are."""
 LONG_SEQUENCE = 2048
 """Tokens of a lengthened calibration sequence, twice the default: longer ones would leave too few to fit on."""
 

@@ -215,6 +215,8 @@ class _Search:
         self.sources: dict[str, Source | Stack] = {}
         self.dropped: dict[str, str] = {}
         self.faults: list[str] = []
+        # they are there, so that they are not called missing, too
+        self.unusable: set[str] = set()
 
     def take(self, name: str, info: TensorInfo) -> None:
         """Find the place of one of the teacher's tensors."""
@@ -235,7 +237,7 @@ class _Search:
         shape = (rows * count // len(self.pieces[whole]), *columns)
         if whole in self.joined:
             shape = (*info.shape[:1], rows, *columns)
-        self.faults += _quantised(name, info) or _place(name, info, [known], {known: shape}, self.sources)
+        self._note(known, _quantised(name, info) or _place(name, info, [known], {known: shape}, self.sources))
 
     def _take_whole(self, name: str, known: str, info: TensorInfo, targets: tuple[str, ...]) -> None:
         """Note a tensor that becomes one of the hybrid's, or several where the teacher fuses them."""
@@ -247,24 +249,24 @@ class _Search:
             self.faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
             return
         of_head = self.head_dim if known in self.by_head else None
-        self.faults += _quantised(name, info) or _place(name, info, present, self.shapes, self.sources, of_head)
+        self._note(known, _quantised(name, info) or _place(name, info, present, self.shapes, self.sources, of_head))
         if known in self.orders and present[0] in self.sources:
             source = self.sources[present[0]]
             self.sources[present[0]] = dataclasses.replace(source, order=self.orders[known])
 
-    @property
-    def _mis_shaped(self) -> set[str]:
-        """Tensors with a fault, which are there, so that they are not called missing, too."""
-        return {self.family.text_name(fault.split()[0]) for fault in self.faults}
+    def _note(self, known: str, faults: list[str]) -> None:
+        """Note the faults of a tensor, if it has any."""
+        self.faults += faults
+        if faults:
+            self.unusable.add(known)
 
     def stack_pieces(self) -> None:
         """Put one below the other what was found in pieces."""
-        mis_shaped = self._mis_shaped
         for whole, names in self.pieces.items():
             absent = [name for name in names if name not in self.sources]
             if len(absent) == len(names):
                 continue
-            self.faults += [f"missing tensor {name}" for name in absent if name not in mis_shaped]
+            self.faults += [f"missing tensor {name}" for name in absent if name not in self.unusable]
             parts = tuple(self.sources.pop(name) for name in names if name in self.sources)
             self.sources[whole] = Stack(parts, tuple(self.shapes[whole]))
             rows = sum(part.shape[0] for part in parts)
@@ -285,8 +287,7 @@ class _Search:
             names |= dict.fromkeys([targets] if isinstance(targets, str) else targets or (), name)
         names |= {whole: pieces[0] for whole, pieces in self.joined.items()}
         missing = [names[t] for t in self.shapes if t not in self.sources and t not in self.copied]
-        mis_shaped = self._mis_shaped
-        self.faults += [f"missing tensor {name}" for name in missing if name not in mis_shaped]
+        self.faults += [f"missing tensor {name}" for name in missing if name not in self.unusable]
 
 
 def _quantised(name: str, info: TensorInfo) -> list[str]:
