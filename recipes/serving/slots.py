@@ -21,6 +21,7 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from modeling_llamba.attention import FUSED_ON_CPU
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import (
     HybridAttention,
@@ -469,9 +470,7 @@ def attend_causally(
     if attention.softcap is None and fuses_on_cpu(query):
         # not by SDPA, which returns no log-sum-exp, by which `merged` weighs the two parts
         own = (t.repeat_interleave(shared, dim=1) for t in own)
-        near = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, *own, 0.0, True, scale=attention.scaling
-        )
+        near = FUSED_ON_CPU(query, *own, 0.0, True, scale=attention.scaling)
         near = tuple(t.unflatten(1, (-1, shared)).flatten(2, 3) for t in near)
     else:
         near = attention._attend(by_kv_head, *own, causal_bias(query).repeat(shared, 1)[None, None])
