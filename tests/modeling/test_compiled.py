@@ -85,6 +85,7 @@ def test_one_graph_of_a_model_for_three_lengths():
     compare(lambda ids: model(ids, use_cache=False).logits, list(model.parameters()), inputs, [1, 1, 1], "eager")
 
 
+@pytest.mark.slow
 def test_packed_rows_are_compiled_in_parts():
     """Their number of blocks follows from what they hold, where the graph ends; the numbers are the same."""
     model = make_student(pattern="beside-only", **ONE_LAYER)

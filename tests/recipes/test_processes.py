@@ -86,6 +86,7 @@ def done(tmp_path_factory):
     return folder, process.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ("sft", "dpo"))
 def test_two_processes_equal_one(recipe, done):
     assert_same_training(done[0], f"{recipe}-1", f"{recipe}-2")
@@ -106,6 +107,7 @@ def assert_same_training(folder: Path, *names: str) -> None:
             assert figures[1][when][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_the_loss_under_fsdp2_has_the_gradients_of_one_process(done):
     """`fully_shard` on the CPU: the head's weight is sharded, gathered for the loss, its gradient spread again."""
     assert done[1].count("equal") == 2

@@ -32,6 +32,8 @@ from recipes.evaluation.texts import SHIPPED, TextSource
 from tests.recipes.tiny_chat import save_chat_teacher, save_hybrid
 
 pytest.importorskip("wonderwords", reason="lm-eval's RULER needs it")
+# the first row of a process takes 15 seconds, since lm-eval writes down six million pairs of words
+pytestmark = pytest.mark.slow
 LENGTH, ROWS = 1024, 3
 FILLED = dict.fromkeys(TASKS, 0.7) | dict.fromkeys(ESSAYS, 0.95) | {"niah_multikey_3": 0.4, "ruler_cwe": 0.5}
 """The least share of a length that a row takes: lm-eval adds several sentences or words at a time."""
