@@ -374,7 +374,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     set_verbosity(verbose, quiet=False)
     with one_line_errors(verbose, "the same command goes on from here"):
         logging.disable_progress_bar()
-        parser = HfArgumentParser(Options, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+        usage = "python -m recipes.evaluate MODEL [options]"
+        parser = HfArgumentParser(
+            Options, usage=usage, description=__doc__, formatter_class=RawDescriptionHelpFormatter
+        )
         (options,) = parser.parse_args_into_dataclasses(arguments)
         with during("evaluating", lower="--lengths or --sequences"):
             results = evaluate(options)

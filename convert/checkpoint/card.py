@@ -1,6 +1,5 @@
 """The README.md of a converted model, with the figures that matter and two pictures."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -139,10 +138,12 @@ def _kind_tags(summary: dict[str, Any]) -> list[str]:
 
 
 def as_recorded(value: Any) -> str:
-    """A value of a hybrid's record as text, which is JSON unless it is one."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    """Write a value of a hybrid's record in words: the entries of a dictionary as "key value", with commas between."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {as_recorded(entry)}" for key, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(as_recorded, value))
+    return str(value)
 
 
 def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:

@@ -21,6 +21,7 @@ OWN_FIELDS = {"mixer", "format_version"}
 an early version wrote it."""
 MIXER_LAYERS = ("linear_attention", "hybrid")
 """Layer types whose attention was replaced."""
+LETTERS = {"A": "attention", "H": "hybrid", "M": "mixer", "R": "the teacher's own state"}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -177,6 +178,6 @@ def meta_shapes(model_class: type, config: PreTrainedConfig) -> Shapes:
 
 
 def layer_letters(layer_types: list[str]) -> str:
-    """One letter per layer: A keeps its attention, M is a mixer, H is a hybrid layer, R keeps the teacher's state."""
+    """One letter per layer, of `LETTERS`."""
     letters = {"linear_attention": "M", "hybrid": "H", RECURRENT: "R"}
     return "".join(letters.get(kind, "A") for kind in layer_types)

@@ -117,7 +117,7 @@ def describe_environment(report: dict[str, Any]) -> Group:
     for library, version in report["versions"].items():
         versions.add_row(library, version or "not installed")
     devices = ", ".join(report["cuda"]["devices"]) or "no CUDA device"
-    versions.add_row("device", f"{devices}; {report['threads']} threads on the CPU")
+    versions.add_row("device", f"{devices}; threads on the CPU: {report['threads']}")
     kernels = Table("kernel", "version", "usable")
     for name, kernel in report["kernels"].items():
         kernels.add_row(name, kernel["version"] or "-", kernel["problem"] or "yes")
