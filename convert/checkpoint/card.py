@@ -175,7 +175,10 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         of_all = f"{len(replaced)} of its {len(replaced) + len(summary['attention_layers'])} attention layers"
         replaced_in_words = f"{of_all} replaced by {replacement}"
         note = alignment_note(conversion["align"], summary["window"], summary["state"])
-        memory = f"Memory: {break_even_in_words(summary['break_even'])}."
+        memory = (
+            f"Bits of a number in the cache: {plan.placement.bits}. Memory: "
+            f"{break_even_in_words(summary['break_even'])}."
+        )
     cache_rows = [
         f"| {context} tokens | {human_bytes(size['teacher'])} | {human_bytes(size['hybrid'])} |"
         for context, size in summary["cache_bytes"].items()

@@ -189,7 +189,7 @@ class Aligner:
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.weights.checkpoint.files]
         key = {
             "teacher": [self.weights.teacher.public_name, self.weights.teacher.revision, files],
-            "mixer": {k: v for k, v in config.items() if k.startswith(("mixer", "hybrid"))},
+            "mixer": {k: v for k, v in config.items() if k.startswith(("mixer", "hybrid")) or k.endswith("_bits")},
             "text": [list(self.ids.shape), hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()],
             "held_out": self.resolved.alignment.held_out_sequences,
             "fit": differences(settings),

@@ -162,9 +162,10 @@ def test_a_copy_stands_for_itself(pattern, recording):
 
 
 @every_pattern
+@pytest.mark.parametrize("bits", [16, 8])
 @torch.no_grad()
-def test_a_cache_is_saved_and_loaded(pattern):
-    model = make_student(pattern=pattern)
+def test_a_cache_is_saved_and_loaded(pattern, bits):
+    model = make_student(pattern=pattern, full_attention_bits=bits, window_bits=bits)
     before = random_ids(2, 21)
     file = io.BytesIO()
     torch.save(read(model, before)[1], file)

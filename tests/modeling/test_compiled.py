@@ -78,6 +78,7 @@ def test_one_graph_of_the_selective_scan_for_three_lengths():
     compare(lambda *given: selective_scan(*given, chunk_size=4)[0], [A], inputs, [1, 1, 1], "eager")
 
 
+@pytest.mark.slow
 def test_one_graph_of_a_model_for_three_lengths():
     """Of every kind of layer."""
     model, lengths = make_student(pattern="every"), (20, 25, 30)

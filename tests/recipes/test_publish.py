@@ -27,6 +27,7 @@ def client(hub, tmp_path, *command):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_trained_and_pushed_and_an_upload_that_broke_off_goes_on(world, tmp_path):
     teacher, hybrid, data = world
     start = shutil.copytree(hybrid, tmp_path / "hub" / "me" / "hybrid")

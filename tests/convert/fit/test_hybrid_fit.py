@@ -19,21 +19,23 @@ from convert.fit.hybrid_fit import (
 )
 from convert.fit.layer_data import Pieces, held_out_error
 from convert.fit.probes import copy_probe, with_recall
-from convert.layout.placement import Attention, Hybrid, Placement, everywhere
+from convert.layout.placement import Attention, CacheBits, Hybrid, Placement, everywhere
 from convert.options import FitOptions
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.hybrid_attention import theory_mass, unpadded
 from tests.helpers.tiny import config_of, rows, teacher_model
 
 WINDOW, BLOCK, SINKS, SALIENT, RANK = 6, 2, 1, 2, 8
+IN_16_BITS = CacheBits()
 FITTED = {"salience", "mass", "down.weight", "up.weight"}
 
 
-def layer_and_data(folder, heads=(), sequences=8, **hybrid):
+def layer_and_data(folder, heads=(), sequences=8, bits=IN_16_BITS, **hybrid):
     """Layer 1, which sees everything in every teacher here; the last quarter of the sequences judges."""
     model = teacher_model(folder)
     hybrid = {"salient": SALIENT, "rank": RANK, "full_heads": heads} | hybrid
-    placement = Placement((Attention(), Hybrid(WINDOW, BLOCK, SINKS, **hybrid), Attention(), Attention()))
+    layers = (Attention(), Hybrid(WINDOW, BLOCK, SINKS, **hybrid), Attention(), Attention())
+    placement = Placement(layers, bits)
     model.follow(config_of(model.weights, placement))
     stream = ActivationStream(model, rows(sequences), sequences // 4, 10**9)
     data = [stream.attention_data(i) for i in range(2)][-1]
@@ -267,6 +269,20 @@ def test_ranks_spend_the_mean_and_no_more(mean):
     assert sum(ranks.values()) <= 6 * mean
     narrowest = min((8 if rank < 32 else 32 for rank in ranks.values() if rank < 64), default=0)
     assert not narrowest or sum(ranks.values()) > 6 * mean - narrowest
+
+
+@torch.no_grad()
+def test_a_fit_knows_what_rounding_does(saved_teacher):
+    """Fitted with rounded keys and values, a layer comes closer than one that is rounded after its fit."""
+    folder = saved_teacher("llama-mqa-wide-heads")
+    bits = CacheBits(window=(2, 2))
+    layer, data = layer_and_data(folder, sequences=80, bits=bits)
+    fit_hybrid_layer(layer, data)
+    error = held_out_error(layer, data)
+    whole, of_whole = layer_and_data(folder, sequences=80)
+    fit_hybrid_layer(whole, of_whole)
+    layer.load_state_dict(whole.state_dict())
+    assert error < 0.98 * held_out_error(layer, data)
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ def kept(out):
     return sorted(path.stem for path in out.with_name(f"{out.name}.work").rglob("layer-*.safetensors"))
 
 
+@pytest.mark.slow
 def test_processes_fit_what_one_fits(tmp_path):
     """The first run ends as one of two processes is killed at the last layer; with three, rows divide unevenly, and
     one of them has no layer to fit."""

@@ -15,7 +15,7 @@ from convert.fit.aligner import Aligner
 from convert.fit.cost import OVERHEAD, Rates, cost_of
 from convert.layout.cache import attention_bytes, cache_bytes
 from convert.layout.config import hybrid_config
-from convert.layout.placement import Attention, Decision, Hybrid, Mixer, Placement, everywhere
+from convert.layout.placement import Attention, CacheBits, Decision, Hybrid, Mixer, Placement, everywhere
 from convert.options import evicted_tokens, make_options
 from convert.pipeline import run
 from convert.plan import describe, make_plan
@@ -351,6 +351,18 @@ def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_
         folders.add(aligner.cache(spent.resolved.alignment.fit).folder)
         keys.add(run_key(spent.resolved.alignment.distillation, rows, 0, {}))
     assert len(folders) == len(keys) == 2
+
+
+def test_fits_of_rounded_keys_are_another_run(saved_teacher, tmp_path):
+    spent, folders = budget(saved_teacher("llama-gqa")), []
+    few_bits = (CacheBits(full=(8, 8)), CacheBits(window=(8, 8)))
+    for bits in (CacheBits(), *few_bits, CacheBits()):
+        aligner = Aligner(spent.weights, spent.resolved, work=tmp_path)
+        aligner.ids = random_ids(8, 64)
+        aligner.follow(dataclasses.replace(everywhere(Hybrid(8, 4, 1), 4), bits=bits))
+        folders.append(aligner.cache(spent.resolved.alignment.fit).folder)
+    assert len(set(folders)) == 3
+    assert folders[0] == folders[-1]
 
 
 def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch):

@@ -102,9 +102,11 @@ def test_inspect_and_the_card_say_from_where_on_memory_is_saved_as_the_plan_does
     report = inspect_model(str(tmp_path / "hybrid"))
     assert report["break_even"] == expected
     assert expected["16 bits"] is None or expected["16 bits"] < (expected["8 bits"] or 2**30)
-    words = break_even_in_words(expected)
-    assert words in (tmp_path / "hybrid/README.md").read_text()
-    assert words in " ".join(use("inspect", tmp_path / "hybrid").stdout.split())
+    card = (tmp_path / "hybrid/README.md").read_text()
+    shown = " ".join(use("inspect", tmp_path / "hybrid").stdout.split())
+    for words in (break_even_in_words(expected), str(plan.placement.bits)):
+        assert words in card
+        assert words in shown
 
 
 def test_inspect_notices_weights_cut_short(checkpoints, tmp_path):
