@@ -365,7 +365,7 @@ if triton is not None:
 
         # softmax attention: the places that are held, and the window up to the token's own column
         number = tl.maximum(tl.load(seen + b) - 1, 0).to(tl.int32)
-        last = P + number - tl.maximum(number // E - (C // E - 1), 0) * E
+        last = column_of(number, P, C, E)
         highest, total, near = -1e30, 0.0, tl.zeros([DIMS], tl.float32)
         for first in range(0, last + 1, COLUMNS):
             column = first + tl.arange(0, COLUMNS)

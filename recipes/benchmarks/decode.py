@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 from convert.checkpoint.load import load_model
 from convert.pipeline import convert
 from convert.teachers.teacher import embedded_teacher
-from modeling_llamba.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
@@ -73,10 +72,7 @@ def load_models(scratch: Path) -> dict[str, PreTrainedModel]:
 
 def filled_cache(model: PreTrainedModel, context: int, batch: int) -> Cache:
     """A cache as after `context` tokens, made up beyond the first few."""
-    blocks = [m.shape for m in model.modules() if isinstance(m, HybridAttention)]
-    # full windows, and an open block as full as in the end: `fill_cache` adds whole blocks
-    first = max((2 * shape.window + context % shape.block for shape in blocks), default=SHORT)
-    ids = torch.randint(model.config.vocab_size, (batch, first))
+    ids = torch.randint(model.config.vocab_size, (batch, SHORT))
     empty = model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
     cache = model(ids, past_key_values=empty, use_cache=True).past_key_values
     fill_cache(cache, context)
