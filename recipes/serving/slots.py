@@ -21,20 +21,22 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from modeling_llamba.attention import FUSED_ON_CPU
+from modeling_llamba.attention import FUSED_ON_CPU, attend_in_parts, fuses_on_cpu
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import (
     HybridAttention,
     HybridInputs,
     Projected,
     causal_bias,
-    fuses_on_cpu,
     merged,
 )
 from modeling_llamba.hybrid_cache import HybridLayer
 from modeling_llamba.rotary import Rotary
 
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
+
+EAGER_ROUNDING = {"emulate_precision_casts": True}
+"""Option of inductor, which else divides by scales that are not rounded to 16 bits, while those stored are."""
 
 
 class MixerCache:
@@ -321,12 +323,16 @@ class HybridSlots(SlotLayer):
         attention = self.mixer
         projected = attention.project(hidden_states, position_embeddings, inputs)
         new = attention.select_windowed(projected)
-        heads = [torch.cat([t for t in new[:4] if t is not None], dim=1).transpose(1, 2)]
+        heads = torch.cat([t for t in new[:4] if t is not None], dim=1).transpose(1, 2)
+        kept = []
         if attention.kept:
-            heads.insert(0, torch.cat(attention.select_kept(projected), dim=1).transpose(1, 2))
+            query, key, value = attention.select_kept(projected)
+            of_keys, of_values = self.head_rows.roundings
+            # here, since what surrounds the operator is compiled
+            kept = [t.transpose(1, 2) for t in (query, of_keys.encode(key), of_values.encode(value))]
         size = new.query[0, :, 0].numel()
         rank = 0 if attention.down is None else attention.down.out_features
-        mixed = self.in_slots([inputs.index, new.salience, *heads], size + rank + self.kept_size)
+        mixed = self.in_slots([inputs.index, new.salience, *kept, heads], size + rank + self.kept_size)
         output, features, of_kept = mixed.split([size, rank, self.kept_size], dim=-1)
         output, of_kept = (t.unflatten(2, (-1, attention.head_dim)) for t in (output, of_kept))
         output = attention.project_out(output, of_kept if attention.kept else None, None)
@@ -335,9 +341,9 @@ class HybridSlots(SlotLayer):
     def run(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """Run the kept heads from their pages, and the others from the slots."""
         if self.head_rows is not None:
-            index, salience, kept, heads = inputs
+            index, salience, *kept, heads = inputs
             inputs = [index, salience, heads]
-            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), kept)
+            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), *kept)
             output[..., -self.kept_size :] = of_kept.flatten(2)
             output = output[..., : -self.kept_size]
         super().run(inputs, output)
@@ -419,40 +425,61 @@ class HybridSlots(SlotLayer):
 
 
 def attend_kept(
-    attention: HybridAttention, rows: HeadRows, metadata: SlotMetadata | None, heads: torch.Tensor
+    attention: HybridAttention,
+    rows: HeadRows,
+    metadata: SlotMetadata | None,
+    query: torch.Tensor,
+    key_rows: torch.Tensor,
+    value_rows: torch.Tensor,
 ) -> torch.Tensor:
     """Full attention of the kept heads to their rows, (1, L, heads, D), once those of all tokens are written.
 
     Args:
-        metadata: None while vLLM measures memory. heads: queries, keys and values (1, L, ., D).
+        metadata: None while vLLM measures memory. query: (1, L, heads, D). key_rows, value_rows: (1, L, K, .).
     """
     of_keys, of_values = rows.roundings
-    query, key, value = heads.split([heads.shape[2] - 2 * rows.heads, rows.heads, rows.heads], dim=2)
-    if metadata is None:
-        return attend_causally(attention, *(t.transpose(1, 2) for t in (query, key, value))).transpose(1, 2)
-    rows.write(of_keys.encode(key[0]), of_values.encode(value[0]))
-    query = of_keys.rotate(query)
     output = torch.zeros_like(query)
 
-    def read(*of_requests) -> list[torch.Tensor]:
-        pairs = zip(rows.roundings, rows.read(*of_requests), strict=True)
-        return [rounding.decode(t, query.dtype, rotated=True) for rounding, t in pairs]
+    def attend_prompts(of_prompts: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
+        pairs = zip(rows.roundings, of_rows, strict=True)
+        held = (rounding.decode(t, query.dtype, rotated=True) for rounding, t in pairs)
+        found = attend_causally(attention, of_keys.rotate(of_prompts.transpose(1, 2)), *held)
+        return of_values.rotate(found.transpose(1, 2))
 
+    if metadata is None:
+        return attend_prompts(query, key_rows.transpose(1, 2), value_rows.transpose(1, 2))
+    rows.write(key_rows[0], value_rows[0])
     decodes = metadata.num_decodes
     if decodes:
         longest, pages, bias = metadata.decoding_lengths(rows.memory.heads.block, query)
-        by_kv_head = query[0, :decodes].unflatten(1, (rows.heads, -1))
-        found = attention._attend(by_kv_head, *read(slice(decodes), longest, pages), bias)[0]
-        output[0, :decodes] = found.flatten(1, 2)
+        held = rows.read(slice(decodes), longest, pages)
+        output[0, :decodes] = _attend_decoding(attention, rows, query[0, :decodes], held, bias)
     for batch in metadata.ragged_batches:
         spans = [metadata.prompts[i] for i in batch]
         seen, longest = spans[0].seen, spans[0].length
         requests, pages = metadata.of_prompts(batch, rows.memory.heads.block, query.device)
-        of_prompts = batched(query, spans, 0.0).transpose(1, 2)
-        found = attend_causally(attention, of_prompts, *read(requests, seen + longest, pages)).transpose(1, 2)
+        found = attend_prompts(batched(query, spans, 0.0), *rows.read(requests, seen + longest, pages))
         for mixed, span in zip(found, spans, strict=True):
             output[0, span.start : span.stop] = mixed[: span.length]
-    return of_values.rotate(output)
+    return output
+
+
+def _attend_decoding(
+    attention: HybridAttention,
+    rows: HeadRows,
+    query: torch.Tensor,
+    held: list[torch.Tensor],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of a token of each request, queries (B, heads, D), to rows (B, K, T, .) of keys and of values."""
+    of_keys, of_values = rows.roundings
+    if attention.softcap is None and fuses_on_cpu(query):
+        return attend_in_parts(rows.roundings, query[:, :, None], *held, mask=bias, scale=attention.scaling)[:, 0]
+    keys, values = (
+        rounding.decode(t, query.dtype, rotated=True) for rounding, t in zip(rows.roundings, held, strict=True)
+    )
+    by_kv_head = of_keys.rotate(query).unflatten(1, (rows.heads, -1))
+    return of_values.rotate(attention._attend(by_kv_head, keys, values, bias)[0]).flatten(1, 2)
 
 
 def attend_causally(
@@ -507,7 +534,7 @@ def compiled_step() -> Callable:
     So these are all that is checked at each call: to check the modules takes as long as the step.
     """
     checks = ("TENSOR_MATCH", "SHAPE_ENV")
-    options = {"guard_filter_fn": lambda guards: [guard.guard_type in checks for guard in guards]}
+    options = EAGER_ROUNDING | {"guard_filter_fn": lambda guards: [guard.guard_type in checks for guard in guards]}
     backend = current_platform.simple_compile_backend
     # torch's limit of 8 is too low: layers differ in heads and ranks, and each is compiled for one request and several
     return torch.compile(step_rows, backend=backend, options=options, isolate_recompiles=True, recompile_limit=64)
@@ -518,4 +545,6 @@ def hybrid_slots(inputs: list[torch.Tensor], output: torch.Tensor, layer_name: s
     get_forward_context().no_compile_layers[layer_name].run(inputs, output)
 
 
-direct_register_custom_op(op_name="hybrid_slots", op_func=hybrid_slots, mutates_args=["output"])
+# rows of bytes are viewed as other types, which strides of inductor's own choice would not allow
+STRIDES = (torch.Tag.needs_exact_strides,)
+direct_register_custom_op(op_name="hybrid_slots", op_func=hybrid_slots, mutates_args=["output"], tags=STRIDES)

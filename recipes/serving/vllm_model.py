@@ -20,7 +20,7 @@ from modeling_llamba.modeling_llamba import LlambaModel
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
 from .pages import RequestMemory, Sizing
-from .slots import HybridSlots, MixerSlots, compiled_step, step_rows
+from .slots import EAGER_ROUNDING, HybridSlots, MixerSlots, compiled_step, step_rows
 
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
 
@@ -94,6 +94,7 @@ class ServedModel(nn.Module):
         # transformers' name for the function, and what the function then finds
         config._attn_implementation = "vllm_paged"
         compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
+        vllm_config.compilation_config.inductor_compile_config |= EAGER_ROUNDING
         step = compiled_step() if compiles else step_rows
         memory = RequestMemory(vllm_config, prefix)
         for i, layer in enumerate(self.layers):
