@@ -61,7 +61,7 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for one sequence at the context length, and the values that the user has fixed, made once per conversion.
+    """Bytes for one sequence at the context length, and the values that the user has fixed.
 
     Without a cache budget it still says which heads are given and which there are: `nbytes`, `placement`, `columns`
     and `layers_within` need one.
