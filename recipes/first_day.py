@@ -1,6 +1,7 @@
 """The first day on a GPU: parity of kernels, a conversion, `compare`, training and speed, in the order of worth.
 
-make first-day-on-a-gpu        or        python -m recipes.first_day [runs/first-day]
+make first-day-on-a-gpu        or, in a clone, since speed is measured by recipes.benchmarks, which is not installed:
+python -m recipes.first_day [runs/first-day]
 
 Each step is a process of its own, and one that fails or takes too long does not keep the next from running. What
 failed, and how, is on one page: OUTPUT/page.md, beside a log of each step.

@@ -22,6 +22,7 @@ an early version wrote it."""
 MIXER_LAYERS = ("linear_attention", "hybrid")
 """Layer types whose attention was replaced."""
 LETTERS = {"A": "attention", "H": "hybrid", "M": "mixer", "R": "the teacher's own state"}
+"""Kinds of layers, by the letter that stands for each."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -178,6 +179,6 @@ def meta_shapes(model_class: type, config: PreTrainedConfig) -> Shapes:
 
 
 def layer_letters(layer_types: list[str]) -> str:
-    """One letter per layer, of `LETTERS`."""
+    """Write the kinds of a model's layers as one letter per layer, of those in `LETTERS`."""
     letters = {"linear_attention": "M", "hybrid": "H", RECURRENT: "R"}
     return "".join(letters.get(kind, "A") for kind in layer_types)

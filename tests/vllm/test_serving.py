@@ -104,7 +104,7 @@ def test_few_bits_round_as_in_transformers(engine, models, prompts):
 
 
 def test_few_bits_are_compiled_alike(engine, models, prompts):
-    """Up to a request's first token that is another, which such a number decides between two that are as likely."""
+    """Equal to transformers up to a request's first other token, which a number between two codes decides."""
     alike = 0
     for output, own in zip(greedy(engine(ROUNDED), prompts), expected(models, ROUNDED), strict=True):
         answer = output.outputs[0]
