@@ -15,6 +15,8 @@ SIGNS = {
 
 def main() -> None:
     """Entry point of the console script."""
+    if sys.platform == "win32":
+        sys.exit("error: convert-to-hybrid runs on Linux and macOS; on Windows, install it in WSL.")
     for name, sign in SIGNS.items():
         spec = importlib.util.find_spec(name)
         places = [] if spec is None else spec.submodule_search_locations or [str(spec.origin)]

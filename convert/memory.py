@@ -1,7 +1,7 @@
 """Freed memory, and how the C library keeps it. A fit or an evaluation makes and frees large matrices all the time."""
 
 import ctypes
-import os
+from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -26,5 +26,6 @@ def return_free_memory() -> None:
         trim(0)
 
 
-def _of_c_library(name: str):
-    return getattr(ctypes.CDLL(None) if os.name == "posix" else None, name, None)
+def _of_c_library(name: str) -> Any:
+    """A function of the C library; None where it has no such function, as on macOS."""
+    return getattr(ctypes.CDLL(None), name, None)

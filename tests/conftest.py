@@ -15,7 +15,7 @@ import torch.nn.attention.flex_attention as flex_attention
 from transformers.utils import logging as transformers_logging
 
 from convert.teachers.teacher import embedded_teacher
-from tests.teachers import make_teacher
+from tests.helpers.teachers import make_teacher
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ N dimensions of a key in the state.
 
 import functools
 import math
+import resource
 import statistics
 import sys
 import time
@@ -159,11 +160,7 @@ def _seconds(what: Callable[[], torch.Tensor], device: torch.device) -> float:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has taken at most so far; 0 on Windows, which does not say."""
-    if sys.platform == "win32":
-        return 0
-    import resource  # which there is not on Windows
-
+    """Memory that this process has taken at most so far."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # kilobytes by getrusage(2), but bytes on macOS
     return most if sys.platform == "darwin" else 1024 * most

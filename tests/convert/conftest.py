@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.teachers import make_teacher
 from tests.helpers.tokenizers import tokenizer
-from tests.teachers import make_teacher
 
 
 @pytest.fixture(autouse=True)

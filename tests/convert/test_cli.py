@@ -26,9 +26,9 @@ from convert.options import (
 )
 from modeling_llamba import LlambaForCausalLM
 from tests.helpers.command import check_one_line_error, parser_of, run, run_as_is
+from tests.helpers.teachers import make_teacher, random_ids
+from tests.helpers.tiny_chat import save_chat_teacher
 from tests.helpers.tokenizers import tokenizer
-from tests.recipes.tiny_chat import save_chat_teacher
-from tests.teachers import make_teacher, random_ids
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "options.md"
 
@@ -42,21 +42,26 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
         return done
 
     done = dry("--align", "none")
-    assert "MAMA" in done.stderr and done.stdout == ""
+    assert "MAMA" in done.stderr
+    assert done.stdout == ""
     assert "decided by scores" not in done.stderr, "nothing is fitted, so they are evenly placed"
     done = dry()
     assert "salient tokens and a state" in done.stderr
     assert "which heads keep their attention is decided by scores" in done.stderr
     assert "decided by scores" not in dry("--cache", "0.9", "--attention-heads", "1:0").stderr, "the user has decided"
     done = dry("--attention-layers", "0.5")
-    assert "which layers keep their attention is decided by scores" in done.stderr and "which heads" not in done.stderr
+    assert "which layers keep their attention is decided by scores" in done.stderr
+    assert "which heads" not in done.stderr
     window = ("--window", "8", "--attention-heads", "1", "--attention-layers", "none")
     done = dry(*window)
-    assert "which heads keep their attention is decided by scores" in done.stderr and "which layers" not in done.stderr
+    assert "which heads keep their attention is decided by scores" in done.stderr
+    assert "which layers" not in done.stderr
     done = dry(*window[:2], "--mixer", "none", "--align", "none")
-    assert "2 hybrid)" in done.stderr and "states" not in done.stderr
+    assert "2 hybrid)" in done.stderr
+    assert "states" not in done.stderr
     plan = json.loads(dry("--json", "--attention-layers", "3", "--align", "none").stdout)
-    assert plan["mixer_layers"] == [0, 1, 2] and plan["attention_layers"] == [3]
+    assert plan["mixer_layers"] == [0, 1, 2]
+    assert plan["attention_layers"] == [3]
     assert set(plan["tensors"]) == {"moved", "derived", "initialised", "dropped"}
     assert plan["derived"]["model.layers.0.mixer.in_proj.weight"] == [
         f"model.layers.0.self_attn.{p}_proj.weight" for p in "vkq"
@@ -83,7 +88,8 @@ def test_plan_figures_are_right(saved_teacher):
 
 def test_json_and_quiet(saved_teacher, tmp_path):
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--json", "--quiet")
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0
+    assert done.stderr == ""
     assert json.loads(done.stdout)["output"] == str(tmp_path / "out")
     done = run(saved_teacher("llama-gqa"), tmp_path / "out", "--quiet", "--overwrite")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -101,14 +107,16 @@ def test_yaml_and_flags(saved_teacher, tmp_path):
     config.write_text(yaml.safe_dump(sections))
     assert run_as_is("--config", config).returncode == 0
     written = AutoConfig.from_pretrained(tmp_path / "out")
-    assert written.mixer == "mamba2" and written.dtype == torch.bfloat16
+    assert written.mixer == "mamba2"
+    assert written.dtype == torch.bfloat16
     assert [i for i, kind in enumerate(written.layer_types) if kind == "full_attention"] == [0, 2]
     flags = ("--mixer", "mamba1", "--attention-layers", "0.25", "--overwrite")
     for number, arguments in enumerate([("--config", config, *flags), (*flags, "--config", config)]):
         done = run_as_is(sections["model"], *arguments, tmp_path / str(number))
         assert done.returncode == 0, done.stderr
         written = AutoConfig.from_pretrained(tmp_path / str(number))
-        assert written.mixer == "mamba1" and written.layer_types.count("full_attention") == 1
+        assert written.mixer == "mamba1"
+        assert written.layer_types.count("full_attention") == 1
 
 
 SAME = {
@@ -177,7 +185,8 @@ def test_bad_yaml(text, message, tmp_path):
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ValueError, match=message.replace("?", r"\?")) as error:
         make_options("m", "o", config=tmp_path / "x.yaml")
-    assert "\n" not in " ".join(str(error.value).split()) and "jsonargparse" not in str(error.value)
+    assert "\n" not in " ".join(str(error.value).split())
+    assert "jsonargparse" not in str(error.value)
     with pytest.raises(ValueError, match="does not exist"):
         make_options("m", "o", config=tmp_path / "y.yaml")
 
@@ -219,9 +228,11 @@ def test_help_is_short_and_quick():
         [sys.executable, "-X", "importtime", "-m", "convert.cli", "--help"], capture_output=True, text=True
     )
     named = [name for name in cli.COMMANDS if f"convert-to-hybrid {name} " in done.stdout]
-    assert done.returncode == 0 and named == [name for name in cli.COMMANDS if name != "convert"]
+    assert done.returncode == 0
+    assert named == [name for name in cli.COMMANDS if name != "convert"]
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  -")]
-    assert len(shown) <= 24 and set(cli.CONVERSION_FLAGS) <= set(shown)
+    assert len(shown) <= 24
+    assert set(cli.CONVERSION_FLAGS) <= set(shown)
     assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
 
 
@@ -288,7 +299,8 @@ def test_settings_that_are_ignored_or_left_from_training_stay_behind(place, sett
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {"pad_token_id": 0}) | settings))
     plan = convert(str(tmp_path / "teacher"), tmp_path / "out", align="none")
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert written["pad_token_id"] == 0 and not {*settings, "return_dict_in_generate"} & set(written)
+    assert written["pad_token_id"] == 0
+    assert not {*settings, "return_dict_in_generate"} & set(written)
     for name in settings:
         (note,) = (note for note in plan.notes if note.startswith(f"{name} {json.dumps(settings[name])} of {place}"))
         assert note in (tmp_path / "out" / "README.md").read_text()
@@ -299,7 +311,8 @@ def test_settings_that_are_ignored_or_left_from_training_stay_behind(place, sett
     teacher = load_model(str(tmp_path / "teacher"))
     calls = []
     teacher.model.layers[0].register_forward_pre_hook(lambda _, given: calls.append(given[0].shape[1]))
-    assert teacher.generate(random_ids(1, 5), max_new_tokens=3).shape == (1, 8) and calls == [5, 1, 1]
+    assert teacher.generate(random_ids(1, 5), max_new_tokens=3).shape == (1, 8)
+    assert calls == [5, 1, 1]
 
 
 def test_generation_settings_that_transformers_refuses_are_named_by_their_file(saved_teacher, tmp_path):
@@ -315,7 +328,8 @@ def test_provenance_is_recorded(saved_teacher, tmp_path):
     folder = saved_teacher("llama-gqa")
     assert run(folder, tmp_path / "out", "--mixer", "mamba2", "--seed", "7").returncode == 0
     conversion = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]
-    assert conversion["teacher"] == folder.name and conversion["options"] == {
+    assert conversion["teacher"] == folder.name
+    assert conversion["options"] == {
         "alignment": {"method": "none"},
         "mixer": {"kind": "mamba2"},
         "seed": 7,
@@ -324,8 +338,12 @@ def test_provenance_is_recorded(saved_teacher, tmp_path):
     assert conversion["teacher_sha256"] == {"model.safetensors": digest}
     assert set(conversion["versions"]) == {"convert-to-hybrid", "transformers", "torch"}
     card = (tmp_path / "out" / "README.md").read_text()
-    assert str(folder.parent) not in card and card.endswith("|\n")
-    assert digest in card and "Not aligned" in card and "trust_remote_code=True" in card and "MAMA" in card
+    assert str(folder.parent) not in card
+    assert card.endswith("|\n")
+    assert digest in card
+    assert "Not aligned" in card
+    assert "trust_remote_code=True" in card
+    assert "MAMA" in card
 
 
 def test_a_checkout_that_is_not_installed(monkeypatch, tmp_path, capsys):
@@ -355,14 +373,17 @@ def test_a_bar_shows_its_pace():
             shown[what] = cli.Pace().render(next(t for t in bar.tasks if t.id == task)).plain
     assert float(shown["distilling, tokens"].removesuffix(" a second").replace(",", "")) > 100
     assert float(shown["aligning, layers"].removesuffix(" s each")) >= 1
-    assert cli.pace(30, 200) == "6.7 s each" and cli.pace(3000, 2) == "1,500 a second"
+    assert cli.pace(30, 200) == "6.7 s each"
+    assert cli.pace(3000, 2) == "1,500 a second"
 
 
 def test_python_takes_what_yaml_takes():
     given = dict(attention_layers=(1, 3), max_shard_size=10**9, activation_memory=10**8, decays=(0.5,), text=Path("x"))
     options = make_options("m", "o", **given)
-    assert options.placement.attention_layers == [1, 3] and parse_size(options.output.max_shard_size) == 10**9
-    assert options.alignment.fit.decays == (0.5,) and options.alignment.text == "x"
+    assert options.placement.attention_layers == [1, 3]
+    assert parse_size(options.output.max_shard_size) == 10**9
+    assert options.alignment.fit.decays == (0.5,)
+    assert options.alignment.text == "x"
     assert make_options("m", "o", cache=50_000_000).placement.cache == "50000000"
     assert make_options("m", "o", window=torch.tensor(8)).placement.window == 8
     in_section = make_options("m", "o", output={"dtype": "float32"}, mixer={"kind": "mamba2"})

@@ -14,8 +14,8 @@ from convert.dry_run import plan_conversion
 from convert.io.students import meta_shapes, model_class, tensor_shapes
 from convert.options import make_options
 from modeling_llamba.hybrid_config import ACTIVATIONS
-from tests.students import MIXERS, PATTERNS, student_config
-from tests.teachers import TEACHERS, WITHOUT_MIXERS
+from tests.helpers.students import MIXERS, PATTERNS, student_config
+from tests.helpers.teachers import TEACHERS, WITHOUT_MIXERS
 
 RUN = """
 import json, sys
@@ -80,7 +80,8 @@ def test_a_dry_run_notes_what_a_run_notes(saved_teacher, tmp_path):
     assert notes == convert(str(folder), tmp_path / "out", **said).notes
     card = (tmp_path / "out" / "README.md").read_text()
     for words in ("saved anew", "temperature 0.9", "use_cache false", "nothing is fitted"):
-        assert sum(words in note for note in notes) == 1 and words in card
+        assert sum(words in note for note in notes) == 1
+        assert words in card
 
 
 def test_models_are_not_imported(saved_teacher, tmp_path):

@@ -25,8 +25,8 @@ from convert.checkpoint.tokenizer import differing_text
 from convert.options import ConversionOptions, documented
 from tests.helpers.command import run_as_is
 from tests.helpers.published import FORMATS, write
+from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 from tests.helpers.tokenizers import TEMPLATE, tokenizer
-from tests.teachers import TEACHERS, make_teacher, random_ids
 
 SEED = int(os.environ.get("HYBRID_FUZZ_SEED", random.SystemRandom().randrange(2**31)))
 MUTANTS = int(os.environ.get("HYBRID_FUZZ_MUTANTS", 2400))
@@ -171,10 +171,14 @@ class Herd:
                     self.compare_text(out, teacher)
                     self.compare_generation(out, teacher)
             return 0
-        assert done.returncode == 1 and len(errors) == 1, (done.returncode, done.stderr[-600:])
-        assert "Traceback" not in done.stderr and "\x1b" not in done.stderr, done.stderr
-        assert not errors[0].startswith("error: unexpected") and len(errors[0]) < 1500, errors[0]
-        assert not lost and all(name.startswith("out.work") for name in made), (errors[0], made.keys(), lost)
+        assert done.returncode == 1, (done.returncode, done.stderr[-600:])
+        assert len(errors) == 1, (done.returncode, done.stderr[-600:])
+        assert "Traceback" not in done.stderr, done.stderr
+        assert "\x1b" not in done.stderr, done.stderr
+        assert not errors[0].startswith("error: unexpected"), errors[0]
+        assert len(errors[0]) < 1500, errors[0]
+        assert not lost, (errors[0], made.keys(), lost)
+        assert all(name.startswith("out.work") for name in made), (errors[0], made.keys(), lost)
         return 1
 
     def side_files_load(self, out):
@@ -214,7 +218,8 @@ class Herd:
             assert not any((out / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
             return
         ours = AutoTokenizer.from_pretrained(out)
-        assert differing_text(ours, theirs) is None and ours.special_tokens_map == theirs.special_tokens_map
+        assert differing_text(ours, theirs) is None
+        assert ours.special_tokens_map == theirs.special_tokens_map
         chats = []
         for each in (ours, theirs):
             try:

@@ -24,7 +24,7 @@ from tests.helpers.real_models import (
     small_generation,
     small_ids,
 )
-from tests.recipes.tiny_chat import common_arguments
+from tests.helpers.tiny_chat import common_arguments
 
 pytestmark = pytest.mark.slow
 MERGES = "h e,t he,i n,a n,o n,e r,r e,Ġ t,Ġt he,1 2,12 3,Ċ Ċ,i t,o u,d e,de f".split(",")
@@ -152,7 +152,9 @@ def test_text_and_chats_have_the_teachers_ids(folder, hybrid):
 
 def test_the_default_is_a_hybrid_with_a_state(hybrid):
     config = AutoConfig.from_pretrained(hybrid)
-    assert "hybrid" in config.layer_types and config.mixer != "none" and config.use_cache
+    assert "hybrid" in config.layer_types
+    assert config.mixer != "none"
+    assert config.use_cache
 
 
 def test_it_generates_and_saves_in_a_clean_process(hybrid, tmp_path):

@@ -19,7 +19,7 @@ from convert.scores.decide import decide_placement
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
 from modeling_llamba import LlambaConfig
-from tests.teachers import TINY
+from tests.helpers.teachers import TINY
 
 
 def resolved(folder, **options):
@@ -70,7 +70,8 @@ def test_every_value_has_a_reason_unless_it_was_said(said, values, decided, save
     assert set(found.reasons) == decided | {"dtype"}
     assert found.decided().keys() == found.reasons.keys()
     with_type = resolved(saved_teacher("llama-gqa"), dtype="bfloat16", **said)
-    assert set(with_type.reasons) == decided and with_type.dtype == torch.bfloat16
+    assert set(with_type.reasons) == decided
+    assert with_type.dtype == torch.bfloat16
 
 
 def test_the_cache_is_counted_in_bytes(saved_teacher):
@@ -99,8 +100,10 @@ def test_a_teachers_configuration_stays_as_it_was_read(saved_teacher, tmp_path):
     options = make_options(str(tmp_path / "teacher"), "o", context=400, cache=0.4)
     decision = decide_placement(Budget(weights, resolve(options, weights)))
     hybrid = make_plan(weights, decision, resolve(options, weights)).config
-    assert not hybrid.tie_word_embeddings and "hybrid" in hybrid.layer_types
-    assert teacher.config.to_dict() == before and before["tie_word_embeddings"]
+    assert not hybrid.tie_word_embeddings
+    assert "hybrid" in hybrid.layer_types
+    assert teacher.config.to_dict() == before
+    assert before["tie_word_embeddings"]
 
 
 def test_replaced_layers_hold_what_was_asked_for(saved_teacher):
@@ -114,7 +117,8 @@ def test_a_dry_run_says_what_was_decided_and_why(saved_teacher, capsys):
     folder = str(saved_teacher("gemma3"))
     main([folder, "o", "--dry-run", "--json"])
     decided = json.loads(capsys.readouterr().out)["decided"]
-    assert decided["bounded"]["value"] == [0, 2] and decided["sequence_length"]["value"] == 1024
+    assert decided["bounded"]["value"] == [0, 2]
+    assert decided["sequence_length"]["value"] == 1024
     assert "since nothing was said about layers" in decided["cache_bytes"]["reason"]
     text = describe_decided(plan_conversion(make_options(folder, "o")))
     lines = [line for line in text.splitlines() if line.startswith("decided")]

@@ -28,7 +28,7 @@ from modeling_llamba.eviction import BlockShape
 from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.helpers.command import parser_of
-from tests.teachers import TEACHERS, make_teacher, random_ids
+from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 
 LENGTH, WINDOW = 40, 8
 HELD = dict(window=WINDOW, block=4, sinks=2)
@@ -249,12 +249,31 @@ def test_a_window_alone_is_trained_like_a_mixer(saved_teacher, tmp_path):
 
 
 @pytest.mark.parametrize("asked", [dict(window=4), dict(cache=0.5)], ids=["window", "cache"])
-def test_a_layer_with_a_window_has_no_matrix_to_orient(asked, saved_teacher, tmp_path):
+def test_a_layer_with_a_window_has_no_matrix_to_orient(asked, saved_teacher, tmp_path, monkeypatch):
     options = dict(
         align="mohawk", text="sampled", alignment={"matrix_orientation": {"tokens": 64}}, attention_layers=None
     )
+    # the refusal must not wait for scores and fit, which take minutes
+    monkeypatch.setattr("convert.pipeline.Aligner", lambda *args: pytest.fail("the fit has begun"))
     with pytest.raises(ValueError, match="one matrix with another"):
         converted(saved_teacher("llama-gqa"), tmp_path / "out", **options | asked)
+
+
+@pytest.mark.parametrize("asked", [dict(window=4), dict(cache=0.5)], ids=["window", "cache"])
+def test_what_is_beyond_the_window_can_be_trained(asked, saved_teacher, tmp_path, monkeypatch):
+    """A budget gives windows, too, though the user named none."""
+
+    class FitBegan(Exception):
+        pass
+
+    def begin(*args):
+        raise FitBegan
+
+    stage = {"distillation": {"tokens": 64, "trainable": "beyond-window"}}
+    options = dict(align="mohawk", text="sampled", alignment=stage, attention_layers=None) | asked
+    monkeypatch.setattr("convert.pipeline.Aligner", begin)
+    with pytest.raises(FitBegan):
+        convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
 
 
 @pytest.mark.parametrize(

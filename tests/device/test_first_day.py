@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from recipes import first_day
-from tests.recipes.tiny_chat import save_chat_teacher
+from tests.helpers.tiny_chat import save_chat_teacher
 
 
 @pytest.mark.slow
@@ -18,9 +18,12 @@ def test_the_first_day(tmp_path, monkeypatch):
     only = ["parity of kernels", "a conversion", "comparison", "training"]
     failed = first_day.main(tmp_path / "day", teacher, [sys.executable, "-m", "tests.doubles.device"], only)
     page = (tmp_path / "day/page.md").read_text()
-    assert failed == 1 and page.count("| done |") == 3, page
-    assert "| parity of kernels | **failed**, exit code " in page and "\n## parity of kernels\n" in page
-    assert (tmp_path / "day/trained/config.json").is_file() and (tmp_path / "day/comparison/compare.md").is_file()
+    assert failed == 1, page
+    assert page.count("| done |") == 3, page
+    assert "| parity of kernels | **failed**, exit code " in page
+    assert "\n## parity of kernels\n" in page
+    assert (tmp_path / "day/trained/config.json").is_file()
+    assert (tmp_path / "day/comparison/compare.md").is_file()
 
 
 def _quick(steps, text):

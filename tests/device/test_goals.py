@@ -10,9 +10,9 @@ from modeling_llamba.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid_cache import HybridLayer
 from recipes import sft
 from tests.doubles.device import StandIn
-from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
-from tests.students import make_student
-from tests.teachers import random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
+from tests.helpers.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 TEXT = dict(text="sampled", tokens=8 * 64, sequence_length=64, held_out_sequences=2, device="cuda")
 ROWS: list[tuple] = []

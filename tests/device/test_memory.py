@@ -26,8 +26,8 @@ from modeling_llamba import LlambaConfig, attention
 from recipes import sft
 from recipes.benchmarks import device_memory as memory
 from tests.doubles.device import StandIn
-from tests.recipes.tiny_chat import chat_tokenizer, common_arguments, save_chat_teacher
-from tests.teachers import TINY, random_ids
+from tests.helpers.teachers import TINY, random_ids
+from tests.helpers.tiny_chat import chat_tokenizer, common_arguments, save_chat_teacher
 
 TEXT = dict(text="sampled", tokens=12 * 64, sequence_length=64, held_out_sequences=2, device="cuda")
 
@@ -52,7 +52,9 @@ def test_a_fit_goes_on_in_smaller_pieces(teacher, tmp_path, monkeypatch):
     )
     limit = device.peak() - 2**12
     there, device = converted(teacher, tmp_path / "smaller", limit)
-    assert used[0].kept and not used[-1].kept and device.peak() <= limit  # and what is smaller stays so
+    assert used[0].kept  # and what is smaller stays so
+    assert not used[-1].kept
+    assert device.peak() <= limit
     assert there.keys() == whole.keys()
     for name, tensor in whole.items():
         if "down" not in name and "up" not in name:  # whose directions are free
@@ -74,7 +76,8 @@ def test_where_nothing_helps_one_line_says_what_to_lower(teacher, tmp_path, caps
         with StandIn(limit=limit), pytest.raises(SystemExit):
             command([str(teacher), str(out), "--window", "16", "--config", str(config), "--overwrite"])
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: out of memory, while ") and "; lower alignment.tokens or" in error
+        assert error.startswith("error: out of memory, while ")
+        assert "; lower alignment.tokens or" in error
         assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     assert 1 in at_once
 
@@ -181,7 +184,8 @@ def test_a_stage_says_what_to_lower(stage, teacher, tmp_path, capsys):
         command(["mohawk", str(hybrid), str(out), "--teacher", str(teacher), "--config", str(config)])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith(f"error: out of memory, while training ({stage})"), error
-    assert f"lower alignment.{stage}.sequences or alignment.sequence_length" in error and not out.exists()
+    assert f"lower alignment.{stage}.sequences or alignment.sequence_length" in error
+    assert not out.exists()
 
 
 def sized(folder, **shape):

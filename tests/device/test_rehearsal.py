@@ -15,9 +15,9 @@ from recipes import distillation, dpo, seqkd, sft
 from recipes import evaluate as evaluation
 from recipes.cli import main as recipes_command
 from tests.device.conftest import IS_THERE, some_device
-from tests.recipes.tiny_chat import common_arguments, conversations, preferences, save_chat_teacher, save_hybrid
-from tests.students import make_student
-from tests.teachers import random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
+from tests.helpers.tiny_chat import common_arguments, conversations, preferences, save_chat_teacher, save_hybrid
 
 pytestmark = [pytest.mark.gpu] if IS_THERE else [pytest.mark.slow]
 TEXT = dict(tokens=6 * 64, sequence_length=64, held_out_sequences=2)
@@ -78,7 +78,8 @@ def test_a_conversion(teacher, options, world, tmp_path):
         with some_device() as stand_in:
             alignment = TEXT | options.get("alignment", {}) | {"device": device, "text": str(world["text"])}
             convert(str(world[teacher]), tmp_path / device, **options | {"alignment": alignment})
-        assert (stand_in.peak() > 0) == (device == "cuda") and stand_in.held() < 2**16
+        assert (stand_in.peak() > 0) == (device == "cuda")
+        assert stand_in.held() < 2**16
     close = dict(rtol=1e-3, atol=1e-4 if IS_THERE else 1e-5)
     check_alike(weights(tmp_path / "cuda"), weights(tmp_path / "cpu"), **close)
 
@@ -101,7 +102,8 @@ def test_a_training(recipe, data, student, options, world, tmp_path):
         torch.manual_seed(0)
         with some_device() as stand_in:
             report = recipe.main(arguments)
-        assert (stand_in.peak() > 0) == (device == "cuda") and report["after"]["eval_loss"] > 0
+        assert (stand_in.peak() > 0) == (device == "cuda")
+        assert report["after"]["eval_loss"] > 0
     bf16 = options[:1] == BF16[:1]
     # by Adam's first steps a gradient of nothing but rounding errors moves a weight as far as any other
     check_alike(
@@ -144,7 +146,8 @@ def test_evaluate(world, tmp_path, capsys):
         found.append(json.loads((tmp_path / device / "evaluation.json").read_text()))
     here, there = found
     assert there["text"][0]["kl"] == pytest.approx(here["text"][0]["kl"], rel=1e-3)
-    assert there["recall"] == here["recall"] and there["generation"]["answers"] == here["generation"]["answers"]
+    assert there["recall"] == here["recall"]
+    assert there["generation"]["answers"] == here["generation"]["answers"]
     assert here["speed"][0]["cache_bytes"] == there["speed"][0]["cache_bytes"]
 
 
@@ -173,7 +176,8 @@ def test_compare(world, tmp_path):
     here, there = (comparison["methods"] for comparison in found)
     assert len(here) >= 8
     for one, other in zip(here, there, strict=True):
-        assert one["name"] == other["name"] and one["cache_bytes"] == other["cache_bytes"]
+        assert one["name"] == other["name"]
+        assert one["cache_bytes"] == other["cache_bytes"]
         assert other["recall"] == one["recall"]
         for of_one, of_other in zip(one["text"].values(), other["text"].values(), strict=True):
             kl = of_one["after_contexts"]["kl"]

@@ -80,7 +80,8 @@ def test_memory_is_back_after_it_ran_out(device):
         cuda(LIMIT)
     assert torch.cuda.memory_allocated() == 0
     held = cuda(LIMIT // 8)
-    assert torch.cuda.memory_allocated() == LIMIT // 2 and held[1:].sum() == LIMIT // 8 - 1  # a view takes nothing
+    assert torch.cuda.memory_allocated() == LIMIT // 2  # a view takes nothing
+    assert held[1:].sum() == LIMIT // 8 - 1
     assert torch.cuda.memory_allocated("cuda:1") == 0
     del held
     torch.cuda.reset_peak_memory_stats()
@@ -93,10 +94,12 @@ def test_the_peak_is_known_by_type(device):
     del wide
     cuda(LIMIT // 64)  # less
     peaks = device.peak_by_dtype()
-    assert peaks[torch.float32] == LIMIT // 4 and peaks[torch.bfloat16] == LIMIT // 16 == half.nbytes
+    assert peaks[torch.float32] == LIMIT // 4
+    assert peaks[torch.bfloat16] == LIMIT // 16 == half.nbytes
     assert sum(peaks.values()) == device.peak()
     torch.cuda.reset_peak_memory_stats()
-    assert device.peak_by_dtype()[torch.float32] == 0 and device.peak() == half.nbytes
+    assert device.peak_by_dtype()[torch.float32] == 0
+    assert device.peak() == half.nbytes
 
 
 RIGHT = {
@@ -127,8 +130,10 @@ def test_a_right_program_computes_what_a_cpu_does(name, device):
 
 def test_a_model_goes_to_the_meta_device_and_back(device):
     model = nn.Linear(2, 2).cuda().to("meta")
-    assert model.weight.is_meta and torch.cuda.memory_allocated() == 0
-    assert model.to_empty(device="cuda").weight.is_cuda and not model.cpu().weight.is_cuda
+    assert model.weight.is_meta
+    assert torch.cuda.memory_allocated() == 0
+    assert model.to_empty(device="cuda").weight.is_cuda
+    assert not model.cpu().weight.is_cuda
 
 
 def train(where, autocast=None):
@@ -189,9 +194,11 @@ def test_streams_and_events_do_nothing_but_wait(device):
             x = cuda(2, 3) + 1
         done.record(side)
         torch.cuda.default_stream().wait_event(done)
-        assert done.query() and counts.syncs == 0
+        assert done.query()
+        assert counts.syncs == 0
         done.synchronize()
-    assert counts.syncs == 1 and x.is_cuda
+    assert counts.syncs == 1
+    assert x.is_cuda
 
 
 def test_launches_are_counted(device):
@@ -210,18 +217,24 @@ def test_streams_of_numbers_are_those_of_the_device(device):
     torch.rand(4)  # of the host
     assert torch.equal(torch.rand(4, device="cuda"), first)
     generator = torch.Generator("cuda").manual_seed(3)
-    assert generator.device.type == "cuda" and torch.equal(torch.rand(4, device="cuda", generator=generator), first)
+    assert generator.device.type == "cuda"
+    assert torch.equal(torch.rand(4, device="cuda", generator=generator), first)
 
 
 def test_nothing_is_left_of_it():
     with StandIn():
-        assert torch.cuda.is_available() and torch.accelerator.is_available()
+        assert torch.cuda.is_available()
+        assert torch.accelerator.is_available()
         made = torch.ones(2, device="cuda")
         with torch.device("meta"):
-            assert nn.Embedding(2, 2).weight.is_meta and nn.Linear(2, 2).weight.is_meta
-    assert not torch.cuda.is_available() and not torch.accelerator.is_available() and made.is_cuda
+            assert nn.Embedding(2, 2).weight.is_meta
+            assert nn.Linear(2, 2).weight.is_meta
+    assert not torch.cuda.is_available()
+    assert not torch.accelerator.is_available()
+    assert made.is_cuda
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         torch.ones(2, device="cuda")
     x = torch.ones(2, requires_grad=True)
     x.sum().backward()
-    assert torch.equal(x.grad, torch.ones(2)) and not isinstance(torch.Generator(), torch.Tensor)
+    assert torch.equal(x.grad, torch.ones(2))
+    assert not isinstance(torch.Generator(), torch.Tensor)

@@ -43,7 +43,8 @@ def run_as_is(*args):
 def check_one_line_error(done, *expected, code=1):
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and done.stderr.strip().endswith(errors[0]), done.stderr
+    assert len(errors) == 1, done.stderr
+    assert done.stderr.strip().endswith(errors[0]), done.stderr
     assert "Traceback" not in done.stderr
     for text in expected:
         assert text in errors[0], errors[0]

@@ -4,7 +4,7 @@ from gguf import GGUFWriter
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from tests.teachers import make_teacher
+from tests.helpers.teachers import make_teacher
 
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
 # teacher -> its name in GGUF, and what transformers does not read there but takes for granted

@@ -11,7 +11,7 @@ from convert.options import MixerOptions, make_options
 from convert.resolve import resolve
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
-from tests.teachers import random_ids
+from tests.helpers.teachers import random_ids
 
 LENGTH = 32
 

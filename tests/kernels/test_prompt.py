@@ -106,7 +106,8 @@ def test_a_prompt_in_parts(record_property, monkeypatch, mixed, case):
     limit = limits[dtype]
     record_property("layer", f"{errors['auto']:.1e}")
     record_property("PyTorch's", f"{errors['torch']:.1e}")
-    assert outputs["auto"].dtype == dtype and max(errors.values()) < limit, errors
+    assert outputs["auto"].dtype == dtype, errors
+    assert max(errors.values()) < limit, errors
     for name in ("salience", "seen"):
         torch.testing.assert_close(getattr(held["auto"], name), getattr(held["torch"], name))
     assert relative_error(held["auto"].state, held["torch"].state.double()) < limit
@@ -154,7 +155,8 @@ def test_the_fate_of_columns(sizes, start):
     until, bounds = lost.until[0], lost.bounds[0].tolist()
     for number, begin, end in zip(range(blocks.first, blocks.blocks), bounds[:-1], bounds[1:], strict=True):
         columns = (until == number).nonzero()[:, 0].tolist() if number else []
-        assert sorted(lost.order[0, begin:end].tolist()) == columns and len(columns) <= block
+        assert sorted(lost.order[0, begin:end].tolist()) == columns
+        assert len(columns) <= block
     slots = kernels.in_tiles(torch.zeros(2, 1, length, 16, device=DEVICE), blocks).shape[2]
     tiles = kernels.visible_tiles(lost.until, slots, blocks)
     of_slots = kernels.numbered_slots(slots, blocks.first, block, blocks.first_column, lost.until.device)
@@ -174,13 +176,15 @@ def test_autocast(mixed):
     expected = naive(layer, hidden_states, torch.arange(LENGTH).expand(2, -1), None)
     with torch.autocast(DEVICE, torch.bfloat16):
         output = torch.cat([*in_parts(layer, hidden_states, [100, 50], new_cache(layer.config))], dim=1)
-    assert mixed and relative_error(output.flatten(0, 1), expected.flatten(0, 1)) < 3e-2
+    assert mixed
+    assert relative_error(output.flatten(0, 1), expected.flatten(0, 1)) < 3e-2
 
 
 def test_sizes_that_the_kernels_are_not_made_for():
     """Compiling for them would take minutes."""
     whole = Rounding(16, 64)
     shape = BlockShape(16, 13, 4, 20, SlowDims(32, 16), whole, whole)
-    assert kernels.fits(shape, 64) and not kernels.fits(shape, 8)
+    assert kernels.fits(shape, 64)
+    assert not kernels.fits(shape, 8)
     for larger in (dict(block=128), dict(places=129), dict(whole_blocks=64), dict(slow=SlowDims(128, 96))):
         assert not kernels.fits(shape._replace(**larger), 256)

@@ -45,7 +45,9 @@ def test_rows_are_what_the_rounding_says(launches, record_property, bits, dim, d
     assert launches["encode"] == 1
     expected = rounding.encode(vectors.double())
     assert launches["encode"] == 1
-    assert rows.dtype == expected.dtype and rows.shape == expected.shape and rows.is_contiguous()
+    assert rows.dtype == expected.dtype
+    assert rows.shape == expected.shape
+    assert rows.is_contiguous()
     differing = (rows != expected).float().mean().item()
     record_property("bytes other than float64's", f"{differing:.1e}")
     assert differing < 1e-2
@@ -54,14 +56,16 @@ def test_rows_are_what_the_rounding_says(launches, record_property, bits, dim, d
     held = rounding.decode(rows, torch.float64, rotated=True).unflatten(-1, step.shape[-2:-1] + (-1,))
     given = rounding.rotate(vectors.double()).view_as(held)
     codes = held / step
-    assert (codes - codes.round()).abs().max() < 1e-9 and codes.abs().max() <= rounding.largest
+    assert (codes - codes.round()).abs().max() < 1e-9
+    assert codes.abs().max() <= rounding.largest
     assert ((held - given).abs() / step).max() < 0.5 + 1e-4
     exact = given.abs().amax(-1, keepdim=True) / rounding.largest
     smallest = torch.finfo(torch.float16).smallest_normal
     above = exact > smallest
     spacing = 2.0 ** (exact / 2 ** (8 - bits)).log2().floor().clamp(min=-14) * 2**-10 * 2 ** (8 - bits)
     assert ((step - exact).abs() / spacing)[above].max() < 0.5 + 1e-3
-    assert (step[~above] == smallest).all() and (~above).any()
+    assert (step[~above] == smallest).all()
+    assert (~above).any()
 
     errors = [(rounding.decode(each, torch.float64) - vectors).norm().item() for each in (rows, expected)]
     assert errors[0] <= errors[1] * (1 + 1e-5)
@@ -90,7 +94,8 @@ def test_vectors_of_rows(launches, record_property, bits, dim, dtype):
         torch.testing.assert_close(rotated, of_torch(rounding).decode(rows, dtype, rotated=True), rtol=0, atol=0)
     vectors = rounding.decode(rows, dtype)
     assert launches["decode"] == 2
-    assert vectors.dtype == dtype and vectors.shape == (2, 3, 7, dim)
+    assert vectors.dtype == dtype
+    assert vectors.shape == (2, 3, 7, dim)
     expected = rounding.decode(rows, torch.float64)
     assert launches["decode"] == 2
     error = relative_error(vectors, expected)
@@ -136,7 +141,8 @@ def test_what_is_not_finite_stays_so(bits, wrong):
     rounding, vectors = Rounding(bits, 64), torch.randn(3, 64, device=DEVICE)
     vectors[1, 5] = wrong
     held = rounding.decode(rounding.encode(vectors), torch.float32)
-    assert not held[1].isfinite().any() and held[[0, 2]].isfinite().all()
+    assert not held[1].isfinite().any()
+    assert held[[0, 2]].isfinite().all()
 
 
 def test_what_the_kernels_do_not_take(monkeypatch, launches):

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import modeling_llamba.hybrid_cache as hybrid_cache
-from tests.students import make_student
-from tests.teachers import TINY, random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import TINY, random_ids
 
 MODELS = {
     "hybrid": lambda: make_student(pattern="beside-only"),

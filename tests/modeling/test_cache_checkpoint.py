@@ -9,8 +9,8 @@ from transformers import StaticCache
 
 from modeling_llamba.cache_checkpoint import CacheCheckpoint
 from modeling_llamba.hybrid_cache import cache_length
-from tests.students import MIXERS, make_student
-from tests.teachers import make_teacher, random_ids
+from tests.helpers.students import MIXERS, make_student
+from tests.helpers.teachers import make_teacher, random_ids
 
 EXACT = dict(rtol=0, atol=1e-11)
 PATTERNS = ("beside", "beside-only", "pure", "window", "gemma", "every")

@@ -13,8 +13,8 @@ import modeling_llamba.flex as flex
 import modeling_llamba.hybrid_attention as hybrid_attention
 from modeling_llamba.selective_scan import selective_scan
 from tests.helpers.scans import selective_inputs
-from tests.students import MIXERS, make_student
-from tests.teachers import random_ids
+from tests.helpers.students import MIXERS, make_student
+from tests.helpers.teachers import random_ids
 
 
 @pytest.fixture(autouse=True)

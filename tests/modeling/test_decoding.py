@@ -12,8 +12,8 @@ from modeling_llamba.attention import append_keys
 from modeling_llamba.naive import ssd_recurrence
 from modeling_llamba.ssd import ssd_scan, ssd_step
 from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
-from tests.students import make_student
-from tests.teachers import random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
 
 
 @pytest.fixture
@@ -73,7 +73,8 @@ def test_copies_of_a_cache_do_not_share_their_room(little_room):
     append_keys(other, *tokens(1))
     mine = tokens(1)
     append_keys(layer, *mine)
-    assert torch.equal(layer.keys, torch.cat([before, mine[0]], 2)) and not torch.equal(other.keys, layer.keys)
+    assert torch.equal(layer.keys, torch.cat([before, mine[0]], 2))
+    assert not torch.equal(other.keys, layer.keys)
 
 
 def test_gradients_pass_through_cached_keys():
@@ -82,7 +83,8 @@ def test_gradients_pass_through_cached_keys():
     append_keys(layer, *first)
     keys, _ = append_keys(layer, *second)
     keys.sum().backward()
-    assert first[0].grad is not None and second[0].grad is not None
+    assert first[0].grad is not None
+    assert second[0].grad is not None
 
 
 def test_gradients_of_queries_alone_are_right_after_more_tokens():
@@ -121,7 +123,8 @@ def test_steps_equal_recurrence(shape):
     for t in range(x.shape[1]):
         y, _ = ssd_step(running, x[:, t], log_a[:, t], B[:, t], C[:, t])
         ys.append(y)
-    assert relative_error(torch.stack(ys, 1), y_ref) < 1e-6 and relative_error(running, state_ref) < 1e-6
+    assert relative_error(torch.stack(ys, 1), y_ref) < 1e-6
+    assert relative_error(running, state_ref) < 1e-6
 
 
 @pytest.mark.parametrize("length", [64, 300])

@@ -12,7 +12,7 @@ import modeling_llamba.flex as flex
 import modeling_llamba.hybrid_attention as hybrid_attention
 import modeling_llamba.hybrid_model as hybrid_model
 from modeling_llamba.block_layout import GROUP
-from tests.students import FAMILIES, student_config
+from tests.helpers.students import FAMILIES, student_config
 
 aten = torch.ops.aten
 LENGTH = 60
@@ -90,7 +90,8 @@ def test_nothing_waits_for_the_device(family, mixer, pattern):
         out = model(ids, use_cache=True)
         for new in (ids, ids[:, :1], ids[:, :1]):
             out = model(new, past_key_values=out.past_key_values)
-    assert out.logits.shape[:2] == (2, 1) and out.past_key_values.get_seq_length() == 2 * LENGTH + 2
+    assert out.logits.shape[:2] == (2, 1)
+    assert out.past_key_values.get_seq_length() == 2 * LENGTH + 2
     assert watch.waits == []
 
 
@@ -117,7 +118,8 @@ def test_no_mask_of_all_pairs(monkeypatch, by_flex):
     """Per token, the largest mask holds a group, its window and its places, whatever the length; and nothing waits."""
 
     def causal(query, key, value, attn_mask=None, is_causal=False, **options):
-        assert attn_mask is None and is_causal
+        assert attn_mask is None
+        assert is_causal
         return query
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", causal)

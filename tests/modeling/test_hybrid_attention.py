@@ -17,8 +17,8 @@ from modeling_llamba.eviction import State, outer_products, salient_before
 from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
 from modeling_llamba.naive import naive_hybrid_attention
 from modeling_llamba.rotary import rotary_embedding
-from tests.students import make_student, student_config
-from tests.teachers import LLAMA3_ROPE, MINISTRAL_ROPE, random_ids
+from tests.helpers.students import make_student, student_config
+from tests.helpers.teachers import LLAMA3_ROPE, MINISTRAL_ROPE, random_ids
 
 LENGTH = 83
 """Tokens of an example: two groups of blocks behind the window, and a part of a block."""

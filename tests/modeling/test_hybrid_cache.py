@@ -8,8 +8,8 @@ import torch
 import modeling_llamba.hybrid_cache as hybrid_cache
 from convert.layout.cache import cache_bytes
 from modeling_llamba.hybrid_cache import HybridLayer, cache_length, cache_nbytes, fit_cache, new_cache
-from tests.students import MIXERS, make_student, student_config
-from tests.teachers import random_ids
+from tests.helpers.students import MIXERS, make_student, student_config
+from tests.helpers.teachers import random_ids
 
 LENGTH = 40
 EXACT = dict(rtol=0, atol=1e-11)

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from convert import convert
 from convert.tools.chat import Conversation
 from tests.helpers.padding import left_padded
-from tests.recipes.tiny_chat import save_chat_teacher
-from tests.students import make_student
-from tests.teachers import LONGROPE, make_teacher, random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import LONGROPE, make_teacher, random_ids
+from tests.helpers.tiny_chat import save_chat_teacher
 
 SWITCH = 24
 ROPE = dict(LONGROPE) | {"original_max_position_embeddings": SWITCH}
@@ -42,7 +42,8 @@ def test_a_hybrid_that_keeps_every_layer_generates_as_its_teacher(options, tmp_p
     (ours, *ours_in), (theirs, *theirs_in) = (
         generated(model, ids, attention_mask=mask, **options) for model in (hybrid, teacher)
     )
-    assert torch.equal(ours.sequences, theirs.sequences) and ours_in[1] == theirs_in[1]
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert ours_in[1] == theirs_in[1]
     torch.testing.assert_close(ours_in[0], theirs_in[0], rtol=0, atol=1e-4)
 
 
@@ -69,7 +70,8 @@ def test_drafts_are_taken_back_after_the_switch(pattern):
     model, ids = longrope_student(pattern), random_ids(1, 5).repeat(1, 4)
     plain, *_ = generated(model, ids)
     drafted, _, read = generated(model, ids, prompt_lookup_num_tokens=4)
-    assert torch.equal(drafted.sequences, plain.sequences) and max(read[1:]) > SWITCH
+    assert torch.equal(drafted.sequences, plain.sequences)
+    assert max(read[1:]) > SWITCH
 
 
 @torch.no_grad()

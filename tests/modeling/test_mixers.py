@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.students import MIXERS, make_student
+from tests.helpers.students import MIXERS, make_student
 
 
 def mixer_and_input(mixer, length=21, **overrides):
@@ -102,7 +102,8 @@ def test_mamba1_from_its_equations():
 def test_state_size_may_differ_from_the_head_dimension(mixer):
     module, u, _ = mixer_and_input(mixer, mixer_d_state=12, mixer_rotary=False)
     matrix, x = module.materialize(u)
-    assert matrix.shape == (2, 4, 21, 21) and x.shape == (2, 4, 21, 8)
+    assert matrix.shape == (2, 4, 21, 21)
+    assert x.shape == (2, 4, 21, 8)
     assert module(u).shape == u.shape
 
 

@@ -6,8 +6,8 @@ from transformers import DynamicCache
 
 from modeling_llamba.hybrid_cache import RecurrentCache
 from tests.helpers.padding import left_padded
-from tests.students import FAMILIES, MIXERS, PATTERNS, make_student
-from tests.teachers import random_ids
+from tests.helpers.students import FAMILIES, MIXERS, PATTERNS, make_student
+from tests.helpers.teachers import random_ids
 
 CLOSE = dict(rtol=1e-4, atol=5e-5)  # the rotary angles are float32; a leak shows at 1e-2
 # every mixer alone and with attention; a family is another block around the same mixers, so the two take turns
@@ -189,7 +189,8 @@ def test_beam_search_and_sampling(family, mixer, pattern):
     assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
     torch.manual_seed(1)
     sampled = model.generate(ids[:1], max_new_tokens=8, eos_token_id=None, do_sample=True, num_return_sequences=3)
-    assert sampled.shape == (3, 17) and len({tuple(row.tolist()) for row in sampled}) > 1
+    assert sampled.shape == (3, 17)
+    assert len({tuple(row.tolist()) for row in sampled}) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,9 +223,11 @@ def test_caches_are_transformers_own():
     hybrid, pure = make_student(), make_student(pattern="pure")
     ids = random_ids(2, 7)
     cache = hybrid(ids, use_cache=True).past_key_values
-    assert type(cache) is DynamicCache and cache.get_seq_length() == 7
+    assert type(cache) is DynamicCache
+    assert cache.get_seq_length() == 7
     cache = pure(ids, use_cache=True).past_key_values
-    assert isinstance(cache, RecurrentCache | DynamicCache) and cache.get_seq_length() == 7
+    assert isinstance(cache, RecurrentCache | DynamicCache)
+    assert cache.get_seq_length() == 7
     plain = DynamicCache(config=pure.config)
     first = pure(ids, past_key_values=plain, use_cache=True)
     second = pure(ids, past_key_values=plain, use_cache=True)
@@ -257,7 +260,8 @@ def test_state_stays_float32_in_half_precision(mixer, dtype):
     out = model(ids[:, :20], use_cache=True)
     for token in ids[:, 20:].split(1, dim=1):
         out = model(token, past_key_values=out.past_key_values)
-    assert out.logits.dtype == dtype and out.logits.isfinite().all()
+    assert out.logits.dtype == dtype
+    assert out.logits.isfinite().all()
     assert out.past_key_values.layers[0].recurrent_states[0].dtype == torch.float32
 
 
@@ -271,7 +275,8 @@ def test_eager_and_sdpa_agree_and_report(family, mixer, pattern):
     num_attention = sum(kind.endswith(("full_attention", "sliding_attention")) for kind in PATTERNS[pattern])
     out = model(ids, output_hidden_states=True, output_attentions=num_attention > 0)
     torch.testing.assert_close(out.logits, sdpa, **CLOSE)
-    assert len(out.hidden_states) == 1 + len(PATTERNS[pattern]) and out.hidden_states[0].shape == (2, 15, 32)
+    assert len(out.hidden_states) == 1 + len(PATTERNS[pattern])
+    assert out.hidden_states[0].shape == (2, 15, 32)
     assert len(out.attentions or ()) == num_attention
     for probabilities in out.attentions or ():
         torch.testing.assert_close(probabilities.sum(-1).float(), torch.ones(2, 4, 15))

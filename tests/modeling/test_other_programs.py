@@ -20,9 +20,9 @@ from trl import RewardConfig, RewardTrainer
 
 from modeling_llamba.hybrid_cache import MixerLayer, cache_length
 from tests.helpers.padding import left_padded
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
 from tests.helpers.tokenizers import tokenizer
-from tests.students import make_student
-from tests.teachers import random_ids
 
 PATTERNS = ["beside", "beside-only", "shared", "every", "pure"]
 GREEDY = dict(do_sample=False, eos_token_id=None)
@@ -73,7 +73,8 @@ def test_nothing_to_select_before_the_first_token():
     layer = MixerLayer()
     layer.batch_repeat_interleave(2)
     layer.batch_select_indices(torch.tensor([0]))
-    assert layer.conv_states[0] is None and layer.recurrent_states[0] is None
+    assert layer.conv_states[0] is None
+    assert layer.recurrent_states[0] is None
 
 
 def test_attentions_that_are_left_out_are_said(caplog):
@@ -82,7 +83,8 @@ def test_attentions_that_are_left_out_are_said(caplog):
     logging.warning_once.cache_clear()
     for _ in range(2):
         found = mixed(ids, output_attentions=True).attentions
-        assert len(found) == 1 and found[0].shape[-2:] == (12, 12)
+        assert len(found) == 1
+        assert found[0].shape[-2:] == (12, 12)
     assert sum("2 of 3 layers are mixers or hybrid layers" in message for message in caplog.messages) == 1
     with pytest.raises(ValueError, match="no layer of this model has a matrix of attention probabilities"):
         make_student(pattern="beside-only")(ids, output_attentions=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from tests.students import make_student
-from tests.teachers import random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
 
 GREEDY = dict(do_sample=False, eos_token_id=None)
 

@@ -8,8 +8,8 @@ from modeling_llamba import attention
 from modeling_llamba.hybrid_config import CACHE_BITS
 from modeling_llamba.naive import _rounded
 from modeling_llamba.rounding import Rounding
-from tests.students import make_student
-from tests.teachers import random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
 
 MIXED = dict(
     head_dim=16,
@@ -96,7 +96,8 @@ def test_heads_are_taken_out_of_their_rows_in_parts(implementation, monkeypatch)
     calls, whole = run()
     monkeypatch.setattr(attention, "DECODED", 1)
     more_calls, parts = run()
-    assert more_calls > calls and len(whole) == len(parts) == (3 if implementation == "eager" else 1)
+    assert more_calls > calls
+    assert len(whole) == len(parts) == (3 if implementation == "eager" else 1)
     torch.testing.assert_close(parts, whole)
 
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.hybrid_config import FORMAT_VERSION
 from tests.helpers.before import BEFORE
-from tests.students import FAMILIES, make_student, student_config
-from tests.teachers import LONGROPE, random_ids
+from tests.helpers.students import FAMILIES, make_student, student_config
+from tests.helpers.teachers import LONGROPE, random_ids
 
 MIXERS_ALONE = """
 import pathlib
@@ -246,7 +246,8 @@ def test_shards_and_tied_embeddings(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 2 and "lm_head.weight" not in index["weight_map"]
+    assert len(set(index["weight_map"].values())) > 2
+    assert "lm_head.weight" not in index["weight_map"]
     loaded = LlambaForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     for name, value in model.state_dict().items():
@@ -260,7 +261,8 @@ def test_resizing_the_vocabulary(family, tied):
     before = model(random_ids(1, 6)).logits
     model.resize_token_embeddings(140, mean_resizing=False)
     after = model(random_ids(1, 6)).logits
-    assert after.shape[-1] == 140 and model.config.vocab_size == 140
+    assert after.shape[-1] == 140
+    assert model.config.vocab_size == 140
     torch.testing.assert_close(after[..., :128], before)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 

@@ -9,8 +9,8 @@ import modeling_llamba.short_conv as short_conv
 import modeling_llamba.ssd as ssd
 from modeling_llamba.short_conv import ShortConv
 from tests.helpers.scans import relative_error
-from tests.students import make_student
-from tests.teachers import random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
 
 NAMES = ("x", "log_a", "B", "C", "state")
 
@@ -67,7 +67,9 @@ def test_it_is_said_once_that_fla_does_not_train(monkeypatch):
     monkeypatch.setattr(ssd.logger, "warning", lambda text, *args: said.append(text))
     for _ in range(3):
         assert ssd.choose_backend("auto", True, recording=True) == "torch"
-    assert len(said) == 1 and "Triton 3.5.0" in said[0] and "PyTorch's operations train" in said[0]
+    assert len(said) == 1
+    assert "Triton 3.5.0" in said[0]
+    assert "PyTorch's operations train" in said[0]
 
 
 def test_the_environment_overrides_the_configuration(monkeypatch):
@@ -90,7 +92,9 @@ def test_causal_conv1d_update_arguments(monkeypatch, activation):
     """The kernel's documented contract: x (B, C) joins conv_state (B, C, >= width), in place; weight (C, width)."""
 
     def stand_in(x, conv_state, weight, bias=None, activation=None):
-        assert x.shape == conv_state.shape[:2] and weight.shape == (x.shape[1], 4) and bias.shape == weight.shape[:1]
+        assert x.shape == conv_state.shape[:2]
+        assert weight.shape == (x.shape[1], 4)
+        assert bias.shape == weight.shape[:1]
         assert activation in (None, "silu")
         conv_state.copy_(torch.cat([conv_state[..., 1:], x[..., None]], -1))
         y = (conv_state[..., -4:] * weight).sum(-1) + bias
@@ -122,9 +126,15 @@ def test_causal_conv1d_arguments(monkeypatch, packing):
     seen = []
 
     def stand_in(x, weight, bias=None, seq_idx=None, activation=None):
-        assert x.stride(1) == 1 and x.stride(2) % 8 == 0 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
-        assert weight.shape == (x.shape[1], 4) and bias.shape == weight.shape[:1] and activation in (None, "silu")
-        assert (seq_idx is not None) == packing and (seq_idx is None or seq_idx.dtype == torch.int32)
+        assert x.stride(1) == 1
+        assert x.stride(2) % 8 == 0
+        assert x.stride(0) % 8 == 0
+        assert x.shape[1] % 8 == 0
+        assert weight.shape == (x.shape[1], 4)
+        assert bias.shape == weight.shape[:1]
+        assert activation in (None, "silu")
+        assert (seq_idx is not None) == packing
+        assert seq_idx is None or seq_idx.dtype == torch.int32
         seen.append(x.shape)
         with monkeypatch.context() as plain:
             plain.setattr(short_conv, "causal_conv1d_fn", None)
@@ -148,7 +158,8 @@ def test_who_wants_torch_gets_no_compiled_convolution(monkeypatch):
         mixer_backend = "auto"
 
     on_cuda, conv = type("Tensor", (), {"is_cuda": True})(), conv_of(8, config=Config)
-    assert conv._may_use_kernel(on_cuda) and conv_of(8)._may_use_kernel(on_cuda)
+    assert conv._may_use_kernel(on_cuda)
+    assert conv_of(8)._may_use_kernel(on_cuda)
     Config.mixer_backend = "torch"
     assert not conv._may_use_kernel(on_cuda)
     monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
@@ -161,7 +172,8 @@ def test_one_token_with_a_gradient_of_the_weights_alone_takes_no_kernel(monkeypa
     monkeypatch.setattr(ShortConv, "_may_use_kernel", lambda self, x: True)
     conv, x = conv_of(8), torch.randn(1, 1, 8)
     assert not conv.steps_in_place(x)
-    assert conv.requires_grad_(False).steps_in_place(x) and not conv.steps_in_place(x.requires_grad_())
+    assert conv.requires_grad_(False).steps_in_place(x)
+    assert not conv.steps_in_place(x.requires_grad_())
 
 
 @pytest.mark.gpu

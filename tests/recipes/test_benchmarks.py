@@ -13,15 +13,16 @@ from modeling_llamba.hybrid_cache import cache_nbytes
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache, step_timings
 from recipes.benchmarks.measure import Report, Table, in_own_process, interleaved, peak_bytes
 from recipes.evaluation.speed import fill_cache
-from tests.students import make_student
-from tests.teachers import make_teacher
+from tests.helpers.students import make_student
+from tests.helpers.teachers import make_teacher
 
 
 def test_interleaved_calls_everything_as_often():
     calls = []
     timings = interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, 20)
     rounds = ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)]
-    assert all(sorted(round) == ["a", "b", "c"] for round in rounds) and len(rounds) == 21
+    assert all(sorted(round) == ["a", "b", "c"] for round in rounds)
+    assert len(rounds) == 21
     assert {round[0] for round in rounds} == {"a", "b", "c"}  # none of them always comes after the same other
     assert all(t.least <= t.median <= t.most for t in timings.values())
 
@@ -33,7 +34,8 @@ def test_a_made_up_cache_is_as_long_as_it_says(pattern):
     cache = filled_cache(model, 300, 2)
     sizes = cache_nbytes(cache)
     out = model(torch.tensor([[5], [6]]), past_key_values=cache)
-    assert out.logits.shape[:2] == (2, 1) and cache.get_seq_length() == 301
+    assert out.logits.shape[:2] == (2, 1)
+    assert cache.get_seq_length() == 301
     config = model.config
     per_token = 2 * 2 * config.num_key_value_heads * config.head_dim * 4
     full = config.layer_types.count("full_attention")
@@ -167,11 +169,14 @@ def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
     assert report["machine"]["torch"] == torch.__version__
     assert report["targets"] == [{"name": "decode: time over a peer", "value": 0.5, "limit": 1.0}]
     text = (tmp_path / "results.md").read_text()
-    assert "| decode: time over a peer | 0.5 | 1 | yes |" in text and "| 2 | 1 | **no** |" in text
-    assert "| context | tokens/s |\n| --- | --- |\n| 512 | 90 |" in text and "a peer: skipped, no package." in text
+    assert "| decode: time over a peer | 0.5 | 1 | yes |" in text
+    assert "| 2 | 1 | **no** |" in text
+    assert "| context | tokens/s |\n| --- | --- |\n| 512 | 90 |" in text
+    assert "a peer: skipped, no package." in text
     assert "decode: commit" in text
     printed = capsys.readouterr()
-    assert "1 of 2 targets met" in printed.out and "hybrid failed with exit code 3" in printed.err
+    assert "1 of 2 targets met" in printed.out
+    assert "hybrid failed with exit code 3" in printed.err
     # another run of one topic keeps what the others measured
     assert bench.main(tmp_path, ("conversion",)) == 0
     assert "decode: time over a peer" in (tmp_path / "results.md").read_text()
@@ -214,7 +219,8 @@ def test_the_gpu_topic_on_a_cpu(tmp_path, monkeypatch):
     assert [row[0] for row in of_graphs] == ["tiny, teacher, 256", "tiny, default, 256"]
     assert all(float(row[1]) > 0 for row in of_graphs)
     assert [row[0] for row in tables["training step"]] == ["tiny, teacher", "tiny, default"]
-    assert tables["scan of bf16: heads, tokens"][0][2:4] == ["", ""] and not report.skipped
+    assert tables["scan of bf16: heads, tokens"][0][2:4] == ["", ""]
+    assert not report.skipped
     bench.save("gpu", report, 1.0, tmp_path)
     assert "tiny, default, 256" in bench.as_markdown({"gpu": json.loads((tmp_path / "gpu.json").read_text())})
     if not torch.cuda.is_available():

@@ -5,7 +5,7 @@ from datasets import Dataset
 from tokenizers import processors
 
 from recipes.training.chat_format import faithful_answers, not_too_long, pairs, question_of, questions
-from tests.recipes.tiny_chat import REASONING, STRICT, chat_tokenizer
+from tests.helpers.tiny_chat import REASONING, STRICT, chat_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "w9 w10"}, {"role": "assistant", "content": "w11 w12 w13"}
 OTHER = {"role": "assistant", "content": "w14"}

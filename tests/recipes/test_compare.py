@@ -40,8 +40,8 @@ from recipes.evaluation.other_caches import (
     window_of_bytes,
 )
 from recipes.evaluation.texts import PYTHON_CODE, TextSource
-from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
-from tests.teachers import TEACHERS, make_teacher, random_ids
+from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
+from tests.helpers.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
 
 LENGTH, FIRST = 128, 32
 
@@ -67,7 +67,8 @@ def quick_ruler(monkeypatch):
     """Replaces RULER, whose rows are longer than tiny models take, by an answer to a prompt."""
 
     def answers(model, tokenizer, lengths, rows, tasks, batch_size):
-        assert batch_size == 1 and len(tasks) == 1
+        assert batch_size == 1
+        assert len(tasks) == 1
         ids = torch.arange(lengths[0])[None] % 100
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -124,7 +125,8 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     assert [(row["which"], row["context"]) for row in found["speed"]] == [("teacher", 32), ("hybrid", 32)]
 
     report = (tmp_path / "compare.md").read_text()
-    assert f"{figures['kl']:.4f}" in report and max(line.count("|") for line in report.splitlines()) == 9
+    assert f"{figures['kl']:.4f}" in report
+    assert max(line.count("|") for line in report.splitlines()) == 9
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
     def refuse(*arguments):
@@ -133,9 +135,11 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison.Comparison, "measure", refuse)
     monkeypatch.setattr(comparison.Comparison, "speed", refuse)
     code, again, errors = compare(folder, tmp_path, "--json")
-    assert code == 0 and json.loads(again) == found, errors
+    assert code == 0, errors
+    assert json.loads(again) == found, errors
     code, _, errors = compare(folder, tmp_path, "--rows", "1")
-    assert code == 1 and "computed again" in errors, "other settings are measured anew"
+    assert code == 1, "other settings are measured anew"
+    assert "computed again" in errors, "other settings are measured anew"
 
 
 def test_no_context_holds_what_asks(folder, monkeypatch):
@@ -178,7 +182,8 @@ def test_what_was_finished_is_kept(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison.Comparison, "measure", lambda self, m: measured.append(m.name) or measure(self, m))
     code, said, errors = compare(folder, tmp_path)
     assert code == 0, errors
-    assert len(measured) == len(set(measured)) == 10 and "| int4 cache |" in said
+    assert len(measured) == len(set(measured)) == 10
+    assert "| int4 cache |" in said
 
 
 def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
@@ -188,18 +193,22 @@ def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
     scores = {row["name"]: row["ruler"].get("100", {}).get("ruler_vt") for row in json.loads(said)["methods"]}
     assert scores["teacher"] == scores["int8 cache"] != scores["hybrid"]
     assert scores["window, as hybrid"] != scores["teacher"]
-    assert scores["eviction, as hybrid"] is None and len({*scores.values()}) > 2
+    assert scores["eviction, as hybrid"] is None
+    assert len({*scores.values()}) > 2
     assert "| cache | 100 tokens |" in (tmp_path / "compare.md").read_text()
 
 
 def test_refusals(folder, tmp_path):
     for hybrids, words_of_it in ((("teacher",), "not a hybrid"), (("hybrid", "hybrid"), "named twice")):
         code, _, errors = compare(folder, tmp_path, hybrids=hybrids)
-        assert code == 1 and words_of_it in errors
+        assert code == 1
+        assert words_of_it in errors
     code, _, errors = compare(folder, tmp_path, "--length", "40")
-    assert code == 1 and "at least twice" in errors
+    assert code == 1
+    assert "at least twice" in errors
     code, _, errors = compare(folder, tmp_path, "--quik")
-    assert code == 1 and "did you mean --quick?" in errors
+    assert code == 1
+    assert "did you mean --quick?" in errors
 
 
 def test_a_quick_comparison_keeps_what_is_named():
@@ -211,17 +220,20 @@ def test_a_quick_comparison_keeps_what_is_named():
 @pytest.mark.parametrize("typed, read", [("32", (32,)), ("32,64", (32, 64)), ("[32, 64]", (32, 64)), ("[]", ())])
 def test_a_list_is_typed_with_commas_or_as_in_yaml(typed, read):
     options, _ = COMPARE.parser("compare").from_command_line(["t", "--speed", typed, "--text", "mine.jsonl,a:b:c"])
-    assert options.speed == read and options.text == ("mine.jsonl", "a:b:c")
+    assert options.speed == read
+    assert options.text == ("mine.jsonl", "a:b:c")
 
 
 def test_the_installed_command_knows_it(capsys):
     main(["--help"])
     said = capsys.readouterr().out
-    assert "convert-to-hybrid compare " in said and "needs the installed command" not in said
+    assert "convert-to-hybrid compare " in said
+    assert "needs the installed command" not in said
     main(["compare", "--help"])
     said = capsys.readouterr().out
     assert "default: shipped,python-docs,python-code" in said
-    assert all(flag in said for flag in COMPARE.flags) and "HYBRID..." in said
+    assert all(flag in said for flag in COMPARE.flags)
+    assert "HYBRID..." in said
     assert all(option.help.endswith(".") for option in documented(COMPARE.options))
 
 
@@ -318,7 +330,8 @@ def test_bytes(model):
     assert pairs_of_bytes(wide, budget, True, 4096) == (budget - moments) // 256
     assert kept_bytes(limited, 50, True, 4096) == OtherCache().nbytes(limited[:1], 100) + 50 * 256 + moments // 2
     assert kept_bytes(wide, 10**6, False, 20) == OtherCache().nbytes(wide, 20)
-    assert window_of_bytes(wide, 100) is None and pairs_of_bytes(wide, 1000, True, 4096) is None
+    assert window_of_bytes(wide, 100) is None
+    assert pairs_of_bytes(wide, 1000, True, 4096) is None
 
 
 def test_scores_are_the_largest_weights_of_a_second_reading(model):
@@ -419,4 +432,5 @@ def test_moments_are_exact_to_first_order():
 
 def test_code_is_a_text():
     rows = list(TextSource(PYTHON_CODE).documents())
-    assert len(rows) > 3 and all("def " in text for text in rows)
+    assert len(rows) > 3
+    assert all("def " in text for text in rows)

@@ -10,7 +10,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 import recipes
 from recipes import distillation, dpo, seqkd, sft
-from tests.recipes.tiny_chat import conversations, preferences, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import conversations, preferences, save_chat_teacher, save_hybrid
 
 CONFIGS = Path(recipes.__file__).with_name("configs")
 RECIPES = {"seqkd": seqkd, "sft": sft, "dpo": dpo, "distillation": distillation}
@@ -94,4 +94,5 @@ def test_the_batch_is_the_one_it_names(path):
 @pytest.mark.parametrize("path", sorted((CONFIGS / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
 def test_accelerate_reads_its_configurations(path):
     config = ClusterConfig.from_yaml_file(str(path))
-    assert config.num_processes == 8 and config.mixed_precision == "bf16"
+    assert config.num_processes == 8
+    assert config.mixed_precision == "bf16"

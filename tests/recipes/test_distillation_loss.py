@@ -16,8 +16,8 @@ from convert.train.distillation.loss import (
     distillation_loss,
     divergence,
 )
-from tests.students import make_student
-from tests.teachers import make_teacher, random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import make_teacher, random_ids
 
 WEIGHTS = [
     LossWeights(),
@@ -79,7 +79,8 @@ def test_values_and_gradients_equal_the_naive_ones(weights, bias):
             out = distillation_loss(
                 leaf[:, :-1][counts], head, labels[:, 1:][counts], lambda s, t=of_teacher: teacher_head(t[s]), weights
             )
-            assert out.tokens == counts.sum() and len(counts.nonzero()) > 3 * 17  # several chunks
+            assert out.tokens == counts.sum()  # several chunks
+            assert len(counts.nonzero()) > 3 * 17
             loss = out.loss / out.tokens
         else:
             loss = naive_loss(head(leaf), teacher_head(teacher_hidden).detach(), labels, weights)
@@ -129,7 +130,8 @@ def test_no_counting_token_is_a_loss_of_zero_that_can_be_differentiated():
     head, hidden = nn.Linear(4, 128), torch.randn(0, 4, requires_grad=True)
     out = distillation_loss(hidden, head, torch.zeros(0, dtype=torch.long), None, LossWeights(1.0, 0.0))
     out.loss.backward()
-    assert out.loss == 0 and head.weight.grad.abs().max() == 0
+    assert out.loss == 0
+    assert head.weight.grad.abs().max() == 0
 
 
 def test_evaluation_keeps_no_gradient():

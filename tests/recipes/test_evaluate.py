@@ -27,9 +27,9 @@ from recipes.evaluation.speed import speed
 from recipes.evaluation.tasks import relative_score
 from recipes.evaluation.tasks import side_by_side as task_rows
 from recipes.evaluation.texts import TextSource
-from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
-from tests.students import make_student
-from tests.teachers import make_teacher, random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import make_teacher, random_ids
+from tests.helpers.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +91,17 @@ def test_everything_at_once(folder, tmp_path):
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "e/evaluation.json").read_text())
     (text,) = found["text"]
-    assert (text["name"], text["length"], text["sequences"]) == ("text", 64, 2) and text["kl"] > 0
+    assert (text["name"], text["length"], text["sequences"]) == ("text", 64, 2)
+    assert text["kl"] > 0
     assert [row["stop"] for row in text["by_position"]] == [16, 32, 64]
     assert {row["probe"] for row in found["recall"]} == {"copy", "associative", "needle", "passkey"}
     assert all(0 <= row[who] <= 1 for row in found["recall"] for who in ("model", "teacher"))
     assert found["generation"]["instructions"]["count"] == len(INSTRUCTIONS)
     assert len(found["generation"]["answers"]) == len(PROMPTS)
     (task,) = found["tasks"]
-    assert task["chance"] == pytest.approx(1 / 3) and task["chance_from"] == "choices" and task["documents"] == 8
+    assert task["chance"] == pytest.approx(1 / 3)
+    assert task["chance_from"] == "choices"
+    assert task["documents"] == 8
     assert [row["which"] for row in found["speed"]] == ["model", "teacher"]
     assert found["speed"][0]["cache_bytes"] != found["speed"][1]["cache_bytes"]
     report = (tmp_path / "e/evaluation.md").read_text()
@@ -109,13 +112,16 @@ def test_everything_at_once(folder, tmp_path):
     values = {(r.dataset_type, r.metric_type): r.metric_value for r in after.data.eval_results}
     assert values["text", "kl"] == pytest.approx(text["kl"], abs=1e-6)
     assert values["tiny_choice", "acc"] == pytest.approx(task["model"], abs=1e-6)
-    assert "### Recall" in after.text and str(folder) not in after.text
+    assert "### Recall" in after.text
+    assert str(folder) not in after.text
     rows = [line for line in card.text.strip().splitlines() if NOT_MEASURED not in line]
-    assert set(rows) < set(after.text.splitlines()) and NOT_MEASURED not in after.text
+    assert set(rows) < set(after.text.splitlines())
+    assert NOT_MEASURED not in after.text
     assert f"| {KL_ROW} | {text['kl']:.3f} ± " in after.text
     share = relative_recall(found["recall"])  # of a tiny random teacher mostly None
     assert f"| {RECALL_ROW} | {'the teacher recalls nothing' if share is None else f'{share:.0%}'} |" in after.text
-    assert f"({KL})" in after.text and (folder / "hybrid" / KL).stat().st_size > 1000
+    assert f"({KL})" in after.text
+    assert (folder / "hybrid" / KL).stat().st_size > 1000
 
     def fail(*arguments, **options):
         raise AssertionError("computed again")
@@ -124,7 +130,8 @@ def test_everything_at_once(folder, tmp_path):
         for name in ("load_model", "prompt_tokenizer", "run_task"):
             patch.setattr(evaluation, name, fail)
         again = evaluate(folder, *arguments, "--update-card")
-        assert again.exit_code == 0 and json.loads(again.stdout) == found
+        assert again.exit_code == 0
+        assert json.loads(again.stdout) == found
     assert ModelCard.load(folder / "hybrid/README.md").content == after.content, "written twice, the card is the same"
 
 
@@ -133,8 +140,10 @@ def test_an_interrupted_run_goes_on(folder, tmp_path, monkeypatch):
     whole = evaluate(folder, "--output", tmp_path / "whole", "--parts", "text", "generation", "--json")
     monkeypatch.setattr(evaluation, "judge", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
     broken = evaluate(folder, *arguments)
-    assert broken.exit_code == 130 and "goes on from here" in broken.stderr
-    assert not (tmp_path / "e/evaluation.json").exists() and len(list((tmp_path / "e/parts").iterdir())) == 3
+    assert broken.exit_code == 130
+    assert "goes on from here" in broken.stderr
+    assert not (tmp_path / "e/evaluation.json").exists()
+    assert len(list((tmp_path / "e/parts").iterdir())) == 3
     monkeypatch.undo()
     monkeypatch.setattr(evaluation, "per_token", None)  # what is done is not done again
     done = evaluate(folder, *arguments, "--json")
@@ -151,15 +160,19 @@ def test_results_of_other_settings_are_never_mixed(folder, tmp_path):
     run("--parts", "text")
     added = run("--parts", "speed", "text", "--lengths", 32, "--batch-size", 1)
     assert [row["length"] for row in added["text"]] == [64, 32], "a length more adds to what is there"
-    assert "speed" in added and "recall" not in added
+    assert "speed" in added
+    assert "recall" not in added
     fewer = run("--parts", "text", "--lengths", 32, "--sequences", 1)
-    assert [(row["length"], row["sequences"]) for row in fewer["text"]] == [(32, 1)] and "speed" in fewer
+    assert [(row["length"], row["sequences"]) for row in fewer["text"]] == [(32, 1)]
+    assert "speed" in fewer
     other = run("--parts", "text", "--lengths", 32, model="teacher")
-    assert other["text"][0]["kl"] == pytest.approx(0, abs=1e-6) and "speed" not in other
+    assert other["text"][0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert "speed" not in other
     for damaged in (tmp_path / "e/parts").glob("text*"):
         damaged.write_text("{")
     refused = evaluate(folder, "--output", tmp_path / "e", "--parts", "text", "--lengths", 32)
-    assert refused.exit_code == 1 and "is damaged" in refused.stderr
+    assert refused.exit_code == 1
+    assert "is damaged" in refused.stderr
 
 
 def test_a_run_that_failed_can_be_put_right(folder, tmp_path):
@@ -169,7 +182,8 @@ def test_a_run_that_failed_can_be_put_right(folder, tmp_path):
     late = evaluate(folder, *arguments, "--text", folder / "missing.jsonl")
     assert early.exit_code == late.exit_code == 1
     done = evaluate(folder, *arguments, "--json")
-    assert done.exit_code == 0 and len(json.loads(done.stdout)["text"]) == 1
+    assert done.exit_code == 0
+    assert len(json.loads(done.stdout)["text"]) == 1
 
 
 def test_without_a_teacher(folder, tmp_path):
@@ -177,10 +191,14 @@ def test_without_a_teacher(folder, tmp_path):
     done = evaluate(folder, *parts, teacher="none")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["teacher"] is None and found["text"][0]["kl"] is None and found["text"][0]["perplexity"] > 1
-    assert found["text"][0]["sequences"] == 1 and found["text"][0]["perplexity_interval"] is None
+    assert found["teacher"] is None
+    assert found["text"][0]["kl"] is None
+    assert found["text"][0]["perplexity"] > 1
+    assert found["text"][0]["sequences"] == 1
+    assert found["text"][0]["perplexity_interval"] is None
     assert all(row["teacher"] is None for row in found["recall"])
-    assert found["generation"]["greedy_agreement"] is None and found["generation"]["prompts"] == 1
+    assert found["generation"]["greedy_agreement"] is None
+    assert found["generation"]["prompts"] == 1
     assert [row["which"] for row in found["speed"]] == ["model"]
     assert "| 0 | 16 | – |" in (tmp_path / "e/evaluation.md").read_text()
 
@@ -222,21 +240,27 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, arguments, message
     # lm-eval's own tasks are thousands of files, which take half a minute to list
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(TaskManager, include_defaults=False))
     done = evaluate(folder, "--output", tmp_path / "e", *(a.format(folder) for a in arguments))
-    assert done.exit_code == 1 and message in done.stderr, done.stderr
-    assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
+    assert done.exit_code == 1, done.stderr
+    assert message in done.stderr, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_a_missing_model_or_teacher_is_one_line(folder, tmp_path):
     missing = evaluate(folder, model="missing")
-    assert missing.exit_code == 1 and "does not exist" in missing.stderr
+    assert missing.exit_code == 1
+    assert "does not exist" in missing.stderr
     unrecorded = evaluate(folder, model="teacher", teacher=None)
-    assert unrecorded.exit_code == 1 and "--teacher none" in unrecorded.stderr
+    assert unrecorded.exit_code == 1
+    assert "--teacher none" in unrecorded.stderr
     local = evaluate(folder, teacher=None)  # a local teacher's path is not recorded whole
-    assert local.exit_code == 1 and "say where it is" in local.stderr
+    assert local.exit_code == 1
+    assert "say where it is" in local.stderr
     with pytest.raises(ValueError, match="--update-card"):
         evaluation.Options("org/name", teacher="none", update_card=True)
     many = evaluate(folder, "--lengths", "many")
-    assert many.exit_code == 2 and "invalid int value" in many.stderr
+    assert many.exit_code == 2
+    assert "invalid int value" in many.stderr
 
 
 def naive(model, teacher, ids):
@@ -270,9 +294,12 @@ def test_figures_are_the_plain_ones():
     assert late["agreement"] == pytest.approx(agrees[:, 256:].mean().item(), abs=1e-9)
     alone = per_token(reader(model), None, ids, 5)
     torch.testing.assert_close(alone.nats, found.nats, rtol=1e-4, atol=1e-5)
-    assert figures(alone)["kl"] is None and by_position(alone)[0]["teacher_perplexity"] is None
+    assert figures(alone)["kl"] is None
+    assert by_position(alone)[0]["teacher_perplexity"] is None
     same = figures(per_token(reader(teacher), reader(teacher), ids, 5))
-    assert same["kl"] < 1e-6 and same["agreement"] == 1 and same["perplexity_ratio"] == pytest.approx(1)
+    assert same["kl"] < 1e-6
+    assert same["agreement"] == 1
+    assert same["perplexity_ratio"] == pytest.approx(1)
 
 
 def test_logits_that_are_no_numbers_are_an_error():
@@ -289,15 +316,18 @@ def test_more_tokens_than_a_model_was_made_for_are_warned_of(folder, tmp_path):
 
 
 def test_positions_are_powers_of_two():
-    assert edges(8) == [0, 8] and edges(16) == [0, 16] and edges(100) == [0, 16, 32, 64, 100]
-    assert half_width(torch.tensor([1.0])) is None and half_width(torch.zeros(3)) == 0
+    assert edges(8) == [0, 8]
+    assert edges(16) == [0, 16]
+    assert edges(100) == [0, 16, 32, 64, 100]
+    assert half_width(torch.tensor([1.0])) is None
+    assert half_width(torch.zeros(3)) == 0
 
 
 def test_a_model_that_scales_its_logits_is_read_whole():
     """Body and head would give other logits than the model's own."""
     from transformers import GraniteConfig, GraniteForCausalLM
 
-    from tests.teachers import TINY
+    from tests.helpers.teachers import TINY
 
     model = GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=4.0)).eval()
     with torch.no_grad():
@@ -338,7 +368,8 @@ def test_probes_begin_as_the_tokenizer_begins_a_text():
     model = Copier(400, right=True)
     for question in questions(prose, tokenizer, 400, [0.0, 1.0], seed=0):
         ids, answers = question.probe
-        assert (ids[:, 0] == first).all() and not answers[:, 0].any()
+        assert (ids[:, 0] == first).all()
+        assert not answers[:, 0].any()
         if question.name != "passkey":
             said = hits(reader(model), question.probe, 2, torch.device("cpu"))
             assert all(row["model"] == 1 for row in scores(question, said)), question.name
@@ -355,12 +386,14 @@ def test_probes_tell_a_model_that_copies_from_one_that_does_not(right):
         assert not said[~question.probe.answers].any()
         for row in scores(question, said):
             found[row["probe"], row["distance"]] = row["model"]
-            assert row["samples"] <= 3 and row["model_error"] in (0.0, None)
+            assert row["samples"] <= 3
+            assert row["model_error"] in (0.0, None)
     assert {key: value for key, value in found.items() if key[0] != "passkey"} == {
         key: float(right) for key in found if key[0] != "passkey"
     }
     assert {distance for probe, distance in found if probe == "needle"} == {56, 32, 8}
-    assert found["copy", 32] == float(right) and found["associative", None] == float(right)
+    assert found["copy", 32] == float(right)
+    assert found["associative", None] == float(right)
     assert {distance for probe, distance in found if probe == "associative"} <= {None, 2, 4, 8, 16, 32, 64}
 
 
@@ -380,7 +413,8 @@ def test_distances_of_associative_recall():
     for b, t in expected[upper]:
         found[b, t] = True
     rows = {row["distance"]: row for row in scores(question, found)}
-    assert rows.keys() == {None, *expected} and rows[upper]["model"] == 1
+    assert rows.keys() == {None, *expected}
+    assert rows[upper]["model"] == 1
     assert all(row["model"] == 0 for distance, row in rows.items() if distance not in (None, upper))
     shares = [found[b].sum().item() / answers[b].sum().item() for b in range(2)]
     assert rows[None]["model"] == pytest.approx(sum(shares) / 2)
@@ -389,8 +423,10 @@ def test_distances_of_associative_recall():
 
 def test_a_passkey_counts_only_whole():
     question = questions(torch.zeros(2, 64).long(), chat_tokenizer(), 128, [0.5], 0)[-1]
-    assert question.name == "passkey" and question.whole
-    assert question.probe.ids.shape == (2, 64) and question.probe.answers[:, -1].all()
+    assert question.name == "passkey"
+    assert question.whole
+    assert question.probe.ids.shape == (2, 64)
+    assert question.probe.answers[:, -1].all()
     partly = question._replace(probe=question.probe._replace(answers=torch.ones(2, 64, dtype=torch.bool)))
     found = torch.ones(2, 64, dtype=torch.bool)
     found[0, 3] = False
@@ -433,11 +469,14 @@ def test_chance_is_said_where_it_comes_from():
     ours, theirs = result([1.0, 0.0, 1.0, 1.0] * 20), result([1.0, 1.0, 1.0, 1.0] * 20)
     rows = {row["metric"]: row for row in task_rows(ours, theirs, {})}
     assert (rows["acc"]["chance"], rows["acc"]["chance_from"]) == (0.5, "choices")
-    assert rows["acc"]["relative"] == pytest.approx(0.5) and rows["exact_match"]["relative"] == pytest.approx(0.75)
+    assert rows["acc"]["relative"] == pytest.approx(0.5)
+    assert rows["exact_match"]["relative"] == pytest.approx(0.75)
     assert rows["exact_match"]["chance_from"] == "assumed"
-    assert rows["perplexity"]["relative"] is None and rows["perplexity"]["teacher"] == 12
+    assert rows["perplexity"]["relative"] is None
+    assert rows["perplexity"]["teacher"] == 12
     given = task_rows(ours, theirs, {"t": 0.6})[0]
-    assert given["chance_from"] == "given" and given["relative"] == pytest.approx((0.75 - 0.6) / 0.4)
+    assert given["chance_from"] == "given"
+    assert given["relative"] == pytest.approx((0.75 - 0.6) / 0.4)
     assert task_rows(ours, None, {})[0]["relative"] is None
 
 
@@ -448,22 +487,30 @@ def test_recall_relative_to_the_teacher():
         {"probe": "associative", "distance": 2, "model": 0.0, "teacher": 0.9},
     ]
     assert relative_recall(rows) == pytest.approx(0.5)
-    assert relative_recall([]) is None and relative_recall([rows[0] | {"teacher": 0.0}]) is None
+    assert relative_recall([]) is None
+    assert relative_recall([rows[0] | {"teacher": 0.0}]) is None
 
 
 def test_greedy_agreement_and_repetition():
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2 and common_prefix([1], [1, 2]) == 1
-    assert repetition([1, 2, 3, 4, 5, 6]) == 0 and repetition([1] * 10) == pytest.approx(6 / 7)
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1], [1, 2]) == 1
+    assert repetition([1, 2, 3, 4, 5, 6]) == 0
+    assert repetition([1] * 10) == pytest.approx(6 / 7)
     comma = "Write one sentence about birds without any comma."
     found = judge([PROMPTS[0], comma], [[5, 6, 7, 8], [9] * 8], [[5, 6, 1, 8], [9] * 8], chat_tokenizer(), 4)
     assert found["greedy_agreement"] == pytest.approx((0.5 + 1) / 2)
     assert found["repetition"] == pytest.approx((0 + 4 / 5) / 2)
-    assert found["tokens_alike"] == 8 and found["cut_off"] == 0
-    assert found["equal_answers"] == 0.5 and found["length_ratio"] == 1
+    assert found["tokens_alike"] == 8
+    assert found["cut_off"] == 0
+    assert found["equal_answers"] == 0.5
+    assert found["length_ratio"] == 1
     longer = judge([comma], [[5, 6, 7, 8]], [[5, 6, 2]], chat_tokenizer(), 4)
-    assert longer["cut_off"] == 1 and longer["equal_answers"] == 0 and longer["length_ratio"] == pytest.approx(4 / 3)
+    assert longer["cut_off"] == 1
+    assert longer["equal_answers"] == 0
+    assert longer["length_ratio"] == pytest.approx(4 / 3)
     assert found["instructions"] == {"model": 1.0, "teacher": 1.0, "count": 1}
-    assert found["answers"][0]["model_followed"] is None and found["answers"][1]["model"] == " ".join(["w9"] * 8)
+    assert found["answers"][0]["model_followed"] is None
+    assert found["answers"][1]["model"] == " ".join(["w9"] * 8)
 
 
 FOLLOWED = (
@@ -482,12 +529,14 @@ BROKEN = (
 def test_every_rule_tells_a_followed_instruction_from_a_broken_one():
     for (prompt, followed), good, bad in zip(INSTRUCTIONS.items(), FOLLOWED, BROKEN, strict=True):
         assert followed(good) is True, (prompt, good)
-        assert followed(bad) is False and followed("") is False, (prompt, bad)
+        assert followed(bad) is False, (prompt, bad)
+        assert followed("") is False, (prompt, bad)
 
 
 def test_texts():
     shipped = TextSource("shipped").rows(chat_tokenizer(), 32, 2)
-    assert shipped.shape == (2, 32) and TextSource("shipped").label == "shipped"
+    assert shipped.shape == (2, 32)
+    assert TextSource("shipped").label == "shipped"
     longest = next(TextSource("python-docs").documents())
     assert len(longest) > 20_000
     with pytest.raises(ValueError, match="needs? "):

@@ -15,7 +15,8 @@ from transformers import modeling_utils
 from recipes import dpo, sft
 from recipes.training import load
 from tests.helpers.gguf_file import write_gguf
-from tests.recipes.tiny_chat import (
+from tests.helpers.teachers import make_teacher
+from tests.helpers.tiny_chat import (
     chat_tokenizer,
     common_arguments,
     conversations,
@@ -23,7 +24,6 @@ from tests.recipes.tiny_chat import (
     save_chat_teacher,
     save_hybrid,
 )
-from tests.teachers import make_teacher
 
 TWO_PROCESSES = """
 import json, sys, torch
@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from convert.train.distillation.loss import LossWeights, add_distillation_head, add_hidden_output, head_of
 from recipes import dpo, sft
-from tests.students import make_student
-from tests.teachers import make_teacher, random_ids
+from tests.helpers.students import make_student
+from tests.helpers.teachers import make_teacher, random_ids
 
 for recipe, arguments in zip((sft, dpo), json.loads(sys.argv[1])):
     recipe.main(arguments)
@@ -101,7 +101,8 @@ def assert_same_training(folder: Path, *names: str) -> None:
         assert step > 0 or name.endswith("salience"), name
         assert (two[name] - tensor).abs().max() <= 1e-3 * step, name
     figures = [json.loads((folder / name / "training.json").read_text())[-1] for name in names]
-    assert figures[0]["after"].keys() == figures[1]["after"].keys() and len(figures[0]["after"]) > 1
+    assert figures[0]["after"].keys() == figures[1]["after"].keys()
+    assert len(figures[0]["after"]) > 1
     for when in ("before", "after"):
         for name, value in figures[0][when].items():
             assert figures[1][when][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
@@ -178,11 +179,13 @@ def test_a_sharded_run_goes_on_with_another_number_of_processes(tmp_path):
         done = launch(tmp_path / "sharded.py", arguments, "--num_processes", processes)
         assert done.returncode == (1 if processes == "2" else 0), done.stderr[-3000:]
         told |= {tuple(line.split()[:2]): line.split()[2:] for line in done.stdout.splitlines() if "e" in line}
-    assert told["loaded", "1"] == told["saved", "2"] != told["saved", "1"] and len(told["loaded", "1"]) > 50
+    assert told["loaded", "1"] == told["saved", "2"] != told["saved", "1"]
+    assert len(told["loaded", "1"]) > 50
     trained = json.loads((tmp_path / "trained" / "training.json").read_text())[-1]
     assert [entry["step"] for entry in trained["log"] if "kl" in entry] == [1, 2]
     before, after = (load_file(folder / "model.safetensors") for folder in (hybrid, tmp_path / "trained"))
-    assert before.keys() == after.keys() and all(not torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
 READ_ONCE = f"""{ON_CPUS}
@@ -220,7 +223,8 @@ def test_another_process_has_no_weights_but_all_else(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "PartialState", lambda: SimpleNamespace(is_local_main_process=False))
     empty, read = (load.read_once(str(tmp_path / name), dtype="auto") for name in (".", "t.gguf"))
     kinds = [[(name, p.dtype, p.device, p.shape) for name, p in m.named_parameters()] for m in (empty, whole)]
-    assert kinds[0] == kinds[1] and not torch.equal(empty.lm_head.weight, whole.lm_head.weight)
+    assert kinds[0] == kinds[1]
+    assert not torch.equal(empty.lm_head.weight, whole.lm_head.weight)
     assert empty.lm_head.weight is empty.model.embed_tokens.weight
     for ours, theirs in ((empty, whole), (read, dequantised)):
         torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()), rtol=0, atol=0)
@@ -257,5 +261,6 @@ def test_one_process_reads_what_fsdp_spreads(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("loaded", "sharded"))]
     memory = {(what, int(rank)): int(grown) for what, rank, grown in lines}
     whole = 2 * 4 * sum(tensor.numel() for tensor in weights.values())
-    assert memory["loaded", 0] > whole and memory["loaded", 1] < 0.2 * whole, memory
+    assert memory["loaded", 0] > whole, memory
+    assert memory["loaded", 1] < 0.2 * whole, memory
     assert memory["sharded", 1] < 0.7 * whole, memory

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from tests.doubles.hub import HubServer
-from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,10 @@ def test_a_model_of_the_hub_is_trained_and_pushed_and_an_upload_that_broke_off_g
     argv = common_arguments("me/hybrid", teacher, data, tmp_path / "out", *push, "--max_shard_size", "60KB")
     with HubServer(tmp_path / "hub", large_bytes=10_000, refuse_after=1) as hub:
         done = client(hub, tmp_path, "-m", "recipes.sft", *argv)
-        assert done.returncode == 1 and "the model is complete in" in done.stderr, done.stderr[-2000:]
-        assert "Traceback" not in done.stderr and not (hub.root / "me" / "finished" / "config.json").exists()
+        assert done.returncode == 1, done.stderr[-2000:]
+        assert "the model is complete in" in done.stderr, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
+        assert not (hub.root / "me" / "finished" / "config.json").exists()
         assert not (tmp_path / "out.work").exists(), "the checkpoints have served"
         received = {path.name for path in hub.objects.iterdir()}
         assert len(received) == 1
@@ -49,7 +51,9 @@ def test_a_model_of_the_hub_is_trained_and_pushed_and_an_upload_that_broke_off_g
         )
         assert done.returncode == 0, done.stderr[-2000:]
         sent = {request.split("/")[-1] for request in hub.requests if request.startswith("PUT")}
-        assert sent and not sent & received and hub.private["me/finished"]
+        assert sent
+        assert not sent & received
+        assert hub.private["me/finished"]
         pushed = {path.name for path in (hub.root / "me" / "finished").iterdir()}
         assert {path.name for path in (tmp_path / "out").iterdir()} <= pushed
         assert len([name for name in pushed if name.endswith(".safetensors")]) > 2
@@ -69,4 +73,6 @@ def test_a_model_of_the_hub_is_trained_and_pushed_and_an_upload_that_broke_off_g
     local = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), local(torch.tensor([[4, 9, 10, 6, 5]])).logits)
     card = ModelCard.load(tmp_path / "hub" / "me" / "finished" / "README.md")
-    assert card.data.eval_results and card.data.base_model is None and "Training" in card.text
+    assert card.data.eval_results
+    assert card.data.base_model is None
+    assert "Training" in card.text

@@ -29,7 +29,7 @@ from recipes.evaluation.ruler import (
     score,
 )
 from recipes.evaluation.texts import SHIPPED, TextSource
-from tests.recipes.tiny_chat import save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import save_chat_teacher, save_hybrid
 
 pytest.importorskip("wonderwords", reason="lm-eval's RULER needs it")
 # the first row of a process takes 15 seconds, since lm-eval writes down six million pairs of words
@@ -57,16 +57,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def test_rows(tokenizer, task):
     """What is asked for stands in the text, before the question; the answer that names all of it scores 1."""
     rows = ruler_rows(task, tokenizer, 2 * LENGTH, ROWS, seed=1)
-    assert rows == ruler_rows(task, tokenizer, 2 * LENGTH, ROWS, seed=1) and len({r.prompt for r in rows}) == ROWS
+    assert rows == ruler_rows(task, tokenizer, 2 * LENGTH, ROWS, seed=1)
+    assert len({r.prompt for r in rows}) == ROWS
     assert rows != ruler_rows(task, tokenizer, 2 * LENGTH, ROWS, seed=2)
     begun_tokens = 40  # lm-eval does not count the beginning of an answer
     for row in rows:
         context, _, question = row.prompt.rpartition("\n" if task != "ruler_cwe" else "\nQuestion")
-        assert row.answers and all(answer in context for answer in row.answers)
+        assert row.answers
+        assert all(answer in context for answer in row.answers)
         assert "?" in question or "Find all variables" in question
         tokens = len(tokenizer(row.prompt).input_ids) + (task != "ruler_fwe") * ANSWER_TOKENS[task]
         assert FILLED[task] * 2 * LENGTH < tokens <= 2 * LENGTH + begun_tokens
-        assert score(" and ".join(row.answers).upper(), row) == 1 and score("", row) == 0
+        assert score(" and ".join(row.answers).upper(), row) == 1
+        assert score("", row) == 0
         assert score(row.answers[0], row) == pytest.approx(1 / len(row.answers))
 
 
@@ -106,9 +109,11 @@ def test_rows_are_those_of_lm_eval(tokenizer, task, tmp_path):
     for a, b in zip(ours, theirs, strict=True):
         first, last = ({re.sub(r"for .*? mentioned", "for X mentioned", r.prompt.splitlines()[i]) for r in (a, b)}
                        for i in (0, -1))  # fmt: skip
-        assert len(first) == len(last) == 1 and len(a.answers) == len(b.answers)
+        assert len(first) == len(last) == 1
+        assert len(a.answers) == len(b.answers)
         told = [re.findall(r"One of the special magic (\w+) for \S+ is: ", row.prompt) for row in (a, b)]
-        assert told[0] == told[1] and told[0]
+        assert told[0] == told[1]
+        assert told[0]
 
 
 class Repeating:
@@ -121,7 +126,8 @@ class Repeating:
         self.generation_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)
 
     def generate(self, input_ids, attention_mask, max_new_tokens, **how):
-        assert how["do_sample"] is False and input_ids.shape[1] == attention_mask.sum(1).max()
+        assert how["do_sample"] is False
+        assert input_ids.shape[1] == attention_mask.sum(1).max()
         said = [self.tokenizer(next(self.answers) + "</s> nothing counts here").input_ids for _ in input_ids]
         longest = max(map(len, said))
         said = [row + [self.tokenizer.pad_token_id] * (longest - len(row)) for row in said]

@@ -37,7 +37,8 @@ def test_semiseparable_matrices_come_back_exactly(state):
     assert lower_bound(target, state).max() < 1e-10 * target.abs().max()
     if state > 1:
         fewer = distance(target, balanced_truncation(target, state // 2).matrix())
-        assert fewer.min() > 1e-3 and (fewer >= lower_bound(target, state // 2)).all()
+        assert fewer.min() > 1e-3
+        assert (fewer >= lower_bound(target, state // 2)).all()
 
 
 def test_ranks_of_the_truncation_and_its_error():
@@ -61,7 +62,8 @@ def test_lower_bound_holds_and_is_reached():
     for state in (1, 4, 10):
         bound = lower_bound(target, state)
         single = torch.linalg.svdvals(target[:, LENGTH // 2 :, : LENGTH // 2])[:, state:].norm(dim=-1)
-        assert (bound >= single - 1e-12).all() and (bound > 0).all()
+        assert (bound >= single - 1e-12).all()
+        assert (bound > 0).all()
         assert (bound <= distance(target, balanced_truncation(target, state).matrix())).all()
     # one block and nothing else: its best rank-6 approximation is a recurrence, so the bound is the smallest distance
     target, half = torch.zeros(2, LENGTH, LENGTH, dtype=torch.float64), LENGTH // 2

@@ -10,7 +10,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 from convert.io.folder import mark
 from recipes import seqkd
 from recipes.training.load import load_named, load_splits
-from tests.recipes.tiny_chat import REASONING, STRICT, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import REASONING, STRICT, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +94,16 @@ def test_what_is_cut_off_is_left_out_and_an_end_is_an_end(teacher, prompts, tmp_
 
     monkeypatch.setattr(seqkd.Answerer, "__call__", ending_some)
     report = seqkd.main(arguments(teacher, prompts, tmp_path / "out", "--truncated", "drop", "--test_share", "0"))
-    assert report["rows"]["train"] == 3 and report["left out"]["cut off"] == 9 and report["kept though cut off"] == 0
+    assert report["rows"]["train"] == 3
+    assert report["left out"]["cut off"] == 9
+    assert report["kept though cut off"] == 0
     monkeypatch.setattr(seqkd.Answerer, "__call__", lambda self, batch: [[9] * 8 for _ in batch])
     with pytest.raises(ValueError, match="12 of 12 were cut off"):
         seqkd.main(arguments(teacher, prompts, tmp_path / "none", "--truncated", "drop"))
     kept = seqkd.main(arguments(teacher, prompts, tmp_path / "none"))  # goes on with the answers that are there
-    assert sum(kept["rows"].values()) == 12 and kept["left out"]["cut off"] == 0 and kept["kept though cut off"] == 12
+    assert sum(kept["rows"].values()) == 12
+    assert kept["left out"]["cut off"] == 0
+    assert kept["kept though cut off"] == 12
     assert "0 cut off. Kept though cut off: 12." in (tmp_path / "none" / "README.md").read_text()
 
 
@@ -119,14 +123,16 @@ def test_messages_and_plain_prompts(teacher, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps(question) + "\n")
     seqkd.main(arguments(teacher, tmp_path / "chat.jsonl", tmp_path / "in-turns"))
     (row,) = load_named(str(tmp_path / "in-turns"))["train"]
-    assert row["prompt"] == [{"role": "user", "content": "w9"}] and row["completion"][0]["role"] == "assistant"
+    assert row["prompt"] == [{"role": "user", "content": "w9"}]
+    assert row["completion"][0]["role"] == "assistant"
     plain = tmp_path / "plain"
     AutoModelForCausalLM.from_pretrained(teacher).save_pretrained(plain)
     chat_tokenizer(template=None).save_pretrained(plain)
     (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "w9 w10"}) + "\n")
     seqkd.main(arguments(plain, tmp_path / "text.jsonl", tmp_path / "b"))
     (row,) = load_named(str(tmp_path / "b"))["train"]
-    assert row["prompt"] == "w9 w10" and isinstance(row["completion"], str)
+    assert row["prompt"] == "w9 w10"
+    assert isinstance(row["completion"], str)
 
 
 def test_the_answers_train_a_student(teacher, prompts, tmp_path):
@@ -151,7 +157,8 @@ def test_reasoning_that_the_template_would_cut_is_trained_on(prompts, tmp_path, 
     sft.main(common_arguments(hybrid, teacher, tmp_path / "data", tmp_path / "out"))
     for rows in (seen[0].train_dataset, seen[0].eval_dataset):
         for row in rows:
-            assert row["input_ids"][-6:] == [6, 5, 20, 7, 21, 2] and row["labels"][-5:] == [-100, 20, 7, 21, 2]
+            assert row["input_ids"][-6:] == [6, 5, 20, 7, 21, 2]
+            assert row["labels"][-5:] == [-100, 20, 7, 21, 2]
 
 
 def test_a_question_that_the_template_refuses_is_named(tmp_path):

@@ -10,7 +10,7 @@ from recipes import seqkd
 from recipes.training import server as module
 from recipes.training.load import load_named
 from tests.doubles.openai_server import OpenAIServer
-from tests.recipes.tiny_chat import chat_tokenizer, save_chat_teacher
+from tests.helpers.tiny_chat import chat_tokenizer, save_chat_teacher
 
 COUNT = 12
 needs_client = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="openai is not installed")
@@ -52,7 +52,8 @@ def rows_of(folder):
 def test_every_question_is_answered_several_at_once(teacher, prompts, tmp_path):
     with OpenAIServer(wait=0.2) as server:
         report = answered(teacher, prompts, tmp_path / "out", server, "--concurrency", "3", "--temperature", "0.5")
-    assert report["rows"] == {"train": 9, "test": 3} and server.together == 3
+    assert report["rows"] == {"train": 9, "test": 3}
+    assert server.together == 3
     for row in rows_of(tmp_path / "out"):
         assert row["completion"] == [{"role": "assistant", "content": row["prompt"][0]["content"].upper()}]
     assert all(asked["model"] == "teacher" and asked["temperature"] == 0.5 for asked in server.asked)
@@ -67,7 +68,8 @@ def test_a_lost_server_is_asked_for_the_rest_alone(teacher, prompts, tmp_path):
     with OpenAIServer(lost_after=5) as server, pytest.raises(ValueError, match="the same command goes on"):
         answered(teacher, prompts, tmp_path / "out", server, "--concurrency", "1")
     kept = len((tmp_path / "out.work" / "answers.jsonl").read_text().splitlines())
-    assert kept == 5 and not (tmp_path / "out").exists()
+    assert kept == 5
+    assert not (tmp_path / "out").exists()
     with OpenAIServer() as server:  # elsewhere, and asked faster
         answered(teacher, prompts, tmp_path / "out", server, "--concurrency", "4")
     assert len(server.asked) == COUNT - kept
@@ -89,8 +91,10 @@ def test_a_teacher_without_a_chat_template_goes_on_with_texts(tmp_path):
     with OpenAIServer() as server:
         answered(teacher, tmp_path / "text.jsonl", tmp_path / "out", server, "--test_share", "0")
     (row,) = load_named(str(tmp_path / "out"))["train"]
-    assert row["prompt"] == "w9 w10" and row["completion"] == " W9 W10"
-    assert chat_tokenizer(None).chat_template is None and server.asked[0]["prompt"] == "w9 w10"
+    assert row["prompt"] == "w9 w10"
+    assert row["completion"] == " W9 W10"
+    assert chat_tokenizer(None).chat_template is None
+    assert server.asked[0]["prompt"] == "w9 w10"
 
 
 @needs_client

@@ -18,7 +18,7 @@ from recipes import progressive_sft, sft
 from recipes.training import load, run
 from recipes.training.arguments import TeacherArguments
 from recipes.training.run import script
-from tests.recipes.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +60,21 @@ def test_a_run_from_data_to_an_ordinary_model(world, tmp_path, monkeypatch):
     assert {k for k, v in trained.items() if torch.equal(v, before[0][k])} == set()
     assert not teachers[0].training
     for name, parameter in teachers[0].named_parameters():
-        assert torch.equal(parameter, before[1][name]) and parameter.grad is None and not parameter.requires_grad, name
+        assert torch.equal(parameter, before[1][name]), name
+        assert parameter.grad is None, name
+        assert not parameter.requires_grad, name
     record = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert [stage["stage"] for stage in record] == ["sft"] and record[0]["after"] == report["after"]
+    assert [stage["stage"] for stage in record] == ["sft"]
+    assert record[0]["after"] == report["after"]
     assert [entry["step"] for entry in record[0]["log"] if "loss" in entry] == [1, 2]
     assert [entry["step"] for entry in record[0]["log"] if "eval_loss" in entry] == [0, 2], "the end is measured once"
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert {r.metric_type: r.metric_value for r in card.data.eval_results}["kl"] == pytest.approx(
         report["after"]["eval_kl"], abs=1e-6
     )
-    assert "Not aligned" not in card.text and "Trained end to end" in card.text and "training.png" in card.text
+    assert "Not aligned" not in card.text
+    assert "Trained end to end" in card.text
+    assert "training.png" in card.text
     monkeypatch.setattr(sft, "load_teacher", load)
     again = sft.main(arguments(world | {"llamba": tmp_path / "out"}, tmp_path / "again"))
     assert again["before"]["eval_kl"] == pytest.approx(report["after"]["eval_kl"], rel=1e-5)
@@ -146,12 +151,14 @@ def test_interrupted_in_the_middle_of_an_epoch_it_ends_with_the_same_weights(wor
     with pytest.raises(KeyboardInterrupt) as stopped:
         sft.main(arguments(world, tmp_path / "broken", *more))
     assert "broken.work, and the same command goes on from there" in " ".join(stopped.value.__notes__)
-    assert not (tmp_path / "broken").exists() and (tmp_path / "broken.work" / "checkpoint-2").is_dir()
+    assert not (tmp_path / "broken").exists()
+    assert (tmp_path / "broken.work" / "checkpoint-2").is_dir()
     with pytest.raises(ValueError, match="checkpoints of another run"):
         sft.main(arguments(world, tmp_path / "broken", *more, "--kl_weight", "0.5"))
     report = sft.main(arguments(world, tmp_path / "broken", *more))
     straight = json.loads((tmp_path / "straight" / "training.json").read_text())[0]
-    assert report["before"] == straight["before"] and report["after"] == straight["after"]
+    assert report["before"] == straight["before"]
+    assert report["after"] == straight["after"]
     for name, tensor in weights(tmp_path / "broken").items():
         assert torch.equal(tensor, weights(tmp_path / "straight")[name]), name
 
@@ -172,7 +179,8 @@ def test_one_run_at_a_time(world, tmp_path, monkeypatch):
         sft.main(arguments(world, tmp_path / "out"))
     assert not refusals
     sft.main(arguments(world, tmp_path / "out"))
-    assert len(refusals) == 2 and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(refusals) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_run_that_has_no_checkpoint_yet_leaves_nothing(world, tmp_path, monkeypatch):
@@ -192,7 +200,8 @@ def test_trainable_parts(what, others, world, tmp_path):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name for name in before if ".mixer." in name} <= changed
     rest = {name for name in changed if ".mixer." not in name}
-    assert bool(rest) == bool(others) and any(".mlp." in name for name in rest) == (what == "all")
+    assert bool(rest) == bool(others)
+    assert any(".mlp." in name for name in rest) == (what == "all")
 
 
 def test_the_loss_is_what_the_weights_say(world, tmp_path):
@@ -202,7 +211,8 @@ def test_the_loss_is_what_the_weights_say(world, tmp_path):
     alone = sft.main(
         arguments(world, tmp_path / "b", "--kl_weight", "0", "--ce_weight", "1", "--per_device_eval_batch_size", "4")
     )["before"]
-    assert alone["eval_loss"] == pytest.approx(alone["eval_ce"], rel=1e-5) and "eval_kl" not in alone
+    assert alone["eval_loss"] == pytest.approx(alone["eval_ce"], rel=1e-5)
+    assert "eval_kl" not in alone
 
 
 def test_a_chat_template_may_have_any_name(world, tmp_path):
@@ -229,7 +239,8 @@ def test_gradient_accumulation_and_checkpointing_change_nothing(world, tmp_path)
     for name in ("accumulated", "checkpointed"):
         for key, tensor in weights(tmp_path / name).items():
             step = (plain[key] - before[key]).abs().max()
-            assert step > 0 and (tensor - plain[key]).abs().max() <= 1e-3 * step, (name, key)
+            assert step > 0, (name, key)
+            assert (tensor - plain[key]).abs().max() <= 1e-3 * step, (name, key)
 
 
 def test_adapters_are_merged_and_survive_an_interruption(world, tmp_path, monkeypatch):
@@ -361,7 +372,7 @@ def test_data_that_cannot_be_used(row, expected, world, tmp_path):
 def test_another_vocabulary_is_refused(world, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.teachers import TINY
+    from tests.helpers.teachers import TINY
 
     LlamaForCausalLM(LlamaConfig(**TINY | {"vocab_size": 130})).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="130 tokens and the student 128"):
@@ -374,7 +385,8 @@ def test_the_command_fails_with_one_line(world, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         script(sft.main)
     error = capsys.readouterr().err
-    assert len(error.strip().splitlines()) == 1 and error.startswith("error:"), error
+    assert len(error.strip().splitlines()) == 1, error
+    assert error.startswith("error:"), error
     monkeypatch.setattr(sys, "argv", ["recipes.sft", *argv, "--verbose"])
     with pytest.raises(ValueError, match="nowhere"):
         script(sft.main)

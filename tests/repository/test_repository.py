@@ -144,7 +144,9 @@ def test_shipped_code_is_flat_and_self_contained(package, tmp_path):
         for module, level, guarded, node in imports(path):
             where = f"{path.name}:{node.lineno}"
             if level:
-                assert level == 1 and module and "." not in module, f"{where}: only `from .file import name`"
+                assert level == 1, f"{where}: only `from .file import name`"
+                assert module, f"{where}: only `from .file import name`"
+                assert "." not in module, f"{where}: only `from .file import name`"
                 assert f"{module}.py" in shipped, where
                 relative.add(module)
             else:
@@ -260,7 +262,8 @@ def test_readme_commands_exist(tmp_path):
     code = "\n".join(re.findall(r"`[^`\n]+`|```.*?```", text, re.S))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     mentioned = set(re.findall(r"\bmake ([a-z-]+)", code))
-    assert mentioned and mentioned <= targets, mentioned - targets
+    assert mentioned, mentioned - targets
+    assert mentioned <= targets, mentioned - targets
     read = set()
     examples = dict(re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", text, re.S))
     for line in re.findall(r"(?:^|`)(convert-to-hybrid [^`\n]+|torchrun .+ -m convert\.cli [^`\n]+)", text, re.M):
@@ -314,4 +317,5 @@ def test_docstrings_are_complete_alone():
         if FRAGMENT.match(text) or PERSONS.search(text)
     ]
     assert not found, found
-    assert FRAGMENT.match("What came of some steps.") and not FRAGMENT.match("Ofter than that.")
+    assert FRAGMENT.match("What came of some steps.")
+    assert not FRAGMENT.match("Ofter than that.")

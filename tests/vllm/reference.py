@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from convert import convert
 from convert.formats.export import export_checkpoint
+from tests.helpers.students import make_student
+from tests.helpers.teachers import LLAMA3_ROPE, TINY, VOCAB, YARN_ROPE
+from tests.helpers.tiny_chat import chat_tokenizer
 from tests.helpers.transfer import exporting
-from tests.recipes.tiny_chat import chat_tokenizer
-from tests.students import make_student
-from tests.teachers import LLAMA3_ROPE, TINY, VOCAB, YARN_ROPE
 
 LENGTHS = (5, 37, 600, 70, 1, 130, 251, 3, 118, 122)
 NEW_TOKENS = 24
@@ -89,7 +89,8 @@ def make_converted(folder: Path, prompts: list[list[int]]) -> None:
             tokens=8192, alignment={"sequence_length": 512},
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-        assert any(model.config.hybrid_full_heads) and model.config.mixer != "none"
+        assert any(model.config.hybrid_full_heads)
+        assert model.config.mixer != "none"
         assert (model.config.window_bits < 16) == (name == ROUNDED)
         refer(model, folder / name, prompts)
 

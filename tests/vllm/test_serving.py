@@ -56,7 +56,8 @@ def expected(models, name):
 
 def assert_equal(outputs, references):
     wrong, worst = differences([output.outputs[0] for output in outputs], references)
-    assert wrong == 0 and worst < 1e-4, f"{wrong} tokens differ, log-probabilities by {worst}"
+    assert wrong == 0, f"{wrong} tokens differ, log-probabilities by {worst}"
+    assert worst < 1e-4, f"{wrong} tokens differ, log-probabilities by {worst}"
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -81,9 +82,11 @@ def test_prompts_of_like_lengths_are_one_batch(name, engine, models, prompts, mo
     assert_equal(
         greedy(engine(name, **AT_ONCE), [*prompts, prompts[1]]), [*expected(models, name), expected(models, name)[1]]
     )
-    assert ("HybridSlots", [130, 122, 118, 70]) in batches and ("HybridSlots", [37, 37]) in batches
+    assert ("HybridSlots", [130, 122, 118, 70]) in batches
+    assert ("HybridSlots", [37, 37]) in batches
     if name != CONVERTED:  # which has no mixers
-        assert ("MixerSlots", [37, 37]) in batches and ("MixerSlots", [122]) in batches
+        assert ("MixerSlots", [37, 37]) in batches
+        assert ("MixerSlots", [122]) in batches
 
 
 def test_which_prompts_are_together():
@@ -176,7 +179,8 @@ def test_kept_heads_in_eight_bits_of_vllm(engine, models, prompts):
     outputs = [output.outputs[0] for output in greedy(llm, prompts, max_tokens=1)]
     first = [{name: row[name][:1] for name in ("tokens", "logprobs")} for row in expected(models, "hybrid")]
     wrong, worst = differences(outputs, first)
-    assert wrong <= 1 and 1e-3 < worst < 0.3, f"{wrong} tokens differ, log-probabilities by {worst}"
+    assert wrong <= 1, f"{wrong} tokens differ, log-probabilities by {worst}"
+    assert 1e-3 < worst < 0.3, f"{wrong} tokens differ, log-probabilities by {worst}"
 
 
 @pytest.fixture
@@ -243,7 +247,8 @@ def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
     file.write_text(json.dumps([{"prompt": p, "tokens": list(s.token_ids)} for p, s in samples]))
     reference("tests.vllm.reference", "score", str(models / "hybrid"), str(file))
     wrong, worst = differences([sample for _, sample in samples], json.loads(file.read_text()))
-    assert wrong == 0 and worst < 1e-4
+    assert wrong == 0
+    assert worst < 1e-4
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -342,7 +347,8 @@ def test_chat_streams_and_stops(server, models, prompts):
     chat |= dict(extra_body={"ignore_eos": True})
     whole = server.chat.completions.create(**chat).choices[0].message.content
     parts = [part.choices[0].delta.content or "" for part in server.chat.completions.create(**chat, stream=True)]
-    assert len(parts) > 8 and "".join(parts) == whole
+    assert len(parts) > 8
+    assert "".join(parts) == whole
     first = expected(models, "hybrid")[1]
     text = dict(model="hybrid", prompt=first["prompt"], temperature=0, max_tokens=NEW_TOKENS)
     text |= dict(extra_body={"ignore_eos": True, "return_token_ids": True})
@@ -351,7 +357,8 @@ def test_chat_streams_and_stops(server, models, prompts):
     words = given.text.split()
     stop = next(word for word in words[3:] if word not in words[:3])
     stopped = server.completions.create(**text, stop=[f" {stop}"]).choices[0]
-    assert stopped.finish_reason == "stop" and stopped.text == given.text[: given.text.index(f" {stop}")]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == given.text[: given.text.index(f" {stop}")]
 
 
 QUESTIONS = 40
@@ -383,7 +390,8 @@ def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
         process.kill()
         process.wait()
     kept = len(answers.read_text().splitlines())
-    assert QUESTIONS // 4 < kept < QUESTIONS and not (tmp_path / "served").exists()
+    assert QUESTIONS // 4 < kept < QUESTIONS
+    assert not (tmp_path / "served").exists()
     with pytest.raises(subprocess.CalledProcessError):
         reference("recipes.seqkd", *command, url)
     with serving(models, "teacher", tmp_path / "log") as client:
@@ -419,4 +427,5 @@ def test_a_token_goes_into_its_slot_where_a_kernel_takes_the_step():
     for name in ("keys", "values"):  # the second column of the window's second block, behind two places
         assert torch.equal(slots[name][:, :, 7], getattr(tokens, name)[:, :, 0])
         assert slots[name].count_nonzero() == 2 * 3 * 8
-    assert torch.equal(rows.held.seen, torch.tensor([10, 14])) and rows.held.keys is slots["keys"]
+    assert torch.equal(rows.held.seen, torch.tensor([10, 14]))
+    assert rows.held.keys is slots["keys"]

@@ -4,7 +4,7 @@ import pytest
 
 from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
 from convert.layout.cache import cache_bytes
-from tests.students import make_student, student_config
+from tests.helpers.students import make_student, student_config
 
 
 @pytest.mark.parametrize("mixer, beside", [("discrete_mamba2", "window and state"), ("none", "window")])
@@ -28,7 +28,8 @@ def test_pictures_are_600_pixels_wide(tmp_path):
     save_pictures(config, tmp_path)
     for name in (LAYERS, CACHE):
         content = (tmp_path / name).read_bytes()
-        assert content[:4] == b"\x89PNG" and int.from_bytes(content[16:20], "big") == 600
+        assert content[:4] == b"\x89PNG"
+        assert int.from_bytes(content[16:20], "big") == 600
 
 
 def test_the_cache_is_the_plans():

@@ -16,8 +16,8 @@ from recipes.training.arguments import TeacherArguments
 from recipes.training.load import load_teacher
 from tests.doubles.hub import COMMIT, HubServer
 from tests.helpers.command import run
+from tests.helpers.teachers import make_teacher, random_ids
 from tests.helpers.tokenizers import tokenizer
-from tests.teachers import make_teacher, random_ids
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,11 @@ def test_pull_convert_push_and_pull_again(connected, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert hub.private["me/hybrid"]
     pushed = {p.name for p in (hub.root / "me" / "hybrid").iterdir()}
-    assert {p.name for p in (tmp_path / "out").iterdir()} - {
-        MARKER
-    } <= pushed and "model.safetensors.index.json" in pushed
+    assert {p.name for p in (tmp_path / "out").iterdir()} - {MARKER} <= pushed
+    assert "model.safetensors.index.json" in pushed
     conversion = json.loads((tmp_path / "out" / "config.json").read_text())["conversion"]
-    assert conversion["teacher"] == "org/teacher" and conversion["teacher_revision"] == COMMIT
+    assert conversion["teacher"] == "org/teacher"
+    assert conversion["teacher_revision"] == COMMIT
     assert "base_model: org/teacher" in (hub.root / "me" / "hybrid" / "README.md").read_text()
     hub.connect(monkeypatch, tmp_path / "another-cache")
     shipped = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"]
@@ -60,10 +60,12 @@ def test_pull_convert_push_and_pull_again(connected, tmp_path, monkeypatch):
 def test_a_folder_of_the_hubs_cache_is_known_by_its_repository(connected, tmp_path):
     """A snapshot's folder is called by its commit alone."""
     folder = download_model("org/teacher", None, None, False, True)[0]
-    assert folder.name == COMMIT and public_name(str(folder)) == public_name("org/teacher") == "org/teacher"
+    assert folder.name == COMMIT
+    assert public_name(str(folder)) == public_name("org/teacher") == "org/teacher"
     convert(str(folder), tmp_path / "out", align="none")
     config = load_config(str(tmp_path / "out"))
-    assert config.conversion["teacher"] == "org/teacher" and config.conversion["teacher_revision"] == COMMIT
+    assert config.conversion["teacher"] == "org/teacher"
+    assert config.conversion["teacher_revision"] == COMMIT
     assert "base_model: org/teacher" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -101,9 +103,11 @@ def test_pushing_again_leaves_no_stale_weights_and_never_publishes(connected, tm
         done = run("org/teacher", tmp_path / str(number), "--push-to-hub", "me/again", "--output.max_shard_size", size)
         assert done.returncode == 0, done.stderr
     weights = {p.name for p in (connected.root / "me" / "again").glob("*.safetensors")}
-    assert weights == {p.name for p in (tmp_path / "1").glob("*.safetensors")} and "model.safetensors" not in weights
+    assert weights == {p.name for p in (tmp_path / "1").glob("*.safetensors")}
+    assert "model.safetensors" not in weights
     done = run("org/teacher", tmp_path / "2", "--push-to-hub", "me/again", "--output.private", "true")
-    assert done.returncode == 1 and "exists and is public" in done.stderr, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "exists and is public" in done.stderr, done.stderr
     assert not (tmp_path / "2").exists()
 
 
@@ -114,9 +118,12 @@ def test_an_upload_that_is_interrupted_leaves_the_model(connected, tmp_path, mon
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", interrupt)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["org/teacher", str(tmp_path / "out"), "--push-to-hub", "me/late", "--align", "none", "-q"])
-    assert stopped.value.code == 130 and (tmp_path / "out" / "config.json").is_file()
+    assert stopped.value.code == 130
+    assert (tmp_path / "out" / "config.json").is_file()
     said = capsys.readouterr().err
-    assert "the model is complete in" in said and "hf upload me/late" in said and "OUT is as it was" not in said
+    assert "the model is complete in" in said
+    assert "hf upload me/late" in said
+    assert "OUT is as it was" not in said
 
 
 def test_a_plan_leaves_the_weights_on_the_hub(connected, tmp_path):
@@ -141,5 +148,7 @@ def test_errors_come_before_the_work(arguments, token, expected, hub, tmp_path, 
     hub.connect(monkeypatch, tmp_path / "cache", **({} if token is True else {"token": token or None}))
     model, *flags = arguments
     done = run(model, tmp_path / "out", *flags)
-    assert done.returncode == 1 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert expected in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from convert import convert
 from convert.checkpoint.tokenizer import PROBES, differing_text
 from tests.helpers.real_models import CODE_SPLIT
+from tests.helpers.teachers import TEACHERS, make_teacher
 from tests.helpers.tokenizers import TEMPLATE, tokenizer
-from tests.teachers import TEACHERS, make_teacher
 
 ONE_OF_EACH_FAMILY = list({config.model_type: name for name, (_, config) in TEACHERS.items()}.values())
 CHAT = [{"role": "user", "content": "2 + 2 = 4?\n\n  Yes"}, {"role": "assistant", "content": " Yes, 100 %"}]
@@ -62,10 +62,12 @@ def test_every_family_keeps_its_tokenizer(name, declared_class, folder_of, token
     folder = folder_of(name, {"tokenizer.json": tokenizer_json, "tokenizer_config.json": declared(declared_class)})
     notes = convert(str(folder), tmp_path / "out", align="none", attention_layers="all").notes
     teacher, hybrid = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
-    assert differing_text(hybrid, teacher) is None and differing_text(teacher, hybrid) is None
+    assert differing_text(hybrid, teacher) is None
+    assert differing_text(teacher, hybrid) is None
     anew = (folder / "tokenizer_config.json").read_text() != (tmp_path / "out" / "tokenizer_config.json").read_text()
     assert anew == any("tokenizer is saved anew" in note for note in notes)
-    assert type(hybrid) is type(teacher) and hybrid.eos_token_id == teacher.eos_token_id
+    assert type(hybrid) is type(teacher)
+    assert hybrid.eos_token_id == teacher.eos_token_id
     ids = [tokenizer.apply_chat_template(CHAT)["input_ids"] for tokenizer in (teacher, hybrid)]
     assert ids[0] == ids[1]
 
@@ -98,7 +100,8 @@ def test_a_tokenizer_under_another_name_comes_along(folder_of, tmp_path):
     folder = folder_of("mistral-no-window", {"tekken.json": json.dumps(tekken)})
     convert(str(folder), tmp_path / "out", align="none")
     teacher, hybrid = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
-    assert differing_text(teacher, hybrid) is None and len(hybrid("the theme").input_ids) > 1
+    assert differing_text(teacher, hybrid) is None
+    assert len(hybrid("the theme").input_ids) > 1
 
 
 @pytest.mark.parametrize("file, field, value", [

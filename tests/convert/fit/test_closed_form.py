@@ -16,8 +16,8 @@ from convert.layout.placement import Attention, Hybrid, Placement
 from convert.options import FitOptions
 from convert.train.mohawk.train import load_hybrid
 from modeling_llamba.hybrid_attention import causal_bias
+from tests.helpers.teachers import FIRST, TEACHERS, WITHOUT_MIXERS, make_teacher, random_ids
 from tests.helpers.tiny import config_of, layer_data, rows, teacher_model
-from tests.teachers import FIRST, TEACHERS, WITHOUT_MIXERS, make_teacher, random_ids
 
 EXACT = FitOptions(decays=(0.5, 0.8, 0.95), ridges=(1e-12,), refine_steps=0)
 QUICK = FitOptions(refine_steps=20)
@@ -35,7 +35,9 @@ def test_recovers_a_known_mixer(saved_teacher, name, mixer_name):
         truth.out_proj.bias.normal_()
     fitted, unread = fit_layer(model.mixer(1), layer_data(model, truth), EXACT)
     report = unread.read()
-    assert report.decay == 0.8 and report.mapped > 0.1 and report.refined < 1e-8
+    assert report.decay == 0.8
+    assert report.mapped > 0.1
+    assert report.refined < 1e-8
     torch.testing.assert_close(fitted.out_proj.weight, truth.out_proj.weight, atol=2e-3, rtol=0)
     torch.testing.assert_close(fitted.out_proj.bias, truth.out_proj.bias, atol=2e-3, rtol=0)
     torch.testing.assert_close(fitted.in_proj.weight, truth.in_proj.weight)
@@ -75,7 +77,8 @@ def test_a_fit_that_does_not_help_is_taken_back(saved_teacher):
     data = layer_data(model, truth)
     fitted, unread = fit_layer(truth, data, FitOptions(decays=(0.8,), ridges=(10.0,), refine_steps=5))
     report = unread.read()
-    assert report.ridge is None and report.refined == report.solved < 1e-12
+    assert report.ridge is None
+    assert report.refined == report.solved < 1e-12
     torch.testing.assert_close(fitted.out_proj.weight, truth.out_proj.weight)
 
 
@@ -93,7 +96,8 @@ def test_fits_where_the_caller_turned_gradients_off(saved_teacher):
     data = ActivationStream(model, rows(24), 4, 10**9).attention_data(0)
     fitted, unread = fit_layer(model.mixer(0), data, FitOptions(refine_steps=60))
     report = unread.read()
-    assert report.refined < report.solved and not any(p.requires_grad for p in fitted.parameters())
+    assert report.refined < report.solved
+    assert not any(p.requires_grad for p in fitted.parameters())
 
 
 def test_singular_system_keeps_what_it_has(saved_teacher):
@@ -103,7 +107,9 @@ def test_singular_system_keeps_what_it_has(saved_teacher):
     data = LayerData(torch.zeros_like(data.u), data.y, data.rotary, data.held_out)
     before = mixer.out_proj.weight.clone()
     error, number = solve_out_proj(mixer, data, (0.0,))
-    assert number == 0 and torch.equal(mixer.out_proj.weight, before) and 0 < error < float("inf")
+    assert number == 0
+    assert torch.equal(mixer.out_proj.weight, before)
+    assert 0 < error < float("inf")
 
 
 def test_activations_that_are_not_finite_are_refused(saved_teacher):
@@ -120,7 +126,8 @@ def test_decay_without_a_parameter_is_said(saved_teacher):
     model = teacher_model(saved_teacher("llama-gqa"), decay_bias=False)
     fitted, unread = fit_layer(model.mixer(0), layer_data(model, model.mixer(0)), EXACT)
     report = unread.read()
-    assert report.decay is None and not hasattr(fitted.A_log_bias, "shape")
+    assert report.decay is None
+    assert not hasattr(fitted.A_log_bias, "shape")
 
 
 @pytest.mark.parametrize("name", sorted(TEACHERS))
@@ -144,7 +151,8 @@ def test_stream_equals_the_teacher(saved_teacher, name):
             loaded = [i for i, b in enumerate(model.model.model.layers) if not next(b.parameters()).is_meta]
             assert loaded == [layer]  # one block at a time
         torch.testing.assert_close(stream.hidden, seen[0], atol=1e-4, rtol=1e-4)
-        assert data.u.dtype == torch.bfloat16 and len(data.fitting()) == 4
+        assert data.u.dtype == torch.bfloat16
+        assert len(data.fitting()) == 4
         stream.close()
 
 
@@ -197,7 +205,8 @@ def test_conversion_is_aligned(two_layer_teacher, tmp_path, name, options):
     plan, kl, report = mapped_and_aligned(name, two_layer_teacher(name), tmp_path, options, aligned)
     assert kl["closed-form"] < kl["none"], kl
     (fit,) = report["held_out_error"].values()
-    assert report["held_out_error"].keys() == {"0"} and fit["refined"] <= fit["solved"] < fit["mapped"]
+    assert report["held_out_error"].keys() == {"0"}
+    assert fit["refined"] <= fit["solved"] < fit["mapped"]
     assert plan.config.conversion["align"] == "closed-form"
 
 

@@ -219,7 +219,8 @@ def test_a_low_rank_is_the_best_part_of_the_solution(saved_teacher):
         assert rank == 0 or torch.equal(layer.down.weight, down[:rank])
         assert rank == 0 or torch.equal(layer.up.weight, up[:, :rank])
     set_map(layer, down[:0], up[:, :0])
-    assert layer.down is None and layer.up is None
+    assert layer.down is None
+    assert layer.up is None
 
 
 @torch.no_grad()
@@ -349,6 +350,7 @@ def test_calibration_text_asks_for_recall():
     changed = with_recall(ids, range(1000, 1100), seed=0)
     rows_changed = (changed != ids).any(1).nonzero()[:, 0].tolist()
     assert rows_changed == [0, 6, 12]
-    assert torch.equal(changed[12, :8], changed[12, 8:]) and torch.equal(changed[0, :8], changed[0, 8:])
+    assert torch.equal(changed[12, :8], changed[12, 8:])
+    assert torch.equal(changed[0, :8], changed[0, 8:])
     assert torch.equal(changed[6, -4:], changed[6, changed[6].tolist().index(changed[6, -4]) :][:4])
     assert copy_probe(range(1000, 1100), 1, 8, 12).ids.tolist() == changed[12:].tolist()

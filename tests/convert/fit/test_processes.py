@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from convert import convert, pipeline
 from convert.fit.processes import Team
 from tests.helpers.forked import run_forked
-from tests.recipes.tiny_chat import save_chat_teacher
+from tests.helpers.tiny_chat import save_chat_teacher
 
 OPTIONS = ["--window", "16", "--text", "sampled", "--tokens", "832", "--alignment.sequence_length", "64"]
 SUDDEN = """
@@ -52,7 +52,8 @@ def test_processes_fit_what_one_fits(tmp_path):
     script = tmp_path / "sudden.py"
     script.write_text(SUDDEN)
     ended = launched(script, "1", *arguments)
-    assert ended.returncode != 0 and not out.exists(), ended.stderr[-3000:]
+    assert ended.returncode != 0, ended.stderr[-3000:]
+    assert not out.exists(), ended.stderr[-3000:]
     assert "goes on from" in ended.stderr, ended.stderr  # told by the other's end, or by the launcher's signal
     assert kept(out) == ["layer-000", "layer-001"]
     printed = tmp_path / "printed"
@@ -60,7 +61,8 @@ def test_processes_fit_what_one_fits(tmp_path):
     run_forked(arguments, 3, printed)
     assert [(printed / str(rank)).read_text().count("done") for rank in range(3)] == [1, 0, 0]
     one, two = (load_file(folder / "model.safetensors") for folder in (tmp_path / "one", out))
-    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+    assert one.keys() == two.keys()
+    assert all(one[name].equal(two[name]) for name in one)
 
 
 def test_stages_of_several_processes_are_refused_before_the_fit(tmp_path, monkeypatch):

@@ -21,9 +21,9 @@ from convert.resolve import resolve
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
 from tests.helpers.command import check_one_line_error, nothing_left, run_as_is
+from tests.helpers.teachers import TINY, make_teacher, random_ids
 from tests.helpers.tiny import teacher_model
 from tests.helpers.tokenizers import tokenizer
-from tests.teachers import TINY, make_teacher, random_ids
 
 TEXTS = ["w5 w6 w7", "w8 w9", "w40 w41 w42 w43"]
 
@@ -61,7 +61,8 @@ def test_files_are_read_in_order(tmp_path, kind):
 )
 def test_a_data_set_of_the_hub_may_name_its_configuration_and_split(source, asked, monkeypatch):
     def load_dataset(name, config, split, streaming):
-        assert (name, config, split) == asked and streaming
+        assert (name, config, split) == asked
+        assert streaming
         return [{"body": "a text"}]
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
@@ -78,7 +79,8 @@ def test_rows_join_documents_by_the_end_token():
 
 def test_rows_begin_as_the_tokenizer_begins_a_text(tmp_path):
     """With BOS where it adds one, in what layers are fitted to and in what asks for recall."""
-    assert beginning_of_text(tokenizer()) == [] and beginning_of_text(tokenizer(begins=True)) == [1]
+    assert beginning_of_text(tokenizer()) == []
+    assert beginning_of_text(tokenizer(begins=True)) == [1]
     found = token_rows(iter(TEXTS), tokenizer(begins=True), 4, 3, "text")
     assert found.tolist() == [[1, 5, 6, 7], [1, 2, 8, 9], [1, 2, 40, 41]]
     assert token_rows(iter(TEXTS), tokenizer(begins=True), 4, 9, "text", at_least=2).shape == (4, 4)
@@ -91,12 +93,14 @@ def test_rows_begin_as_the_tokenizer_begins_a_text(tmp_path):
     )  # fmt: skip
     rows = aligner_of(options).ids
     asks = ((rows < 43) | (rows > 45))[:, 1:].any(1)
-    assert (rows[:, 0] == 1).all() and 4 <= asks.sum() < len(rows)
+    assert (rows[:, 0] == 1).all()
+    assert 4 <= asks.sum() < len(rows)
 
 
 def test_default_text_ships_and_is_enough_for_the_default(smollm2_gguf):
     texts = list(documents("default"))
-    assert len(texts) > 100 and all(isinstance(text, str) and text for text in texts)
+    assert len(texts) > 100
+    assert all(isinstance(text, str) and text for text in texts)
     # a token of English is four to five characters
     assert sum(map(len, texts)) > 6 * make_options("m", "o").alignment.tokens
     import tomllib
@@ -110,7 +114,9 @@ def test_sampled_text_is_the_models_own(saved_teacher):
     model = teacher_model(saved_teacher("llama-gqa")).whole()
     state = torch.random.get_rng_state()
     first, again, other = (sample_rows(model, 40, 6, seed) for seed in (1, 1, 2))
-    assert first.shape == (6, 40) and torch.equal(first, again) and not torch.equal(first, other)
+    assert first.shape == (6, 40)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
     assert torch.equal(torch.random.get_rng_state(), state)
     own, foreign = (model(ids, labels=ids, use_cache=False).loss for ids in (first, random_ids(6, 40)))
     assert own < foreign - 0.05
@@ -201,8 +207,10 @@ def test_options_file_is_read(tmp_path):
         "    decays: [0.5, 0.9]\n    refine_steps: 3\n  distillation: {tokens: 7}\n"
     )
     options = make_options("m", "o", config=path)
-    assert options.alignment.fit.decays == (0.5, 0.9) and options.alignment.fit.refine_steps == 3
-    assert options.alignment.distillation.tokens == 7 and options.placement == PlacementOptions()
+    assert options.alignment.fit.decays == (0.5, 0.9)
+    assert options.alignment.fit.refine_steps == 3
+    assert options.alignment.distillation.tokens == 7
+    assert options.placement == PlacementOptions()
     assert make_options("m", "o").sequence_length == 1024
     assert make_options("m", "o", attention_layers=0.5).sequence_length == 512
     path.write_text("alignment: {sequence_length: 32}\n")

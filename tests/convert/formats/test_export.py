@@ -15,9 +15,9 @@ from convert.tools.families import families
 from tests.helpers import published
 from tests.helpers.command import check_one_line_error, run, run_as_is
 from tests.helpers.exportable import HOLDABLE
+from tests.helpers.students import make_student
+from tests.helpers.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 from tests.helpers.transfer import exporting, importing
-from tests.students import make_student
-from tests.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 
 VARIANTS = {
     "hybrid": {},
@@ -45,7 +45,8 @@ def exported(tmp_path, to, variant=(), expand=None, **overrides):
     model.save_pretrained(tmp_path / "hybrid")
     out = tmp_path / f"out-{expand}"
     export_checkpoint(exporting(tmp_path / "hybrid", out, to=to, expand=expand))
-    assert not list(out.glob("*.py")) and "auto_map" not in json.loads((out / "config.json").read_text())
+    assert not list(out.glob("*.py"))
+    assert "auto_map" not in json.loads((out / "config.json").read_text())
     native = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert type(native).__name__ == NATIVE_CLASSES[to].architecture
     return model, native, out
@@ -74,7 +75,8 @@ def test_native_class_gives_the_same_logits_padded_and_generated(tmp_path, varia
 
 def test_zero_heads_fill_up_a_wider_mixer(tmp_path):
     model, native, out = exported(tmp_path, "bamba", expand=2)
-    assert native.config.mamba_n_heads == 8 and native.model.layers[0].mamba.out_proj.weight.shape == (32, 64)
+    assert native.config.mamba_n_heads == 8
+    assert native.model.layers[0].mamba.out_proj.weight.shape == (32, 64)
     assert_same(model, native)
     assert json.loads((out / "config.json").read_text())["attn_rotary_emb"] == 8
 
@@ -94,7 +96,8 @@ def test_config_has_the_spellings_of_other_readers(tmp_path):
         assert sum(what in note for note in notes) == 1
     text = (out / "config.json").read_text()
     written = json.loads(text)
-    assert written["layer_types"] == ["mamba", "attention"] and written["rope_theta"] == 1e4
+    assert written["layer_types"] == ["mamba", "attention"]
+    assert written["rope_theta"] == 1e4
     assert "Infinity" not in text
     assert GraniteMoeHybridForCausalLM.from_pretrained(out).config.layer_types[1] == "full_attention"
 
@@ -159,8 +162,10 @@ def test_export_ready_conversion_and_the_command(saved_teacher, tmp_path):
     plan = convert(str(teacher), tmp_path / "hybrid", export_ready=True, align="none")
     assert (plan.config.mixer, plan.config.mixer_norm, plan.config.mixer_rotary) == ("mamba2", "head", False)
     done = run_as_is("export", tmp_path / "hybrid", tmp_path / "out", "--to", "bamba", "--expand", "2")
-    assert done.returncode == 0 and "BambaForCausalLM" in done.stderr
-    assert "--mixer.gate_bias false" in done.stderr and "--expand 2" not in done.stderr
+    assert done.returncode == 0
+    assert "BambaForCausalLM" in done.stderr
+    assert "--mixer.gate_bias false" in done.stderr
+    assert "--expand 2" not in done.stderr
     ids = random_ids(1, 12)
     with torch.no_grad():
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", trust_remote_code=True)(ids).logits

@@ -57,9 +57,11 @@ def test_phi_mamba(tmp_path, base, attention, binary):
     config, tensors = p.phi_mamba(attention)
     folder = p.write(tmp_path / "in", config, tensors, binary=binary)
     plan, model = imported(folder, tmp_path / "out", base=str(base))
-    assert plan.config.model_type == "phimamba" and plan.config.eos_token_id == 6
+    assert plan.config.model_type == "phimamba"
+    assert plan.config.eos_token_id == 6
     settings = json.loads((tmp_path / "out/generation_config.json").read_text())
-    assert settings["temperature"] == 0.7 and "use_cache" not in settings
+    assert settings["temperature"] == 0.7
+    assert "use_cache" not in settings
     assert "use_cache false" in " ".join(model.config.conversion["notes"])
     assert (tmp_path / "out/tokenizer.json").is_file()
     assert_logits(model, p.phi_logits(tensors, IDS, attention, heads=p.H))
@@ -72,7 +74,8 @@ def test_phi_attention_takes_its_sizes_from_phi_config_or_flags(tmp_path):
     assert_logits(model, p.phi_logits(tensors, IDS, (2,), heads=8))
     assert plan.config.rope_parameters["partial_rotary_factor"] == 0.5
     notes = " ".join(plan.notes)
-    assert "PhiConfig" in notes and "no tokenizer" in notes
+    assert "PhiConfig" in notes
+    assert "no tokenizer" in notes
     assert "PhiConfig" in " ".join(model.config.conversion["notes"])
 
 
@@ -189,7 +192,8 @@ def test_llamba(tmp_path, tied):
     def mixer(w, i, u):
         return p.discrete_mamba2(w, f"backbone.layers.{i}.mixer.", u, p.H, p.H, 8)
 
-    assert model.config.tie_word_embeddings == tied and plan.config.eos_token_id is None
+    assert model.config.tie_word_embeddings == tied
+    assert plan.config.eos_token_id is None
     assert_logits(model, p.llama_logits(tensors, IDS, mixer, 1e-5, *BACKBONE))
 
 
@@ -242,7 +246,8 @@ def test_mistrals_window_is_kept_and_a_tied_head_is_stored_once(tmp_path):
     # a head that was trained apart is not thrown away, whatever the configuration says
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1.01
     plan = plan_import(importing(p.write(tmp_path / "b", config, tensors, mamba_config=mamba_config)))  # fmt: skip
-    assert not plan.config.tie_word_embeddings and "both are kept" in " ".join(plan.notes)
+    assert not plan.config.tie_word_embeddings
+    assert "both are kept" in " ".join(plan.notes)
 
 
 def broken(tmp_path, what):
@@ -327,7 +332,8 @@ ERRORS = {
 def test_bad_input(tmp_path, what):
     with pytest.raises(ValueError) as error:
         import_checkpoint(importing(broken(tmp_path, what), tmp_path / "out"))
-    assert ERRORS[what] in str(error.value) and "\n" not in str(error.value)
+    assert ERRORS[what] in str(error.value)
+    assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -361,8 +367,10 @@ def test_from_the_hub_with_a_base_from_there_too(tmp_path, base, monkeypatch):
         hub.connect(monkeypatch, tmp_path / "cache")
         import_checkpoint(importing("org/Llamba", tmp_path / "out", base="org/base"))
     written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written["conversion"]["imported_from"] == "org/Llamba" and written["conversion"]["revision"] == COMMIT
-    assert written["eos_token_id"] == 6 and (tmp_path / "out/tokenizer.json").is_file()
+    assert written["conversion"]["imported_from"] == "org/Llamba"
+    assert written["conversion"]["revision"] == COMMIT
+    assert written["eos_token_id"] == 6
+    assert (tmp_path / "out/tokenizer.json").is_file()
 
 
 def test_an_interrupted_import_leaves_nothing(tmp_path):
@@ -381,14 +389,20 @@ def test_the_command(tmp_path):
     config, tensors = p.llamba(True)
     folder = p.write(tmp_path / "in", config, tensors)
     done = run("import", folder, tmp_path / "out", "--dry-run")
-    assert done.returncode == 0 and "cartesia Llamba -> llamba with discrete_mamba2" in done.stderr
+    assert done.returncode == 0
+    assert "cartesia Llamba -> llamba with discrete_mamba2" in done.stderr
     assert not (tmp_path / "out").exists()
     done = run("import", folder, tmp_path / "out", "--set", "max_position_embeddings=99", "--dtype", "bfloat16")
-    assert done.returncode == 0 and "done" in done.stderr
+    assert done.returncode == 0
+    assert "done" in done.stderr
     written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written["max_position_embeddings"] == 99 and written["dtype"] == "bfloat16"
+    assert written["max_position_embeddings"] == 99
+    assert written["dtype"] == "bfloat16"
     done = run("import", folder, tmp_path / "out")
-    assert done.returncode == 1 and "--overwrite" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "--overwrite" in done.stderr
+    assert "Traceback" not in done.stderr
     save_file({"a": torch.ones(2)}, tmp_path / "in" / "model.safetensors")
     done = run("import", folder, tmp_path / "new")
-    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -13,8 +13,8 @@ from tests.helpers import published as p
 from tests.helpers.command import check_one_line_error, run_as_is
 from tests.helpers.exportable import HOLDABLE
 from tests.helpers.published import FORMATS
+from tests.helpers.students import make_student
 from tests.helpers.transfer import exporting, importing
-from tests.students import make_student
 
 DELETED = object()
 
@@ -99,7 +99,8 @@ def test_the_file_and_the_entry_are_named(tmp_path, name, file, entry, value, me
     folder = p.write(tmp_path / "in", config, tensors, mamba_config=mamba_config)
     with pytest.raises(ValueError) as error:
         plan_import(importing(folder))
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_command_prints_one_line(tmp_path):
@@ -131,7 +132,8 @@ def test_a_wrong_entry_in_a_hybrid_to_export_is_named(tmp_path):
         path.write_text(json.dumps(written | {name: value}))
         with pytest.raises(ValueError) as error:
             plan_export(exporting(tmp_path / "hybrid"))
-        assert message in str(error.value) and "\n" not in str(error.value)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,8 @@ def test_null_special_tokens_are_the_bases_and_a_missing_base_is_suggested(tmp_p
     config |= {"eos_token_id": None, "bos_token_id": 3, "_name_or_path": "org/base"}
     folder = p.write(tmp_path / "in", config, tensors)
     notes = plan_import(importing(folder)).notes
-    assert [note for note in notes if "--base org/base" in note] == notes and len(notes) == 2
+    assert [note for note in notes if "--base org/base" in note] == notes
+    assert len(notes) == 2
     LlamaConfig(
         hidden_size=p.D, num_attention_heads=p.H, vocab_size=p.VOCAB, bos_token_id=5, eos_token_id=6
     ).save_pretrained(tmp_path / "base")
@@ -234,10 +237,13 @@ def test_every_tensor_keeps_its_type_and_an_absent_activation_is_said(tmp_path):
     folder = p.write(tmp_path / "in", config, tensors)
     plan = plan_import(importing(folder))
     assert {rule.dtype for rule in plan.rules if rule.target.endswith(".D")} == {torch.float32}
-    assert plan.dtype == torch.bfloat16 and any("kept so" in note for note in plan.notes)
-    assert plan.config.mixer_activation == "identity" and any("mixer_activation=silu" in note for note in plan.notes)
+    assert plan.dtype == torch.bfloat16
+    assert any("kept so" in note for note in plan.notes)
+    assert plan.config.mixer_activation == "identity"
+    assert any("mixer_activation=silu" in note for note in plan.notes)
     plan = plan_import(importing(folder, fields={"mixer_activation": "silu"}))
-    assert plan.config.mixer_activation == "silu" and not any("not said" in note for note in plan.notes)
+    assert plan.config.mixer_activation == "silu"
+    assert not any("not said" in note for note in plan.notes)
     for number in range(1, p.LAYERS + 1):
         core = config[f"Block{number}"]["core_input"]
         if "n_v_heads" in core:

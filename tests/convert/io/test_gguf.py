@@ -10,7 +10,7 @@ from convert.teachers import FAMILIES
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
 from tests.helpers.gguf_file import ARCHITECTURES, write_gguf
-from tests.teachers import TEACHERS, random_ids
+from tests.helpers.teachers import TEACHERS, random_ids
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

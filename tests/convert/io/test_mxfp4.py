@@ -12,7 +12,7 @@ from convert.dry_run import plan_conversion
 from convert.io.reader import open_weights, unpacked
 from convert.options import make_options
 from convert.plan import describe
-from tests.teachers import make_teacher, random_ids
+from tests.helpers.teachers import make_teacher, random_ids
 
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 NUMBERS += [-number for number in NUMBERS]
@@ -61,7 +61,8 @@ def test_packed_experts_are_the_teachers(published, tmp_path):
     plan = convert(str(folder), tmp_path / "out", align="none", attention_layers="all", dtype="bfloat16")
     ours = load_file(tmp_path / "out" / "model.safetensors")
     theirs = {name: t.bfloat16() for name, t in teacher.state_dict().items()}
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert {rule.kind for rule in plan.rules} == {"moved"}
     hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     ids = random_ids(2, 24)
@@ -82,7 +83,8 @@ def test_a_plan_reads_no_expert(published, monkeypatch):
     monkeypatch.setattr("convert.io.reader.SafetensorsCheckpoint.read_rows", None)
     plan = plan_conversion(make_options(str(published[0]), "out", dtype="bfloat16"))
     assert plan.parameters_before == sum(p.numel() for p in published[1].parameters())
-    assert "hybrid" in plan.config.layer_types and "bfloat16" in describe(plan)
+    assert "hybrid" in plan.config.layer_types
+    assert "bfloat16" in describe(plan)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from convert.io.rules import Rule
 from convert.io.writer import plan_shards, write_shards
 from recipes.benchmarks.conversion import copy_convert_copy, synthetic_llama
 from recipes.benchmarks.measure import in_own_process
-from tests.teachers import make_teacher, random_ids
+from tests.helpers.teachers import make_teacher, random_ids
 
 NOT_FINITE = ("nan", "inf", "-inf")
 
@@ -34,7 +34,8 @@ def test_shards_hold_what_one_file_holds(saved_teacher, tmp_path):
     one = load_file(tmp_path / "one" / "model.safetensors")
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     shards = {name: load_file(tmp_path / "many" / name) for name in set(index["weight_map"].values())}
-    assert len(shards) > 3 and set(index["weight_map"]) == set(one)
+    assert len(shards) > 3
+    assert set(index["weight_map"]) == set(one)
     for name, value in one.items():
         assert torch.equal(shards[index["weight_map"][name]][name], value)
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in one.values())
@@ -93,7 +94,8 @@ def test_pickled_and_safetensors_teachers_give_the_same_files(saved_teacher, tmp
     convert(str(tmp_path / "bin"), tmp_path / "from-bin", align="none")
     convert(str(saved_teacher("phi")), tmp_path / "from-safetensors", align="none")
     a, b = (load_file(tmp_path / f"from-{k}" / "model.safetensors") for k in ("bin", "safetensors"))
-    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
@@ -121,7 +123,9 @@ def test_two_shards_are_written_at_a_time(tmp_path):
     written = []
     write_shards(shards, None, torch.float32, tmp_path, lambda what, done, total: written.append((done, total)))
     stored = {name: t for shard in shards for name, t in load_file(tmp_path / shard.name).items()}
-    assert len(shards) == 2 and sorted(written)[-2:] == [(4, 4), (4, 4)] and {total for _, total in written} == {4}
+    assert len(shards) == 2
+    assert sorted(written)[-2:] == [(4, 4), (4, 4)]
+    assert {total for _, total in written} == {4}
     assert all(torch.equal(stored[str(i)], torch.full((2, columns), float(i))) for i in range(4))
 
 
@@ -134,7 +138,9 @@ def test_the_disk_is_told_of_every_byte_at_once(tmp_path, monkeypatch):
     write_shards(plan_shards([rule], torch.float32, 10**6), None, torch.float32, tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     starts, sizes = [start for _, start, _, _ in told], [nbytes for _, _, nbytes, _ in told]
-    assert sizes == [48, 80] and starts == [size - 128, size - 80] and {advice for *_, advice in told} == {"begin"}
+    assert sizes == [48, 80]
+    assert starts == [size - 128, size - 80]
+    assert {advice for *_, advice in told} == {"begin"}
     monkeypatch.delattr(os, "posix_fadvise")  # as on a Mac
     write_shards(plan_shards([rule], torch.float32, 10**6), None, torch.float32, tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.cat(blocks))

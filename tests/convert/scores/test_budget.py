@@ -29,8 +29,8 @@ from convert.train.mohawk.layerwise import run_key
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
+from tests.helpers.teachers import TEACHERS, random_ids
 from tests.helpers.tiny import config_of
-from tests.teachers import TEACHERS, random_ids
 
 CONTEXT, SHAPE = 400, (4, 2)
 RANKED = [(1, 0), (3, 0), (3, 1), (0, 1), (2, 0), (0, 0), (1, 1), (2, 1)]
@@ -70,7 +70,8 @@ def test_a_placement_keeps_within_the_budget_and_uses_it(cache, saved_teacher):
     spent = budget(saved_teacher("llama-gqa"), cache=cache)
     placement, taken = placed(spent)
     kept = kept_kv_heads(placement)
-    assert taken <= spent.nbytes and kept == set(RANKED[: len(kept)])
+    assert taken <= spent.nbytes
+    assert kept == set(RANKED[: len(kept)])
     hybrid = placement.hybrid
     assert hybrid.state
     assert (hybrid.sinks, hybrid.salient, hybrid.block) == (4, 16, 16)
@@ -121,7 +122,8 @@ def test_a_window_beside_a_state_leaves_half_of_a_sequence_to_fit_on(saved_teach
     assert (given.longest_window, given.block) == (30, 10)
     assert placed(given)[0].hybrid.window == 30
     short = budget(folder, cache=0.6, attention_heads=1, sequence_length=32)  # half would leave none but salient ones
-    assert short.longest_window == 10 and evicted_tokens(32, 10, 20, short.block) > 0
+    assert short.longest_window == 10
+    assert evicted_tokens(32, 10, 20, short.block) > 0
     alone = budget(folder, cache=0.9, mixer="none", attention_heads=1, sequence_length=64)
     assert placed(alone)[0].hybrid.window > 200
 
@@ -143,12 +145,15 @@ def test_the_teachers_own_windows_stay(name, cache, saved_teacher, tmp_path):
     share, own = cache or 0.08, 8 if cache else 150
     teacher = with_window(saved_teacher(name), tmp_path / "teacher", own)
     plan = convert(str(teacher), tmp_path / "out", **SEARCH | {"cache": cache})
-    assert plan.placement.hybrid.state and plan.placement.hybrid.salient
+    assert plan.placement.hybrid.state
+    assert plan.placement.hybrid.salient
     windows = [i for i, kind in enumerate(plan.config.conversion["teacher_layer_types"]) if kind != "full_attention"]
     others = {0, 1, 2, 3} - set(windows)
-    assert len(windows) == 2 and set(plan.placement.replaced_layers) <= others
+    assert len(windows) == 2
+    assert set(plan.placement.replaced_layers) <= others
     assert all(plan.config.layer_types[i] == "sliding_attention" for i in windows)
-    assert plan.placement.full_heads.keys() <= others and plan.placement.hybrid.window > 8
+    assert plan.placement.full_heads.keys() <= others
+    assert plan.placement.hybrid.window > 8
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     seen = model(random_ids(1, CONTEXT)).past_key_values
     taken = cache_bytes(plan.config, CONTEXT)
@@ -192,7 +197,8 @@ def test_a_teacher_all_of_whose_layers_have_windows_keeps_them(saved_teacher):
     asked = options_of(folder, cache=0.85, d_state=1, text="sampled", tokens=5120)
     placement = decide_placement(budget_of(asked)).placement
     assert placement.attention_layers == (1, 3)
-    assert placement.replaced_layers == (0, 2) and placement.hybrid is None
+    assert placement.replaced_layers == (0, 2)
+    assert placement.hybrid is None
     within = dict(cache=0.8, mixer="none")
     for said in (
         dict(cache=0.5),
@@ -221,7 +227,8 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
     plan = run(options, on_plan, progress)
     assert doing == ["plan", "reading text, rows", "scoring heads, layers", "measuring layers", "plan",
                      "aligning, layers", "writing, MB"]  # fmt: skip
-    assert plans[0].notes and not plan.notes
+    assert plans[0].notes
+    assert not plan.notes
     assert plans[0].summary()["cache_bytes"] == plans[1].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     layers = plan.placement.windows
     assert plans[1].placement == plan.placement.with_ranks(dict.fromkeys(layers, 4))
@@ -229,7 +236,8 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
     assert {int(layer): rank for layer, rank in ranks.items()} == {i: plan.config.rank_of(i) for i in layers}
     assert sum(ranks.values()) <= 4 * len(layers)
     assert Placement.of(LlambaConfig.from_pretrained(tmp_path / "out")) == plan.placement
-    assert plan.placement.replaced_layers and plan.placement.full_heads
+    assert plan.placement.replaced_layers
+    assert plan.placement.full_heads
     scores = json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"]
     best_of_kv = {(layer, kv): max(of[2 * kv : 2 * kv + 2]) for layer, of in enumerate(scores) for kv in range(2)}
     kept = kept_kv_heads(plan.placement)
@@ -277,7 +285,8 @@ def test_a_configuration_stores_every_kind_of_placement(name, layers, saved_teac
 def test_windows_are_wide_where_layers_are_wrong():
     errors, alike = {0: 0.001, 2: 0.05, 3: 0.01, 5: 0.0001}, dict.fromkeys((0, 2, 3, 5), 1)
     windows = spread_windows(400, errors, alike, 320, 1)
-    assert sum(windows.values()) == 400 and windows.keys() == errors.keys()
+    assert sum(windows.values()) == 400
+    assert windows.keys() == errors.keys()
     assert windows[5] == windows[0] == 40 < windows[3] < windows[2] <= 320
 
     def left(widths):
@@ -369,8 +378,11 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
     monkeypatch.setattr("convert.io.reader.SafetensorsCheckpoint.read_rows", None)
     plan = plan_conversion(options_of(saved_teacher("llama-gqa")))
     text, shown = describe(plan), plan.summary()
-    assert "window" in text and "full heads" in text and "is decided by scores" in text
-    assert shown["window"] > 1 and shown["attention_heads"]
+    assert "window" in text
+    assert "full heads" in text
+    assert "is decided by scores" in text
+    assert shown["window"] > 1
+    assert shown["attention_heads"]
     teacher, hybrid = cache_bytes(plan.config, CONTEXT)
     assert hybrid <= 0.5 * teacher
 
@@ -413,7 +425,8 @@ def test_the_cost_of_aligning_is_said_and_grows_with_the_text(saved_teacher):
     folder, rates = str(saved_teacher("llama-gqa")), Rates(1e9, 5e8, 1e8)
     few, many = (make_options(folder, "o", **SEARCH | {"tokens": tokens}) for tokens in (320, 3200))
     plan = plan_conversion(few)
-    assert plan.alignment_cost.seconds > 0 and "to align" in describe(plan)
+    assert plan.alignment_cost.seconds > 0
+    assert "to align" in describe(plan)
     costs = [cost_of(plan_conversion(options), rates, resident=1000) for options in (few, many)]
     assert costs[0].seconds < costs[1].seconds < 10 * costs[0].seconds  # the solutions take the same for any text
     assert 1000 < costs[0].nbytes < costs[1].nbytes
@@ -449,7 +462,8 @@ def test_windows_with_heads_of_their_own_stay_whatever_their_width(name, saved_t
         (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": width}))
         output = tmp_path / f"out-{width}"
         plan = convert(str(tmp_path), output, align="none", window=32, attention_layers="none")
-        assert plan.config.layer_types == ["sliding_attention", "hybrid"] * 2 and "hides nothing" not in describe(plan)
+        assert plan.config.layer_types == ["sliding_attention", "hybrid"] * 2
+        assert "hides nothing" not in describe(plan)
         teacher, hybrid = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path, output))
         ids = random_ids(1, 200)
         held = [cache_nbytes(model(ids, use_cache=True).past_key_values) for model in (teacher, hybrid)]
@@ -480,7 +494,8 @@ def test_a_window_that_hides_nothing_is_none(name, saved_teacher, tmp_path):
     assert plans["nominal"].placement == plans["within"].placement != plans["narrow"].placement
     assert f"sliding_window {2 * positions} hides nothing within max_position_embeddings" in said["nominal"]
     assert f"sliding_window {context} hides nothing within {context} tokens" in said["within"]
-    assert "hides nothing" not in said["narrow"] and "sliding_attention" in plans["narrow"].config.layer_types
+    assert "hides nothing" not in said["narrow"]
+    assert "sliding_attention" in plans["narrow"].config.layer_types
     longer = {"max_position_embeddings": 16384, "sliding_window": 4096}
     (tmp_path / "narrow" / "config.json").write_text(json.dumps(config | longer))
     wide = make_options(str(tmp_path / "narrow"), "o", window=8192, attention_layers=0.0, align="none")

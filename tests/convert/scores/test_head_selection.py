@@ -14,8 +14,8 @@ from convert.layout.presets import counted_heads, kept_heads, query_heads, whole
 from convert.options import make_options
 from convert.scores.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
+from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 from tests.helpers.tiny import teacher_model
-from tests.teachers import TEACHERS, make_teacher, random_ids
 
 
 def test_heads_by_name_by_file_and_back(tmp_path):
@@ -39,7 +39,9 @@ def test_heads_that_are_none_are_refused(text):
 
 
 def test_counts():
-    assert counted_heads(3, 90) == 3 and counted_heads(0.02, 90) == 2 and counted_heads(1.0, 90) == 90
+    assert counted_heads(3, 90) == 3
+    assert counted_heads(0.02, 90) == 2
+    assert counted_heads(1.0, 90) == 90
     with pytest.raises(ValueError, match="between 0 and the teacher's 90"):
         counted_heads(91, 90)
     assert query_heads([(2, 1), (0, 0)], 3) == {0: (0, 1, 2), 2: (3, 4, 5)}

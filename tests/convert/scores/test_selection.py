@@ -15,8 +15,8 @@ from convert.fit.teacher_model import replaced
 from convert.options import make_options
 from convert.scores.layer_costs import LOOKING_UP, cheapest_by_kl
 from tests.helpers.command import check_one_line_error, run_as_is
+from tests.helpers.teachers import make_teacher
 from tests.helpers.tiny import LENGTH, rows, teacher_model
-from tests.teachers import make_teacher
 
 VOCABULARY = range(20, 100)
 ALIGNMENT = {"sequence_length": LENGTH, "fit": {"refine_steps": 0}}
@@ -25,33 +25,40 @@ ALIGNED = {"text": "sampled", "tokens": 16 * LENGTH, "alignment": ALIGNMENT}
 
 def test_probes_ask_for_what_was_said():
     probe = copy_probe(VOCABULARY, 3, 20, seed=0)
-    assert probe.ids.shape == (3, 40) and torch.equal(probe.ids[:, :20], probe.ids[:, 20:])
-    assert probe.answers[:, 21:].all() and not probe.answers[:, :21].any()
+    assert probe.ids.shape == (3, 40)
+    assert torch.equal(probe.ids[:, :20], probe.ids[:, 20:])
+    assert probe.answers[:, 21:].all()
+    assert not probe.answers[:, :21].any()
     assert all(len(set(row[:20])) == 20 for row in probe.ids.tolist())
 
     probe = associative_probe(VOCABULARY, 3, 10, seed=0)
     for ids, answers in zip(probe.ids.tolist(), probe.answers.tolist(), strict=True):
         pairs = dict(zip(ids[0:20:2], ids[1:20:2], strict=True))
         asked = [(ids[i - 1], ids[i]) for i, marked in enumerate(answers) if marked]
-        assert len(asked) == 10 and all(pairs[key] == value for key, value in asked)
+        assert len(asked) == 10
+        assert all(pairs[key] == value for key, value in asked)
         assert [key for key, _ in asked] != ids[0:20:2]
 
     prose = rows(2)
     probe = needle_probe(prose, VOCABULARY, seed=0)
     assert torch.equal(probe.ids[:, 4:12], probe.ids[:, -8:])
-    assert probe.answers.sum(1).tolist() == [4, 4] and probe.answers[:, -4:].all()
+    assert probe.answers.sum(1).tolist() == [4, 4]
+    assert probe.answers[:, -4:].all()
     assert torch.equal(probe.ids[:, 12:-8], prose[:, 12:-8])
     again = needle_probe(prose, VOCABULARY, seed=0)
-    assert torch.equal(again.ids, probe.ids) and not torch.equal(needle_probe(prose, VOCABULARY, 1).ids, probe.ids)
+    assert torch.equal(again.ids, probe.ids)
+    assert not torch.equal(needle_probe(prose, VOCABULARY, 1).ids, probe.ids)
 
 
 def test_needles_are_hidden_in_a_share_of_the_rows():
     prose = torch.arange(20 * 64).view(20, 64) + 10_000
     vocabulary = plain_tokens(5_000)
-    assert vocabulary[0] == 100 and vocabulary[-1] == 3_999
+    assert vocabulary[0] == 100
+    assert vocabulary[-1] == 3_999
     ids = with_needles(prose, 0.25, vocabulary, seed=3)
     changed = [i for i in range(20) if not torch.equal(ids[i], prose[i])]
-    assert len(changed) == 5 and torch.equal(ids, with_needles(prose, 0.25, vocabulary, seed=3))
+    assert len(changed) == 5
+    assert torch.equal(ids, with_needles(prose, 0.25, vocabulary, seed=3))
     widths, places = set(), set()
     for i in changed:
         hidden, asked = ids[i, :48], ids[i, 48:].tolist()
@@ -64,7 +71,8 @@ def test_needles_are_hidden_in_a_share_of_the_rows():
         assert [place for (place,) in where] == [start + k for start in starts for k in range(8)]
         widths.add(16 if starts[1] == starts[0] + 8 else 8)
         places.add(min(drawn))
-    assert widths == {8, 16} and len(places) > 1
+    assert widths == {8, 16}
+    assert len(places) > 1
     assert torch.equal(with_needles(prose, 0.0, vocabulary, seed=3), prose)
 
 
@@ -77,7 +85,9 @@ def test_the_layers_that_lose_most_keep_their_attention(name, mixer, saved_teach
     plan = convert(str(saved_teacher(name)), tmp_path / "out", attention_layers=0.5, **options)
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
     costs = {int(layer): cost for layer, cost in report["layer_costs"].items()}
-    assert costs.keys() == {0, 1, 2, 3} and len(set(costs.values())) == 4 and min(costs.values()) > 0
+    assert costs.keys() == {0, 1, 2, 3}
+    assert len(set(costs.values())) == 4
+    assert min(costs.values()) > 0
     assert plan.placement.attention_layers == tuple(sorted(sorted(costs, key=costs.get)[2:]))
     assert report["held_out_error"].keys() == {str(i) for i in plan.placement.replaced_layers}
     kinds = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
@@ -106,7 +116,8 @@ def test_mixers_alone_go_where_the_whole_model_diverges_least(name, recalls, sav
         expected = expected | {min({0, 1, 2, 3} - expected, key=lambda layer: cost(expected | {layer}))}
         if count in (1, 3):  # three rounds choose three one by one
             gone, alone = cheapest_by_kl(model, mixers, ids, probe, count)
-            assert gone == expected and alone == pytest.approx({i: cost({i}) for i in range(4)}, rel=1e-3)
+            assert gone == expected
+            assert alone == pytest.approx({i: cost({i}) for i in range(4)}, rel=1e-3)
     assert all(block.layer_type == "full_attention" for block in model.model.model.layers)
 
 
@@ -145,7 +156,8 @@ def test_mixers_alone_are_placed_by_what_the_whole_model_loses(saved_teacher, tm
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", attention_layers=0.5, **ALIGNED)
     costs = json.loads((tmp_path / "out" / "alignment.json").read_text())["layer_costs"]
     cheapest = min(range(4), key=lambda layer: costs[str(layer)])  # the first to go
-    assert len(plan.placement.replaced_layers) == 2 and cheapest in plan.placement.replaced_layers
+    assert len(plan.placement.replaced_layers) == 2
+    assert cheapest in plan.placement.replaced_layers
 
 
 @pytest.mark.parametrize("share, free", [(0.2, 0), (0.5, 1), (0.8, 2)])
@@ -157,7 +169,8 @@ def test_a_share_is_of_the_layers_without_windows_of_their_own(share, free, save
     assert planned.config.conversion["teacher_layer_types"] == ["sliding_attention", "full_attention"] * 2
     plan = convert(folder, tmp_path / "out", **options)
     kept = set(plan.placement.attention_layers)
-    assert kept >= {0, 2} and len(kept) == 2 + free
+    assert kept >= {0, 2}
+    assert len(kept) == 2 + free
     assert planned.summary()["cache_bytes"] == plan.summary()["cache_bytes"]
     report = json.loads((tmp_path / "out" / "alignment.json").read_text()) if free < 2 else {}
     assert ("layer_costs" in report) == (free == 1) == bool(planned.notes)
@@ -169,7 +182,8 @@ def test_nothing_is_measured_where_nothing_is_to_choose(two_layer_teacher, tmp_p
     options = ALIGNED | dict(attention_layers=0.0, window=4, alignment={"sequence_length": LENGTH})
     convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
-    assert "layer_costs" not in report and len(report["held_out_error"]) == 2
+    assert "layer_costs" not in report
+    assert len(report["held_out_error"]) == 2
 
 
 def test_budget_in_bytes(saved_teacher, tmp_path):
@@ -213,12 +227,14 @@ def test_work_dir_resumes(said, two_layer_teacher, tmp_path, monkeypatch):
         patch.setattr(writer, "write_shards", fail)
         with pytest.raises(OSError, match="No space left"):
             convert(folder, tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists() and list(work.rglob("layer-*.safetensors"))
+    assert not (tmp_path / "out").exists()
+    assert list(work.rglob("layer-*.safetensors"))
     monkeypatch.setattr(fitting, "fit_layer", fail)
     convert(folder, tmp_path / "out", **options)
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert not list(work.rglob("layer-*")) and said == work.exists()
+    assert not list(work.rglob("layer-*"))
+    assert said == work.exists()
 
 
 @pytest.mark.parametrize(
@@ -257,4 +273,5 @@ def test_published_text_name_is_not_a_local_path(two_layer_teacher, tmp_path):
     convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", **options)
     for name in ("config.json", "README.md", "alignment.json"):
         content = (tmp_path / "out" / name).read_text()
-        assert "secret" not in content and ("my.jsonl" in content or name == "README.md"), name
+        assert "secret" not in content, name
+        assert "my.jsonl" in content or name == "README.md", name

@@ -33,7 +33,7 @@ from convert.teachers.teacher import embedded_teacher, find_teacher, read_config
 from convert.tools.families import families, readme_table
 from modeling_llamba import LlambaConfig
 from tests.helpers.padding import left_padded
-from tests.teachers import FIRST, STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
+from tests.helpers.teachers import FIRST, STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
 
 LAYERS = 2
 every_teacher = pytest.mark.parametrize("name", TEACHERS)
@@ -61,7 +61,8 @@ def test_all_attention_equals_the_teacher(name, saved_teacher, tmp_path):
         "PhiMambaForCausalLM" if name.startswith("phi-") or name == "phi" else "LlambaForCausalLM"
     )
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
-    assert {rule.kind for rule in plan.rules} == {"moved"} and "with every layer kept" in describe(plan)
+    assert {rule.kind for rule in plan.rules} == {"moved"}
+    assert "with every layer kept" in describe(plan)
     assert "with every attention layer kept" in (tmp_path / "out" / "README.md").read_text()
     in_teacher = dict(teacher.named_parameters()) | dict(teacher.named_buffers())
     assert plan.parameters_before == sum(t.numel() for n, t in in_teacher.items() if n in teacher.state_dict())
@@ -96,7 +97,8 @@ def test_in_float64(name, saved_teacher, tmp_path):
     beside = {} if len(windows) == LAYERS else {"window": 6, "sinks": 2}
     kept, _ = converted(saved_teacher(name, LAYERS), tmp_path / "all", attention_layers="all")
     hybrid, plan = converted(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers=windows[:1], **beside)
-    assert plan.placement.replaced_layers and (not beside or plan.placement.hybrid.state)
+    assert plan.placement.replaced_layers
+    assert not beside or plan.placement.hybrid.state
     teacher, ids = make_teacher(name, layers=LAYERS), random_ids(2, 24)
     for model in (teacher, kept, hybrid):
         model.double().set_experts_implementation("eager")  # transformers' default knows no float64
@@ -144,7 +146,8 @@ def test_the_plan_of_the_default(name, saved_teacher, monkeypatch):
     if "hybrid" not in kinds:
         assert "every layer has a window of 8 tokens in the teacher and keeps it" in describe(plan)
         return
-    assert plan.placement.hybrid.state and plan.config.mixer != "none"
+    assert plan.placement.hybrid.state
+    assert plan.config.mixer != "none"
     for size in plan.summary()["cache_bytes"].values():
         assert size["hybrid"] < 0.1 * size["teacher"]
     assert "salient tokens and a state" in describe(plan)
@@ -268,7 +271,8 @@ def test_the_text_part_of_a_multimodal_gemma(published, saved_teacher, tmp_path)
     ids = random_ids(2, 24)
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     assert all("vision" in name or "projector" in name for name in plan.weights.dropped)
-    assert len(describe(plan).split("dropped  ")) == 2 and plan.teacher.family.model_type == "gemma3_text"
+    assert len(describe(plan).split("dropped  ")) == 2
+    assert plan.teacher.family.model_type == "gemma3_text"
 
 
 @torch.no_grad()
@@ -283,7 +287,8 @@ def test_the_text_part_of_a_multimodal_gemma4(tmp_path):
     ids = random_ids(2, 24)
     torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
     parts = {name.split(".")[1] for name in load_file(tmp_path / "in" / "model.safetensors")}
-    assert parts == {"language_model", "vision_tower", "embed_vision"} and plan.weights.dropped
+    assert parts == {"language_model", "vision_tower", "embed_vision"}
+    assert plan.weights.dropped
     assert all("vision" in name for name in plan.weights.dropped)
 
 
@@ -305,7 +310,8 @@ def test_the_text_part_of_a_multimodal_mistral(name, says_untied, tmp_path):
     teacher.save_pretrained(tmp_path / "in")
     if not says_untied:
         raw = json.loads((tmp_path / "in" / "config.json").read_text())
-        assert not raw.pop("tie_word_embeddings") and Mistral3Config().tie_word_embeddings
+        assert not raw.pop("tie_word_embeddings")
+        assert Mistral3Config().tie_word_embeddings
         (tmp_path / "in" / "config.json").write_text(json.dumps(raw))
     hybrid, plan = converted(tmp_path / "in", tmp_path / "out", attention_layers="all")
     ids = random_ids(2, 24) % 110
@@ -407,7 +413,8 @@ def test_a_cap_on_scores_stays_with_attention_and_is_said_to_be_lost_in_a_state(
     hybrid, plan = converted(saved_teacher("gemma2", LAYERS), tmp_path / "out", attention_layers="1")
     lost = "attn_logit_softcapping 2.0 holds where attention stays, windows included; a state has no scores to cap"
     assert lost in plan.notes
-    assert hybrid.config._attn_implementation == "eager" and hybrid.model.layers[1].self_attn.softcap == 2.0
+    assert hybrid.config._attn_implementation == "eager"
+    assert hybrid.model.layers[1].self_attn.softcap == 2.0
     with pytest.raises(ValueError, match="scaled_dot_product_attention"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
 

@@ -24,7 +24,7 @@ from convert.tools.inspect import inspect_model
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
 from tests.helpers.padding import left_padded
-from tests.teachers import STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
+from tests.helpers.teachers import STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
 
 CONTEXT = 200
 SEARCH = dict(
@@ -40,7 +40,8 @@ def test_a_share_is_one_of_the_layers_that_grow(name, saved_teacher, tmp_path):
     """Fitted by default, scores of heads included; the bytes of the plan are those of either cache."""
     plan = convert(str(saved_teacher(name)), tmp_path / "out", cache=0.4, **SEARCH)
     kinds = plan.config.layer_types
-    assert [kind == RECURRENT for kind in kinds] == [True, False, True, False] and "hybrid" in kinds
+    assert [kind == RECURRENT for kind in kinds] == [True, False, True, False]
+    assert "hybrid" in kinds
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     teacher, hybrid = cache_bytes(plan.config, CONTEXT)
     states = kinds.count(RECURRENT) * recurrent_bytes(plan.config, torch.bfloat16)
@@ -56,7 +57,8 @@ def test_what_is_said_of_states(name, saved_teacher, tmp_path):
     plan = convert(str(saved_teacher(name)), tmp_path / "out", align="none", window=8, attention_layers="none")
     said = describe(plan)
     assert "RHRH  (0 attention, 2 hybrid, 2 with the teacher's own state)" in said
-    assert "cache 256k" not in said and "of int8's)" in said
+    assert "cache 256k" not in said
+    assert "of int8's)" in said
     card = (tmp_path / "out" / "README.md").read_text()
     assert "with 2 of its 2 attention layers replaced by" in card
     assert "and 4 sinks, R the teacher's own state)" in card
@@ -186,7 +188,9 @@ def test_numbers_of_a_state_in_float32_stay_so(dtype, tmp_path):
     for name, values in exact.items():
         own = written[name.replace("linear_attn", "recurrent.module")]
         kept = values if dtype == "auto" else values.bfloat16()
-        assert len(exact) == 4 and own.dtype == kept.dtype and torch.equal(own, kept)
+        assert len(exact) == 4
+        assert own.dtype == kept.dtype
+        assert torch.equal(own, kept)
     assert {t.dtype for n, t in written.items() if not n.endswith(("A_log", "module.norm.weight"))} == {torch.bfloat16}
     loaded = (AutoModelForCausalLM.from_pretrained(tmp_path / of, dtype=torch.float32) for of in ("in", "out"))
     teacher, hybrid = (model(random_ids(2, 24)).logits for model in loaded)

@@ -21,10 +21,10 @@ from modeling_llamba import LlambaForCausalLM
 from tests.helpers.before import BEFORE
 from tests.helpers.command import check_one_line_error
 from tests.helpers.command import run_as_is as use
+from tests.helpers.students import make_student, student_config
+from tests.helpers.teachers import TINY, random_ids
+from tests.helpers.tiny_chat import REASONING, save_chat_teacher, save_hybrid
 from tests.helpers.tokenizers import tokenizer
-from tests.recipes.tiny_chat import REASONING, save_chat_teacher, save_hybrid
-from tests.students import make_student, student_config
-from tests.teachers import TINY, random_ids
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,19 @@ def test_inspect_says_what_the_model_is(checkpoints):
     report = inspect_model(str(checkpoints / "hybrid"))
     model = LlambaForCausalLM.from_pretrained(checkpoints / "hybrid")
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
-    assert sorted(report["layer_map"]) == sorted("AHHH") and len(report["attention_layers"]) == 1
+    assert sorted(report["layer_map"]) == sorted("AHHH")
+    assert len(report["attention_layers"]) == 1
     assert report["window"] == {"tokens": 8, "sinks": 4, "block": 4, "salient": 0, "state": True, "rank": 0}
     assert report["mixer"] is None
-    assert report["provenance"]["teacher"] == "teacher" and report["provenance"]["align"] == "none"
+    assert report["provenance"]["teacher"] == "teacher"
+    assert report["provenance"]["align"] == "none"
     done = use("inspect", checkpoints / "hybrid", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout) == report | {"model": str(checkpoints / "hybrid")}
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == report | {"model": str(checkpoints / "hybrid")}
     done = use("inspect", checkpoints / "hybrid")
-    assert report["layer_map"] in done.stdout and "131072" not in done.stdout and "128k" in done.stdout
+    assert report["layer_map"] in done.stdout
+    assert "131072" not in done.stdout
+    assert "128k" in done.stdout
     assert "A attention, H hybrid" in done.stdout
     assert "{" not in done.stdout
 
@@ -115,7 +120,9 @@ def test_inspect_notices_weights_cut_short(checkpoints, tmp_path):
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     done = use("inspect", tmp_path / "cut")
-    assert done.returncode == 1 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "model.safetensors" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_inspect_prints_no_escape_sequence(tmp_path):
@@ -123,7 +130,9 @@ def test_inspect_prints_no_escape_sequence(tmp_path):
     config.conversion = {"teacher": "a\x1b[31mb"}
     config.save_pretrained(tmp_path / "out\x1b[31m")
     done = use("inspect", tmp_path / "out\x1b[31m")
-    assert done.returncode == 0 and "a\N{REPLACEMENT CHARACTER}[31mb" in done.stdout and "\x1b" not in done.stdout
+    assert done.returncode == 0
+    assert "a\N{REPLACEMENT CHARACTER}[31mb" in done.stdout
+    assert "\x1b" not in done.stdout
 
 
 def test_inspect_reads_the_alignment(checkpoints, tmp_path):
@@ -149,11 +158,13 @@ def test_a_hybrid_of_an_older_format_is_refused_in_one_line(command, tmp_path):
 
 def test_env_says_which_code_runs_and_why():
     report = environment()
-    assert report["versions"]["torch"] == torch.__version__ and report["versions"]["transformers"]
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["transformers"]
     scan = report["backends"]["SSD scan (discrete_mamba2, mamba2)"]
     kernels = ("fla", "fla-core"), ("mamba_ssm", "mamba-ssm")
     usable = [name for name, package in kernels if report["kernels"].get(package, {"problem": "?"})["problem"] is None]
-    assert scan["runs"] == (usable[0] if torch.cuda.is_available() and usable else "torch") and scan["why"]
+    assert scan["runs"] == (usable[0] if torch.cuda.is_available() and usable else "torch")
+    assert scan["why"]
     assert json.loads(use("env", "--json").stdout) == report
     assert "SSD scan" in use("env").stdout
 
@@ -163,19 +174,23 @@ def test_env_heeds_the_variable(monkeypatch):
     assert environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]["runs"] == "torch"
     monkeypatch.setenv("HYBRID_SSD_BACKEND", "chalk")
     scan = environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]
-    assert scan["runs"] == "nothing" and "chalk" in scan["why"]
+    assert scan["runs"] == "nothing"
+    assert "chalk" in scan["why"]
 
 
 def test_env_says_where_fla_does_not_train(monkeypatch):
     kernels = {package: {"version": "1", "problem": None} for package in env.KERNELS}
     monkeypatch.setattr(env, "fla_gradient_problem", lambda: "upgrade triton")
     scan = env._backends(kernels, cuda=True)["SSD scan (discrete_mamba2, mamba2)"]
-    assert scan["runs"] == "fla" and "torch where a gradient is wanted (upgrade triton)" in scan["why"]
+    assert scan["runs"] == "fla"
+    assert "torch where a gradient is wanted (upgrade triton)" in scan["why"]
 
 
 def test_a_device_that_is_not_there(checkpoints):
     done = use("generate", checkpoints / "hybrid", "--prompt", "w5", "--device", "gpu")
-    assert done.returncode == 1 and "--device gpu" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert "--device gpu" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_broken_kernel_is_told_from_an_absent_one(monkeypatch, tmp_path):
@@ -201,7 +216,9 @@ def test_generate_says_what_the_model_says(checkpoints):
     assert done.stdout.split() == expected.split()
     assert "tokens per second" in done.stderr
     beside = use("generate", checkpoints / "hybrid", *options, "--teacher", checkpoints / "teacher")
-    assert beside.returncode == 0 and "hybrid (llamba)" in beside.stdout and "teacher (llama)" in beside.stdout
+    assert beside.returncode == 0
+    assert "hybrid (llamba)" in beside.stdout
+    assert "teacher (llama)" in beside.stdout
     assert done.stdout.strip() in beside.stdout
     sampled = ("generate", checkpoints / "hybrid", *options, "--temperature", "2")
     first, second = (use(*sampled, "--seed", seed).stdout for seed in (1, 2))
@@ -238,7 +255,8 @@ def test_damaged_weights_are_one_line(checkpoints, tmp_path):
     weights = tmp_path / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     done = use("generate", tmp_path / "damaged", "--prompt", "a")
-    assert done.returncode == 1 and "damaged" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert "damaged" in done.stderr.splitlines()[-1]
 
 
 def test_no_teacher_recorded(checkpoints):
@@ -246,7 +264,8 @@ def test_no_teacher_recorded(checkpoints):
         recorded_teacher(None, "--teacher")
     tokenizer().save_pretrained(checkpoints / "found")
     done = use("generate", checkpoints / "found", "--prompt", "w3", "--teacher", "recorded")
-    assert done.returncode == 1 and "records no teacher" in done.stderr
+    assert done.returncode == 1
+    assert "records no teacher" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +354,8 @@ def test_chat_takes_turns_back(chatting, monkeypatch, capsys):
     main(["chat", str(chatting), "--max-new-tokens", "3"])
     done = capsys.readouterr()
     first, again, other, further = done.out.splitlines()
-    assert first == again and done.err.count("there has to be one") == 3
+    assert first == again
+    assert done.err.count("there has to be one") == 3
     monkeypatch.setattr("sys.stdin", io.StringIO("w12 w13\nw12\n"))
     main(["chat", str(chatting), "--max-new-tokens", "3"])
     assert capsys.readouterr().out.splitlines() == [other, further]

@@ -18,8 +18,8 @@ from convert.train.distillation.trainer import DistilledSFTTrainer, last_whole_c
 from convert.train.mohawk.distillation import distil
 from convert.train.mohawk.stages import Stages
 from convert.train.mohawk.train import load_hybrid
+from tests.helpers.students import make_student
 from tests.helpers.tiny import LENGTH, rows, teacher_model
-from tests.students import make_student
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(two_layer_teacher, tmp_path):
@@ -73,7 +73,8 @@ def test_a_share_of_the_sequences_asks_for_a_needle(share, two_layer_teacher, tm
     report = Stages(teacher, student, train, held_out, settings, tmp_path / "work").run()
     trained = {tuple(ids[0].tolist()) for ids in seen[True]}
     asked = {row for row in trained if any(row[-8:] == row[i : i + 8] for i in range(LENGTH - 15))}
-    assert len(trained) == 8 and len(asked) == 8 * share
+    assert len(trained) == 8
+    assert len(asked) == 8 * share
     assert trained - asked <= {tuple(row.tolist()) for row in train}
     taught = {tuple(row.tolist()) for ids in seen[False] for row in ids}
     assert taught == trained | {tuple(row.tolist()) for row in held_out}

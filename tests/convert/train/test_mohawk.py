@@ -32,8 +32,8 @@ from convert.train.mohawk.train import load_hybrid, train_existing
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from tests.helpers.command import run_as_is
 from tests.helpers.forked import run_forked
+from tests.helpers.teachers import TINY, make_teacher
 from tests.helpers.tiny import LENGTH, rows, teacher_model
-from tests.teachers import TINY, make_teacher
 
 TOKENS = 20 * 2 * LENGTH
 SETTINGS = AlignmentOptions(
@@ -97,7 +97,8 @@ def test_each_stage_lowers_its_loss_and_touches_only_what_it_should(hybrids, tmp
     report = run_only(work, 3)["distillation"]
     assert report["held_out_kl_after"] < 0.97 * report["held_out_kl_before"]
     assert changed(start, student) == set(start)  # everything takes part
-    assert not student.training and type(student).__name__ in ("LlambaForCausalLM", "PhiMambaForCausalLM")
+    assert not student.training
+    assert type(student).__name__ in ("LlambaForCausalLM", "PhiMambaForCausalLM")
 
 
 def test_block_target_is_the_blocks_output(saved_teacher):
@@ -204,7 +205,8 @@ def test_distillation_resumes_to_the_same_bits(hybrids, tmp_path):
     (checkpoint.parent / "checkpoint-7").mkdir()  # one that was cut off while it was written
     count = Count()
     resumed, log = run(tmp_path / "cut", [count])
-    assert [r["step"] for r in log if "loss" in r][-1] == 12 and count.steps == 12 - 5
+    assert [r["step"] for r in log if "loss" in r][-1] == 12
+    assert count.steps == 12 - 5
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
@@ -305,7 +307,8 @@ def test_command_trains_an_existing_hybrid(hybrids, tmp_path):
         "2,3", "--stage-tokens", 8 * LENGTH, "--text", "sampled", "--config", yaml_file(tmp_path / "stages.yaml"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "hidden_state_alignment" in done.stderr and "held_out_kl_after" in done.stderr
+    assert "hidden_state_alignment" in done.stderr
+    assert "held_out_kl_after" in done.stderr
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())["stages"][0]
     assert report.keys() == {"hidden_state_alignment", "distillation"}
     assert report["distillation"]["settings"]["tokens"] == 8 * LENGTH
@@ -315,7 +318,8 @@ def test_command_trains_an_existing_hybrid(hybrids, tmp_path):
     with torch.no_grad():
         kl_after, kl_before = (kl_of_logits(teacher(ids).logits, m(ids).logits).mean() for m in (after, before))
     assert kl_after < kl_before
-    assert after.config.conversion["align"] == "mohawk" and not (tmp_path / "out.work").exists()
+    assert after.config.conversion["align"] == "mohawk"
+    assert not (tmp_path / "out.work").exists()
     assert "Aligned with MOHAWK" in (tmp_path / "out" / "README.md").read_text()
     assert sorted(os.listdir(tmp_path)) == ["out", "stages.yaml"]
 
@@ -353,7 +357,8 @@ def test_from_teacher_to_trained_hybrid(two_layer_teacher, tmp_path):
         tokens=16 * LENGTH, attention_layers=[1], alignment=stages,
     )  # fmt: skip
     report = json.loads((tmp_path / "out" / "alignment.json").read_text())
-    assert report["held_out_error"].keys() == {"0"} and report["tokens"] == 16 * LENGTH
+    assert report["held_out_error"].keys() == {"0"}
+    assert report["tokens"] == 16 * LENGTH
     assert load_hybrid(tmp_path / "out").config.conversion["seconds"]["training"] > 0
     (trained,) = report["stages"]
     assert trained["matrix_orientation"]["held_out_loss_after"] < trained["matrix_orientation"]["held_out_loss_before"]
@@ -418,5 +423,6 @@ def test_bf16_trains_and_leaves_an_ordinary_model(hybrids, tmp_path):
     for name, kind in (("hidden_state_alignment", "loss"), ("distillation", "kl")):
         assert report[name][f"held_out_{kind}_after"] < report[name][f"held_out_{kind}_before"]
     logits = work.student(rows(2), use_cache=False).logits
-    assert logits.dtype == torch.float32 and torch.isfinite(logits).all()
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()
     assert all(p.dtype == torch.float32 for p in work.student.parameters())

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from convert import convert
-from tests.teachers import make_teacher
+from tests.helpers.teachers import make_teacher
 
 TEMPLATE = (
     "{% for m in messages %}{{ 'w4 ' if m['role'] == 'user' else 'w5 ' }}{{ m['content'] }}"

@@ -4,7 +4,7 @@ import torch
 
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
-from tests.teachers import TINY
+from tests.helpers.teachers import TINY
 
 FAMILIES = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1")
