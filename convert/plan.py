@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid_config import RECURRENT
 
 from .io.reader import BLOCK_BYTES, TensorInfo
-from .io.rules import Rule, moved
+from .io.rules import Rule, rule_of
 from .io.students import layer_letters
 from .io.writer import human_bytes
 from .layout.cache import break_even, cache_bytes, contexts, rounded_teacher_bytes
@@ -147,7 +147,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
     config = hybrid_config(weights, placement, resolved.mixer)
     replaced = tuple(f"model.layers.{layer}.self_attn." for layer in placement.replaced_layers)
     kept = {name: source for name, source in weights.sources.items() if not name.startswith(replaced)}
-    rules = {name: moved(name, source) for name, source in kept.items()}
+    rules = {name: rule_of(name, source) for name, source in kept.items()}
     for layer in placement.replaced_layers:
         rules |= {
             rule.target: rule for rule in weights.mixer_rules(config, layer, resolved.initial_decay, resolved.seed)

@@ -18,7 +18,7 @@ from modeling_llamba.mixers import make_mixer
 from modeling_llamba.rotary import Rotary, local_rotary_embedding, rotary_embedding, rotate_keys, rotate_queries
 
 from ..io.reader import Checkpoint
-from ..io.rules import Rule, moved
+from ..io.rules import Rule, rule_of
 from ..io.students import model_class
 from ..options import MixerOptions
 from ..teachers.weights import TeacherWeights
@@ -154,7 +154,7 @@ class TeacherModel:
     def _fill(self, name: str) -> None:
         owner, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        value = tensor_of(moved(name, self.weights.sources[name]), self.checkpoint).to(self.device, torch.float32)
+        value = tensor_of(rule_of(name, self.weights.sources[name]), self.checkpoint).to(self.device, torch.float32)
         if isinstance(getattr(module, leaf), nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         setattr(module, leaf, value)

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid_config import LARGEST_SIZE
 
 from ..io.reader import Checkpoint, TensorInfo
-from .parts import Table, moved
+from .table import Table, renamed
 
 ANY = object()
 """For an entry that changes nothing whatever it says."""
@@ -188,15 +188,15 @@ class Format:
 
 def head_and_embedding(source: ForeignCheckpoint, embedding: str, config: PreTrainedConfig) -> tuple[Table, dict]:
     """The rows of `Format.table` for the embedding and the head, and what is left out of them."""
-    table: Table = {"model.embed_tokens.weight": moved(embedding)}
+    table: Table = {"model.embed_tokens.weight": renamed(embedding)}
     if config.tie_word_embeddings:
         dropped = {}
         if "lm_head.weight" in source.tensors:
             dropped = {"lm_head.weight": "tied to the embedding"}
         return table, dropped
-    table["lm_head.weight"] = moved("lm_head.weight")
+    table["lm_head.weight"] = renamed("lm_head.weight")
     if config.lm_head_bias:
-        table["lm_head.bias"] = moved("lm_head.bias")
+        table["lm_head.bias"] = renamed("lm_head.bias")
     return table, {}
 
 

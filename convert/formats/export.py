@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from modeling_llamba.hybrid_config import RECURRENT, SOFT_CAPS
 
 from ..io.reader import open_weights, read_json
+from ..io.rules import Fill, Part, Parts
 from ..io.students import OWN_FIELDS, STUDENTS, meta_shapes
 from ..io.writer import Progress, output_dtype
 from ..layout.cache import num_states
@@ -26,7 +27,7 @@ from ..options import ExportOptions, ExportTarget
 from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors, public_name
-from .parts import Fill, Part, Parts, Table, make_rules, moved
+from .table import Table, make_rules, renamed
 from .transfer import TransferPlan, find_checkpoint, write_checkpoint
 
 # transformers reads both spellings; llama.cpp and earlier versions of vLLM only these
@@ -221,14 +222,14 @@ def native_config(source: PreTrainedConfig, target: str, expand: int | None = No
 def export_table(source: PreTrainedConfig, config: PreTrainedConfig, target: str) -> Table:
     """Map the exported tensors to their sources."""
     native = NATIVE_CLASSES[target]
-    table: Table = {"model.embed_tokens.weight": moved("model.embed_tokens.weight")}
-    table[f"{native.final_norm}.weight"] = moved("model.norm.weight")
+    table: Table = {"model.embed_tokens.weight": renamed("model.embed_tokens.weight")}
+    table[f"{native.final_norm}.weight"] = renamed("model.norm.weight")
     if not source.tie_word_embeddings:
-        table["lm_head.weight"] = moved("lm_head.weight")
+        table["lm_head.weight"] = renamed("lm_head.weight")
     for i, kind in enumerate(source.layer_types):
         layer = f"model.layers.{i}."
-        table[f"{layer}input_layernorm.weight"] = moved(f"{layer}input_layernorm.weight")
-        table[f"{layer}{native.post_norm}.weight"] = moved(f"{layer}post_attention_layernorm.weight")
+        table[f"{layer}input_layernorm.weight"] = renamed(f"{layer}input_layernorm.weight")
+        table[f"{layer}{native.post_norm}.weight"] = renamed(f"{layer}post_attention_layernorm.weight")
         for theirs, ours in native.mlp.items():
             if source.mlp_bias or theirs.endswith("weight"):
                 table[f"{layer}{theirs}"] = tuple(Part(f"{layer}{name}") for name in ours)
@@ -240,7 +241,7 @@ def export_table(source: PreTrainedConfig, config: PreTrainedConfig, target: str
 
 
 def _attention_table(source: PreTrainedConfig, config: PreTrainedConfig, prefix: str) -> Table:
-    table: Table = {f"{prefix}{p}_proj.weight": moved(f"{prefix}{p}_proj.weight") for p in "qkvo"}
+    table: Table = {f"{prefix}{p}_proj.weight": renamed(f"{prefix}{p}_proj.weight") for p in "qkvo"}
     if config.attention_bias:
         kv = source.num_key_value_heads * source.head_dim
         rows = {"q": source.num_attention_heads * source.head_dim, "k": kv, "v": kv, "o": source.hidden_size}
@@ -301,7 +302,7 @@ def _mixer_table(source: PreTrainedConfig, config: PreTrainedConfig, ours: str, 
 def _bias(name: str, is_there: bool, size: int) -> Parts:
     """The source of a bias: the hybrid's own, or zeros where it has none."""
     if is_there:
-        return moved(name)
+        return renamed(name)
     return (Fill(size),)
 
 

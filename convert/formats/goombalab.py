@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from transformers import LlamaConfig, PhiConfig, PreTrainedConfig, Qwen2Config
 
+from ..io.rules import Fill, Part
 from .base import ANY, ForeignCheckpoint, Format, Section, head_and_embedding, rotary_buffers
-from .parts import Fill, Part, Table, moved
+from .table import Table, renamed
 
 EMBEDDING = "backbone.embedding.weight"
 BLOCKS = {"phiblock": "phimamba", "mambaphi": "phimamba", "llamablock": "llamba", "qwen2block": "llamba"}
@@ -315,12 +316,12 @@ def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, d
         mlp = ("gate_proj", "up_proj", "down_proj")
         norms = ("input_layernorm", "post_attention_layernorm")
     for kind in with_bias:
-        rows[f"model.norm.{kind}"] = moved(f"backbone.final_layernorm.{kind}")
+        rows[f"model.norm.{kind}"] = renamed(f"backbone.final_layernorm.{kind}")
     for i, layer_type in enumerate(config.layer_types):
         ours = f"model.layers.{i}."
         theirs = f"backbone.layers.{i}."
         for name in (*norms, *(f"mlp.{part}" for part in mlp)):
-            rows |= {f"{ours}{name}.{kind}": moved(f"{theirs}{name}.{kind}") for kind in with_bias}
+            rows |= {f"{ours}{name}.{kind}": renamed(f"{theirs}{name}.{kind}") for kind in with_bias}
         if layer_type == "linear_attention":
             rows |= mixer_table(source, config, f"{ours}mixer.", f"{theirs}mixer.")
         else:
@@ -332,11 +333,11 @@ def _attention_table(config: PreTrainedConfig, ours: str, theirs: str) -> Table:
     names = {name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
     if config.model_type == "phimamba":
         names["o_proj"] = "dense"
-    rows = {f"{ours}{mine}.weight": moved(f"{theirs}{name}.weight") for mine, name in names.items()}
+    rows = {f"{ours}{mine}.weight": renamed(f"{theirs}{name}.weight") for mine, name in names.items()}
     has_bias = dict.fromkeys(names, config.attention_bias) | {"o_proj": config.attention_out_bias}
     for mine, name in names.items():
         if has_bias[mine]:
-            rows[f"{ours}{mine}.bias"] = moved(f"{theirs}{name}.bias")
+            rows[f"{ours}{mine}.bias"] = renamed(f"{theirs}{name}.bias")
     return rows
 
 
@@ -351,15 +352,15 @@ def mixer_table(source: ForeignCheckpoint, config: PreTrainedConfig, ours: str, 
 
     def streams(name: str, *rest: Part) -> tuple[Part, ...]:
         if times == 1:
-            return moved(name)
+            return renamed(name)
         x, B, C = ((name, starts[k], starts[k + 1]) for k in range(3))
         return (Part(*x), Part(*B, block=state, times=times), Part(*C, block=state, times=times), *rest)
 
     weight = f"{theirs}in_proj.weight"
     bias = f"{theirs}in_proj.bias"
-    rows = {f"{ours}{name}": moved(f"{theirs}{name}") for name in ("D", "out_proj.weight")}
+    rows = {f"{ours}{name}": renamed(f"{theirs}{name}") for name in ("D", "out_proj.weight")}
     if config.mixer_gate_bias:
-        rows[f"{ours}z_bias"] = moved(f"{theirs}z_bias")
+        rows[f"{ours}z_bias"] = renamed(f"{theirs}z_bias")
     for name in ("conv1d.weight", "conv1d.bias"):
         rows[f"{ours}{name}"] = streams(f"{theirs}{name}")
     if f"{theirs}conv1d.bias" not in source.tensors:
@@ -368,7 +369,7 @@ def mixer_table(source: ForeignCheckpoint, config: PreTrainedConfig, ours: str, 
     if config.mixer_in_bias:
         rows[f"{ours}in_proj.bias"] = streams(bias, Part(bias, starts[3]))
     if config.mixer_out_bias:
-        rows[f"{ours}out_proj.bias"] = moved(f"{theirs}out_proj.bias")
+        rows[f"{ours}out_proj.bias"] = renamed(f"{theirs}out_proj.bias")
     return rows
 
 

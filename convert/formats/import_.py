@@ -22,7 +22,7 @@ from .base import ForeignCheckpoint, Format
 from .goombalab import GOOMBALAB
 from .llamba import LLAMBA
 from .mamba_in_llama import M1, MAMBA_IN_LLAMA_1, MAMBA_IN_LLAMA_2
-from .parts import make_rules
+from .table import make_rules
 from .transfer import TransferPlan, find_checkpoint, write_checkpoint
 
 FORMATS = (GOOMBALAB, LLAMBA, MAMBA_IN_LLAMA_1, MAMBA_IN_LLAMA_2, M1)

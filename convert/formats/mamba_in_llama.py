@@ -16,10 +16,11 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba import LlambaConfig
 
+from ..io.rules import Fill, Part
 from ..teachers import get_family
 from ..teachers.teacher import config_errors, hybrid_fields, read_config
 from .base import ANY, ForeignCheckpoint, Format, head_and_embedding, rotary_buffers
-from .parts import Fill, Part, Table, moved
+from .table import Table, renamed
 
 EMBEDDING = "model.embed_tokens.weight"
 MAMBA2_NORM_EPS = 1e-5
@@ -175,14 +176,14 @@ def _kv_width(source: ForeignCheckpoint, prefix: str) -> int:
 def table(source: ForeignCheckpoint, config: PreTrainedConfig) -> tuple[Table, dict[str, str]]:
     """Map the hybrid's tensors to their sources, and list those of the checkpoint that are left out."""
     rows, dropped = head_and_embedding(source, EMBEDDING, config)
-    rows["model.norm.weight"] = moved("model.norm.weight")
+    rows["model.norm.weight"] = renamed("model.norm.weight")
     for i, kind in enumerate(config.layer_types):
         prefix = f"model.layers.{i}."
         names = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{part}" for part in MLP)]
-        rows |= {f"{prefix}{name}.weight": moved(f"{prefix}{name}.weight") for name in names}
+        rows |= {f"{prefix}{name}.weight": renamed(f"{prefix}{name}.weight") for name in names}
         if config.mlp_bias:
             names = {part: f"{prefix}mlp.{part}.bias" for part in MLP}
-            rows |= {name: moved(name) for name in names.values()}
+            rows |= {name: renamed(name) for name in names.values()}
             for part, name in names.items():
                 if name not in source.tensors and kind == "linear_attention":  # whose MLP has no biases
                     rows[name] = (Fill(source.shape(f"{prefix}mlp.{part}.weight", 2)[0]),)
@@ -201,25 +202,25 @@ def _attention_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix
         names = [f"{prefix}self_attn.{p}_proj.weight" for p in "qkvo"]
         names += [f"{prefix}self_attn.{p}_proj.bias" for p in "qkv" if config.attention_bias]
         names += [f"{prefix}self_attn.o_proj.bias"] * config.attention_out_bias
-        return {name: moved(name) for name in names}
+        return {name: renamed(name) for name in names}
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     ends = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
     rows: Table = {f"{prefix}self_attn.{p}_proj.weight": (Part(fused, *ends[p]),) for p in "qkv"}
-    return rows | {f"{prefix}self_attn.o_proj.weight": moved(f"{prefix}mha.out_proj.weight")}
+    return rows | {f"{prefix}self_attn.o_proj.weight": renamed(f"{prefix}mha.out_proj.weight")}
 
 
 def _mamba2_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
     mine = f"{prefix}mixer."
     theirs = f"{prefix}mamba."
     same = ("dt_bias", "A_log", "D", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight")
-    rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in same}
+    rows = {f"{mine}{name}": renamed(f"{theirs}{name}") for name in same}
     name = f"{theirs}in_proj.weight"
     inner = config.mixer_num_heads * config.mixer_head_dim
     d = config.mixer_head_dim
     width = (source.shape(name, 2)[0] - 2 * inner - config.mixer_num_heads) // 2
     times = config.mixer_num_kv_heads * d // max(width, 1)
-    rows[f"{mine}in_proj.weight"] = moved(name)
+    rows[f"{mine}in_proj.weight"] = renamed(name)
     if times > 1:
         ends = [inner, inner + width, inner + 2 * width]
         x, B = (Part(name, ends[k], ends[k + 1], block=d, times=times) for k in range(2))
@@ -230,7 +231,9 @@ def _mamba2_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: s
 def _mamba1_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: str) -> Table:
     mine = f"{prefix}mixer."
     theirs = f"{prefix}mamba."
-    rows = {f"{mine}{name}": moved(f"{theirs}{name}") for name in ("A_log", "D", "dt_proj.weight", "out_proj.weight")}
+    rows = {
+        f"{mine}{name}": renamed(f"{theirs}{name}") for name in ("A_log", "D", "dt_proj.weight", "out_proj.weight")
+    }
     # the original adds this bias in dt_proj, and once more before the softplus
     rows[f"{mine}dt_proj.bias"] = (Part(f"{theirs}dt_proj.bias", scale=2.0),)
     state = config.mixer_d_state
@@ -242,7 +245,7 @@ def _mamba1_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: s
     apart = ("in_proj_z", "in_proj_x", "B_proj", "C_proj", "dt_proj_down")
     fused = f"{theirs}in_proj.weight"
     if fused in source.tensors:
-        whole = moved(fused)
+        whole = renamed(fused)
     else:
         whole = tuple(Part(f"{theirs}{name}.weight") for name in apart)
     return rows | {f"{mine}in_proj.weight": whole}

@@ -18,7 +18,7 @@ from modeling_llamba.hybrid_attention import theory_mass
 from modeling_llamba.matrix_mixer import OPEN_GATE
 
 from .reader import Checkpoint
-from .rules import Rule, Source, in_blocks, moved
+from .rules import Rule, Source, in_blocks, rule_of
 
 # sigmoid(100) is 1 in every float type, and 100 is exact in all of them
 CERTAIN = 100.0
@@ -88,7 +88,7 @@ class LayerMapping:
         for target, shape in shapes.items():
             name = target.removeprefix(f"{self.prefix}mixer.")
             if self.is_hybrid and name in self.attention:
-                rules.append(moved(target, self.attention[name]))
+                rules.append(rule_of(target, self.attention[name]))
                 continue
             sources, blocks = self._rule(name, shape)
             kind = "derived" if sources else "initialised"
@@ -107,7 +107,7 @@ class LayerMapping:
         if name == "conv1d.bias" and self.has_bias and not self.config.mixer_in_bias:
             return biases, lambda c: iter([torch.cat(list(self._projections(c, "bias").values()))])
         if name == "out_proj.weight":
-            return ("o_proj.weight",), lambda c: c.blocks(self._rows("o_proj.weight"))
+            return ("o_proj.weight",), self.attention["o_proj.weight"].blocks
         if name == "out_proj.bias" and "o_proj.bias" in self.attention:
             return ("o_proj.bias",), lambda c: iter([self.attention["o_proj.bias"].read(c)])
         if name.startswith(("B_norm", "C_norm")):
@@ -126,10 +126,6 @@ class LayerMapping:
         if weight.shape == shape:
             return weight
         return repeat_heads(weight, self.K, self.H)
-
-    def _rows(self, name: str) -> tuple[str, int, int]:
-        source = self.attention[name]
-        return source.name, source.start, source.stop
 
     def _projections(self, checkpoint: Checkpoint, kind: str) -> dict[str, torch.Tensor]:
         """Return x, B and C of `kind` (weight or bias) in float32, with as many heads as the mixer has."""
@@ -264,6 +260,6 @@ def fold_out_bias(target: str, own: Source, added: Source) -> Rule:
         target,
         own.shape,
         "derived",
-        (own.name, added.name),
+        (*own.names, *added.names),
         lambda c: iter([own.read(c).float() + added.read(c).float()]),
     )

@@ -1,64 +1,143 @@
-"""Rules by which tensors are made: moved, derived or initialised.
+"""Rules by which tensors are made, in conversion, import and export: moved, derived or initialised.
 
-Nothing is read here; a `Rule` says how its tensor is made, block of rows after block of rows, when it is written.
+Nothing is read here; a `Rule` says how its tensor is made, block of rows after block of rows, when it is written. Most
+rules have a `Source`: rows of other tensors, one below the other, some repeated or scaled, or constants.
 """
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from .reader import BLOCK_BYTES, Checkpoint
+from .reader import BLOCK_BYTES, Checkpoint, TensorInfo
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `start` to `stop` of a source tensor, every block of `block` rows written `times` times."""
+
+    source: str
+    start: int = 0
+    stop: int | None = None
+    block: int = 1
+    times: int = 1
+    scale: float = 1.0
+    extra_columns: int = 0
+    """Number of zero columns added on the right."""
+    order: tuple[int, ...] | None = None
+    """Order in which the rows of each head are read; None if they keep the source's."""
+
+    def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
+        """Number of rows of the target that it fills."""
+        return (self._stop(tensors) - self.start) * self.times
+
+    def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+        """Yield the rows in blocks; each may reuse the memory of the block before it."""
+        if self.times == 1 and self.order is None:
+            for rows in checkpoint.blocks((self.source, self.start, self.stop)):
+                yield self._finished(rows)
+            return
+        step = self.block
+        if self.order is not None:
+            step = len(self.order)
+        for first in range(self.start, self._stop(checkpoint.tensors), step):
+            rows = checkpoint.read(self.source, first, first + step)
+            if self.order is not None:
+                rows = rows[list(self.order)]
+            rows = self._finished(rows)
+            for _ in range(self.times):
+                yield rows
+
+    def _stop(self, tensors: Mapping[str, TensorInfo]) -> int:
+        if self.stop is None:
+            return tensors[self.source].shape[0]
+        return self.stop
+
+    def _finished(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1:
+            rows = rows.float() * self.scale
+        if not self.extra_columns:
+            return rows
+        return torch.nn.functional.pad(rows, (0, self.extra_columns))
+
+    @property
+    def changes(self) -> bool:
+        """True if the target has rows that the source has not."""
+        return self.times > 1 or self.scale != 1 or bool(self.extra_columns)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the rows are the source's own, in its order."""
+        return not self.changes and self.order is None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Rows that hold a constant, `count` of them."""
+
+    count: int
+    value: float = 0.0
+
+    changes = True
+    is_plain = False
+
+    def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
+        """Number of rows of the target that it fills."""
+        return self.count
+
+
+Parts = tuple[Part | Fill, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A range of rows of one of the teacher's tensors."""
+    """Parts of one or more source tensors, one below the other, that make a tensor of this shape."""
 
-    name: str
-    start: int
-    stop: int
+    parts: Parts
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None = None
-    """Order in which the rows of each head are read; None if they keep the teacher's."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the teacher's tensors."""
-        return (self.name,)
+        """Names of the source tensors."""
+        return tuple(dict.fromkeys(part.source for part in self.parts if isinstance(part, Part)))
+
+    @property
+    def kind(self) -> Literal["moved", "derived", "initialised"]:
+        """Kind of the tensor: whole values that are moved, values that differ, or constants alone."""
+        if not self.names:
+            return "initialised"
+        return "derived" if any(part.changes for part in self.parts) else "moved"
+
+    def in_order(self, order: tuple[int, ...] | None) -> "Source":
+        """Return this source with the rows of each head read in another order."""
+        return Source(tuple(dataclasses.replace(part, order=order) for part in self.parts), self.shape)
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        """Yield the rows in blocks; each reuses the memory of the block before it."""
-        if self.order is None:
-            yield from checkpoint.blocks((self.name, self.start, self.stop))
-            return
-        for first in range(self.start, self.stop, len(self.order)):
-            yield checkpoint.read(self.name, first, first + len(self.order))[list(self.order)]
+        """Yield the rows in blocks; each may reuse the memory of the block before it."""
+        for plain, parts in itertools.groupby(self.parts, lambda part: part.is_plain):
+            if plain:  # one buffer serves them all
+                yield from checkpoint.blocks(*((part.source, part.start, part.stop) for part in parts))
+                continue
+            for part in parts:
+                if isinstance(part, Part):
+                    yield from part.blocks(checkpoint)
+                else:
+                    yield from self._constant(part)
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
         """Read all of the rows at once."""
-        if self.order is None:
-            return checkpoint.read(self.name, self.start, self.stop).view(self.shape)
-        return torch.cat(list(self.blocks(checkpoint)))
+        if self.parts[0].is_plain and len(self.parts) == 1:
+            (part,) = self.parts
+            return checkpoint.read(part.source, part.start, part.stop).view(self.shape)
+        return torch.cat([block.clone() for block in self.blocks(checkpoint)]).view(self.shape)
 
-
-@dataclass(frozen=True)
-class Stack:
-    """Rows of several of the teacher's tensors, one below the other."""
-
-    parts: tuple[Source, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the teacher's tensors, one for each part."""
-        return tuple(part.name for part in self.parts)
-
-    def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-        """Yield the rows in blocks; each reuses the memory of the block before it."""
-        return checkpoint.blocks(*((part.name, part.start, part.stop) for part in self.parts))
+    def _constant(self, part: Fill) -> Iterator[torch.Tensor]:
+        columns = self.shape[1:]
+        return in_blocks(part.count, lambda a, b: torch.full((b - a, *columns), part.value), 4 * math.prod(columns))
 
 
 @dataclass(frozen=True)
@@ -78,9 +157,9 @@ class Rule:
         return math.prod(self.shape) * (self.dtype or dtype).itemsize
 
 
-def moved(target: str, source: Source | Stack) -> Rule:
-    """The rule of a tensor that keeps its values."""
-    return Rule(target, source.shape, "moved", source.names, source.blocks)
+def rule_of(target: str, source: Source) -> Rule:
+    """The rule of a tensor that is made of rows of others."""
+    return Rule(target, source.shape, source.kind, source.names, source.blocks)
 
 
 def in_blocks(rows: int, make: Callable[[int, int], torch.Tensor], row_bytes: int) -> Iterator[torch.Tensor]:

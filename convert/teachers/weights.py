@@ -18,7 +18,7 @@ from modeling_llamba.hybrid_config import RECURRENT
 
 from ..io.mapping import LayerMapping, fold_out_bias
 from ..io.reader import Checkpoint, TensorInfo
-from ..io.rules import Rule, Source, Stack
+from ..io.rules import Part, Rule, Source
 from ..io.students import STUDENTS, mixer_shapes, tensor_shapes
 from .base import TeacherFamily
 from .teacher import Teacher, config_errors, hybrid_fields
@@ -37,7 +37,7 @@ class TeacherWeights:
     """Fields that every hybrid's configuration takes over from the teacher's."""
     config: PreTrainedConfig
     """Configuration of the hybrid with every layer kept as attention."""
-    sources: dict[str, Source | Stack]
+    sources: dict[str, Source]
     """Source in the teacher of each tensor of that hybrid."""
     dropped: dict[str, str]
     """Tensors of the teacher that the hybrid does without, and why."""
@@ -162,7 +162,7 @@ def canonical_sources(
     teacher: Mapping[str, TensorInfo],
     shapes: Mapping[str, tuple[int, ...]],
     copied: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[dict[str, Source | Stack], dict[str, str]]:
+) -> tuple[dict[str, Source], dict[str, str]]:
     """Find each tensor of a hybrid that keeps all its attention in the teacher, and what is dropped.
 
     Args:
@@ -212,7 +212,7 @@ class _Search:
         self.joined = joined_pieces(family, shapes, layers)
         self.pieces = expert_pieces(family, shapes, layers) | self.joined
         self.whole_of = {name: whole for whole, names in self.pieces.items() for name in names}
-        self.sources: dict[str, Source | Stack] = {}
+        self.sources: dict[str, Source] = {}
         self.dropped: dict[str, str] = {}
         self.faults: list[str] = []
         # they are there, so that they are not called missing, too
@@ -251,8 +251,7 @@ class _Search:
         of_head = self.head_dim if known in self.by_head else None
         self._note(known, _quantised(name, info) or _place(name, info, present, self.shapes, self.sources, of_head))
         if known in self.orders and present[0] in self.sources:
-            source = self.sources[present[0]]
-            self.sources[present[0]] = dataclasses.replace(source, order=self.orders[known])
+            self.sources[present[0]] = self.sources[present[0]].in_order(self.orders[known])
 
     def _note(self, known: str, faults: list[str]) -> None:
         """Note the faults of a tensor, if it has any."""
@@ -267,9 +266,10 @@ class _Search:
             if len(absent) == len(names):
                 continue
             self.faults += [f"missing tensor {name}" for name in absent if name not in self.unusable]
-            parts = tuple(self.sources.pop(name) for name in names if name in self.sources)
-            self.sources[whole] = Stack(parts, tuple(self.shapes[whole]))
-            rows = sum(part.shape[0] for part in parts)
+            found = [self.sources.pop(name) for name in names if name in self.sources]
+            parts = tuple(part for source in found for part in source.parts)
+            self.sources[whole] = Source(parts, tuple(self.shapes[whole]))
+            rows = sum(source.shape[0] for source in found)
             expected = self.shapes[whole][0]
             if whole in self.joined and not absent and rows != expected:
                 self.faults.append(f"{names[0]} and those beside it have {rows} rows where {whole} has {expected}")
@@ -278,7 +278,7 @@ class _Search:
         """Give the tensors that the teacher does not have the sources of those that it reads in their place."""
         for target, name in self.copied.items():
             if name in self.sources:
-                self.sources[target] = dataclasses.replace(self.sources[name], order=None)
+                self.sources[target] = self.sources[name].in_order(None)
 
     def note_missing(self) -> None:
         """Note the tensors of the hybrid that have no source, by their names in the teacher."""
@@ -308,12 +308,12 @@ def _place(name, info, targets, shapes, sources, of_head=None) -> list[str]:
     if of_head is not None:
         for number, target in enumerate(targets):
             starts = range(number * of_head, expected[0], len(targets) * of_head)
-            parts = tuple(Source(name, start, start + of_head, (of_head, *expected[1:])) for start in starts)
-            sources[target] = Stack(parts, tuple(shapes[target]))
+            parts = tuple(Part(name, start, start + of_head) for start in starts)
+            sources[target] = Source(parts, tuple(shapes[target]))
         return []
     start = 0
     for target in targets:
         stop = start + shapes[target][0]
-        sources[target] = Source(name, start, stop, tuple(shapes[target]))
+        sources[target] = Source((Part(name, start, stop),), tuple(shapes[target]))
         start = stop
     return []

@@ -7,7 +7,7 @@ import torch
 
 from convert.formats.base import ForeignCheckpoint
 from convert.formats.import_ import recognise
-from convert.formats.parts import make_rules
+from convert.formats.table import make_rules
 from convert.io.reader import TensorInfo
 from convert.io.students import STUDENTS, tensor_shapes
 
