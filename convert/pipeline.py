@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.card import write_card
-from .checkpoint.code import versions, write_code_and_config
+from .checkpoint.card import make_card
+from .checkpoint.code import versions
 from .checkpoint.hub import prepare_repository, upload
-from .checkpoint.tokenizer import Licence, SideFiles, read_licence, write_side_files
+from .checkpoint.tokenizer import Licence, SideFiles, read_licence
+from .checkpoint.write import Contents, write_contents
 from .dry_run import first_plan, open_teacher, resolve_all
 from .errors import during
 from .fit.aligner import Aligner, Alignment
 from .fit.processes import OVER, Team, joined
 from .io.folder import OutputFolder, check_apart
-from .io.writer import Progress, plan_shards, write_and_hash
+from .io.writer import Progress
 from .layout.placement import Decision
 from .options import ConversionOptions, make_options, parse_size
 from .plan import Plan, dropped_in_words, make_plan
@@ -206,21 +207,29 @@ def write(
     progress: Progress,
     watch: Stopwatch,
 ) -> None:
-    """Stream the weights, then add everything else; config.json, which makes the folder a checkpoint, comes last."""
+    """Write the hybrid into a folder, with the report of its fit."""
     output = plan.resolved.output
     rules = plan.rules
     if alignment is not None:
         rules = alignment.rules(plan)
-    shards = plan_shards(rules, plan.dtype, parse_size(output.max_shard_size))
-    hashes = write_and_hash(shards, plan.weights.checkpoint, plan.dtype, folder, progress)
-    write_side_files(side_files, folder)
-    watch.ended("writing")
-    plan.config.conversion |= provenance(plan, alignment)
-    plan.config.conversion |= {"teacher_sha256": hashes, "seconds": watch.seconds}
-    if alignment is not None:
         (folder / "alignment.json").write_text(json.dumps(alignment.report, indent=2) + "\n")
-    write_card(plan, output.push_to_hub or Path(output.folder).name, folder, licence)
-    write_code_and_config(plan.config, folder, plan.dtype)
+
+    def record(hashes: dict[str, str]) -> None:
+        watch.ended("writing")
+        plan.config.conversion |= provenance(plan, alignment)
+        plan.config.conversion |= {"teacher_sha256": hashes, "seconds": watch.seconds}
+
+    contents = Contents(
+        rules=rules,
+        checkpoint=plan.weights.checkpoint,
+        dtype=plan.dtype,
+        max_shard_bytes=parse_size(output.max_shard_size),
+        side_files=side_files,
+        config=plan.config,
+        card=lambda: make_card(plan, output.push_to_hub or Path(output.folder).name, licence),
+        has_pictures=True,
+    )
+    write_contents(contents, folder, progress, record)
 
 
 def record_seconds(seconds: dict[str, float], folder: Path) -> None:

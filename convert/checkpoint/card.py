@@ -1,17 +1,15 @@
 """The README.md of a converted model, with the figures that matter and two pictures."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..io.students import layer_letters
+from ..io.students import layer_letters, legend_of_letters
 from ..io.writer import human_bytes
 from ..layout.placement import window_in_words
 from ..plan import Plan, break_even_in_words
 from .code import NEEDED
-from .pictures import save_pictures
 from .tokenizer import Licence
 
 KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
@@ -44,7 +42,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 ![what each layer and head is](layers.png)
 
-`{{ layers }}` (A keeps attention, M is a mixer{{ more_letters }})
+`{{ layers }}` ({{ legend }}). {{ hybrid_layers }}
 
 | per sequence | teacher | this model |
 |---|---|---|
@@ -121,12 +119,6 @@ def renewed(text: str, rows: dict[str, str], note: str | None = None) -> str:
     return text
 
 
-def write_card(plan: Plan, name: str, folder: Path, licence: Licence) -> None:
-    """Write README.md and its pictures into the folder of a model that will be called `name`."""
-    make_card(plan, name, licence).save(folder / "README.md")
-    save_pictures(plan.config, folder)
-
-
 def _kind_tags(summary: dict[str, Any]) -> list[str]:
     if summary["state"]:
         return ["normalised-read"]
@@ -156,18 +148,14 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
     conversion = plan.config.conversion
     replaced = summary["mixer_layers"]
     replacement = f"a {summary['mixer']} mixer"
-    beside = ""
+    hybrid_layers = ""
+    if summary["window"]:
+        replacement = "attention to a window"
+        attended = f"{window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
+        hybrid_layers = f"A hybrid layer has softmax attention to {attended}."
     if summary["state"]:
         replacement = "attention to a window and a state"
-        beside = "a state beside "
-    elif summary["window"]:
-        replacement = "attention to a window"
-    more_letters = ""
-    if summary["window"]:
-        seen = f"{window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
-        more_letters = f", H {beside}softmax attention to {seen}"
-    if summary["state_layers"]:
-        more_letters += ", R the teacher's own state"
+        hybrid_layers = f"A hybrid layer has a state beside softmax attention to {attended}."
     replaced_in_words = "every attention layer kept"
     note = "Every layer is the teacher's own."
     memory = ""
@@ -203,8 +191,9 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         teacher=plan.teacher.public_name,
         needed=NEEDED,
         replaced=replaced_in_words,
-        more_letters=more_letters,
         layers=layer_letters(summary["layer_types"]),
+        legend=legend_of_letters(summary["layer_types"]),
+        hybrid_layers=hybrid_layers,
         cache_rows="\n".join(cache_rows),
         memory=memory,
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),

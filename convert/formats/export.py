@@ -28,7 +28,7 @@ from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
 from ..teachers.teacher import Teacher, config_errors, public_name
 from .table import Table, make_rules, renamed
-from .transfer import TransferPlan, find_checkpoint, write_checkpoint
+from .transfer import TransferPlan, find_checkpoint, transfer
 
 # transformers reads both spellings; llama.cpp and earlier versions of vLLM only these
 LEGACY_LAYER_TYPES = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -373,8 +373,8 @@ def export_checkpoint(
     on_plan: Callable[[TransferPlan], None] = lambda plan: None,
     progress: Progress = lambda what, done, total: None,
 ) -> TransferPlan:
-    """Export a hybrid; see `write_checkpoint` for the arguments and errors."""
-    return write_checkpoint(options, plan_export, _write_config, on_plan, progress)
+    """Export a hybrid; see `transfer` for the arguments and errors."""
+    return transfer(options, plan_export, _write_config, on_plan, progress)
 
 
 def _write_config(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ from .goombalab import GOOMBALAB
 from .llamba import LLAMBA
 from .mamba_in_llama import M1, MAMBA_IN_LLAMA_1, MAMBA_IN_LLAMA_2
 from .table import make_rules
-from .transfer import TransferPlan, find_checkpoint, write_checkpoint
+from .transfer import TransferPlan, find_checkpoint, transfer
 
 FORMATS = (GOOMBALAB, LLAMBA, MAMBA_IN_LLAMA_1, MAMBA_IN_LLAMA_2, M1)
 SUPPORTED = "; ".join(f"{known.name} ({known.sign})" for known in FORMATS)
@@ -154,5 +154,5 @@ def import_checkpoint(
     on_plan: Callable[[TransferPlan], None] = lambda plan: None,
     progress: Progress = lambda what, done, total: None,
 ) -> TransferPlan:
-    """Import a published hybrid; see `write_checkpoint` for the arguments and errors."""
-    return write_checkpoint(options, plan_import, write_code_and_config, on_plan, progress)
+    """Import a published hybrid; see `transfer` for the arguments and errors."""
+    return transfer(options, plan_import, write_code_and_config, on_plan, progress)

@@ -12,21 +12,21 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from ..checkpoint.code import NEEDED, versions
-from ..checkpoint.pictures import CACHE, LAYERS, save_pictures
+from ..checkpoint.pictures import CACHE, LAYERS
 from ..checkpoint.tokenizer import (
     Licence,
     SideFiles,
     has_tokenizer,
     read_licence,
     read_side_files,
-    write_side_files,
 )
+from ..checkpoint.write import Contents, write_contents
 from ..errors import during
 from ..io.folder import OutputFolder, check_apart
 from ..io.reader import Checkpoint
 from ..io.rules import Rule
 from ..io.students import layer_letters
-from ..io.writer import Progress, human_bytes, plan_shards, write_and_hash, write_shards
+from ..io.writer import Progress, human_bytes
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, cached_repository, download_model
 
@@ -68,6 +68,10 @@ class TransferPlan:
     provenance: dict[str, Any] | None = None
     """Record of the source in the written configuration; None for none."""
 
+    def record(self, hashes: dict[str, str]) -> None:
+        """Complete the configuration with the sha256 of each file that was read."""
+        self.config.conversion |= self.provenance | {"source_sha256": hashes, "versions": versions()}
+
 
 def describe(plan: TransferPlan) -> str:
     """The plan in a few lines for the console."""
@@ -94,7 +98,7 @@ def find_checkpoint(options: TransferOptions) -> tuple[Path, str | None]:
     return download_model(options.model, options.revision, None, options.trust_remote_code, True)[:2]
 
 
-def write_checkpoint(
+def transfer(
     options: TransferOptions,
     make_plan: Callable[[Any], TransferPlan],
     write_config: Callable[[PreTrainedConfig, Path, torch.dtype], None],
@@ -130,37 +134,34 @@ def write_checkpoint(
         licence = next((found for model in models if (found := read_licence(model, plan.checkpoint))), {})
         on_plan(plan)
         with during(f"writing {output}"), owner.staged() as folder:
-            _write(plan, side_files, licence, options, folder, write_config, progress)
+            contents = _contents(plan, side_files, licence, options)
+            record = plan.record if plan.provenance is not None else None
+            write_contents(contents, folder, progress, record, write_config)
     return plan
 
 
-def _write(
-    plan: TransferPlan,
-    side_files: SideFiles,
-    licence: Licence,
-    options: TransferOptions,
-    folder: Path,
-    write_config: Callable[[PreTrainedConfig, Path, torch.dtype], None],
-    progress: Progress,
-) -> None:
-    shards = plan_shards(plan.rules, plan.dtype, parse_size(options.output.max_shard_size))
-    if plan.provenance is None:
-        write_shards(shards, plan.checkpoint, plan.dtype, folder, progress)
-    else:
-        hashes = write_and_hash(shards, plan.checkpoint, plan.dtype, folder, progress)
-        plan.config.conversion |= plan.provenance | {"source_sha256": hashes, "versions": versions()}
-    write_side_files(side_files, folder)
-    card = ModelCardData(
+def _contents(plan: TransferPlan, side_files: SideFiles, licence: Licence, options: TransferOptions) -> Contents:
+    return Contents(
+        rules=plan.rules,
+        checkpoint=plan.checkpoint,
+        dtype=plan.dtype,
+        max_shard_bytes=parse_size(options.output.max_shard_size),
+        side_files=side_files,
+        config=plan.config,
+        card=lambda: _card(plan, Path(options.output.folder).name, licence),
+        has_pictures=plan.provenance is not None,
+    )
+
+
+def _card(plan: TransferPlan, title: str, licence: Licence) -> ModelCard:
+    data = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["convert-to-hybrid"], **licence
     )
     notes = "\n".join(f"- {note}" for note in plan.notes)
     pictures = needed = ""
-    if plan.provenance is not None:  # a hybrid of ours, whose layers and cache can be drawn
-        save_pictures(plan.config, folder)
+    if plan.provenance is not None:
         needed = f" It loads with `{NEEDED}`."
         pictures = f"![layers and heads]({LAYERS})\n![cache against length]({CACHE})"
-    title = Path(options.output.folder).name
-    ModelCard.from_template(
-        card, template_str=CARD, title=title, description=plan.description + needed, notes=notes, pictures=pictures
-    ).save(folder / "README.md")
-    write_config(plan.config, folder, plan.dtype)
+    return ModelCard.from_template(
+        data, template_str=CARD, title=title, description=plan.description + needed, notes=notes, pictures=pictures
+    )

@@ -21,8 +21,14 @@ OWN_FIELDS = {"mixer", "format_version"}
 an early version wrote it."""
 MIXER_LAYERS = ("linear_attention", "hybrid")
 """Layer types whose attention was replaced."""
-LETTERS = {"A": "attention", "H": "hybrid", "M": "mixer", "R": "the teacher's own state"}
-"""Kinds of layers, by the letter that stands for each."""
+LAYER_LETTERS = {
+    "full_attention": ("A", "attention"),
+    "sliding_attention": ("A", "attention"),
+    "hybrid": ("H", "hybrid"),
+    "linear_attention": ("M", "mixer"),
+    RECURRENT: ("R", "the teacher's own state"),
+}
+"""The letter that stands for each type of layer, and its meaning."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -179,6 +185,10 @@ def meta_shapes(model_class: type, config: PreTrainedConfig) -> Shapes:
 
 
 def layer_letters(layer_types: list[str]) -> str:
-    """Write the kinds of a model's layers as one letter per layer, of those in `LETTERS`."""
-    letters = {"linear_attention": "M", "hybrid": "H", RECURRENT: "R"}
-    return "".join(letters.get(kind, "A") for kind in layer_types)
+    """Write a model's layers as one letter per layer."""
+    return "".join(LAYER_LETTERS[kind][0] for kind in layer_types)
+
+
+def legend_of_letters(layer_types: list[str]) -> str:
+    """Explain the letters of these layers: "A attention, H hybrid"."""
+    return ", ".join(sorted({" ".join(LAYER_LETTERS[kind]) for kind in layer_types}))

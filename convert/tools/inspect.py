@@ -18,7 +18,7 @@ from ..checkpoint.card import as_recorded
 from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
 from ..io.reader import open_weights, read_json
-from ..io.students import LETTERS, MIXER_LAYERS, STUDENTS, layer_letters, tensor_shapes
+from ..io.students import MIXER_LAYERS, STUDENTS, layer_letters, legend_of_letters, tensor_shapes
 from ..io.writer import human_bytes
 from ..layout.cache import break_even, cache_bytes, contexts
 from ..layout.placement import Placement, window_in_words
@@ -109,7 +109,7 @@ def describe_model(report: dict[str, Any]) -> Group:
     total = len(report["layer_types"])
     facts = Table.grid(padding=(0, 2))
     facts.add_row("model", printable(f"{report['model']} ({report['model_type']}, {report['dtype']})"))
-    letters = ", ".join(f"{letter} {LETTERS[letter]}" for letter in sorted(set(report["layer_map"])))
+    letters = legend_of_letters(report["layer_types"])
     facts.add_row("layers", f"{report['layer_map']}  ({letters}; {attention} of {total} keep their attention)")
     if report["mixer"]:
         rest = ", ".join(f"{key} {value}" for key, value in report["mixer"].items() if key != "kind")

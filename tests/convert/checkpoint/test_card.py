@@ -1,7 +1,10 @@
 """The pictures of a model card."""
 
+import re
+
 import pytest
 
+from convert import convert
 from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
 from convert.layout.cache import cache_bytes
 from tests.helpers.students import make_student, student_config
@@ -30,6 +33,14 @@ def test_pictures_are_600_pixels_wide(tmp_path):
         content = (tmp_path / name).read_bytes()
         assert content[:4] == b"\x89PNG"
         assert int.from_bytes(content[16:20], "big") == 600
+
+
+def test_a_card_shows_the_pictures_that_lie_beside_it(two_layer_teacher, tmp_path):
+    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", align="none", window=8, mixer="none", attention_layers=0.0)
+    card = (tmp_path / "out" / "README.md").read_text()
+    shown = set(re.findall(r"!\[.*\]\((.+)\)", card))
+    assert shown == {LAYERS, CACHE} == {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert "`HH` (H hybrid). A hybrid layer has softmax attention to 8 tokens and" in card
 
 
 def test_the_cache_is_the_plans():

@@ -16,8 +16,8 @@ from convert.cli import one_line_errors
 # One process imports torch; each command runs in a fork of it, and reports its exit code.
 RUNNER = """
 import json, os, signal, sys, time
-import convert.cli, convert.pipeline, convert.checkpoint.card as card
-card.save_pictures = lambda *arguments: None
+import convert.cli, convert.pipeline, convert.checkpoint.write as write
+write.save_pictures = lambda *arguments: None
 print("ready", flush=True)
 for line in sys.stdin:
     commands, delay, kind, log = json.loads(line)
