@@ -52,7 +52,7 @@ rehearse: install ## what a user with a GPU does first, on a stand-in for one; p
 
 first-day-on-a-gpu: install ## parity, a conversion, compare, training, speed; goes on after a failure; one page
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python -m recipes.first_day runs/first-day
+	$(BIN)/python -m recipes.benchmarks.first_day runs/first-day
 
 test-gpu: install ## the same kernels, and causal-conv1d's, on a GPU; at most 8 minutes
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from recipes import first_day
+from recipes.benchmarks import first_day
 from tests.helpers.tiny_chat import save_chat_teacher
 
 

@@ -36,7 +36,14 @@ def test_pictures_are_600_pixels_wide(tmp_path):
 
 
 def test_a_card_shows_the_pictures_that_lie_beside_it(two_layer_teacher, tmp_path):
-    convert(str(two_layer_teacher("llama-gqa")), tmp_path / "out", align="none", window=8, mixer="none", attention_layers=0.0)
+    convert(
+        str(two_layer_teacher("llama-gqa")),
+        tmp_path / "out",
+        align="none",
+        window=8,
+        mixer="none",
+        attention_layers=0.0,
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     shown = set(re.findall(r"!\[.*\]\((.+)\)", card))
     assert shown == {LAYERS, CACHE} == {path.name for path in (tmp_path / "out").glob("*.png")}

@@ -1,7 +1,6 @@
 """The first day on a GPU: parity of kernels, a conversion, `compare`, training and speed, in the order of worth.
 
-make first-day-on-a-gpu        or, in a clone, since speed is measured by recipes.benchmarks, which is not installed:
-python -m recipes.first_day [runs/first-day]
+make first-day-on-a-gpu        or        python -m recipes.benchmarks.first_day [runs/first-day]
 
 Each step is a process of its own, and one that fails or takes too long does not keep the next from running. What
 failed, and how, is on one page: OUTPUT/page.md, beside a log of each step.
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from convert.teachers.teacher import embedded_teacher
 
-HELD_OUT = Path(__file__).parent / "evaluation" / "held_out.txt"
+HELD_OUT = Path(__file__).parents[1] / "evaluation" / "held_out.txt"
 LIMIT = 360
 """Seconds of a step; the five together take half an hour at most."""
 SAID = 12
