@@ -5,8 +5,10 @@ import torch
 from transformers import StaticCache
 
 from modeling_llamba import attention
+from modeling_llamba.attention import project_heads
 from modeling_llamba.hybrid_config import CACHE_BITS
 from modeling_llamba.naive import _rounded
+from modeling_llamba.rotary import rotate_keys, rotate_queries
 from modeling_llamba.rounding import Rounding
 from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids
@@ -71,6 +73,33 @@ def test_a_prompt_is_its_steps_and_its_chunks():
             cache = output.past_key_values
             found.append(output.logits)
         torch.testing.assert_close(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize("index, window, bits", [(0, 40, (6, 4)), (1, 8, (8, 8))], ids=["full", "sliding"])
+@torch.no_grad()
+def test_softmax_attention_against_each_token_written_out(index, window, bits):
+    """Layers that keep all of their attention, in full and in the teacher's own window, in float64."""
+    model = make_student(**MIXED)
+    layer = model.model.layers[index].self_attn
+    calls = []
+    layer.register_forward_hook(lambda module, arguments, output: calls.append((*arguments[:2], output[0])))
+    model(random_ids(1, 30))
+    ((hidden_states, rotary, output),) = calls
+    query, key, value = project_heads(layer, hidden_states)
+    query, key = rotate_queries(query, rotary)[0], rotate_keys(key, rotary)[0]
+    held = [
+        torch.stack([torch.stack([_rounded(vector, of) for vector in head]) for head in vectors])
+        for vectors, of in zip((key, value[0]), bits, strict=True)
+    ]
+    expected = []
+    for t in range(30):
+        seen = range(max(0, t + 1 - window), t + 1)
+        heads = []
+        for head, q in enumerate(query[:, t]):
+            keys, values = (vectors[head // layer.num_key_value_groups, list(seen)] for vectors in held)
+            heads.append((layer.scaling * keys @ q).softmax(0) @ values)
+        expected.append(layer.o_proj(torch.cat(heads)))
+    torch.testing.assert_close(output[0], torch.stack(expected))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
