@@ -77,40 +77,43 @@ class PlacementOptions:
     """Layers that keep attention, and windows, heads and cache of the others."""
 
     attention_layers: int | float | list[int] | str | None = None
-    """Layers that keep their attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of M and A repeated
-    over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or `none`. A share keeps the
-    layers that would lose most; with --window it counts only layers that have neither a sliding window nor a state in
-    the teacher. Left out, --cache decides; without a cache either, half of the layers keep it."""
+    """Layers that keep their attention to all tokens: a list, counted from 0 (1,3,5), a share (0.25), a pattern of A
+    (kept) and M (replaced) that is repeated over the layers (MMMA), a published choice by name
+    (mamba-in-the-llama-50), `all` or `none`. A share keeps the layers that would lose most; with --window it counts
+    only layers that have neither a sliding window nor a state in the teacher. Left out, --cache decides; without a
+    cache either, half of the layers keep it."""
     cache: float | str | None = None
-    """Cache that one sequence may take at --context tokens: a share of the teacher's in bfloat16 (0.25), or bytes
-    (50MB). Layers, heads and windows are then chosen together; with another mixer, only the number of layers that keep
-    attention is chosen. Not together with a share in --attention-layers. By default 0.08, of the
-    full-attention layers' cache alone, unless layers, a window, heads or another mixer are given, or --align is not
-    closed-form."""
+    """Size that the key/value cache of one sequence of --context tokens may have: a share of the teacher's in bfloat16
+    (0.25), or bytes (50MB). It decides which layers and heads keep attention to all tokens, and how many of the latest
+    tokens the others attend to. With --mixer mamba1 or mamba2 it decides only how many layers keep attention. Not
+    together with a share in --attention-layers. By default 0.08, of the cache of layers that attend to all tokens,
+    unless layers, a window, heads or another mixer are given, or --align is not closed-form."""
     context: Width = 4096
-    """Context length for which the cache is counted."""
+    """Number of tokens of the sequence whose cache --cache limits."""
     window: Window | None = None
-    """Largest number of latest tokens that a replaced layer attends to exactly. It also attends to sinks and a few
-    salient tokens, and a state sums up all others. Without --cache and --attention-layers half of the layers keep
-    their attention; --attention-layers none gives all a window. Not with mamba1 or mamba2."""
+    """Largest number of latest tokens, the window, that a layer attends to exactly if it does not keep its attention
+    to all. It also attends to the first tokens and to a few older ones that receive much attention; a state of
+    constant size sums up all others. Without --cache and --attention-layers half of the layers keep their attention;
+    --attention-layers none gives all a window. Not with --mixer mamba1 or mamba2, which have none."""
     block: Width | None = None
-    """Number of tokens by which the window moves at a time. The window must be a multiple of it, and at least two
-    blocks wide. By default 16 if the window allows it."""
+    """Number of tokens by which the window of latest tokens moves at a time. The window must be a multiple of it, and
+    at least two blocks wide. By default 16 if the window allows it."""
     sinks: NonNegativeInt = 4
     """Number of first tokens that a layer with a window always attends to."""
     salient: NonNegativeInt | None = None
     """Number of tokens that a layer with a window still attends to after they have left it: those that receive most
     attention. By default 16 if a state is fitted, otherwise none."""
     rank: NonNegativeInt | None = None
-    """Mean rank of the map that layers with a state add to the teacher's output projection. By default as high as
-    1.5 % of the teacher's weights allow, and at most 32."""
+    """Mean rank of the output map, the low-rank matrix that layers with a window and a state add to the teacher's
+    output projection. By default as high as 1.5 % of the teacher's weights allow, and at most 32."""
     bits: CacheBit | None = None
     """Bits of each number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if
-    --cache decides the windows, 6 for keys and 4 for values of full attention and 8 in windows; otherwise 16."""
+    --cache decides the windows, 6 for keys and 4 for values where heads attend to all tokens, and 8 in windows;
+    otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
-    """Heads that keep full attention in layers with a window: query heads as layer:head (16:3,18:0), a JSON file of
-    them, or a total of key/value heads (8, or a share such as 0.02), chosen as those that serve recall most. Needs
-    --window or --cache."""
+    """Heads that keep attention to all tokens in layers whose other heads attend to a window of latest tokens: query
+    heads as layer:head (16:3,18:0), a JSON file of them, or a total of key/value heads (8, or a share such as 0.02).
+    With a number, the heads are chosen that best find earlier tokens again. Needs --window or --cache."""
 
     def __post_init__(self):
         if isinstance(self.cache, float) and 1000 <= self.cache < float("inf"):  # bytes, which no share can be
@@ -125,11 +128,12 @@ class MixerOptions:
     """The mixer that takes the place of attention."""
 
     kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
-    """Mixer that replaces attention in layers without a window. With `none`, layers with a window have no state; this
-    needs --window or --cache."""
+    """Mixer, a Mamba layer that keeps a state of constant size and no tokens. It replaces the attention of layers that
+    get no window of latest tokens; by default every replaced layer gets one. With `none`, layers with a window have no
+    state for tokens that have left it; this needs --window or --cache."""
     export_ready: bool = False
-    """Choose a mixer that `convert-to-hybrid export` can write as an architecture of transformers: mamba2 with a norm
-    per head, SiLU and no rotary embedding."""
+    """Replace attention by a Mamba mixer that `convert-to-hybrid export` can write as one of transformers' own
+    architectures: mamba2 with a norm per head, SiLU and no rotary embedding."""
     d_state: PositiveInt | None = None
     """State size per head; the head dimension by default, 16 for mamba1."""
     norm: Literal["none", "head", "whole"] | None = None
@@ -265,14 +269,16 @@ class AlignmentOptions:
     """Alignment of the mixers with the attention that they replace."""
 
     method: Literal["none", "closed-form", "mohawk"] = "closed-form"
-    """Method of alignment: none, closed-form fits, or these and MOHAWK's stages after them."""
+    """Way to make replaced layers behave as the teacher's attention does. `closed-form` solves for their new weights
+    by least squares on --tokens tokens of --text, without training the model; `mohawk` then also trains it, in the
+    stages of the MOHAWK paper; `none` does neither."""
     text: str = "default"
-    """Text to align on: `default` (in the package), `sampled` (drawn from the teacher), a .jsonl, .txt or .parquet
-    file, a folder of them, or a Hub data set as NAME:CONFIG:SPLIT."""
+    """Text to fit on: `default` (in the package), `sampled` (drawn from the teacher), a .jsonl, .txt or
+    .parquet file, a folder of them, or a Hub data set as NAME:CONFIG:SPLIT."""
     column: str = "text"
     """Column of the data set that holds the text."""
     tokens: PositiveInt = 30720
-    """Number of tokens that the closed-form fits use."""
+    """Number of tokens of --text on which weights are fitted in closed form."""
     sequence_length: Context | None = None
     """Tokens per sequence; by default 512 for mixers, 1,024 for layers with a window, and 2,048 where a cache budget
     allows windows wider than 341."""
@@ -328,10 +334,12 @@ class PublishedOutputOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """Turn a pretrained Transformer into a hybrid that needs a fraction of its cache.
+    """Turn a pretrained Transformer, the teacher, into a hybrid that needs a fraction of its key/value cache.
 
-    Every layer then attends to a short window and a state of constant size, and a few heads to all tokens; on request,
-    layers become Mamba mixers.
+    Most heads of the hybrid attend exactly to a window, the latest tokens, and to a salient cache: the first tokens
+    and a few older ones that receive much attention. A state of constant size sums up all other tokens. A few heads
+    keep attention to all tokens. The new weights are fitted to the teacher in closed form: by least squares, without
+    training. On request a layer gets a Mamba mixer instead, which has a state only.
     """
 
     model: str | None = None
@@ -526,7 +534,7 @@ def parse_size(text: str | int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MohawkOptions:
-    """Run stages of MOHAWK on a hybrid that exists already, and report what each changed."""
+    """Train a hybrid that exists already, in stages of the MOHAWK paper, and report what each changed."""
 
     hybrid: str | None = None
     """Folder of a hybrid made by convert-to-hybrid."""

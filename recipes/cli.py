@@ -13,8 +13,9 @@ from convert.options import Context, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Measure hybrids beside their teacher and beside other ways to shrink its cache.
+    """Measure hybrids beside their teacher and beside other ways to shrink its key/value cache.
 
+    These are rounding to few bits, a window (the latest tokens alone), and eviction (of tokens that matter least).
     After an interruption, run the same command again.
     """
 
@@ -30,7 +31,7 @@ class CompareOptions:
     quick: bool = False
     """Read one row of 2,048 tokens of each text and skip the longest context of speed: minutes on a laptop."""
     length: Context = 4096
-    """Number of tokens of a row."""
+    """Number of tokens of a row, the piece of text that models read at once."""
     rows: PositiveInt = 2
     """Number of rows of each text."""
     first: Context = 512
@@ -39,14 +40,14 @@ class CompareOptions:
     speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
     """Numbers of tokens at which speed is measured, with commas between them."""
     ruler: tuple[PositiveInt, ...] = ()
-    """Numbers of tokens, with commas between them, at which RULER's tasks are run (not for eviction); hours on a
-    CPU."""
+    """Numbers of tokens, with commas between them, at which the tasks of RULER, a test of long contexts, are run (not
+    for eviction); hours on a CPU."""
     ruler_rows: PositiveInt = 8
     """Number of rows of each of RULER's tasks."""
     dtype: str = "float32"
-    """auto, float32, bfloat16 or float16."""
+    """Type of the weights in memory: auto, float32, bfloat16 or float16."""
     device: str = "cpu"
-    """cpu or cuda."""
+    """Device to run on: cpu or cuda."""
     trust_remote_code: bool = False
     """Run the code that a repository brings along."""
 
