@@ -3,7 +3,7 @@
 transformers' dynamic cache concatenates: every token copies all keys and values there are, which at a context of 4,096
 is more than half of a small model's step. Here a layer of it, itself unchanged, gets room for the tokens to come.
 
-Shapes: B batch, L length, H query heads, K key/value heads.
+Shapes: B batch, L length, D model width, H heads, K key/value heads, P head dim, T columns, W bytes of a row.
 """
 
 import functools
@@ -61,7 +61,7 @@ class SoftmaxAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, L, hidden) -> (B, L, hidden) and the probabilities (B, H, L, L) when the backend returns them."""
+        """(B, L, D) -> (B, L, D) and the probabilities (B, H, L, L) when the backend returns them."""
         query, key, value = project_heads(self, hidden_states)
         query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         store = None
@@ -88,7 +88,7 @@ class SoftmaxAttention(nn.Module):
 
 
 def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Query (B, H, L, D), key and value (B, K, L, D) of hidden states (B, L, hidden), normed but not yet rotated.
+    """Query (B, H, L, P), key and value (B, K, L, P) of hidden states (B, L, D), normed but not yet rotated.
 
     Args:
         attention: a module with q_proj, k_proj, v_proj, q_norm, k_norm, v_norm and head_dim.
@@ -125,7 +125,7 @@ def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Ten
 
 
 def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Gates (B, L, H, D) on what the heads return."""
+    """Gates (B, L, H, P) on what the heads return."""
     return torch.sigmoid(attention.gate_proj(hidden_states)).unflatten(-1, (-1, attention.head_dim))
 
 
@@ -152,11 +152,11 @@ def attend_rounded(
     Gradients pass to the new tokens' keys and values where a cache ends with these, as all but static ones do.
 
     Args:
-        attend: attention of queries (B, H, L, D) to keys and values (B, K, T, D), which returns (B, L, H, D) and
+        attend: attention of queries (B, H, L, P) to keys and values (B, K, T, P), which returns (B, L, H, P) and
             probabilities or None.
         store: adds new keys and values to a cache and returns all that it holds; None where there is no cache.
         query, key, value: of the new tokens.
-        step: `one_token`, for what is stored; None where `attend` has to do it.
+        step: `one_token`, for keys and values that are stored; None where `attend` computes the attention.
     """
     of_keys, of_values = roundings
     key_rows, value_rows = of_keys.encode(key), of_values.encode(value)
@@ -199,8 +199,8 @@ def one_token(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> Callable | None:
-    """Attention of one token's queries (B, H, 1, D) to rows of keys and of values, which returns (B, 1, H, D): by
-    kernels, or on a CPU a part of the rows at a time; None where neither knows what is asked for.
+    """Attention of one token's queries (B, H, 1, P) to rows of keys and of values, which returns (B, 1, H, P): by
+    kernels, or on a CPU a part of the rows at a time; None where neither computes the attention of this layer.
 
     In 16 bits, too: PyTorch would leave that to cuDNN on newer GPUs, which plans anew for every length.
     """
@@ -235,7 +235,7 @@ def attend_in_parts(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one token's queries (B, H, 1, D) to rows (B, K, T, W) on a CPU, (B, 1, H, D).
+    """Attention of one token's queries (B, H, 1, P) to rows (B, K, T, W) on a CPU, (B, 1, H, P).
 
     Args:
         mask: (B or 1, 1, 1, T), bool or to be added to the scores; None where no column is hidden.
@@ -263,7 +263,7 @@ def attend_in_parts(
 
 
 def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """All vectors of rows (B, K, T, W), through the last of which, those of `new` (B, K, L, D), gradients pass."""
+    """All vectors of rows (B, K, T, W), through the last of which, those of `new` (B, K, L, P), gradients pass."""
     past = rows.shape[2] - new.shape[2]
     rounded = rounding.round(new, rows[:, :, past:])
     if past == 0:
@@ -272,7 +272,7 @@ def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> tor
 
 
 def attention_function(config) -> Callable:
-    """transformers' function for softmax attention, as the model was told; eager is Gemma 2's, which knows a cap, or
+    """transformers' function for the model's attention implementation; eager is Gemma 2's, which caps scores, or
     `attend_beside_sinks`."""
     # here, since they take seconds to import, and a plan makes layers without running them
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -325,7 +325,7 @@ def hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def update_keys(
     cache: Cache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cache.update` with the new tokens' keys and values (B, K, L, D); returns all of them."""
+    """`cache.update` with the new tokens' keys and values (B, K, L, P); returns all of them."""
     if cache.offloading or layer_idx >= len(cache.layers):
         return cache.update(keys, values, layer_idx)
     return append_keys(cache.layers[layer_idx], keys, values)
@@ -335,7 +335,7 @@ def append_keys(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor
     """`layer.update`, in place where the layer is a dynamic one and nothing needs its former tensors.
 
     Args:
-        keys, values: (B, K, L, D) of the new tokens.
+        keys, values: (B, K, L, P) of the new tokens.
 
     Returns:
         All keys and values of the layer, views into its room once it has grown.

@@ -1,11 +1,12 @@
 """Layout of the tokens of one pass in blocks of their sequences, and the columns that each block attends to.
 
-The columns of a row are P places, `context` tokens before the first block, and slots of whole blocks: token i of a
+The columns of a row are S places, `context` tokens before the first block, and slots of whole blocks: token i of a
 sequence lies in slot i % E of its block. Where all rows are alike the tokens are a slice of the slots. Otherwise
 (padding, packing, rows that have seen different numbers of tokens) they are gathered into the slots and back. So
-everything behind this file knows blocks alone.
+everything behind this file computes with blocks alone.
 
-Shapes: as in hybrid_attention.py; T columns, M blocks that are mixed, in G groups of m.
+Shapes: B batch, L length, H' heads with a window, K key/value heads, R heads per key/value head, P head dim, N state,
+E block, n whole blocks, C columns of the window, S places, T columns, M mixed blocks, J groups of blocks.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,7 @@ GROUP = 64
 class Blocks(NamedTuple):
     """Sizes of a layout, without a tensor.
 
-    first: the first block that is mixed; those before it attend causally. blocks: the number of all.
+    first: the first block that is mixed; those before it attend causally. blocks: the number of all blocks.
     context: columns between places and slots. before: how many of them, the last ones, hold tokens, and offset: slots
     before the first new token, where rows are alike. length: new tokens.
     """
@@ -62,7 +63,7 @@ class Blocks(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Number of all columns."""
+        """Number of columns of the layout: places, context and slots."""
         return self.shape.places + self.context + self.blocks * self.shape.block
 
     @property
@@ -89,15 +90,15 @@ class Blocks(NamedTuple):
         return slice(begin, start + self.offset + self.length)
 
     def in_columns(self, held: torch.Tensor | None, new: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
-        """Keys, values or salience of all columns (B, K, T, D), where rows are alike, from those held (B, K, P + C, D)
-        and the new (B, K, L, D); `empty` where there is none."""
-        P = self.shape.places
+        """Keys, values or salience of all columns (B, K, T, P), where rows are alike, from those held (B, K, S + C, P)
+        and the new (B, K, L, P); `empty` where there is none."""
+        S = self.shape.places
         right = self.blocks * self.shape.block - self.offset - self.length
         if held is None:
-            return F.pad(new, (0, 0, P, right), value=empty)
-        context = held[:, :, P : P + self.before + self.offset]
+            return F.pad(new, (0, 0, S, right), value=empty)
+        context = held[:, :, S : S + self.before + self.offset]
         context = F.pad(context, (0, 0, self.context - self.before, 0), value=empty)
-        return torch.cat([held[:, :, :P], context, F.pad(new, (0, 0, 0, right), value=empty)], dim=2)
+        return torch.cat([held[:, :, :S], context, F.pad(new, (0, 0, 0, right), value=empty)], dim=2)
 
     def salience(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         """Salience of all columns (B, T), where rows are alike; -inf in those without a token."""
@@ -116,8 +117,8 @@ class Blocks(NamedTuple):
         """Compute what is held after the last new token, where rows are alike.
 
         Args:
-            salience: (B, T), of all columns. places: (B, P), the columns that hold a place while the block of the last
-                token is open, the most salient first, -1 in empty places. state: of that time.
+            salience: (B, T), of all columns. places: (B, S), the columns that hold a place while the block of the last
+                token is open, the most salient first, -1 in empty places. state: the state while it is open.
         """
         window = self.window_columns
         room = self.shape.window - (window.stop - window.start)
@@ -153,7 +154,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def behind_window(cls, shape: BlockShape, key: torch.Tensor) -> "Layout":
-        """The blocks after the first n + 1, for new tokens with keys (B, K, L, D) that begin their sequences."""
+        """The blocks after the first n + 1, for new tokens with keys (B, K, L, P) that begin their sequences."""
         sizes = Blocks.behind_window(shape, key.shape[2])
         present = torch.ones(key.shape[0], sizes.columns, dtype=torch.bool, device=key.device)
         present[:, : sizes.shape.places] = False
@@ -171,15 +172,15 @@ class Layout(NamedTuple):
     @classmethod
     def gathered(cls, shape: BlockShape, held: Held, index: torch.Tensor) -> "Layout":
         """All blocks of new tokens with these numbers (B, L), -1 at padding."""
-        E, n, P = shape.block, shape.whole_blocks, shape.places
+        E, n, S = shape.block, shape.whole_blocks, shape.places
         blocks = _in_groups(index.shape[1] + E - 1, E)
         block = held.seen // E
         slot = torch.where(index >= 0, index - (block * E)[:, None], -1)
         token = torch.arange(-n * E, E, device=index.device) + (block * E)[:, None]
-        column = P + token - ((block - n).clamp(min=0) * E)[:, None]
+        column = S + token - ((block - n).clamp(min=0) * E)[:, None]
         tokens = torch.where((token >= 0) & (token < held.seen[:, None]), column, -1)
-        places = torch.arange(P, device=index.device)
-        places = torch.where(held.salience[:, :P] > -torch.inf, places, -1)
+        places = torch.arange(S, device=index.device)
+        places = torch.where(held.salience[:, :S] > -torch.inf, places, -1)
         empty = tokens.new_full((index.shape[0], (blocks - 1) * E), -1)
         return cls._from_source(shape, blocks, torch.cat([places, tokens, empty], dim=1), slot, held.keys.shape[2])
 
@@ -226,7 +227,7 @@ class Layout(NamedTuple):
     # Tokens to columns and back
 
     def columns(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """Keys or values of all columns (B, K, T, D), from those held (B, K, P + C, D) and the new (B, K, L, D)."""
+        """Keys or values of all columns (B, K, T, P), from those held (B, K, S + C, P) and the new (B, K, L, P)."""
         if self.source is None:
             return self.sizes.in_columns(held, new)
         if held is not None:
@@ -240,7 +241,7 @@ class Layout(NamedTuple):
         return self.columns(held, new[:, None, :, None])[:, 0, :, 0].masked_fill(~self.present, -torch.inf)
 
     def queries(self, query: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
-        """Queries (B, H', L, D) of the blocks that are mixed, (B, G, K, m, r, E, D)."""
+        """Select from queries (B, H', L, P) those of mixed blocks, in groups (B, J, K, M/J, R, E, P)."""
         if self.source is not None:
             first_slot = self.shape.places + self.sizes.context
             query = gather_columns(query, (self.source[:, first_slot:] - self.held_columns).clamp(min=0))
@@ -257,29 +258,29 @@ class Layout(NamedTuple):
         return t.gather(1, slot.expand(-1, -1, *t.shape[2:]))
 
     def in_groups(self, t: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
-        """(B, slots, H', ...) to (B, G, K, m, r, E, ...)."""
+        """Bring values of slots (B, slots, H', ...) into the order of groups, (B, J, K, M/J, R, E, ...)."""
         sizes = (t.shape[0], -1, self.group, self.shape.block, *groups)
         return t.reshape(*sizes, *t.shape[3:]).permute(0, 1, 4, 2, 5, 3, *range(6, 3 + t.ndim))
 
     def in_order(self, t: torch.Tensor) -> torch.Tensor:
-        """(B, G, K, m, r, E, ...) to (B, slots, H', ...)."""
+        """Bring values of groups (B, J, K, M/J, R, E, ...) into the order of slots, (B, slots, H', ...)."""
         return t.permute(0, 1, 3, 5, 2, 4, *range(6, t.ndim)).flatten(4, 5).flatten(1, 3)
 
     def by_group(self, t: torch.Tensor) -> torch.Tensor:
-        """Regroup values of mixed blocks (B, M, K, ...) to (B, G, K, m, ...)."""
+        """Regroup values of mixed blocks (B, M, K, ...) to (B, J, K, M/J, ...)."""
         return t.unflatten(1, (-1, self.group)).transpose(2, 3)
 
     # Which columns a block attends to
 
     def select(self, salience: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns that hold a place while each mixed block is open (B, M, P), -1 in empty places; and `until` (B, T),
+        """Columns that hold a place while each mixed block is open (B, M, S), -1 in empty places; and `until` (B, T),
         the first block to which a column is no longer visible, 0 for a column that is visible to none."""
-        P, E = self.shape.places, self.shape.block
-        competing = salience[:, : P + self.sizes.leaving * E]
+        S, E = self.shape.places, self.shape.block
+        competing = salience[:, : S + self.sizes.leaving * E]
         sequence = self.sequence
         if sequence is not None:
             sequence = sequence[:, -self.sizes.leaving - 1 :]
-        holders = salient_before(competing, P, E, self.sizes.leaving, sequence)
+        holders = salient_before(competing, S, E, self.sizes.leaving, sequence)
         until = self._until_it_leaves()
         lost = torch.arange(self.sizes.leaving + 1, device=until.device) + self.sizes.blocks - self.sizes.leaving
         lost = lost[:, None].expand_as(holders).flatten(1)
@@ -297,7 +298,7 @@ class Layout(NamedTuple):
         return torch.arange(first, first + self.sizes.mixed * self.shape.block, device=self.present.device)
 
     def columns_of_groups(self, t: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
-        """Keys or values (B, K, T, D) that a group attends to, (B, G, K, P + n E + m E, D): the holders of
+        """Keys or values (B, K, T, P) that a group attends to, (B, J, K, S + n E + E M/J, P): the holders of
         places when its first block opens, then its window."""
         holders = holders[:, :: self.group].clamp(min=0)
         placed = gather_columns(t, holders).transpose(1, 2)
@@ -312,11 +313,11 @@ class Layout(NamedTuple):
         return window.unfold(axis, (n + self.group) * E, self.group * E)
 
     def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query of a group attends to a column of `columns_of_groups`, else the least number of the type,
-        (B, G, m, E, P + n E + m E)."""
+        """Make a bias: 0 where a query of a group attends to a column of `columns_of_groups`, else the least number,
+        (B, J, M/J, E, S + n E + E M/J)."""
         E = self.shape.block
         rows = self.group * self.shape.block
-        block = self.block_of_query().view(-1, rows)[..., None]  # (G, m E, 1)
+        block = self.block_of_query().view(-1, rows)[..., None]  # (J, E M/J, 1)
         holders = holders[:, :: self.group]
         of_holders = F.pad(until, (1, 0)).gather(1, holders.flatten(1) + 1).view(holders.shape)
         visible = of_holders[:, :, None] > block
@@ -333,25 +334,25 @@ class Layout(NamedTuple):
         return hiding(hidden, dtype).unflatten(2, (self.group, E))
 
     def states(self, held: Held, keys: torch.Tensor, values: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
-        """The sums of the state while each mixed block is open, (B, M, K, D + 1, N + 1)."""
-        P = self.shape.places
+        """The sums of the state while each mixed block is open, (B, M, K, P + 1, N + 1)."""
+        S = self.shape.places
         E = self.shape.block
         slow = self.shape.slow
-        left = slice(P, P + self.sizes.leaving * E)
+        left = slice(S, S + self.sizes.leaving * E)
         blocks = (t[:, :, left].unflatten(2, (self.sizes.leaving, E)).transpose(1, 2) for t in (keys, values))
         present = self.present[:, left].unflatten(1, (self.sizes.leaving, E))
         total = outer_products(*blocks, present, slow).cumsum(1)
         if self.sizes.leaving < self.sizes.mixed:  # nothing leaves while the first block is open
             total = F.pad(total, (0, 0, 0, 0, 0, 0, 1, 0))
         if self.sequence is not None:  # less what other sequences left, which blocks before this one's first did
-            first = (self.sequence - P - self.sizes.context) // E  # block at which the sequence begins
+            first = (self.sequence - S - self.sizes.context) // E  # block at which the sequence begins
             before = torch.minimum(
                 first + self.shape.whole_blocks, torch.arange(self.sizes.blocks, device=first.device)
             )
             total = total - total.gather(1, before.view(*before.shape, 1, 1, 1).expand_as(total))
         if held is not None:
-            placed = (t[:, :, :P] for t in (keys, values))
-            total = total + (held.state + outer_products(*placed, self.present[:, :P], slow))[:, None]
+            placed = (t[:, :, :S] for t in (keys, values))
+            total = total + (held.state + outer_products(*placed, self.present[:, :S], slow))[:, None]
         placed = (gather_columns(t, holders.clamp(min=0)).transpose(1, 2) for t in (keys, values))
         return total - outer_products(*placed, holders >= 0, slow)
 

@@ -37,10 +37,10 @@ class CacheCheckpoint:
         self.seen_tokens = getattr(cache, "seen_tokens", None)
 
     def restore(self, cache: Cache) -> None:
-        """Take the cache, which has gone on from here, back; as often as is wanted.
+        """Take back the cache, which has gone on from the checkpoint; as often as is wanted.
 
         Raises:
-            ValueError: it has not.
+            ValueError: this cache has not gone on from the checkpoint.
         """
         pairs = list(zip(self.layers, cache.layers, strict=True))
         if not all(saved.precedes(layer) for saved, layer in pairs):
@@ -55,7 +55,7 @@ class CacheCheckpoint:
 
 
 class _Grown:
-    """Length of a layer of keys and values that only grow, and the last of them, by which it is known again."""
+    """Length of a layer of keys and values that only grow, and its last key and value, which identify it later."""
 
     def __init__(self, layer: DynamicLayer):
         self.length = layer.get_seq_length()
@@ -64,7 +64,7 @@ class _Grown:
             self.last = tuple(t[..., -1, :].clone() for t in (layer.keys, layer.values))
 
     def precedes(self, layer: DynamicLayer) -> bool:
-        """True if the layer begins with the keys and values that were there."""
+        """True if the layer begins with the keys and values that it had at the checkpoint."""
         if not isinstance(layer, DynamicLayer) or layer.get_seq_length() < self.length:
             return False
         if self.last is None:
@@ -81,7 +81,7 @@ class _Grown:
         return layer
 
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors that are held of it."""
+        """Tensors of the layer that the checkpoint holds."""
         return [] if self.last is None else list(self.last)
 
 
@@ -94,22 +94,22 @@ class _Held:
         self.kept = _Grown(layer.kept)
 
     def precedes(self, layer: Any) -> bool:
-        """True if the layer can have gone on from here."""
+        """True if the layer can have gone on from the checkpoint."""
         return _is_hybrid(layer) and self.kept.precedes(layer.kept)
 
     def back(self, layer: Any) -> Any:
-        """Give the layer a copy of what it held."""
+        """Give the layer copies of its window, salient cache and state at the checkpoint."""
         layer.go_back(None if self.held is None else self.held.copied(), self.length)
         self.kept.back(layer.kept)
         return layer
 
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors that are held of it."""
+        """Tensors of the layer that the checkpoint holds."""
         return [*(t for t in self.held or () if t is not None), *self.kept.tensors()]
 
 
 class _Copied:
-    """A layer of any other kind, such as a sliding window or the state of a mixer: a copy."""
+    """Copy of a cache layer of any other kind, such as a sliding window or the state of a mixer."""
 
     def __init__(self, layer: Any):
         self.layer = _copy_of(layer)
@@ -119,11 +119,11 @@ class _Copied:
         return type(layer) is type(self.layer)
 
     def back(self, layer: Any) -> Any:
-        """A copy in its place."""
+        """Return another copy of the layer, to stand in its place."""
         return _copy_of(self.layer)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors that are held of it."""
+        """Tensors of the layer that the checkpoint holds."""
         return [t for value in vars(self.layer).values() for t in _tensors_in(value)]
 
 

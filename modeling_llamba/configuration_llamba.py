@@ -22,7 +22,8 @@ class LlambaConfig(HybridConfig):
             entry for every layer, where they differ.
         residual_multiplier: factor on what mixer and MLP add to the residual stream.
         layer_scalar: each block multiplies what it returns by a number of its own, which is not trained.
-        num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: how many see a token.
+        num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: number of experts that compute
+            each token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
         mlp_only_layers: layers that have a single MLP nevertheless.
         shared_expert_intermediate_size: width of an expert for every token; None is none. shared_expert_gate: it has a
@@ -67,21 +68,21 @@ class LlambaConfig(HybridConfig):
 
     @property
     def num_local_experts(self) -> int | None:
-        """Name by which gpt-oss's experts ask for `num_experts`."""
+        """Name under which gpt-oss's experts read `num_experts`."""
         return self.num_experts
 
     @property
     def top_k_experts(self) -> int | None:
-        """Name by which Gemma 4's router asks for `num_experts_per_tok`."""
+        """Name under which Gemma 4's router reads `num_experts_per_tok`."""
         return self.num_experts_per_tok
 
     @property
     def hidden_activation(self) -> str:
-        """Name by which Gemma 4's experts ask for `hidden_act`."""
+        """Name under which Gemma 4's experts read `hidden_act`."""
         return self.hidden_act
 
     def norms_of(self, layer: int) -> str:
-        """Place of the norms of a layer."""
+        """Place of a layer's norms: "before" mixer and MLP, "after" them, or "both"."""
         return self.norm_placement[layer] if isinstance(self.norm_placement, list) else self.norm_placement
 
     def validate_hybrid(self) -> None:

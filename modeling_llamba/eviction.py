@@ -1,17 +1,17 @@
 """State of a hybrid layer after the tokens so far, and the fate of those that leave its window.
 
 The tokens of a sequence are numbered t = 0, 1, ... and come in blocks of E. The window is the open block and the n
-blocks before it. When a block opens, block b - n - 1 leaves. Each token that leaves competes for a place in the
-salient cache; there are P = S + R of them. Sinks, the first S tokens, have infinite salience and so hold S places for
-good; the other places are held by the R most salient tokens that ever left. All others are evicted: the state takes
-them up as sums over tokens j,
+blocks before it, C = (n + 1) E columns. When block b opens, block b - n - 1 leaves. Each token that leaves competes for
+a place in the salient cache, which has S of them. Sinks, the first tokens, have infinite salience and so hold their
+places for good; the other places are held by the most salient tokens that ever left. All others are evicted: the state
+takes them up as sums over tokens j,
 
     state = sum_j [v_j; 1] [1; k'_j]^T          with k' the slow part of a key (`SlowDims`).
 
 Nothing happens between the openings of blocks, so all queries of a block read one state and one salient cache.
 
-Shapes: B batch, K key/value heads, D head dim, N slow dims, E block, n whole blocks of the window, C = (n + 1) E
-columns of the window, P places, T columns of any kind.
+Shapes: B batch, K key/value heads, P head dim, N state, E block, n whole blocks, C columns of the window, S places, T
+columns, W bytes of a row.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ from .ssd import full_precision
 
 
 class SlowDims(NamedTuple):
-    """The dimensions of a key that the state keeps: the planes that the rotary embedding turns slowest, and what is
-    not rotated. Plane f of a head with `planes` of them is the pair of dimensions f and f + planes."""
+    """The dimensions of a key that the state keeps: the planes that the rotary embedding turns slowest, and those
+    that are not rotated. Plane f of a head with `planes` of them is the pair of dimensions f and f + planes."""
 
     planes: int
     slow_planes: int
 
     def take(self, t: torch.Tensor) -> torch.Tensor:
-        """(..., D) to (..., N)."""
+        """Select from vectors (..., P) the dimensions that a state keeps, (..., N)."""
         if self.slow_planes == self.planes:
             return t
         first = self.planes - self.slow_planes
@@ -41,7 +41,7 @@ class SlowDims(NamedTuple):
         return torch.cat([t[..., first : self.planes], t[..., second:]], dim=-1)
 
     def put(self, t: torch.Tensor) -> torch.Tensor:
-        """(..., N) to (..., D), zero in the dimensions that are not kept."""
+        """Extend what a state keeps of vectors (..., N) to (..., P), by zeros in the other dimensions."""
         if self.slow_planes == self.planes:
             return t
         fast = t.new_zeros(*t.shape[:-1], self.planes - self.slow_planes)
@@ -81,11 +81,11 @@ class BlockShape(NamedTuple):
 class Held(NamedTuple):
     """State of a layer for each row.
 
-    keys, values (B, K, P + C, D), or rows of bytes (B, K, P + C, W) where they are rounded (rounding.py): the salient
-    cache, then the window. Places are sorted by salience, the highest
-    first, so that sinks come first and empty places last; the window is filled from the left and ends with the open
-    block. salience (B, P + C) in float32 or wider: -inf in an empty place, +inf for a sink. state (B, K, D + 1, N + 1)
-    in that type, or None. seen (B,): number of tokens so far.
+    keys, values (B, K, S + C, P), or rows of bytes (B, K, S + C, W) where they are rounded (rounding.py): the salient
+    cache, then the window. Places are sorted by salience, the highest first, so that sinks come first and empty places
+    last; the window is filled from the left and ends with the open block. salience (B, S + C) in float32 or wider: -inf
+    in an empty place, +inf for a sink. state (B, K, P + 1, N + 1) in that type, or None. seen (B,): number of tokens so
+    far.
     """
 
     keys: torch.Tensor
@@ -96,7 +96,7 @@ class Held(NamedTuple):
 
     @classmethod
     def empty(cls, shape: BlockShape, tokens: "NewTokens") -> "Held":
-        """Before the first of these tokens."""
+        """Make the state of a layer before the first of these tokens."""
         batch, heads, _, width = tokens.keys.shape
         keys = tokens.keys.new_zeros(batch, heads, shape.places + shape.window, width)
         values = tokens.values.new_zeros(*keys.shape[:3], tokens.values.shape[3])
@@ -110,7 +110,7 @@ class Held(NamedTuple):
 
     @classmethod
     def within_window(cls, shape: BlockShape, tokens: "NewTokens") -> "Held":
-        """After tokens that begin a sequence, hold no padding, and are all in the window."""
+        """Make the state after tokens that begin a sequence, hold no padding, and are all in the window."""
         length = tokens.keys.shape[2]
         empty = cls.empty(shape, tokens)
         columns = slice(shape.places, shape.places + length)
@@ -124,7 +124,7 @@ class Held(NamedTuple):
         return self.changed(lambda t: t.index_select(0, which.to(t.device)))
 
     def copied(self) -> "Held":
-        """A copy that shares no memory."""
+        """A copy of the state that shares no memory with it."""
         return self.changed(torch.Tensor.clone)
 
     def changed(self, change: Callable[..., torch.Tensor], *others: "Held") -> "Held":
@@ -135,7 +135,7 @@ class Held(NamedTuple):
 class NewTokens(NamedTuple):
     """Tokens in the order of their sequence, between which padding may stand.
 
-    keys, values (B, K, T, D) or their rows of bytes (B, K, T, W). salience (B, T) in float32 or wider. index (B, T):
+    keys, values (B, K, T, P) or their rows of bytes (B, K, T, W). salience (B, T) in float32 or wider. index (B, T):
     number in the sequence, -1 at padding.
     """
 
@@ -148,7 +148,7 @@ class NewTokens(NamedTuple):
 class State(NamedTuple):
     """A state as queries read it; every tensor is (..., K, .) over key/value heads.
 
-    log_count (..., K). empty (..., K) bool. value_mean (..., K, D). key_mean (..., K, N). covariance (..., K, D, N).
+    log_count (..., K). empty (..., K) bool. value_mean (..., K, P). key_mean (..., K, N). covariance (..., K, P, N).
     """
 
     log_count: torch.Tensor
@@ -159,7 +159,7 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, sums: torch.Tensor) -> "State":
-        """The means and covariance in sums (..., K, D + 1, N + 1)."""
+        """The means and covariance in sums (..., K, P + 1, N + 1)."""
         count = sums[..., -1, 0]
         mean = sums / count.clamp(min=1)[..., None, None]
         value_mean = mean[..., :-1, 0]
@@ -172,22 +172,22 @@ class State(NamedTuple):
 def decoded(
     shape: BlockShape, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, rotated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (..., D) of rows that are held; see `Rounding.decode`."""
+    """Keys and values (..., P) of rows that are held; see `Rounding.decode`."""
     return shape.key_rounding.decode(keys, dtype, rotated), shape.value_rounding.decode(values, dtype, rotated)
 
 
 def open_block(held: Held, shape: BlockShape) -> Held:
     """Open a new block in rows whose window is full: its first block leaves, and the others move up."""
-    P, E = shape.places, shape.block
-    candidates = P + E
+    S, E = shape.places, shape.block
+    candidates = S + E
     salience = held.salience[:, :candidates]
     # stable: of tokens as salient as one another the earlier stays, as in naive.py
-    order = salience.sort(dim=1, descending=True, stable=True).indices[:, :P]
+    order = salience.sort(dim=1, descending=True, stable=True).indices[:, :S]
     keys, values = (gather_columns(t, order) for t in held[:2])
     state = held.state
     if state is not None:
         # places may be empty, but a block that leaves is full
-        there = F.pad(salience[:, :P] > -torch.inf, (0, E), value=True)
+        there = F.pad(salience[:, :S] > -torch.inf, (0, E), value=True)
         lost = there.scatter(1, order, False)
         rows = (t[:, :, :candidates] for t in held[:2])
         left = decoded(shape, *rows, state.dtype)
@@ -223,28 +223,28 @@ def advance(held: Held, new: NewTokens, shape: BlockShape) -> Held:
 
     The block of the last token is open afterwards, even if it is full: what follows it opens the next.
     """
-    P, E, n = shape.places, shape.block, shape.whole_blocks
+    S, E, n = shape.places, shape.block, shape.whole_blocks
     seen = held.seen + (new.index >= 0).sum(1)
     first = (((held.seen - 1) // E - n).clamp(min=0) * E)[:, None]  # token in the first column of the window
     begin = (((seen - 1) // E - n).clamp(min=0) * E)[:, None]  # the same afterwards
     window = torch.arange(shape.window, device=seen.device) + first
     index = torch.where(window < held.seen[:, None], window, -1)
-    places = index.new_full((index.shape[0], P), -1)
+    places = index.new_full((index.shape[0], S), -1)
     index = torch.cat([places, index, new.index], dim=1)
     keys, values = (torch.cat(pair, dim=2) for pair in zip(held[:2], new[:2], strict=True))
     salience = torch.cat([held.salience, new.salience], dim=1)
 
     left = (index >= 0) & (index < begin)
-    left[:, :P] = held.salience[:, :P] > -torch.inf
+    left[:, :S] = held.salience[:, :S] > -torch.inf
     competing = salience.masked_fill(~left, -torch.inf)
-    order = competing.sort(dim=1, descending=True, stable=True).indices[:, :P]
+    order = competing.sort(dim=1, descending=True, stable=True).indices[:, :S]
     state = held.state
     if state is not None:
         vectors = decoded(shape, keys, values, state.dtype)
         state = state + outer_products(*vectors, left.scatter(1, order, False), shape.slow)
 
     stays = index >= begin
-    stays[:, :P] = False
+    stays[:, :S] = False
     column = torch.where(stays, index - begin, shape.window)
     source = torch.arange(index.shape[1], device=index.device).expand_as(index)
     of_window = index.new_zeros(index.shape[0], shape.window + 1).scatter(1, column, source)[:, :-1]
@@ -261,7 +261,7 @@ def advance(held: Held, new: NewTokens, shape: BlockShape) -> Held:
 
 
 def outer_products(keys: torch.Tensor, values: torch.Tensor, which: torch.Tensor, slow: SlowDims) -> torch.Tensor:
-    """sum_j [v_j; 1] [1; k'_j]^T (..., K, D + 1, N + 1) over the tokens (..., K, T, D) that `which` (..., T) marks."""
+    """sum_j [v_j; 1] [1; k'_j]^T (..., K, P + 1, N + 1) over the tokens (..., K, T, P) that `which` (..., T) marks."""
     wide = torch.promote_types(keys.dtype, torch.float32)
     weight = which.to(wide)[..., None, :, None]
     x = F.pad(values.to(wide), (0, 1), value=1.0) * weight
@@ -271,7 +271,7 @@ def outer_products(keys: torch.Tensor, values: torch.Tensor, which: torch.Tensor
 
 
 def gather_columns(t: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """(B, K, T, D) at columns (B, ...) to (B, K, ..., D)."""
+    """Gather keys or values (B, K, T, P) at columns (B, ...), as (B, K, ..., P)."""
     flat = columns.flatten(1)[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[-1])
     return t.gather(2, flat).unflatten(2, columns.shape[1:])
 
@@ -279,16 +279,16 @@ def gather_columns(t: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 def salient_before(
     salience: torch.Tensor, places: int, block: int, blocks: int, first_column: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The columns that hold a place (B, 1 + blocks, P), -1 where none does: at first, and after each block has left.
+    """The columns that hold a place (B, 1 + blocks, S), -1 where none does: at first, and after each block has left.
 
     A token that loses its place never gets one again. So the tokens that hold a place are the most salient of all that
     left, and after two stretches of text they are the most salient of those that hold one after either: about
     log2(blocks) rounds for all blocks at once.
 
     Args:
-        salience: (B, P + blocks * E) of the holders at first and of the tokens that leave, block by block; -inf where
-            there is none.
-        first_column: (B, 1 + blocks), in packed rows: each time, the first column of the sequence that asks.
+        salience: (B, S + blocks * E) of the holders at first and of the tokens that leave, block by block; -inf where
+            there is no token.
+        first_column: (B, 1 + blocks), in packed rows: the first column of the sequence that each block belongs to.
     """
     batch = salience.shape[0]
     columns = torch.arange(salience.shape[1], device=salience.device)

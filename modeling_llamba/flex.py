@@ -1,4 +1,7 @@
-"""flex_attention over the columns of a layout: on a GPU one kernel, in place of a fused attention for each group."""
+"""flex_attention over the columns of a layout: on a GPU one kernel, in place of a fused attention for each group.
+
+Shapes: B batch, L length, H' heads with a window, K key/value heads, P head dim, T columns.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,13 +16,13 @@ from .ssd import requested_backend
 
 FLEX_BLOCK = 128
 MIN_QUERIES = 128
-"""For fewer, flex_attention runs another kernel, made for one query."""
+"""Least number of queries for which flex_attention is used: for fewer it runs another kernel, made for one query."""
 RECOMPILES = 256
 """Kinds of inputs in a process after which PyTorch would no longer compile, and hold all scores in memory."""
 
 
 def can_flex(query: torch.Tensor, backend: str) -> bool:
-    """Return True if flex_attention is a kernel here, for queries (B, H', L, D); backend: `mixer_backend`."""
+    """Return True if flex_attention is a kernel here, for queries (B, H', L, P); backend: `mixer_backend`."""
     if not query.is_cuda or query.shape[2] < MIN_QUERIES or requested_backend(backend) == "torch":
         return False
     return query.dtype != torch.float64 and query.shape[-1] >= 16 and find_spec("triton") is not None
@@ -37,7 +40,7 @@ def attend_by_flex(
     softcap: float | None,
     tiles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of queries (B, H', slots, D) to columns (B, K, T, D), and its log-sum-exp (B, H', slots).
+    """Attention of queries (B, H', slots, P) to columns (B, K, T, P), and its log-sum-exp (B, H', slots).
 
     Args:
         block, column (slots,): block and column of each query. until (B, T): the first block to which a column is not
@@ -91,7 +94,7 @@ def _mask_of(numbers, indices, block, column, until, sequence, gradients: bool =
 
 @functools.cache
 def compiled_flex_attention() -> Callable:
-    """PyTorch's, compiled: as it is, it would hold all scores in memory."""
+    """flex_attention, compiled: uncompiled it would hold all scores in memory."""
     compiled = torch.compile(flex_attention)
 
     def attend(*args, **kwargs):

@@ -8,7 +8,7 @@ The query q of a token in block b of its sequence attends to
               v and of the slow part k' of k, and C = Cov(v, k')
 
 With y and Z, the output and the log-sum-exp of softmax attention to window and salient tokens, and with q holding the
-factor 1 / sqrt(D) (or the teacher's own):
+factor 1 / sqrt(P) (or the teacher's own):
 
     log mass = c0 + c1 log m + sum_f alpha_f (q' . mean k')_f + sum_f beta_f (q . q)_f
     g        = sigmoid(log mass - Z), 0 while the state is empty
@@ -38,8 +38,9 @@ On CUDA Triton kernels around flex_attention do 3 to 5, and read and mix (hybrid
 
 A step writes one column and does 4 to 6 for one query; a block is opened every E steps. The ground truth is naive.py.
 
-Shapes: B batch, L length, H query heads, K key/value heads, r = H / K, D head dim, N slow dims, F planes and dims that
-are not rotated; E block, G groups of m blocks, P places, T columns.
+Shapes: B batch, L length, D model width, H heads, H' heads with a window, K key/value heads, R heads per key/value
+head, P head dim, N state, F planes and other dims, F' slow planes and other slow dims, E block, n whole blocks, S
+places, T columns, M mixed blocks, J groups of blocks, Q queries.
 """
 
 import functools
@@ -118,7 +119,7 @@ class HybridInputs(NamedTuple):
 
 
 def unpadded(hidden_states: torch.Tensor) -> HybridInputs:
-    """The inputs for rows (B, L, hidden) that begin here and hold no padding."""
+    """The inputs for rows (B, L, D) that begin here and hold no padding."""
     index = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     return HybridInputs(index.expand(hidden_states.shape[0], -1), start=0)
 
@@ -126,7 +127,7 @@ def unpadded(hidden_states: torch.Tensor) -> HybridInputs:
 class Projected(NamedTuple):
     """Queries, keys and values of all heads, rotated.
 
-    query (B, H, L, D). sink_query: the same for sinks that are too far away, or None. key, value (B, K, L, D).
+    query (B, H, L, P). sink_query: the same for sinks that are too far away, or None. key, value (B, K, L, P).
     salience (B, L) in float32 or wider: +inf at sinks, -inf at padding. key_rows, value_rows: keys and values as a
     cache holds them, for heads with a window alone; the same tensors where nothing is rounded.
     """
@@ -147,8 +148,8 @@ class Projected(NamedTuple):
 class Near(NamedTuple):
     """Softmax attention of the blocks of a layout.
 
-    query, output (B, G, K, m, r, E, D). log_mass (B, G, K, m, r, E): Z. state: (B, G, K, m, .) each, or None in a
-    layer without one. until (B, T): the first block to which a column is visible neither in a window nor in a place.
+    query, output (B, J, K, M/J, R, E, P). log_mass (B, J, K, M/J, R, E): Z. state: (B, J, K, M/J, .) each, or None in
+    a layer without one. until (B, T): the first block to which a column is visible neither in a window nor in a place.
     after: what is held afterwards, where that was asked for.
     """
 
@@ -163,9 +164,9 @@ class Near(NamedTuple):
 class Readout(NamedTuple):
     """A state as the queries of each head read it, in float32 or wider; q is not scaled here.
 
-    constant (..., K, r, 1): c0 + c1 log m, -inf while the state is empty. linear (..., K, r, 1, D): what the log mass
-    takes from q itself, alpha times the mean of k'. quadratic (K, ..., r, 1, D): beta. value_mean (..., K, 1, 1, D).
-    covariance (..., K, D, D): q times it is C q'.
+    constant (..., K, R, 1): c0 + c1 log m, -inf while the state is empty. linear (..., K, R, 1, P): what the log mass
+    takes from q itself, alpha times the mean of k'. quadratic (K, ..., R, 1, P): beta. value_mean (..., K, 1, 1, P).
+    covariance (..., K, P, P): q times it is C q'.
     """
 
     constant: torch.Tensor
@@ -198,8 +199,8 @@ class KeptHeads(nn.Module):
 class HybridAttention(nn.Module):
     """A hybrid layer; the module's docstring has its equations.
 
-    Parameters beside the teacher's: salience (hidden,), a buffer, since no gradient reaches it; mass (H', 2 + F' + F);
-    down (rank, 3 H' D) and up (hidden, rank). H' counts the query heads that are not kept.
+    Parameters beside the teacher's: salience (D,), a buffer, since no gradient reaches it; mass (H', 2 + F' + F);
+    down (rank, 3 H' P) and up (D, rank). H' counts the query heads that are not kept.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -249,7 +250,7 @@ class HybridAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden).
+        """(B, L, D) -> (B, L, D).
 
         Args:
             inputs: without them, rows begin here and hold no padding.
@@ -268,7 +269,7 @@ class HybridAttention(nn.Module):
         return self.project_out(*self.gated(hidden_states, output, of_kept, features))
 
     def project(self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs) -> Projected:
-        """Queries, keys and values of hidden states (B, L, hidden)."""
+        """Queries, keys and values of hidden states (B, L, D)."""
         query, key, value = project_heads(self, hidden_states)
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
@@ -290,7 +291,7 @@ class HybridAttention(nn.Module):
         return salience
 
     def attend_kept(self, projected: Projected, causal_mask, layer, **kwargs) -> torch.Tensor:
-        """Full attention of the kept heads, (B, L, heads, D)."""
+        """Full attention of the kept heads, (B, L, heads, P)."""
         query, key, value = self.select_kept(projected)
         if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
             causal_mask = causal_bias(projected.query)[None, None]
@@ -327,7 +328,7 @@ class HybridAttention(nn.Module):
         return Projected(query, sink_query, key, value, salience, *self.rows_of(key, value))
 
     def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (B, K, L, D) of heads with a window as a cache holds them."""
+        """Keys and values (B, K, L, P) of heads with a window as a cache holds them."""
         of_keys, of_values = self.shape.key_rounding, self.shape.value_rounding
         if of_keys == of_values and of_keys.rounds:
             return of_keys.encode(torch.stack([key, value])).unbind()  # of one token, calls cost most
@@ -349,7 +350,7 @@ class HybridAttention(nn.Module):
         """The arguments of `project_out` times the teacher's gates; themselves where it has none.
 
         Args:
-            hidden_states: (B, L, hidden), the layer's input at the tokens of `output`.
+            hidden_states: (B, L, D), the layer's input at the tokens of `output`.
         """
         if self.gate_proj is None:
             return output, of_kept, features
@@ -364,7 +365,7 @@ class HybridAttention(nn.Module):
     def project_out(
         self, output: torch.Tensor, of_kept: torch.Tensor | None, features: torch.Tensor | None
     ) -> torch.Tensor:
-        """(B, L, hidden) of the heads' outputs (B, L, H', D) and the features (B, L, 3 H' D), or the last of them."""
+        """(B, L, D) of the heads' outputs (B, L, H', P) and the features (B, L, 3 H' P), or the last of them."""
         if of_kept is not None:
             both = torch.cat([output, of_kept.to(output.dtype)], dim=2).unflatten(2, (-1, self.shared))
             order = [*self.windowed, *self.kept]
@@ -380,7 +381,7 @@ class HybridAttention(nn.Module):
     # A prompt
 
     def prompt(self, projected: Projected, inputs: HybridInputs, layer) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The heads' outputs (B, L, H', D) and the features (B, L', 3 H' D) of the last L' tokens, None for L' = 0.
+        """The heads' outputs (B, L, H', P) and the features (B, L', 3 H' P) of the last L' tokens, None for L' = 0.
 
         Long prompts are gone through a segment at a time.
 
@@ -525,11 +526,11 @@ class HybridAttention(nn.Module):
         """Mix what the state returns into the outputs of softmax attention.
 
         Args:
-            query, output: (B, K, r, q, D), or (B, G, K, m, r, q, D). log_mass: without D, Z. readout: of states
-                (B, K, .), or (B, G, K, m, .).
+            query, output: (B, K, R, Q, P), or (B, J, K, M/J, R, Q, P). log_mass: without P, Z. readout: of states
+                (B, K, .), or (B, J, K, M/J, .).
 
         Returns:
-            The outputs, and the features (..., 3 D) of the low-rank map.
+            The outputs, and the features (..., 3 P) of the low-rank map.
         """
         shape = query.shape
         dtype = output.dtype
@@ -549,19 +550,19 @@ class HybridAttention(nn.Module):
     def readout(self, state: State) -> Readout:
         """The readout of a state (..., K, .)."""
         slow = self.shape.slow
-        K, r = self.kv_groups
+        K, R = self.kv_groups
         c0, c1, alpha, beta = self.mass_of_heads(state.key_mean.dtype)
         middle = (1,) * (state.log_count.ndim > 2)  # blocks of a group, between the heads and what is of each head
-        c0, c1 = (t.view(K, *middle, r, 1) for t in (c0, c1))
+        c0, c1 = (t.view(K, *middle, R, 1) for t in (c0, c1))
         constant = c0 + c1 * state.log_count[..., None, None]
         constant = constant.masked_fill(state.empty[..., None, None], -torch.inf)
-        linear = state.key_mean[..., None, None, :] * (alpha * self.scaling).view(K, *middle, r, 1, -1)
+        linear = state.key_mean[..., None, None, :] * (alpha * self.scaling).view(K, *middle, R, 1, -1)
         covariance = slow.put(state.covariance * self.scaling).mT
-        quadratic = (beta * self.scaling**2).view(K, *middle, r, 1, -1)
+        quadratic = (beta * self.scaling**2).view(K, *middle, R, 1, -1)
         return Readout(constant, slow.put(linear), quadratic, state.value_mean[..., None, None, :], covariance)
 
     def mass_of_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """c0 and c1 (H',), alpha (H', N) and beta (H', D): one number for both dimensions of a plane."""
+        """c0 and c1 (H',), alpha (H', N) and beta (H', P): one number for both dimensions of a plane."""
         slow = self.shape.slow
         parts = self.head_dim - slow.planes
         slow_parts = self.mass.shape[1] - 2 - parts
@@ -571,7 +572,7 @@ class HybridAttention(nn.Module):
         return c0[:, 0], c1[:, 0], alpha, beta
 
     def mass_features(self, query: torch.Tensor, state: State) -> torch.Tensor:
-        """[1, log m, (q' . mean k')_f, (q . q)_f] of queries (B, G, K, m, r, q, D): what `mass` is multiplied with."""
+        """[1, log m, (q' . mean k')_f, (q . q)_f] of queries (B, J, K, M/J, R, Q, P), with which `mass` is multiplied."""
         query = query.to(state.key_mean.dtype) * self.scaling
         slow = self.shape.slow
         products = (
@@ -585,7 +586,7 @@ class HybridAttention(nn.Module):
     # Softmax attention
 
     def _attend_causally(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """(B, L, H', D) of rows that begin here."""
+        """(B, L, H', P) of rows that begin here."""
         if self.softcap is None and self.sinks is None:
             output = F.scaled_dot_product_attention(
                 query, key, value, dropout_p=self.dropout, is_causal=True, scale=self.scaling,
@@ -601,9 +602,9 @@ class HybridAttention(nn.Module):
     def _attend_groups(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, holders, until, layout: "Layout"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of queries (B, G, K, m, r, E, D) to salient cache and window: the same shape, and Z."""
+        """Attention of queries (B, J, K, M/J, R, E, P) to salient cache and window: the same shape, and Z."""
         keys, values = (layout.columns_of_groups(t, holders) for t in (keys, values))
-        bias = layout.bias(holders, until, query.dtype)  # (B, G, m, E, T')
+        bias = layout.bias(holders, until, query.dtype)  # (B, J, M/J, E, T')
         bias = bias[:, :, :, None].expand(-1, -1, -1, self.shared, -1, -1)
         shape = query.shape
         query = query.flatten(3, 5)
@@ -613,8 +614,8 @@ class HybridAttention(nn.Module):
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Softmax attention (..., q, D) with its log-sum-exp (..., q), for queries (..., q, D), keys and values
-        (..., T, D), and a bias (..., q, T), which is the least number where nothing is attended to."""
+        """Softmax attention (..., Q, P) with its log-sum-exp (..., Q), for queries (..., Q, P), keys and values
+        (..., T, P), and a bias (..., Q, T), which is the least number where nothing is attended to."""
         if fuses_on_cpu(query, keys, values) and self.softcap is None and not self.training:
             lead = query.shape[:-3]
             shape = query.shape
@@ -646,7 +647,7 @@ class HybridAttention(nn.Module):
     def beside_learned_sinks(
         self, near: tuple[torch.Tensor, torch.Tensor], heads_axis: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the heads with a window, outputs (..., D) and log-sum-exps Z (...), to a sink of each too:
+        """Attention of the heads with a window, outputs (..., P) and log-sum-exps Z (...), to a sink of each too:
         a learned score without a value.
 
         Args:
@@ -662,8 +663,8 @@ class HybridAttention(nn.Module):
         return output * (log_mass - with_sinks).exp()[..., None].to(output.dtype), with_sinks
 
     def _attend_sinks(self, query, keys, values, salience, holders, layout: "Layout"):
-        """Attention of queries (B, G, K, m, r, E, D), rotated for it, to the sinks that have left the window."""
-        holders = holders[..., : self.shape.sinks].unflatten(1, (-1, layout.group))  # (B, G, m, S)
+        """Attention of queries (B, J, K, M/J, R, E, P), rotated for it, to the sinks that have left the window."""
+        holders = holders[..., : self.shape.sinks].unflatten(1, (-1, layout.group))  # (B, J, M/J, S)
         absent = salience.gather(1, holders.clamp(min=0).flatten(1)).view(holders.shape) < torch.inf
         absent = absent | (holders < 0)
         keys, values = (gather_columns(t, holders.clamp(min=0)).permute(0, 2, 1, 3, 4, 5) for t in (keys, values))
@@ -677,7 +678,7 @@ class HybridAttention(nn.Module):
 
     def _attend_by_flex(self, query, keys, values, until, layout: "Layout"):
         """`_attend_groups` by one kernel of flex_attention."""
-        flat = layout.in_order(query).transpose(1, 2)  # (B, H', slots, D)
+        flat = layout.in_order(query).transpose(1, 2)  # (B, H', slots, P)
         seen_from = layout.block_of_query(), layout.column_of_query(), until, layout.sequence
         output, log_mass = attend_by_flex(flat, keys, values, *seen_from, self.scaling, self.softcap)
         parts = (output.transpose(1, 2), log_mass.transpose(1, 2)[..., None])
@@ -707,7 +708,7 @@ class HybridAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, Held | None]:
         """`mix` once the first tokens, with outputs `begin`, have attended causally."""
         shape = self.shape
-        batch, heads, length, D = projected.query.shape
+        batch, heads, length, P = projected.query.shape
         past_keys = past_values = past_salience = state = None
         if begin is not None:
             blocks = Blocks.behind_window(shape, length)
@@ -723,7 +724,7 @@ class HybridAttention(nn.Module):
         slots = numbered_slots(query.shape[2], blocks.first, shape.block, blocks.first_column, query.device)
         tiles = visible_tiles(lost.until, query.shape[2], blocks)
         near = attend_by_flex(query, keys, values, *slots, lost.until, None, self.scaling, self.softcap, tiles)
-        output = projected.value.new_empty(batch, length, heads, D)
+        output = projected.value.new_empty(batch, length, heads, P)
         if begin is not None:
             output[:, : begin.shape[1]] = begin
         features, state = mix_blocks(
@@ -757,7 +758,7 @@ class HybridAttention(nn.Module):
             return output, features
         first, last, hidden = layer.write(tokens, start)
         held = layer.held
-        by_head = query.unflatten(1, self.kv_groups)  # (B, K, r, L, D)
+        by_head = query.unflatten(1, self.kv_groups)  # (B, K, R, L, P)
         query = by_head.flatten(2, 3)
         bias = None
         if hidden is not None:
@@ -815,7 +816,7 @@ class HybridAttention(nn.Module):
 
 
 def causal_bias(query: torch.Tensor) -> torch.Tensor:
-    """(L, L) for queries (B, H, L, D): 0 where one attends, else the least number of their type."""
+    """(L, L) for queries (B, H, L, P): 0 where one attends, else the least number of their type."""
     later = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).triu(1)
     return hiding(later, query.dtype)
 
@@ -823,14 +824,14 @@ def causal_bias(query: torch.Tensor) -> torch.Tensor:
 def merged(
     one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to two sets of columns together, from that to either: outputs (..., D) and log-sum-exps (...)."""
+    """Attention to two sets of columns together, from that to either: outputs (..., P) and log-sum-exps (...)."""
     log_mass = torch.logaddexp(one[1], other[1])
     parts = (output * (mass - log_mass).exp()[..., None].to(output.dtype) for output, mass in (one, other))
     return sum(parts), log_mass
 
 
 def _of_heads(t: torch.Tensor, kv_heads: list[int], shared: int = 1) -> torch.Tensor:
-    """The heads of some key/value heads, `shared` each, of (B, heads, L, D); cut, as an index would have to be sent to
+    """The heads of some key/value heads, `shared` each, of (B, heads, L, P); cut, as an index would have to be sent to
     the device."""
     return _joined([t[:, shared * first : shared * last] for first, last in runs(kv_heads)])
 

@@ -10,7 +10,7 @@ and prompt lookup (`activate_past_recording`), and from then on a layer keeps wh
 those tokens fed it (`Recording`): multi-step verification as in Wang et al. 2024, The Mamba in the Llama. A crop
 replays the tokens that stay.
 
-Shapes: B batch, L tokens; others as in eviction.py.
+Shapes: B batch, L length, E block, n whole blocks, C columns of the window, S places.
 """
 
 from collections.abc import Callable
@@ -67,10 +67,10 @@ class Recording:
             self.tokens = self._columns(old, CROPPABLE)
 
     def crop(self, tokens: int):
-        """Forget the last tokens; the state without them.
+        """Forget the last tokens, and return the state after those that remain.
 
         Raises:
-            ValueError: so many are not kept.
+            ValueError: the recording has fewer tokens.
         """
         if tokens > len(self):
             raise ValueError(
@@ -149,20 +149,20 @@ class HybridLayer(CacheLayerMixin):
 
         Returns:
             The columns first .. last - 1 that the tokens attend to, and which of these (B or 1, L, last - first) bool
-            are hidden from which token; None where none is.
+            are hidden from which token; None where none is hidden.
         """
         column, held, length = self.put(tokens, start), self.held, tokens.index.shape[1]
-        E, n, P, C = self.shape.block, self.shape.whole_blocks, self.shape.places, self.shape.window
+        E, n, S, C = self.shape.block, self.shape.whole_blocks, self.shape.places, self.shape.window
         if start is None:
-            return 0, P + C, self._hidden(held, column[:, None])
-        first, last = P if start < C else 0, column + length
-        # no place is looked at before the window is full, and none is empty once P tokens have left
-        all_held = start < C or (start // E - n) * E >= P
+            return 0, S + C, self._hidden(held, column[:, None])
+        first, last = S if start < C else 0, column + length
+        # no place is looked at before the window is full, and none is empty once S tokens have left
+        all_held = start < C or (start // E - n) * E >= S
         if all_held and length == 1:
             return first, last, None
         own = torch.arange(column, last, device=held.seen.device)[None]
         if not all_held:
-            return 0, P + C, self._hidden(held, own.expand(len(held.seen), -1))
+            return 0, S + C, self._hidden(held, own.expand(len(held.seen), -1))
         return first, last, torch.arange(first, last, device=held.seen.device) > own[..., None]
 
     def put_one(self, tokens: NewTokens) -> None:
@@ -177,18 +177,18 @@ class HybridLayer(CacheLayerMixin):
         write_one(*self.held, *tokens, shape.block, shape.places, *shape.slow, shape.key_rounding.dim)
 
     def put(self, tokens: NewTokens, start: int | None) -> int | torch.Tensor:
-        """`write` without a look at what the tokens attend to; the first column, (B,) where rows may differ."""
+        """Write tokens as `write` does; return the column of the first, (B,) where rows may differ."""
         self._record(tokens)
         self._count(tokens)
         shape = self.shape
-        E, n, P, C = shape.block, shape.whole_blocks, shape.places, shape.window
+        E, n, S, C = shape.block, shape.whole_blocks, shape.places, shape.window
         if self.held is None:
             self._hold(Held.empty(shape, tokens))
         if start is not None:
             if start % E == 0 and start >= C:
                 self._hold(open_block(self.held, shape))
             held = self.held
-            column, length = P + start - max(start // E - n, 0) * E, tokens.index.shape[1]
+            column, length = S + start - max(start // E - n, 0) * E, tokens.index.shape[1]
             held.keys[:, :, column : column + length] = tokens.keys
             held.values[:, :, column : column + length] = tokens.values
             held.salience[:, column : column + length] = tokens.salience
@@ -201,7 +201,7 @@ class HybridLayer(CacheLayerMixin):
         real = tokens.index[:, 0] >= 0
         # padding writes back what is there, so that all rows write and no shape depends on them
         number = torch.where(real, tokens.index[:, 0], held.seen - 1)
-        column = (P + number - (number // E - n).clamp(min=0) * E).clamp(min=P)
+        column = (S + number - (number // E - n).clamp(min=0) * E).clamp(min=S)
         for old, new in zip(held[:2], tokens[:2], strict=True):
             where = column[:, None, None, None].expand(-1, old.shape[1], 1, old.shape[3])
             old.scatter_(2, where, torch.where(real[:, None, None, None], new, old.gather(2, where)))
@@ -212,9 +212,9 @@ class HybridLayer(CacheLayerMixin):
         return column
 
     def _hidden(self, held: Held, last: torch.Tensor) -> torch.Tensor:
-        """(B, L, P + C): True in places that are empty and in the window after the columns `last` (B, L)."""
-        number, P = torch.arange(held.salience.shape[1], device=last.device), self.shape.places
-        return torch.where(number < P, (held.salience == -torch.inf)[:, None], number > last[..., None])
+        """Mask (B, L, S + C): True in places that are empty and in the window after the columns `last` (B, L)."""
+        number, S = torch.arange(held.salience.shape[1], device=last.device), self.shape.places
+        return torch.where(number < S, (held.salience == -torch.inf)[:, None], number > last[..., None])
 
     def _count(self, tokens: NewTokens) -> None:
         if self.most is not None and self.length.device != tokens.index.device:
@@ -264,7 +264,7 @@ class HybridLayer(CacheLayerMixin):
         self.kept.crop(tokens_to_remove)
 
     def _crop_open_block(self, count: int) -> bool:
-        """Forget the last tokens where no block was opened for any of them: they are then merely no longer counted."""
+        """Forget the last tokens where no block was opened for any of them: they are then no longer counted."""
         held, E = self.held, self.shape.block
         if len(self.recording) < count or held is None or self.recording.base is held:
             return False
@@ -279,7 +279,7 @@ class HybridLayer(CacheLayerMixin):
         return True
 
     def go_back(self, held: Held | None, length: int) -> None:
-        """Hold what was held after so many tokens; the kept heads' keys are left to the caller."""
+        """Hold what was held after so many tokens; the caller restores the kept heads' keys."""
         self.held = held
         self.readout = None
         self.length = length
@@ -288,10 +288,10 @@ class HybridLayer(CacheLayerMixin):
             self.activate_past_recording()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Not used: the first tokens make what is held."""
+        """Do nothing: the first tokens make the tensors that the layer holds."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Not used: the layer itself knows which token is which."""
+        """Refuse keys without the numbers of their tokens, which the hybrid layer writes by `write` and `put`."""
         raise NotImplementedError("The cache of a hybrid layer is written by the layer itself.")
 
     def get_seq_length(self) -> int | torch.Tensor:
@@ -442,7 +442,7 @@ def has_attention_layer(cache: Cache) -> bool:
 
 
 def cache_length(cache: Cache | None) -> int | torch.Tensor:
-    """Number of tokens seen, for any mix of layers."""
+    """Number of tokens in a cache, for any mix of layers."""
     if cache is None:
         return 0
     if not cache.layers or has_attention_layer(cache):
@@ -516,7 +516,7 @@ def recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
 
 
 def record(cache: Cache | None, layer_idx: int, state: torch.Tensor | None, inputs: Tensors, replay: Callable) -> bool:
-    """Note what a mixer feeds its state, if the cache is recording; returns whether it is."""
+    """Note what a mixer feeds its state, if the cache is recording; return True if so."""
     layer = None if cache is None else cache.layers[layer_idx]
     if not getattr(layer, "record_past", False):
         return False

@@ -78,7 +78,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None,
         **kwargs,
     ) -> torch.Tensor:
-        """The sequence mixer's output (B, L, hidden) for its input (B, L, hidden)."""
+        """The sequence mixer's output (B, L, D) for its input (B, L, D)."""
         mask = masks[self.layer_type]
         position_embeddings = position_embeddings[self.rope]
         if self.layer_type == RECURRENT:
@@ -275,7 +275,7 @@ class HybridModel(HybridPreTrainedModel):
         """Hidden states after the final norm.
 
         Args:
-            input_ids: (B, L); or inputs_embeds: (B, L, hidden).
+            input_ids: (B, L); or inputs_embeds: (B, L, D).
             attention_mask: (B, past + L), 0 at padding; or what `generate` prepared.
             position_ids: (B, L) or (1, L). Where they restart without a mask or a past, sequences are packed.
             past_key_values: cache to continue from; `use_cache` makes one when there is none.

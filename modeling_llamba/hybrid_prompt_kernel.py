@@ -4,7 +4,7 @@ Without a gradient, for rows that are alike (block_layout.py), they do what lies
 to window and salient tokens. The equations are those of hybrid_attention.py, in float32; PyTorch's operations run
 wherever these kernels do not.
 
-    leave_kernel   the block at which each column is no longer visible: a column of the window is not once P columns
+    leave_kernel   the block at which each column is no longer visible: a column of the window is not once S columns
                    that left are more salient, which is counted for each column alone
     mask_kernel    the tiles of columns visible to each tile of queries, for flex_attention
     sum_kernel     what the state takes up in each chunk of blocks
@@ -14,8 +14,8 @@ wherever these kernels do not.
 
 A state is the sum over the columns that were lost, each at its block; so it needs no list of those that hold a place.
 
-Shapes: B batch, H' query heads with a window, K key/value heads, R = H' / K, D head dim, N slow dims, P places,
-E block, T columns, M blocks that are mixed in M E slots.
+Shapes: B batch, L length, H' heads with a window, K key/value heads, R heads per key/value head, P head dim, N state,
+E block, S places, T columns, M mixed blocks.
 """
 
 import functools
@@ -110,16 +110,16 @@ def lose_columns(salience: torch.Tensor, blocks: Blocks) -> Lost:
 
 
 def last_places(salience: torch.Tensor, lost: Lost, blocks: Blocks) -> torch.Tensor:
-    """The columns (B, P) that hold a place while the block of the last token is open, as in `Blocks.held_after`."""
+    """The columns (B, S) that hold a place while the block of the last token is open, as in `Blocks.held_after`."""
     batch, columns = salience.shape
-    P, E = blocks.shape.places, blocks.shape.block
-    left = P + max(blocks.last - (blocks.blocks - blocks.leaving) + 1, 0) * E  # columns that have left the window
+    S, E = blocks.shape.places, blocks.shape.block
+    left = S + max(blocks.last - (blocks.blocks - blocks.leaving) + 1, 0) * E  # columns that have left the window
     # what is still visible is lost last
-    candidates = columns - (left - P)
-    places = lost.order.new_empty(batch, P)
-    if P > 0:
+    candidates = columns - (left - S)
+    places = lost.order.new_empty(batch, S)
+    if S > 0:
         place_kernel[(batch,)](
-            salience, lost.until, lost.order, places, columns, left - P, left, blocks.last, P,
+            salience, lost.until, lost.order, places, columns, left - S, left, blocks.last, S,
             triton.next_power_of_2(candidates),
         )  # fmt: skip
     return places
@@ -137,7 +137,7 @@ def hold(
     batch, kv_heads, _, key_width = new.keys.shape
     value_width = new.values.shape[3]
     shape = blocks.shape
-    P, columns = shape.places, shape.places + shape.window
+    S, columns = shape.places, shape.places + shape.window
     keys = new.keys.new_empty(batch, kv_heads, columns, key_width)
     values = new.values.new_empty(batch, kv_heads, columns, value_width)
     ranks = torch.empty(batch, columns, dtype=salience.dtype, device=salience.device)
@@ -149,15 +149,15 @@ def hold(
     hold_kernel[(triton.cdiv(columns, HOLD_COLUMNS), batch * kv_heads)](
         past_keys.contiguous(), past_values.contiguous(), new_keys, new_values, salience, places, keys, values, ranks,
         salience.shape[1], columns, blocks.window_columns.start, blocks.window_columns.stop,
-        blocks.context - blocks.before, P + blocks.context + blocks.offset,
-        *new_keys.stride()[:3], *new_values.stride()[:3], kv_heads, P, key_width, value_width,
+        blocks.context - blocks.before, S + blocks.context + blocks.offset,
+        *new_keys.stride()[:3], *new_values.stride()[:3], kv_heads, S, key_width, value_width,
         triton.next_power_of_2(key_width), triton.next_power_of_2(value_width), HOLD_COLUMNS,
     )  # fmt: skip
     return Held(keys, values, ranks, state, seen)
 
 
 def in_tiles(query: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Queries (B, H', L, D) of the blocks that are mixed, (B, H', slots, D) in whole tiles."""
+    """Queries (B, H', L, P) of the blocks that are mixed, (B, H', slots, P) in whole tiles."""
     room = -(blocks.offset + blocks.new_tokens) % TILE
     return F.pad(query[:, :, blocks.length - blocks.new_tokens :], (0, 0, blocks.offset, room))
 
@@ -208,38 +208,38 @@ def mix_blocks(
     output: torch.Tensor,
     with_features: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Mix what the state returns into the outputs of softmax attention, and write them to `output` (B, L, H', D).
+    """Mix what the state returns into the outputs of softmax attention, and write them to `output` (B, L, H', P).
 
     Args:
-        query: (B, H', L, D). near, log_mass: (B, H', slots, D) and (B, H', slots), softmax attention of the slots.
-        keys, values: (B, K, T, D), the columns. state: (B, K, D + 1, N + 1) before the first block, or None for zero.
+        query: (B, H', L, P). near, log_mass: (B, H', slots, P) and (B, H', slots), softmax attention of the slots.
+        keys, values: (B, K, T, P), the columns. state: (B, K, P + 1, N + 1) before the first block, or None for zero.
         mass, scale: as in `mix_one` of hybrid_step_kernel.py.
 
     Returns:
-        The features (B, L', 3 H' D) of the mixed tokens, None unless asked for, and the state while the block of the
+        The features (B, L', 3 H' P) of the mixed tokens, None unless asked for, and the state while the block of the
         last token is open.
     """
-    batch, heads, _, D = query.shape
+    batch, heads, _, P = query.shape
     kv_heads, columns = keys.shape[1:3]
     planes, slow_planes = blocks.shape.slow
-    slow = D - 2 * (planes - slow_planes)
+    slow = P - 2 * (planes - slow_planes)
     per_chunk = max(CHUNK // blocks.shape.block, 1)
     chunks = triton.cdiv(blocks.mixed, per_chunk)
     features = None
     if with_features:
-        features = output.new_empty(batch, blocks.new_tokens, 3 * heads * D)
+        features = output.new_empty(batch, blocks.new_tokens, 3 * heads * P)
     if keys.dtype != values.dtype:  # under autocast rotated keys are in float32
         keys, values = keys.float(), values.float()
-    sums = torch.empty(batch, kv_heads, chunks, D + 1, slow + 1, dtype=torch.float32, device=query.device)
+    sums = torch.empty(batch, kv_heads, chunks, P + 1, slow + 1, dtype=torch.float32, device=query.device)
     final = torch.empty_like(sums[:, :, 0])
-    slice_dims, slow_dims = slice_of(D, slow)
-    slices = triton.cdiv(D, slice_dims)
+    slice_dims, slow_dims = slice_of(P, slow)
+    slices = triton.cdiv(P, slice_dims)
     warps = warps_of(slow_dims)
     query, near, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, near, keys, values))
     mass = mass.contiguous()
     if state is not None:
         state = state.contiguous()
-    sizes = kv_heads, D, slow, planes, slow_planes, per_chunk, slice_dims, slow_dims
+    sizes = kv_heads, P, slow, planes, slow_planes, per_chunk, slice_dims, slow_dims
     sum_kernel[(chunks, batch * kv_heads, slices)](
         keys, values, lost.order, lost.bounds, state, sums, columns, blocks.mixed,
         *keys.stride()[:3], *values.stride()[:3], state is not None, *sizes, SUM_ROWS,
@@ -250,7 +250,7 @@ def mix_blocks(
         query, near, log_mass, keys, values, lost.order, lost.bounds, sums, mass, output, features, final, scale,
         columns, blocks.mixed, blocks.first, blocks.offset, blocks.length, blocks.last - blocks.first,
         *query.stride()[:3], *near.stride()[:3], *log_mass.stride(), *keys.stride()[:3], *values.stride()[:3],
-        with_features, heads // kv_heads, blocks.shape.block, *sizes, padded(D), padded(blocks.shape.block),
+        with_features, heads // kv_heads, blocks.shape.block, *sizes, padded(P), padded(blocks.shape.block),
         num_warps=warps,
     )  # fmt: skip
     return features, final
@@ -269,7 +269,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=COUNTS)
     def leave_kernel(
         salience, until, columns, leaving, first_leaves, absent,
-        P: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+        S: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
     ):  # fmt: skip
         """The places that are held at first (group 0), or the columns of block `group` - 1.
 
@@ -282,40 +282,40 @@ if triton is not None:
         until += b * columns
         i = tl.arange(0, CANDIDATES)
         tile = tl.arange(0, TILE)
-        column = tl.where(group == 0, i, P + (group - 1) * E + i)
-        mine = (i < tl.where(group == 0, P, E)) & (column < columns)
+        column = tl.where(group == 0, i, S + (group - 1) * E + i)
+        mine = (i < tl.where(group == 0, S, E)) & (column < columns)
         rank = tl.load(salience + column, mask=mine, other=float("-inf"))
         competes = mine & (rank > float("-inf")) & (group <= leaving)
         opening = tl.maximum(group, 1)  # at which these columns compete first
-        end = P + leaving * E
-        competing = tl.minimum(P + opening * E, end)
+        end = S + leaving * E
+        competing = tl.minimum(S + opening * E, end)
         count = tl.zeros([CANDIDATES], tl.int32)
         at = competing
-        while (at > 0) & (tl.max((competes & (count < P)).to(tl.int32)) > 0):
+        while (at > 0) & (tl.max((competes & (count < S)).to(tl.int32)) > 0):
             at -= TILE
             other = at + tile
             better = more_salient(salience, other, (other >= 0) & (other < competing), rank, column)
             count += tl.sum(better.to(tl.int32), axis=1)
-        holds = competes & (count < P)
+        holds = competes & (count < S)
         lost = tl.where(holds, leaving + 1, opening)
         at = competing
         while (at < end) & (tl.max(holds.to(tl.int32)) > 0):
             other = at + tile
             better = more_salient(salience, other, other < end, rank, column).to(tl.int32)
-            more = tl.sum(((count[:, None] + tl.cumsum(better, axis=1)) < P).to(tl.int32), axis=1)
+            more = tl.sum(((count[:, None] + tl.cumsum(better, axis=1)) < S).to(tl.int32), axis=1)
             loses = holds & (more < TILE)
-            lost = tl.where(loses, (at + more - P) // E + 1, lost)
+            lost = tl.where(loses, (at + more - S) // E + 1, lost)
             holds = holds & (more == TILE)
             count += tl.sum(better, axis=1)
             at += TILE
         block = first_leaves - 1 + tl.where(group <= leaving, lost, group)
-        exists = tl.where(group == 0, rank > float("-inf"), column - P >= absent)
+        exists = tl.where(group == 0, rank > float("-inf"), column - S >= absent)
         tl.store(until + column, tl.where(exists, block, 0), mask=mine)
 
     @triton.jit(do_not_specialize=COUNTS)
     def place_kernel(
         salience, until, order, places, columns, skipped, left, last,
-        P: tl.constexpr, CANDIDATES: tl.constexpr,
+        S: tl.constexpr, CANDIDATES: tl.constexpr,
     ):  # fmt: skip
         """One row: its most salient columns among the last of `order`, the first of equals first."""
         b = tl.program_id(0).to(tl.int64)
@@ -328,25 +328,25 @@ if triton is not None:
         key = tl.sort(tl.where(holds, sortable(rank, column), -0x7FFFFFFFFFFFFFFF), descending=True)
         found = tl.where(key == -0x7FFFFFFFFFFFFFFF, -1, 0x7FFFFFFF - (key & 0x7FFFFFFF))
         place = tl.arange(0, CANDIDATES)
-        tl.store(places + b * P + place, found, mask=place < P)
+        tl.store(places + b * S + place, found, mask=place < S)
 
     @triton.jit(do_not_specialize=COUNTS)
     def hold_kernel(
         past_keys, past_values, new_keys, new_values, salience, places, keys, values, ranks,
         columns, held, begin, end, absent, first_new,
         key_row, key_head, key_token, value_row, value_head, value_token,
-        K: tl.constexpr, P: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+        K: tl.constexpr, S: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
         KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr, TILE: tl.constexpr,
     ):  # fmt: skip
         """Some columns of what is held of one key/value head of one row."""
         at = tl.program_id(1).to(tl.int64)
         b, kv = at // K, at % K
         own = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        placed = tl.load(places + b * P + own, mask=own < P, other=-1).to(tl.int32)
-        column = tl.where(own < P, placed, begin + own - P)
-        exists = (own < held) & (column >= 0) & ((own < P) | (column < end))
+        placed = tl.load(places + b * S + own, mask=own < S, other=-1).to(tl.int32)
+        column = tl.where(own < S, placed, begin + own - S)
+        exists = (own < held) & (column >= 0) & ((own < S) | (column < end))
         is_new = (column >= first_new)[:, None]
-        past = (at * held + tl.where(column < P, column, column - absent))[:, None]
+        past = (at * held + tl.where(column < S, column, column - absent))[:, None]
         token = (column - first_new).to(tl.int64)[:, None]
         i = tl.arange(0, KEY_PART)[None, :]
         in_tile = exists[:, None] & (i < KEY_WIDTH)
@@ -395,7 +395,7 @@ if triton is not None:
     def sum_kernel(
         keys, values, order, bounds, state, sums, columns, mixed,
         key_row, key_head, key_column, value_row, value_head, value_column, HAS_STATE: tl.constexpr,
-        K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
+        K: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
         PER_CHUNK: tl.constexpr, SLICE: tl.constexpr, SLOW: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """Sums over the columns that are lost in the chunk before this one, for the first chunk the state at first: a
@@ -403,20 +403,20 @@ if triton is not None:
         chunk, at = tl.program_id(0), tl.program_id(1).to(tl.int64)
         b, kv = at // K, at % K
         d, slow = tl.program_id(2) * SLICE + tl.arange(0, SLICE), tl.arange(0, SLOW)
-        in_d, in_slow = d < D, slow < N
+        in_d, in_slow = d < P, slow < N
         of_slow = slow_dims(slow, PLANES, SLOW_PLANES)
         cells, in_cells = d[:, None] * (N + 1) + 1 + slow[None, :], in_d[:, None] & in_slow[None, :]
         total = tl.zeros([SLICE, SLOW], tl.float32)
         of_values, of_keys, count = tl.zeros([SLICE], tl.float32), tl.zeros([SLOW], tl.float32), 0.0
         bounds += b * (mixed + 1)
-        sums += (at * tl.num_programs(0) + chunk) * (D + 1) * (N + 1)
+        sums += (at * tl.num_programs(0) + chunk) * (P + 1) * (N + 1)
         if chunk == 0:
             if HAS_STATE:
-                state += at * (D + 1) * (N + 1)
+                state += at * (P + 1) * (N + 1)
                 total = tl.load(state + cells, mask=in_cells, other=0.0)
                 of_values = tl.load(state + d * (N + 1), mask=in_d, other=0.0)
-                of_keys = tl.load(state + D * (N + 1) + 1 + slow, mask=in_slow, other=0.0)
-                count = tl.load(state + D * (N + 1))
+                of_keys = tl.load(state + P * (N + 1) + 1 + slow, mask=in_slow, other=0.0)
+                count = tl.load(state + P * (N + 1))
         else:
             begin = tl.load(bounds + (chunk - 1) * PER_CHUNK)
             end = tl.load(bounds + chunk * PER_CHUNK)
@@ -434,8 +434,8 @@ if triton is not None:
             count = (end - begin).to(tl.float32)
         tl.store(sums + cells, total, mask=in_cells)
         tl.store(sums + d * (N + 1), of_values, mask=in_d)
-        tl.store(sums + D * (N + 1) + 1 + slow, of_keys, mask=in_slow)
-        tl.store(sums + D * (N + 1), count)
+        tl.store(sums + P * (N + 1) + 1 + slow, of_keys, mask=in_slow)
+        tl.store(sums + P * (N + 1), count)
 
     @triton.jit(do_not_specialize=COUNTS)
     def mix_kernel(
@@ -444,29 +444,29 @@ if triton is not None:
         query_row, query_head, query_token, near_row, near_head, near_slot, mass_row, mass_head, mass_slot,
         key_row, key_head, key_column, value_row, value_head, value_column,
         FEATURES: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
-        K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
+        K: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
         PER_CHUNK: tl.constexpr, SLICE: tl.constexpr, SLOW: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """One chunk of blocks of one key/value head of one row."""
         chunk, at = tl.program_id(0), tl.program_id(1).to(tl.int64)
         b, kv = at // K, at % K
         d, slow = tl.program_id(2) * SLICE + tl.arange(0, SLICE), tl.arange(0, SLOW)
-        in_d, in_slow = d < D, slow < N
+        in_d, in_slow = d < P, slow < N
         of_slow = slow_dims(slow, PLANES, SLOW_PLANES)
         every_d = tl.arange(0, DIMS)
         part = tl.where(every_d < PLANES, every_d, every_d - PLANES)  # both dimensions of a plane have one number
         slow_part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
         cells, in_cells = d[:, None] * (N + 1) + 1 + slow[None, :], in_d[:, None] & in_slow[None, :]
-        sums += (at * tl.num_programs(0) + chunk) * (D + 1) * (N + 1)
+        sums += (at * tl.num_programs(0) + chunk) * (P + 1) * (N + 1)
         total = tl.load(sums + cells, mask=in_cells, other=0.0)
         of_values = tl.load(sums + d * (N + 1), mask=in_d, other=0.0)
-        of_keys = tl.load(sums + D * (N + 1) + 1 + slow, mask=in_slow, other=0.0)
-        count = tl.load(sums + D * (N + 1))
+        of_keys = tl.load(sums + P * (N + 1) + 1 + slow, mask=in_slow, other=0.0)
+        count = tl.load(sums + P * (N + 1))
         bounds += b * (mixed + 1)
         order += b * columns
         keys += b * key_row + kv * key_head
         values += b * value_row + kv * value_head
-        final += at * (D + 1) * (N + 1)
+        final += at * (P + 1) * (N + 1)
         rows = tl.arange(0, ROWS)  # of a block: the columns it loses, and its queries
         for block in range(chunk * PER_CHUNK, tl.minimum((chunk + 1) * PER_CHUNK, mixed)):
             begin = tl.load(bounds + block)
@@ -485,8 +485,8 @@ if triton is not None:
             if block == last:
                 tl.store(final + cells, total, mask=in_cells)
                 tl.store(final + d * (N + 1), of_values, mask=in_d)
-                tl.store(final + D * (N + 1) + 1 + slow, of_keys, mask=in_slow)
-                tl.store(final + D * (N + 1), count)
+                tl.store(final + P * (N + 1) + 1 + slow, of_keys, mask=in_slow)
+                tl.store(final + P * (N + 1), count)
             least = tl.maximum(count, 1.0)
             value_mean, key_mean = of_values / least, of_keys / least
             covariance = total / least - value_mean[:, None] * key_mean[None, :]
@@ -495,14 +495,14 @@ if triton is not None:
             in_tile = real[:, None] & in_d[None, :]
             for r in range(R):
                 head = kv * R + r
-                of_head = mass + head * (2 + N - SLOW_PLANES + D - PLANES)
+                of_head = mass + head * (2 + N - SLOW_PLANES + P - PLANES)
                 of_query = query + b * query_row + head * query_head
                 place = token[:, None] * query_token
                 q = tl.load(
-                    of_query + place + every_d[None, :], mask=real[:, None] & (every_d < D)[None, :], other=0.0
+                    of_query + place + every_d[None, :], mask=real[:, None] & (every_d < P)[None, :], other=0.0
                 )
                 q = q.to(tl.float32) * scale
-                beta = tl.load(of_head + 2 + N - SLOW_PLANES + part, mask=every_d < D, other=0.0).to(tl.float32)
+                beta = tl.load(of_head + 2 + N - SLOW_PLANES + part, mask=every_d < P, other=0.0).to(tl.float32)
                 slow_q = tl.load(of_query + place + of_slow[None, :], mask=real[:, None] & in_slow[None, :], other=0.0)
                 slow_q = slow_q.to(tl.float32) * scale
                 alpha = tl.load(of_head + 2 + slow_part, mask=in_slow, other=0.0).to(tl.float32)
@@ -517,11 +517,11 @@ if triton is not None:
                 gate = tl.where(count > 0.5, tl.sigmoid(far_mass - near_mass.to(tl.float32)), 0.0)[:, None]
                 y = tl.load(near + b * near_row + head * near_head + slot[:, None] * near_slot + d[None, :],
                             mask=in_tile, other=0.0).to(tl.float32)  # fmt: skip
-                place = (token[:, None] * K * R) * D + d[None, :]
-                tl.store(output + (b * length * K * R + head) * D + place, y + gate * (far - y), mask=in_tile)
+                place = (token[:, None] * K * R) * P + d[None, :]
+                tl.store(output + (b * length * K * R + head) * P + place, y + gate * (far - y), mask=in_tile)
                 if FEATURES:
-                    place = (token - first * E).to(tl.int64)[:, None] * (K * R * 3 * D) + d[None, :]
-                    of_features = features + (b * (length - first * E) * K * R + head) * (3 * D)
+                    place = (token - first * E).to(tl.int64)[:, None] * (K * R * 3 * P) + d[None, :]
+                    of_features = features + (b * (length - first * E) * K * R + head) * (3 * P)
                     tl.store(of_features + place, gate * y, mask=in_tile)
-                    tl.store(of_features + D + place, gate * value_mean[None, :], mask=in_tile)
-                    tl.store(of_features + 2 * D + place, gate * far, mask=in_tile)
+                    tl.store(of_features + P + place, gate * value_mean[None, :], mask=in_tile)
+                    tl.store(of_features + 2 * P + place, gate * far, mask=in_tile)

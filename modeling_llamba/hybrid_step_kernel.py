@@ -10,9 +10,8 @@ query is rotated before they are attended to, and the output after.
 cache whose length is a tensor, as a CUDA graph needs it. PyTorch's operations (`open_blocks` of eviction.py) would
 open one in every row at every token, and keep it where it is wanted.
 
-Shapes: B batch, H' query heads with a window, K key/value heads with a window, R = H' / K, D head dim, N slow dims,
-E block, P places, C columns of the window, W bytes or numbers of a row, F' and F planes and dimensions that are not
-rotated, of the slow part and of all.
+Shapes: B batch, H' heads with a window, K key/value heads, R heads per key/value head, P head dim, N state, F planes
+and other dims, F' slow planes and other slow dims, E block, C columns of the window, S places.
 """
 
 import contextlib
@@ -99,7 +98,7 @@ def write_one(
     Args:
         keys, values, salience, state, seen: `Held` of eviction.py, contiguous.
         new_keys, new_values, new_salience, index: `NewTokens` with one token of each row, -1 in `index` for none.
-        block, places: of `BlockShape`. planes, slow_planes: of `SlowDims`. dim: D.
+        block, places: of `BlockShape`. planes, slow_planes: of `SlowDims`. dim: P.
     """
     batch, kv_heads, columns, key_width = keys.shape
     value_width, slow = values.shape[3], state.shape[-1] - 1
@@ -136,25 +135,25 @@ def mix_one(
     planes: int,
     slow_planes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mixed outputs (B, 1, H', D) of one token, and the features (B, 1, 3 H' D) of the low-rank map.
+    """The mixed outputs (B, 1, H', P) of one token, and the features (B, 1, 3 H' P) of the low-rank map.
 
     Args:
         keys, values, salience, state, seen: `Held` of eviction.py, which holds the token already.
-        query, sink_query: (B, H', 1, D); the second looks at sinks that have left the window, where it is given.
+        query, sink_query: (B, H', 1, P); the second looks at sinks that have left the window, where it is given.
         mass: (H', 2 + F' + F). scale, softcap: of the scores, softcap 0 for none.
         block, sinks, places: of `BlockShape`. planes, slow_planes: of `SlowDims`.
     """
-    batch, heads, _, D = query.shape
+    batch, heads, _, P = query.shape
     (_, kv_heads, columns, key_width), slow = keys.shape, state.shape[-1] - 1
-    output, features = query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
+    output, features = query.new_empty(batch, 1, heads, P), query.new_empty(batch, 1, 3 * heads * P)
     if sink_query is None:
         sink_query = query
     inputs = keys, values, salience, state, seen, query, sink_query, mass
     with on_device_of(query):
         mix_one_kernel[(batch * heads,)](
-            *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, D, slow,
-            key_width, values.shape[3], D & -D, planes, slow_planes, sinks, places, columns - places, block,
-            *tile_of(D, columns), tile_of(D, slow)[1],
+            *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, P, slow,
+            key_width, values.shape[3], P & -P, planes, slow_planes, sinks, places, columns - places, block,
+            *tile_of(P, columns), tile_of(P, slow)[1],
             num_warps=WARPS,
         )  # fmt: skip
     return output, features
@@ -162,8 +161,8 @@ def mix_one(
 
 @mix_one.register_fake
 def _(keys, values, salience, state, seen, query, *others):
-    batch, heads, _, D = query.shape
-    return query.new_empty(batch, 1, heads, D), query.new_empty(batch, 1, 3 * heads * D)
+    batch, heads, _, P = query.shape
+    return query.new_empty(batch, 1, heads, P), query.new_empty(batch, 1, 3 * heads * P)
 
 
 if triton is not None:
@@ -205,17 +204,17 @@ if triton is not None:
         return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - column.to(tl.int64))
 
     @triton.jit
-    def by_salience(salience, P: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr):
-        """The places and the block that leaves, as sorted numbers: those of the next holders of the P places first."""
+    def by_salience(salience, S: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr):
+        """The places and the block that leaves, as sorted numbers: those of the next holders of the S places first."""
         column = tl.arange(0, CANDIDATES)
-        there = column < P + E
+        there = column < S + E
         rank = tl.load(salience + column, mask=there, other=float("-inf")).to(tl.float32)
         return tl.sort(tl.where(there, sortable(rank, column), -0x7FFFFFFFFFFFFFFF), descending=True)
 
     @triton.jit
     def move_columns(
         rows, ordered, empty,
-        WIDTH: tl.constexpr, PART: tl.constexpr, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+        WIDTH: tl.constexpr, PART: tl.constexpr, S: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
         CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """Bring the next holders to their places and move the window up by a block, in place.
@@ -227,15 +226,15 @@ if triton is not None:
         step = tl.arange(0, ROWS)
         for first in range(0, WIDTH, ROWS):
             part = first + step
-            in_places = (place < P)[:, None] & (part < WIDTH)[None, :]
+            in_places = (place < S)[:, None] & (part < WIDTH)[None, :]
             held = tl.load(rows + holder[:, None] * WIDTH + part[None, :], mask=in_places)
             tl.debug_barrier()
             tl.store(rows + place[:, None] * WIDTH + part[None, :], held, mask=in_places)
         i = tl.arange(0, PART)
-        for first in range(P, P + C, ROWS):
+        for first in range(S, S + C, ROWS):
             column = first + step
-            in_tile = (column < P + C)[:, None] & (i < WIDTH)[None, :]
-            stays = in_tile & (column < P + C - E)[:, None]
+            in_tile = (column < S + C)[:, None] & (i < WIDTH)[None, :]
+            stays = in_tile & (column < S + C - E)[:, None]
             moved = tl.load(rows + (column + E)[:, None] * WIDTH + i[None, :], mask=stays, other=empty)
             tl.debug_barrier()
             tl.store(rows + column[:, None] * WIDTH + i[None, :], moved, mask=in_tile)
@@ -246,44 +245,44 @@ if triton is not None:
         tl.store(cells, tl.load(cells, mask=there, other=0.0) + amount, mask=there)
 
     @triton.jit
-    def column_of(number, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr):
+    def column_of(number, S: tl.constexpr, C: tl.constexpr, E: tl.constexpr):
         """Column of a token, once its block is open."""
-        return P + number - tl.maximum(number // E - (C // E - 1), 0) * E
+        return S + number - tl.maximum(number // E - (C // E - 1), 0) * E
 
     @triton.jit
     def write_kernel(
         keys, values, salience, state, new_keys, new_values, index,
-        K: tl.constexpr, D: tl.constexpr, N: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+        K: tl.constexpr, P: tl.constexpr, N: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
         KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr, PART: tl.constexpr,
-        PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+        PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr, S: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
         CANDIDATES: tl.constexpr, DIMS: tl.constexpr, SLOW: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """Keys, values and state of one key/value head of one row."""
         at = tl.program_id(0).to(tl.int64)
         b = at // K
         number = tl.load(index + b).to(tl.int32)
-        keys += at * (P + C) * KEY_WIDTH
-        values += at * (P + C) * VALUE_WIDTH
+        keys += at * (S + C) * KEY_WIDTH
+        values += at * (S + C) * VALUE_WIDTH
         if (number >= C) & (number % E == 0):
-            salience += b * (P + C)
-            state += at * (D + 1) * (N + 1)
-            ordered = by_salience(salience, P, E, CANDIDATES)
+            salience += b * (S + C)
+            state += at * (P + 1) * (N + 1)
+            ordered = by_salience(salience, S, E, CANDIDATES)
             # of the last that gets a place; whatever is less and was there is lost
-            least = tl.max(tl.where(tl.arange(0, CANDIDATES) >= P - 1, ordered, -0x7FFFFFFFFFFFFFFF))
+            least = tl.max(tl.where(tl.arange(0, CANDIDATES) >= S - 1, ordered, -0x7FFFFFFFFFFFFFFF))
             d = tl.arange(0, DIMS)
-            in_d = d < D
+            in_d = d < P
             for first in range(0, N, SLOW):
                 slow = first + tl.arange(0, SLOW)
                 in_slow = slow < N
-                of_slow = tl.minimum(slow_dims(slow, PLANES, SLOW_PLANES), D - 1)
+                of_slow = tl.minimum(slow_dims(slow, PLANES, SLOW_PLANES), P - 1)
                 total = tl.zeros([DIMS, SLOW], tl.float32)
                 of_values, of_keys, count = tl.zeros([DIMS], tl.float32), tl.zeros([SLOW], tl.float32), 0.0
-                for begin in range(0, P + E, ROWS):
+                for begin in range(0, S + E, ROWS):
                     column = begin + tl.arange(0, ROWS)
-                    there = column < P + E
+                    there = column < S + E
                     rank = tl.load(salience + column, mask=there, other=float("-inf")).to(tl.float32)
-                    lost = there & ((column >= P) | (rank > float("-inf")))
-                    if P > 0:
+                    lost = there & ((column >= S) | (rank > float("-inf")))
+                    if S > 0:
                         lost = lost & (sortable(rank, column) < least)
                     k = vectors(keys, column, lost, d, in_d, KEY_WIDTH)
                     v = vectors(values, column, lost, d, in_d, VALUE_WIDTH)
@@ -299,15 +298,15 @@ if triton is not None:
                     count += tl.sum(lost.to(tl.float32))
                 in_cells = in_d[:, None] & in_slow[None, :]
                 add_to(state + d[:, None] * (N + 1) + 1 + slow[None, :], total, in_cells)
-                add_to(state + D * (N + 1) + 1 + slow, of_keys, in_slow)
+                add_to(state + P * (N + 1) + 1 + slow, of_keys, in_slow)
                 add_to(state + d * (N + 1), of_values, in_d & (first == 0))
-                add_to(state + D * (N + 1), count, first == 0)
+                add_to(state + P * (N + 1), count, first == 0)
             tl.debug_barrier()
-            move_columns(keys, ordered, 0, KEY_WIDTH, KEY_PART, P, C, E, CANDIDATES, ROWS)
-            move_columns(values, ordered, 0, VALUE_WIDTH, VALUE_PART, P, C, E, CANDIDATES, ROWS)
+            move_columns(keys, ordered, 0, KEY_WIDTH, KEY_PART, S, C, E, CANDIDATES, ROWS)
+            move_columns(values, ordered, 0, VALUE_WIDTH, VALUE_PART, S, C, E, CANDIDATES, ROWS)
             tl.debug_barrier()
         if number >= 0:
-            column = column_of(number, P, C, E)
+            column = column_of(number, S, C, E)
             i = tl.arange(0, KEY_PART)
             row = tl.load(new_keys + at * KEY_WIDTH + i, mask=i < KEY_WIDTH)
             tl.store(keys + column * KEY_WIDTH + i, row, mask=i < KEY_WIDTH)
@@ -318,60 +317,60 @@ if triton is not None:
     @triton.jit
     def note_kernel(
         salience, seen, new_salience, index,
-        P: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr, WINDOW: tl.constexpr,
+        S: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CANDIDATES: tl.constexpr, WINDOW: tl.constexpr,
     ):  # fmt: skip
         """Salience and number of tokens of one row, which `write_kernel` reads for each of its heads."""
         b = tl.program_id(0).to(tl.int64)
         number = tl.load(index + b).to(tl.int32)
-        salience += b * (P + C)
+        salience += b * (S + C)
         if (number >= C) & (number % E == 0):
-            ordered = by_salience(salience, P, E, CANDIDATES)
+            ordered = by_salience(salience, S, E, CANDIDATES)
             place = tl.arange(0, CANDIDATES)
             window = tl.arange(0, WINDOW)
-            held = tl.load(salience + (0x7FFFFFFF - (ordered & 0x7FFFFFFF)), mask=place < P)
-            moved = tl.load(salience + P + E + window, mask=window < C - E, other=float("-inf"))
+            held = tl.load(salience + (0x7FFFFFFF - (ordered & 0x7FFFFFFF)), mask=place < S)
+            moved = tl.load(salience + S + E + window, mask=window < C - E, other=float("-inf"))
             tl.debug_barrier()
-            tl.store(salience + place, held, mask=place < P)
-            tl.store(salience + P + window, moved, mask=window < C)
+            tl.store(salience + place, held, mask=place < S)
+            tl.store(salience + S + window, moved, mask=window < C)
             tl.debug_barrier()
         if number >= 0:
-            tl.store(salience + column_of(number, P, C, E), tl.load(new_salience + b))
+            tl.store(salience + column_of(number, S, C, E), tl.load(new_salience + b))
             tl.store(seen + b, tl.load(seen + b) + 1)
 
     @triton.jit
     def mix_one_kernel(
         keys, values, salience, state, seen, query, sink_query, mass, output, features, scale, softcap,
-        K: tl.constexpr, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+        K: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
         KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PART: tl.constexpr,
         PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
-        S: tl.constexpr, P: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
+        SINKS: tl.constexpr, S: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
         DIMS: tl.constexpr, COLUMNS: tl.constexpr, SLOW: tl.constexpr,
     ):  # fmt: skip
         """One query head of one row."""
         at = tl.program_id(0)
         b, head, kv = at // (K * R), at % (K * R), (at // R).to(tl.int64)  # kv counts through all rows, as `at` does
-        keys += kv * (P + C) * KEY_WIDTH
-        values += kv * (P + C) * VALUE_WIDTH
-        state += kv * (D + 1) * (N + 1)
-        salience += b * (P + C)
-        mass += head * (2 + N - SLOW_PLANES + D - PLANES)
+        keys += kv * (S + C) * KEY_WIDTH
+        values += kv * (S + C) * VALUE_WIDTH
+        state += kv * (P + 1) * (N + 1)
+        salience += b * (S + C)
+        mass += head * (2 + N - SLOW_PLANES + P - PLANES)
         d = tl.arange(0, DIMS)
-        in_d = d < D
-        q = tl.load(query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale
-        sink_q = tl.load(sink_query + at * D + d, mask=in_d, other=0.0).to(tl.float32) * scale
+        in_d = d < P
+        q = tl.load(query + at * P + d, mask=in_d, other=0.0).to(tl.float32) * scale
+        sink_q = tl.load(sink_query + at * P + d, mask=in_d, other=0.0).to(tl.float32) * scale
         near_q = q
         if keys.dtype.element_ty == tl.uint8:
             near_q, sink_q = rotated(q, PART), rotated(sink_q, PART)
 
         # softmax attention: the places that are held, and the window up to the token's own column
         number = tl.maximum(tl.load(seen + b) - 1, 0).to(tl.int32)
-        last = column_of(number, P, C, E)
+        last = column_of(number, S, C, E)
         highest, total, near = -1e30, 0.0, tl.zeros([DIMS], tl.float32)
         for first in range(0, last + 1, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
-            rank = tl.load(salience + column, mask=column < P, other=0.0)
+            rank = tl.load(salience + column, mask=column < S, other=0.0)
             visible = (column <= last) & (rank > float("-inf"))
-            is_sink = (column < S) & (rank == float("inf"))
+            is_sink = (column < SINKS) & (rank == float("inf"))
             k = vectors(keys, column, visible, d, in_d, KEY_WIDTH)
             score = tl.sum(k * tl.where(is_sink[:, None], sink_q[None, :], near_q[None, :]), axis=1)
             if softcap > 0:
@@ -386,7 +385,7 @@ if triton is not None:
             near = rotated(near, PART)
 
         # the readout of the state: [sum of v, sum of v k'] in each row, and [m, sum of k'] in the last
-        sums = state + D * (N + 1)
+        sums = state + P * (N + 1)
         count = tl.load(sums)
         least = tl.maximum(count, 1.0)
         value_mean, tilt = tl.load(state + d * (N + 1), mask=in_d, other=0.0) / least, tl.zeros([DIMS], tl.float32)
@@ -398,7 +397,7 @@ if triton is not None:
             slow = first + tl.arange(0, SLOW)
             in_slow = slow < N
             of_slow = slow_dims(slow, PLANES, SLOW_PLANES)
-            slow_q = tl.load(query + at * D + of_slow, mask=in_slow, other=0.0).to(tl.float32) * scale
+            slow_q = tl.load(query + at * P + of_slow, mask=in_slow, other=0.0).to(tl.float32) * scale
             slow_part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
             alpha = tl.load(mass + 2 + slow_part, mask=in_slow, other=0.0).to(tl.float32)
             key_mean = tl.load(sums + 1 + slow, mask=in_slow, other=0.0) / least
@@ -409,7 +408,7 @@ if triton is not None:
             tilt += tl.sum(covariance * slow_q[None, :], axis=1)
 
         gate = tl.where(count > 0.5, tl.sigmoid(log_mass - highest - tl.log(total)), 0.0)
-        tl.store(output + at * D + d, near + gate * (value_mean + tilt - near), mask=in_d)
-        tl.store(features + 3 * at * D + d, gate * near, mask=in_d)
-        tl.store(features + (3 * at + 1) * D + d, gate * value_mean, mask=in_d)
-        tl.store(features + (3 * at + 2) * D + d, gate * (value_mean + tilt), mask=in_d)
+        tl.store(output + at * P + d, near + gate * (value_mean + tilt - near), mask=in_d)
+        tl.store(features + 3 * at * P + d, gate * near, mask=in_d)
+        tl.store(features + (3 * at + 1) * P + d, gate * value_mean, mask=in_d)
+        tl.store(features + (3 * at + 2) * P + d, gate * (value_mean + tilt), mask=in_d)

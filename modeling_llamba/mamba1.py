@@ -7,7 +7,7 @@ key, so with N = P the mixer can represent linear attention head by head, and wi
 Wang et al. 2024 (The Mamba in the Llama), section 2; the expansion is aligned with the heads, which the released
 code is not under grouped queries.
 
-Shapes: B batch, L length, H heads, G key/value heads, P head dim, N state, D = H P channels, S = D / N pieces.
+Shapes: B batch, L length, D model width, H heads, G groups, P head dim, N state, I inner width.
 """
 
 from functools import partial
@@ -58,7 +58,7 @@ class Mamba1(nn.Module):
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """x, dt (B, L, D), B, C (B, L, S, N) and the gate (B, L, D)."""
+        """x, dt (B, L, I), B, C (B, L, I / N, N) and the gate (B, L, I)."""
         z, x, B, C, dt = self.in_proj(hidden_states).split(self.sizes, dim=-1)
         x = repeat_groups(x.unflatten(-1, (self.num_groups, self.head_dim)), self.num_heads).flatten(2)
         if padding_mask is not None:
@@ -89,7 +89,7 @@ class Mamba1(nn.Module):
         seq_idx: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden); arguments as in `SSDMixer.forward`."""
+        """(B, L, D) -> (B, L, D); arguments as in `SSDMixer.forward`."""
         x, dt, B, C, z = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         A = -self.A_log.to(dt.dtype).exp()
         state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
@@ -104,7 +104,7 @@ class Mamba1(nn.Module):
         return self.finish(y + self.D.to(y.dtype) * x.to(y.dtype), z)
 
     def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Gate (B, L, D) and project to (B, L, hidden)."""
+        """Gate (B, L, I) and project to (B, L, D)."""
         if self.z_bias is not None:
             gate = gate + self.z_bias
         return self.out_proj((y * F.silu(gate.to(y.dtype))).to(gate.dtype))
@@ -116,7 +116,7 @@ class Mamba1(nn.Module):
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The unrolled matrix per channel (B, D, L, L), skip included, and x (B, D, L, 1) with y = M x."""
+        """The unrolled matrix per channel (B, I, L, L), skip included, and x (B, I, L, 1) with y = M x."""
         x, dt, B, C, _ = self.project(hidden_states, position_embeddings, padding_mask, seq_idx)
         matrix = selective_matrix(dt, -self.A_log.to(dt.dtype).exp(), B, C, seq_idx)
         matrix = matrix + torch.diag_embed(self.D.to(matrix.dtype)[:, None].expand(-1, matrix.shape[-1]))

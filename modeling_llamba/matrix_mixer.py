@@ -3,8 +3,7 @@
 A matrix mixer is a linear map y = M x along the sequence whose matrix M (L, L, per head) depends on the input.
 `forward` computes it by a scan; `materialize` returns M itself, which MOHAWK stage 1 compares with attention.
 
-Shapes: B batch, L length, H heads, G groups (heads of x and B), T states (H, or G where a group shares its state),
-P head dim, N state.
+Shapes: B batch, L length, D model width, H heads, G groups, U states, P head dim, N state, I inner width.
 """
 
 from typing import NamedTuple
@@ -46,8 +45,8 @@ def output_norm(config, size: int) -> RMSNorm | None:
 class Streams(NamedTuple):
     """Inputs of the recurrence, from the projections.
 
-    x (B, L, G, P), log_a (B, L, T), B (B, L, G, N), C (B, L, H, N), gate (B, L, H P), and the step size
-    (B, L, T) that multiplies x, or None.
+    x (B, L, G, P), log_a (B, L, U), B (B, L, G, N), C (B, L, H, N), gate (B, L, H P), and the step size
+    (B, L, U) that multiplies x, or None.
     """
 
     x: torch.Tensor
@@ -100,13 +99,13 @@ class SSDMixer(nn.Module):
         """Mix along the sequence.
 
         Args:
-            hidden_states: (B, L, hidden).
+            hidden_states: (B, L, D).
             position_embeddings: the layer's rotary embedding; used when `config.mixer_rotary`.
             padding_mask: (B, L), 0 at padding, or None. seq_idx: (B, L) ids of packed sequences, or None.
             past_key_values: the cache to continue from and to update, or None.
 
         Returns:
-            (B, L, hidden).
+            (B, L, D).
         """
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
@@ -124,7 +123,7 @@ class SSDMixer(nn.Module):
     def mix(
         self, streams: Streams, state: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the recurrence from `state` (B, T, P, N): y (B, L, H, P) and the final state, float32 or wider."""
+        """Run the recurrence from `state` (B, U, P, N): y (B, L, H, P) and the final state, float32 or wider."""
         x, B = self._stepped_x(streams)
         log_a = streams.log_a
         if state is not None and x.shape[1] == 1 and seq_idx is None:
@@ -147,7 +146,7 @@ class SSDMixer(nn.Module):
         return x, repeat_groups(streams.B, self.num_states)
 
     def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Gate (B, L, H, P), normalise if asked, and project to (B, L, hidden)."""
+        """Gate (B, L, H, P), normalise if asked, and project to (B, L, D)."""
         if self.z_bias is not None:
             gate = gate + self.z_bias
         y = y.flatten(2) * F.silu(gate.to(y.dtype))

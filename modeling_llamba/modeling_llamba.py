@@ -80,7 +80,7 @@ class ExpertsBesideMLP(nn.Module):
         self.mlp_norm, self.input_norm, self.output_norm = (make_norm(config) for _ in range(3))
 
     def forward(self, of_mlp: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add what experts return for hidden states (B, L, hidden), not normed yet, to what the MLP does."""
+        """Add what experts return for hidden states (B, L, D), not normed yet, to what the MLP does."""
         tokens = hidden_states.flatten(0, -2)
         _, weights, chosen = self.router(tokens)
         of_experts = self.experts(self.input_norm(tokens), chosen, weights).view_as(hidden_states)
@@ -126,7 +126,7 @@ class LlambaDecoderLayer(HybridDecoderLayer):
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def forward(self, hidden_states: torch.Tensor, **mixer_inputs) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden); the keyword arguments are those of `mix`."""
+        """(B, L, D) -> (B, L, D); the keyword arguments are those of `mix`."""
         mixed = self.mixer_out_norm(self.mix(self.input_layernorm(hidden_states), **mixer_inputs))
         hidden_states = self._add(hidden_states, mixed)
         branch = self.mlp(self.post_attention_layernorm(hidden_states))

@@ -3,6 +3,9 @@ slow, and the ground truth.
 
 In the hybrid layer, lists of tokens stand for the window, the salient cache and the evicted; nothing is kept as sums.
 See hybrid_attention.py, ssd.py and selective_scan.py for the equations and the letters.
+
+Shapes: B batch, L length, D model width, H heads, K key/value heads, G groups, U states, P head dim, N state, I inner
+width, T columns.
 """
 
 import math
@@ -22,14 +25,14 @@ def naive_hybrid_attention(
 
     Args:
         layer: in float64.
-        hidden_states: (L, hidden). rotary, sink_rotary: as in rotary.py, without B; the second for queries to sinks.
+        hidden_states: (L, D). rotary, sink_rotary: as in rotary.py, without B; the second for queries to sinks.
 
     Returns:
-        (L, hidden).
+        (L, D).
     """
-    shape, shared, D = layer.shape, layer.shared, layer.head_dim
+    shape, shared, P = layer.shape, layer.shared, layer.head_dim
     length = len(hidden_states)
-    q, k, v = (project(hidden_states).view(length, -1, D) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k, v = (project(hidden_states).view(length, -1, P) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     if layer.q_norm is not None:
         q, k = layer.q_norm(q[None])[0], layer.k_norm(k[None])[0]
     if layer.v_norm is not None:
@@ -55,7 +58,7 @@ def naive_hybrid_attention(
             near, near_mass = _attend(layer, head, scores, values[sinks + salient + window])
             if not evicted or layer.mass is None:
                 y.append(near)
-                features += [torch.zeros(D, dtype=near.dtype)] * 3
+                features += [torch.zeros(P, dtype=near.dtype)] * 3
                 continue
             number = layer.windowed.index(head // shared) * shared + head % shared
             mean, tilt, log_mass = _read(layer, number, q[t, head] * layer.scaling, keys[evicted], values[evicted])
@@ -63,7 +66,7 @@ def naive_hybrid_attention(
             y.append(near + gate * (mean + tilt - near))
             features += [gate * near, gate * mean, gate * (mean + tilt)]
         if layer.gate_proj is not None:
-            gates = torch.sigmoid(layer.gate_proj(hidden_states[t])).view(-1, D)
+            gates = torch.sigmoid(layer.gate_proj(hidden_states[t])).view(-1, P)
             windowed = [head for head in range(len(y)) if head // shared in layer.windowed]
             y = [gate * of_head for gate, of_head in zip(gates, y, strict=True)]
             features = [gates[windowed[i // 3]] * f for i, f in enumerate(features)]
@@ -75,7 +78,7 @@ def naive_hybrid_attention(
 
 
 def _as_held(layer: HybridAttention, vectors: torch.Tensor, which: int) -> torch.Tensor:
-    """Keys (0) or values (1), (L, K, D), rounded as those of a cache are (rounding.py); gradients pass unchanged."""
+    """Keys (0) or values (1), (L, K, P), rounded as those of a cache are (rounding.py); gradients pass unchanged."""
     heads = []
     for head in range(vectors.shape[1]):
         config = layer.config
@@ -90,7 +93,7 @@ def _as_held(layer: HybridAttention, vectors: torch.Tensor, which: int) -> torch
 
 
 def _rounded(vector: torch.Tensor, bits: int) -> torch.Tensor:
-    """One vector (D,) rounded to so many bits in the basis of a Hadamard matrix."""
+    """One vector (P,) rounded to so many bits in the basis of a Hadamard matrix."""
     size = len(vector)
     part = size & -size  # the largest power of two that divides it
     signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(part)] for i in range(part)])
@@ -117,7 +120,7 @@ def _left(shape, salience: torch.Tensor | None, t: int) -> tuple[list[int], list
 
 
 def _scores(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Scores (n,) of one query (D,) with keys (n, D)."""
+    """Scores (T,) of one query (P,) with keys (T, P)."""
     scores = keys @ query * layer.scaling
     if layer.softcap is None:
         return scores
@@ -125,14 +128,14 @@ def _scores(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor) -> 
 
 
 def _attend(layer: HybridAttention, head: int, scores: torch.Tensor, values: torch.Tensor):
-    """Attention by scores (n,) to values (n, D), and its log mass; a learned sink has a score, and no value."""
+    """Attention by scores (T,) to values (T, P), and its log mass; a learned sink has a score, and no value."""
     if layer.sinks is not None:
         scores = torch.cat([scores, layer.sinks[head : head + 1]])
     return scores.softmax(0)[: len(values)] @ values, scores.logsumexp(0)
 
 
 def _read(layer: HybridAttention, head: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-    """The mean of v, the tilt C q' and the log mass of evicted tokens (n, D)."""
+    """The mean of v, the tilt C q' and the log mass of evicted tokens, of their keys and values (T, P)."""
     planes, slow_planes = layer.shape.slow
     rest = list(range(2 * planes, layer.head_dim))
     slow = [*range(planes - slow_planes, planes), *range(2 * planes - slow_planes, 2 * planes), *rest]
@@ -160,24 +163,24 @@ def ssd_recurrence(
     """The recurrence, one token after the other in float64: slow, and the judge of every other path.
 
     Args:
-        x: (B, L, G, P). log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N).
-        initial_state: (B, T, P, N) or None for zero. seq_idx: (B, L) or None.
+        x: (B, L, G, P). log_a: (B, L, U). B: (B, L, G, N). C: (B, L, H, N).
+        initial_state: (B, U, P, N) or None for zero. seq_idx: (B, L) or None.
 
     Returns:
-        y (B, L, H, P) and the final state (B, T, P, N), both float64.
+        y (B, L, H, P) and the final state (B, U, P, N), both float64.
     """
-    T, H = log_a.shape[-1], C.shape[2]
-    x, B = repeat_groups(x.double(), T), repeat_groups(B.double(), T)
+    U, H = log_a.shape[-1], C.shape[2]
+    x, B = repeat_groups(x.double(), U), repeat_groups(B.double(), U)
     log_a = reset_at_boundaries(log_a.double(), seq_idx)
     C = C.double()
     if initial_state is None:
-        state = x.new_zeros(x.shape[0], T, x.shape[-1], B.shape[-1])
+        state = x.new_zeros(x.shape[0], U, x.shape[-1], B.shape[-1])
     else:
         state = initial_state.double()
     y = []
     for t in range(x.shape[1]):
         state = log_a[:, t].exp()[..., None, None] * state + x[:, t, :, :, None] * B[:, t, :, None, :]
-        y.append((state.repeat_interleave(H // T, dim=1) * C[:, t, :, None, :]).sum(-1))
+        y.append((state.repeat_interleave(H // U, dim=1) * C[:, t, :, None, :]).sum(-1))
     return torch.stack(y, dim=1), state
 
 
@@ -193,15 +196,15 @@ def selective_recurrence(
     """The recurrence, one token after the other in float64: the judge of `selective_scan`.
 
     Args:
-        x, dt: (B, L, D), dt >= 0. A: (D, N), negative. B, C: (B, L, G, N).
-        initial_state: (B, D, N) or None. seq_idx: (B, L) or None.
+        x, dt: (B, L, I), dt >= 0. A: (I, N), negative. B, C: (B, L, G, N).
+        initial_state: (B, I, N) or None. seq_idx: (B, L) or None.
 
     Returns:
-        y (B, L, D) and the final state (B, D, N), both float64.
+        y (B, L, I) and the final state (B, I, N), both float64.
     """
     x, dt, A, B, C = (t.double() for t in (x, dt, A, B, C))
-    D, per_group = x.shape[-1], x.shape[-1] // B.shape[2]
-    state = x.new_zeros(x.shape[0], D, A.shape[-1]) if initial_state is None else initial_state.double()
+    channels, per_group = x.shape[-1], x.shape[-1] // B.shape[2]
+    state = x.new_zeros(x.shape[0], channels, A.shape[-1]) if initial_state is None else initial_state.double()
     starts = None if seq_idx is None else sequence_starts(seq_idx)
     y = []
     for t in range(x.shape[1]):

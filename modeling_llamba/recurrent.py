@@ -55,7 +55,7 @@ class RecurrentMixer(nn.Module):
         seq_idx: torch.Tensor | None,
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, None]:
-        """(B, L, hidden) -> (B, L, hidden), and None in place of attention's probabilities.
+        """(B, L, D) -> (B, L, D), and None in place of attention's probabilities.
 
         Args:
             padding_mask: (B, L), 0 at padding. seq_idx: (B, L) ids of packed sequences, which are computed one by one.

@@ -16,7 +16,7 @@ Codes stand in the upper bits of a byte, where they are `shift` times as large. 
 Softmax attention is the same for rotated queries, keys and values as for unrotated ones, up to the rotation of its
 output; what is stored need not be rotated back to be attended to.
 
-Shapes: D head dim, W bytes of a row.
+Shapes: P head dim, W bytes of a row.
 """
 
 import functools
@@ -79,13 +79,13 @@ class Rounding(NamedTuple):
         return width_of(self.bits, self.dim, self.groups)
 
     def rotate(self, t: torch.Tensor) -> torch.Tensor:
-        """Multiply vectors (..., D) by the Hadamard matrix, which undoes itself; nothing where nothing is rounded."""
+        """Multiply vectors (..., P) by the Hadamard matrix, which undoes itself; nothing where nothing is rounded."""
         if not self.rounds:
             return t
         return t @ hadamard(self.dim, t.dtype, t.device)
 
     def encode(self, t: torch.Tensor) -> torch.Tensor:
-        """Rows (..., W) uint8 of vectors (..., D), or the vectors themselves where nothing is rounded."""
+        """Rows (..., W) uint8 of vectors (..., P), or the vectors themselves where nothing is rounded."""
         if not self.rounds:
             return t
         if self._in_kernels(t.is_cuda, t.dtype):
@@ -109,7 +109,7 @@ class Rounding(NamedTuple):
         return torch.cat([scales, codes], dim=-1).view(torch.uint8)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype, rotated: bool = False) -> torch.Tensor:
-        """Vectors (..., D) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
+        """Vectors (..., P) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
         if not self.rounds:
             return rows
         if self._in_kernels(rows.is_cuda, dtype):
@@ -135,7 +135,7 @@ class Rounding(NamedTuple):
         return can_run(on_cuda, dtype) and requested_backend(self.backend) != "torch"
 
     def round(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Vectors (..., D) as their rows hold them; gradients pass as if nothing were rounded."""
+        """Vectors (..., P) as their rows hold them; gradients pass as if nothing were rounded."""
         if not self.rounds:
             return t
         held = self.decode(rows, t.dtype)
@@ -145,7 +145,7 @@ class Rounding(NamedTuple):
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes (..., D bits / 8) that hold codes (..., D) of so many bits, int8."""
+    """Bytes (..., P bits / 8) that hold codes (..., P) of so many bits, int8."""
     if bits == 8:
         return codes
     if bits == 6:
@@ -161,7 +161,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes (..., D) in the upper bits of a byte each, of bytes (..., D bits / 8) uint8."""
+    """Codes (..., P) in the upper bits of a byte each, of bytes (..., P bits / 8) uint8."""
     if bits == 8:
         return packed
     packed = packed.contiguous()  # on a CPU what follows is three times as fast then
@@ -178,7 +178,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 @torch.compiler.assume_constant_result  # else a compiled model would make it at every call
 def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An orthogonal symmetric matrix (D, D) of Hadamard matrices of the largest power of two that divides D."""
+    """An orthogonal symmetric matrix (P, P) of Hadamard matrices of the largest power of two that divides P."""
     return _hadamard(dim, dtype, device)
 
 

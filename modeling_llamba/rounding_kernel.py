@@ -3,7 +3,7 @@
 PyTorch's operations are two dozen launches, and a token's keys and values are so few that a GPU only waits for them.
 All is in float32. One warp takes a few rows, whether there are six of them or a quarter of a million.
 
-Shapes: D head dim, W bytes of a row.
+Shapes: P head dim, W bytes of a row.
 """
 
 import functools
@@ -27,7 +27,7 @@ WARPS = 1
 
 @as_operator
 def encode_rows(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
-    """Rows (..., W) uint8 of vectors (..., D)."""
+    """Rows (..., W) uint8 of vectors (..., P)."""
     rows = empty_rows(t, bits, groups)
     launch(encode_kernel, t, rows, sizes_of(bits, t.shape[-1], groups))
     return rows
@@ -43,7 +43,7 @@ def empty_rows(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
 def decode_rows(
     rows: torch.Tensor, bits: int, dim: int, groups: int, dtype: torch.dtype, still_rotated: bool
 ) -> torch.Tensor:
-    """Vectors (..., D) of rows (..., W); as they are stored, which is multiplied by the matrix, if `still_rotated`."""
+    """Vectors (..., P) of rows (..., W); as they are stored, which is multiplied by the matrix, if `still_rotated`."""
     vectors = empty_vectors(rows, bits, dim, groups, dtype, still_rotated)
     launch(decode_kernel, rows, vectors, sizes_of(bits, dim, groups), ROTATED=still_rotated)
     return vectors
@@ -76,7 +76,7 @@ def launch(kernel, source: torch.Tensor, target: torch.Tensor, sizes: dict[str, 
 def sizes_of(bits: int, dim: int, groups: int) -> dict[str, int]:
     """The constants of both kernels."""
     dims = max(triton.next_power_of_2(dim), 16)
-    constants = {"D": dim, "PART": dim & -dim, "BITS": bits, "GROUPS": groups}
+    constants = {"P": dim, "PART": dim & -dim, "BITS": bits, "GROUPS": groups}
     constants["WIDTH"] = width_of(bits, dim, groups)
     return constants | {"DIMS": dims, "ROWS": max(TILE // dims, 1)}
 
@@ -84,16 +84,16 @@ def sizes_of(bits: int, dim: int, groups: int) -> dict[str, int]:
 if triton is not None:
 
     @triton.jit
-    def numbers(row, visible, d, in_d, D: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    def numbers(row, visible, d, in_d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
         """Vectors (columns, DIMS), still rotated, of the rows that begin at these pointers; see rounding.py."""
         in_tile = visible[:, None] & in_d[None, :]
-        group = d // (D // GROUPS)
+        group = d // (P // GROUPS)
         scale = tl.load(row.to(tl.pointer_type(tl.float16))[:, None] + group[None, :], mask=in_tile, other=0.0)
         first = row[:, None] + 2 * GROUPS
         if BITS == 8:
             code = tl.load(first + d[None, :], mask=in_tile, other=0).to(tl.int32)
         elif BITS == 6:
-            QUARTER: tl.constexpr = D // 4
+            QUARTER: tl.constexpr = P // 4
             upper = in_tile & (d < 3 * QUARTER)[None, :]
             cut = in_tile & (d >= 3 * QUARTER)[None, :]
             i = d - 3 * QUARTER
@@ -102,7 +102,7 @@ if triton is not None:
                 bits = tl.load(first + part * QUARTER + i[None, :], mask=cut, other=0).to(tl.int32) & 3
                 code = code | (bits << (6 - 2 * part))
         else:
-            WIDTH: tl.constexpr = D * BITS // 8
+            WIDTH: tl.constexpr = P * BITS // 8
             byte = tl.load(first + (d % WIDTH)[None, :], mask=in_tile, other=0).to(tl.int32)
             code = (byte << (8 - BITS - BITS * (d // WIDTH))[None, :]) & (256 - (1 << (8 - BITS)))
         signed = tl.where(code > 127, code - 256, code)
@@ -122,7 +122,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=["count", "heads", "length"])
     def encode_kernel(
         vectors, rows, count, heads, length, batch_stride, head_stride, place_stride,
-        D: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+        P: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
         DIMS: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """Round some vectors; see rounding.py for the equations and for where the bits of a code stand."""
@@ -130,9 +130,9 @@ if triton is not None:
         there = row < count
         d = tl.arange(0, DIMS)
         first = start_of(row, heads, length, batch_stride, head_stride, place_stride)
-        in_tile = there[:, None] & (d < D)[None, :]
+        in_tile = there[:, None] & (d < P)[None, :]
         t = tl.load(vectors + first[:, None] + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
-        SIZE: tl.constexpr = DIMS if GROUPS == 1 else D // GROUPS  # numbers with one scale
+        SIZE: tl.constexpr = DIMS if GROUPS == 1 else P // GROUPS  # numbers with one scale
         SHIFT: tl.constexpr = 1 << (8 - BITS)
         LARGEST: tl.constexpr = 128.0 - SHIFT  # code, in the upper bits of a byte
         t = tl.reshape(rotated(t, PART), [ROWS, DIMS // SIZE, SIZE])
@@ -153,7 +153,7 @@ if triton is not None:
         if BITS == 8:
             byte = code
         elif BITS == 6:
-            QUARTER: tl.constexpr = D // 4
+            QUARTER: tl.constexpr = P // 4
             cut = taken(code, 3 * QUARTER + d % QUARTER, ROWS) >> tl.maximum(4 - 2 * (d // QUARTER), 0)[None, :]
             byte = code << 2 | cut & 3
         else:
@@ -161,15 +161,15 @@ if triton is not None:
             i = tl.arange(0, DIMS // CODES)
             byte = tl.zeros([ROWS, DIMS // CODES], tl.int32)
             for j in tl.static_range(CODES):
-                byte = byte | (taken(code, i + j * (D // CODES), ROWS) & (1 << BITS) - 1) << BITS * j
-        in_row = there[:, None] & (i < D * BITS // 8)[None, :]
+                byte = byte | (taken(code, i + j * (P // CODES), ROWS) & (1 << BITS) - 1) << BITS * j
+        in_row = there[:, None] & (i < P * BITS // 8)[None, :]
         tl.store(rows[:, None] + 2 * GROUPS + i[None, :], (byte & 255).to(tl.uint8), mask=in_row)
 
     # rows of bytes are not aligned, so that nothing is gained by a kernel for each way a growing cache is laid out
     @triton.jit(do_not_specialize=["rows", "count", "heads", "length", "batch_stride", "head_stride", "place_stride"])
     def decode_kernel(
         rows, vectors, count, heads, length, batch_stride, head_stride, place_stride,
-        D: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+        P: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
         DIMS: tl.constexpr, ROWS: tl.constexpr, ROTATED: tl.constexpr,
     ):  # fmt: skip
         """Take the vectors out of some rows."""
@@ -177,7 +177,7 @@ if triton is not None:
         there = row < count
         d = tl.arange(0, DIMS)
         first = start_of(row, heads, length, batch_stride, head_stride, place_stride)
-        t = numbers(rows + first, there, d, d < D, D, BITS, GROUPS)
+        t = numbers(rows + first, there, d, d < P, P, BITS, GROUPS)
         if not ROTATED:
             t = rotated(t, PART)
-        tl.store(vectors + row[:, None] * D + d[None, :], t, mask=there[:, None] & (d < D)[None, :])
+        tl.store(vectors + row[:, None] * P + d[None, :], t, mask=there[:, None] & (d < P)[None, :])

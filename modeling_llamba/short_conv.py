@@ -1,6 +1,6 @@
 """The short causal depthwise convolution before the scan.
 
-Shapes: B batch, L length, C channels, K kernel width.
+Shapes: B batch, L length, I inner width.
 """
 
 import torch
@@ -18,8 +18,8 @@ except (ImportError, RuntimeError, OSError, AttributeError):
 class ShortConv(nn.Module):
     """Depthwise causal convolution that can start from the last inputs of an earlier call.
 
-    Not an nn.Conv1d, although its weights look like one's: PEFT would wrap that in an adapter that sees neither the
-    cached inputs nor the packing, and so refuses this one. Train it whole, with `modules_to_save=["conv1d"]`.
+    Not an nn.Conv1d, although its weights look like one's: PEFT would wrap that in an adapter that receives neither
+    the cached inputs nor the packing, and so refuses this one. Train it whole, with `modules_to_save=["conv1d"]`.
     """
 
     def __init__(self, channels: int, kernel_size: int, activation: str, config=None):
@@ -42,19 +42,19 @@ class ShortConv(nn.Module):
         """Convolve.
 
         Args:
-            x: (B, L, C). seq_idx: (B, L) or None; the kernel does not look across sequences.
-            past: (B, C, >= K - 1) inputs right before x, or None for zeros.
-            joined: for one token, (B, C, >= K) past and x in one; instead of past.
-            in_place: for one token, by a kernel that adds x to past (B, C, K); where `steps_in_place`.
+            x: (B, L, I). seq_idx: (B, L) or None; no sequence is convolved with another.
+            past: (B, I, >= width - 1) inputs right before x, or None for zeros.
+            joined: for one token, (B, I, >= width) past and x in one; instead of past.
+            in_place: for one token, by a kernel that adds x to past (B, I, width); where `steps_in_place`.
 
         Returns:
-            (B, L, C), after the activation.
+            (B, L, I), after the activation.
         """
         if joined is not None:
             return self._step(joined)
         if in_place:
             return self._step_in_place(x, past)
-        K = self.kernel_size
+        width = self.kernel_size
         if past is None and causal_conv1d_fn is not None and self._may_use_kernel(x) and self._kernel_reads(x):
             if seq_idx is not None:
                 seq_idx = seq_idx.int().contiguous()
@@ -68,14 +68,14 @@ class ShortConv(nn.Module):
         if seq_idx is not None:
             return self._activated(self._packed(x.to(dtype), taps, seq_idx) + bias, x.dtype)
         if past is None:
-            left = x.new_zeros(x.shape[0], K - 1, x.shape[2])
+            left = x.new_zeros(x.shape[0], width - 1, x.shape[2])
         else:
-            left = past[..., past.shape[-1] - K + 1 :].mT
+            left = past[..., past.shape[-1] - width + 1 :].mT
         y = self._sum_of_taps(torch.cat([left, x], dim=1).to(dtype), taps, x.shape[1])
         return self._activated(y + bias, x.dtype)
 
     def _step(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One token: (B, C, >= K) inputs up to and with it -> (B, 1, C)."""
+        """Convolve one token: (B, I, >= width) inputs up to and with it -> (B, 1, I)."""
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         y = torch.linalg.vecdot(inputs[..., -self.kernel_size :].to(dtype), self.weight.to(dtype)[:, 0])
         return self._activated(y + self.bias.to(dtype), inputs.dtype)[:, None]
@@ -95,7 +95,7 @@ class ShortConv(nn.Module):
         return x.shape[1] > 1 and x.shape[2] % 8 == 0
 
     def _step_in_place(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """One token (B, 1, C) by causal-conv1d's kernel; it joins `past` (B, C, K), in place."""
+        """Convolve one token (B, 1, I) by causal-conv1d's kernel, which adds it to `past` (B, I, width), in place."""
         weight = self.weight.squeeze(1)
         return causal_conv1d_update(x[:, 0], past, weight, self.bias, activation=self._kernel_activation)[:, None]
 
@@ -111,16 +111,19 @@ class ShortConv(nn.Module):
         return y.to(dtype)
 
     def _sum_of_taps(self, x: torch.Tensor, taps: torch.Tensor, length: int) -> torch.Tensor:
-        """K shifted products: a grouped conv1d can take tens of times as long on a CPU, most of all in bf16."""
+        """Sum `kernel_size` shifted products.
+
+        A grouped conv1d can take tens of times as long on a CPU, above all in bf16.
+        """
         y = x[:, :length] * taps[0]
         for k in range(1, self.kernel_size):
             y = torch.addcmul(y, x[:, k : k + length], taps[k])
         return y
 
     def _packed(self, x: torch.Tensor, taps: torch.Tensor, seq_idx: torch.Tensor) -> torch.Tensor:
-        K = self.kernel_size
-        y = x * taps[K - 1]
-        for shift in range(1, min(K, x.shape[1])):
+        width = self.kernel_size
+        y = x * taps[width - 1]
+        for shift in range(1, min(width, x.shape[1])):
             same = (seq_idx[:, shift:] == seq_idx[:, :-shift]).unsqueeze(-1)
-            y = y + F.pad(x[:, :-shift] * same, (0, 0, shift, 0)) * taps[K - 1 - shift]
+            y = y + F.pad(x[:, :-shift] * same, (0, 0, shift, 0)) * taps[width - 1 - shift]
         return y

@@ -7,8 +7,7 @@ Per head, with S_t of shape (P, N):
 (Dao and Gu 2024, "Transformers are SSMs", section 3; no step size multiplies B x here: a mixer that has one
 folds it into x.) No path but mamba_ssm's divides x by the step size, which overflows as a -> 1.
 
-Shapes: B batch, L length, H heads, G groups (heads of x and B; head h reads group h // (H // G)), T states (heads of
-the decay: H, or G where the heads of a group share theirs and with it the state), P head dim, N state.
+Shapes: B batch, L length, H heads, G groups, U states, P head dim, N state.
 `ssd_recurrence` (naive.py) is the ground truth that every other path is compared with.
 """
 
@@ -79,7 +78,7 @@ def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> to
 
 
 def repeat_groups(t: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(B, L, G, D) -> (B, L, H, D), each group repeated for its H // G consecutive heads."""
+    """(B, L, G, .) -> (B, L, H, .), each group repeated for its H // G consecutive heads."""
     num_groups = t.shape[2]
     if num_groups == num_heads:
         return t
@@ -92,7 +91,7 @@ def ssd_matrix(
     """The unrolled matrix mixer: M[l, s] = (C_l . B_s) exp(sum_{s<k<=l} log_a_k) for s <= l, else 0.
 
     Args:
-        log_a: (B, L, T). B: (B, L, G, N). C: (B, L, H, N); or of the last tokens only, whose rows are then returned.
+        log_a: (B, L, U). B: (B, L, G, N). C: (B, L, H, N); or of the last tokens only, whose rows are then returned.
         seq_idx: (B, L) or None.
 
     Returns:
@@ -101,7 +100,7 @@ def ssd_matrix(
     H = C.shape[2]
     L = log_a.shape[1]
     rows = C.shape[1]
-    total = reset_at_boundaries(log_a.double(), seq_idx).cumsum(1).transpose(1, 2)  # (B, T, L)
+    total = reset_at_boundaries(log_a.double(), seq_idx).cumsum(1).transpose(1, 2)  # (B, U, L)
     upper = torch.ones(rows, L, dtype=torch.bool, device=log_a.device).triu(1 + L - rows)
     decay = (total[..., L - rows :, None] - total[..., None, :]).masked_fill(upper, float("-inf")).exp()
     with full_precision(C):
@@ -115,41 +114,41 @@ def ssd_step(
     """One token of the recurrence.
 
     Args:
-        state: (B, T, P, N), float32 or wider; updated in place unless autograd is recording.
-        x: (B, G, P). log_a: (B, T). B: (B, G, N). C: (B, H, N).
+        state: (B, U, P, N), float32 or wider; updated in place unless autograd is recording.
+        x: (B, G, P). log_a: (B, U). B: (B, G, N). C: (B, H, N).
 
     Returns:
         y (B, H, P) in the state's dtype and the new state (the same tensor when updated in place).
     """
-    batch, T, P, N = state.shape
+    batch, U, P, N = state.shape
     x, log_a, B, C = (t if t.dtype == state.dtype else t.to(state.dtype) for t in (x, log_a, B, C))
     G = x.shape[1]
-    shared = T // x.shape[1]
+    shared = U // x.shape[1]
     decay = log_a.exp().view(batch, G, shared, 1, 1)
     x = x.view(batch, G, 1, P, 1)
     B = B.view(batch, G, 1, 1, N)
     by_group = state.view(batch, G, shared, P, N)
     if is_recorded(state, x, log_a, B, C):
-        state = (decay * by_group + x * B).view(batch, T, P, N)
+        state = (decay * by_group + x * B).view(batch, U, P, N)
     else:
         by_group.mul_(decay).addcmul_(x, B)
     with full_precision(state):
-        y = torch.bmm(C.reshape(batch * T, -1, N), state.view(-1, P, N).mT)
+        y = torch.bmm(C.reshape(batch * U, -1, N), state.view(-1, P, N).mT)
     return y.view(batch, -1, P), state
 
 
 def ssd_advance(state: torch.Tensor, x: torch.Tensor, log_a: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-    """Take a state (B, T, P, N) over some tokens, in place.
+    """Take a state (B, U, P, N) over some tokens, in place.
 
     Args:
-        x: (B, R, G, P). log_a: (B, R, T). B: (B, R, G, N). Tokens that are all zero leave the state as it is.
+        x: (B, L, G, P). log_a: (B, L, U). B: (B, L, G, N). Tokens that are all zero leave the state as it is.
     """
-    T = state.shape[1]
+    U = state.shape[1]
     total = log_a.double().cumsum(1)
     leave = (total[:, -1:] - total).exp().to(state.dtype)
-    x, B = (repeat_groups(t.to(state.dtype), T) for t in (x, B))
+    x, B = (repeat_groups(t.to(state.dtype), U) for t in (x, B))
     with full_precision(state):
-        added = (x * leave[..., None]).permute(0, 2, 3, 1) @ B.transpose(1, 2)  # (B, T, P, R) @ (B, T, R, N)
+        added = (x * leave[..., None]).permute(0, 2, 3, 1) @ B.transpose(1, 2)  # (B, U, P, L) @ (B, U, L, N)
     return state.mul_(total[:, -1].exp().to(state.dtype)[..., None, None]).add_(added)
 
 
@@ -195,32 +194,32 @@ def chunked_scan(
     to 1.7e-3 where the decay is strong.
 
     Args:
-        x, B, C: as for `ssd_scan`. log_a: (B, L, T), whose type is computed in. state: (B, T, P, N), or None for zero.
+        x, B, C: as for `ssd_scan`. log_a: (B, L, U), whose type is computed in. state: (B, U, P, N), or None for zero.
 
     Returns:
         y (B, L, H, P) and the final state.
     """
     (batch, _, G, P) = x.shape
-    T = log_a.shape[-1]
+    U = log_a.shape[-1]
     dtype = log_a.dtype
     if state is None:
-        state = log_a.new_zeros(batch, T, P, B.shape[-1])
+        state = log_a.new_zeros(batch, U, P, B.shape[-1])
     outputs = []
     chunks = zip(*(t.split(chunk_size, dim=1) for t in (x, log_a, B, C)), strict=True)
     for x_chunk, log_a_chunk, B_chunk, C_chunk in chunks:
-        Q = x_chunk.shape[1]
-        total = log_a_chunk.double().cumsum(1).transpose(1, 2)  # (B, T, Q)
-        X, keys = (t.to(dtype).transpose(1, 2).repeat_interleave(T // G, dim=1) for t in (x_chunk, B_chunk))
-        queries = C_chunk.to(dtype).transpose(1, 2).reshape(batch, T, -1, B.shape[-1])  # (B, T, H / T Q, N)
-        later = torch.ones(Q, Q, dtype=torch.bool, device=x.device).triu(1)
+        size = x_chunk.shape[1]
+        total = log_a_chunk.double().cumsum(1).transpose(1, 2)  # (B, U, size)
+        X, keys = (t.to(dtype).transpose(1, 2).repeat_interleave(U // G, dim=1) for t in (x_chunk, B_chunk))
+        queries = C_chunk.to(dtype).transpose(1, 2).reshape(batch, U, -1, B.shape[-1])  # (B, U, H / U size, N)
+        later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
         within = (total[..., None] - total[..., None, :]).masked_fill(later, RESET_LOG_DECAY)
         # exp2, as exp takes up to 40 times as long on a CPU where its result underflows
         within, enter, leave = ((t * LOG2_E).exp2().to(dtype) for t in (within, total, total[..., -1:] - total))
-        scores = (queries @ keys.mT).unflatten(2, (-1, Q)) * within[:, :, None]
-        carried = (queries @ state.mT).unflatten(2, (-1, Q)) * enter[:, :, None, :, None]
+        scores = (queries @ keys.mT).unflatten(2, (-1, size)) * within[:, :, None]
+        carried = (queries @ state.mT).unflatten(2, (-1, size)) * enter[:, :, None, :, None]
         y = scores.flatten(2, 3) @ X + carried.flatten(2, 3)
         state = enter[..., -1:, None] * state + (X * leave[..., None]).mT @ keys
-        outputs.append(y.unflatten(2, (-1, Q)).flatten(1, 2).transpose(1, 2))
+        outputs.append(y.unflatten(2, (-1, size)).flatten(1, 2).transpose(1, 2))
     return torch.cat(outputs, dim=1), state
 
 

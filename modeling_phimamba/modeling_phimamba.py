@@ -41,7 +41,7 @@ class PhiMambaDecoderLayer(HybridDecoderLayer):
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, hidden_states: torch.Tensor, **mixer_inputs) -> torch.Tensor:
-        """(B, L, hidden) -> (B, L, hidden); the keyword arguments are those of `mix`."""
+        """(B, L, D) -> (B, L, D); the keyword arguments are those of `mix`."""
         normed = self.input_layernorm(hidden_states)
         mixed = self.resid_dropout(self.mix(normed, **mixer_inputs))
         return mixed + self.resid_dropout(self.mlp(normed)) + hidden_states

@@ -18,7 +18,7 @@ from modeling_llamba.rounding import Rounding
 
 CAPABILITIES = (80, 90)  # A100, H100
 ROWS = "rows"
-SHAPES = {  # K, R, D, planes, dtype of all but salience and state; or bf16 with keys and values in rows of 8 bits
+SHAPES = {  # K, R, P, planes, dtype of all but salience and state; or bf16 with keys and values in rows of 8 bits
     "SmolLM2-135M in 8 bits": (3, 3, 64, 32, ROWS),
     "Llama-3.1-8B in 8 bits": (8, 4, 128, 64, ROWS),
     "Gemma-2-2B in 8 bits": (4, 2, 256, 128, ROWS),
@@ -28,8 +28,8 @@ SHAPES = {  # K, R, D, planes, dtype of all but salience and state; or bf16 with
     "Phi-2": (32, 1, 80, 16, "fp32"),
     "Gemma-2-2B": (4, 2, 256, 128, "bf16"),
 }
-HELD = {"S": 4, "P": 20, "C": 256, "E": 16}
-KEPT = {  # K, R, D, bits of keys and of values
+HELD = {"SINKS": 4, "S": 20, "C": 256, "E": 16}
+KEPT = {  # K, R, P, bits of keys and of values
     "kept heads of SmolLM2-135M": (3, 3, 64, 6, 4),
     "kept heads of Llama-3.1-8B": (8, 4, 128, 6, 4),
     "kept heads of Gemma-2-2B in 8 bits": (4, 2, 256, 8, 8),
@@ -37,14 +37,14 @@ KEPT = {  # K, R, D, bits of keys and of values
     "kept heads of Llama-3.1-8B in 16 and 8 bits": (8, 4, 128, 16, 8),
     "kept heads of Gemma-2-2B in 16 bits": (4, 2, 256, 16, 16),
 }
-ROUNDED = {  # D, bits
+ROUNDED = {  # P, bits
     "rows of SmolLM2-135M in 8 bits": (64, 8),
     "rows of Llama-3.1-8B in 6 bits": (128, 6),
     "rows of Llama-3.1-8B in 4 bits": (128, 4),
     "rows of Phi-2 in 2 bits": (80, 2),
     "rows of Gemma-2-2B in 8 bits": (256, 8),
 }
-PROMPTS = {  # K, R, D, planes, dtype
+PROMPTS = {  # K, R, P, planes, dtype
     "prompts of SmolLM2-135M": (3, 3, 64, 32, "bf16"),
     "prompts of Llama-3.1-8B": (8, 4, 128, 64, "bf16"),
     "prompts of Gemma-2-2B": (4, 2, 256, 128, "bf16"),
@@ -64,17 +64,17 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
     import modeling_llamba.hybrid_step_kernel as kernels
 
     function = kernels.mix_one_kernel
-    K, R, D, planes, dtype = SHAPES[shape]
+    K, R, P, planes, dtype = SHAPES[shape]
     slow = planes // 2
-    N = D - 2 * (planes - slow)
-    (dims, columns), slow_columns = kernels.tile_of(D, HELD["P"] + HELD["C"]), kernels.tile_of(D, N)[1]
+    N = P - 2 * (planes - slow)
+    (dims, columns), slow_columns = kernels.tile_of(P, HELD["S"] + HELD["C"]), kernels.tile_of(P, N)[1]
     types = dict.fromkeys(function.arg_names, f"*{'bf16' if dtype == ROWS else dtype}")
-    width = D
+    width = P
     if dtype == ROWS:
         types |= {"keys": "*u8", "values": "*u8"}
-        width = Rounding(8, D).width(torch.bfloat16)
+        width = Rounding(8, P).width(torch.bfloat16)
     types |= {"salience": "*fp32", "state": "*fp32", "seen": "*i64", "scale": "fp32", "softcap": "fp32"}
-    constants = {"K": K, "R": R, "D": D, "N": N, "PART": D & -D}
+    constants = {"K": K, "R": R, "P": P, "N": N, "PART": P & -P}
     constants |= {"KEY_WIDTH": width, "VALUE_WIDTH": width, "PLANES": planes, "SLOW_PLANES": slow} | HELD
     constants |= {"DIMS": dims, "COLUMNS": columns, "SLOW": slow_columns}
     types |= dict.fromkeys(constants, "constexpr")
@@ -85,15 +85,15 @@ def compiled_write(capability: int, shape: str) -> dict[str, dict[str, int]]:
     """`compiled` for the two kernels that write a token."""
     import modeling_llamba.hybrid_step_kernel as kernels
 
-    K, _, D, planes, dtype = SHAPES[shape]
+    K, _, P, planes, dtype = SHAPES[shape]
     slow = planes // 2
-    N = D - 2 * (planes - slow)
-    (dims, slow_columns), rounding = kernels.tile_of(D, N), Rounding(8, D)
-    width, pointer = (rounding.width(torch.bfloat16), "*u8") if dtype == ROWS else (D, f"*{dtype}")
-    held = {"P": 20, "C": 256, "E": 32, "CANDIDATES": 64}
+    N = P - 2 * (planes - slow)
+    (dims, slow_columns), rounding = kernels.tile_of(P, N), Rounding(8, P)
+    width, pointer = (rounding.width(torch.bfloat16), "*u8") if dtype == ROWS else (P, f"*{dtype}")
+    held = {"S": 20, "C": 256, "E": 32, "CANDIDATES": 64}
     part = 2 ** (width - 1).bit_length()
-    write = {"K": K, "D": D, "N": N, "KEY_WIDTH": width, "VALUE_WIDTH": width, "KEY_PART": part, "VALUE_PART": part}
-    write |= {"PART": D & -D, "PLANES": planes, "SLOW_PLANES": slow, "DIMS": dims, "SLOW": max(slow_columns, 16)}
+    write = {"K": K, "P": P, "N": N, "KEY_WIDTH": width, "VALUE_WIDTH": width, "KEY_PART": part, "VALUE_PART": part}
+    write |= {"PART": P & -P, "PLANES": planes, "SLOW_PLANES": slow, "DIMS": dims, "SLOW": max(slow_columns, 16)}
     write |= {"ROWS": kernels.ROWS} | held
     of_type = dict.fromkeys(("keys", "values", "new_keys", "new_values"), pointer)
     of_type |= dict.fromkeys(("salience", "new_salience", "state"), "*fp32") | {"index": "*i64", "seen": "*i64"}
@@ -110,11 +110,11 @@ def compiled_kept(capability: int, shape: str) -> dict[str, int]:
     from modeling_llamba.hybrid_step_kernel import tile_of
 
     function = kernels.attend_kernel
-    K, R, D, key_bits, value_bits = KEPT[shape]
-    keys, values = Rounding(key_bits, D), Rounding(value_bits, D)
-    dims, tile = tile_of(D, 4096)
-    constants = {"K": K, "R": R, "D": D, "PART": D & -D if keys.rounds else 1, "BIAS": True}
-    widths = [each.width(torch.bfloat16) if each.rounds else D for each in (keys, values)]
+    K, R, P, key_bits, value_bits = KEPT[shape]
+    keys, values = Rounding(key_bits, P), Rounding(value_bits, P)
+    dims, tile = tile_of(P, 4096)
+    constants = {"K": K, "R": R, "P": P, "PART": P & -P if keys.rounds else 1, "BIAS": True}
+    widths = [each.width(torch.bfloat16) if each.rounds else P for each in (keys, values)]
     constants |= {"KEY_WIDTH": widths[0], "VALUE_WIDTH": widths[1]}
     constants |= {"KEY_BITS": key_bits, "VALUE_BITS": value_bits}
     constants |= {"KEY_GROUPS": keys.groups, "VALUE_GROUPS": values.groups}
@@ -131,28 +131,28 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     """`compiled` for each kernel of a prompt."""
     import modeling_llamba.hybrid_prompt_kernel as kernels
 
-    K, R, D, planes, dtype = PROMPTS[shape]
+    K, R, P, planes, dtype = PROMPTS[shape]
     slow = planes // 2
-    N = D - 2 * (planes - slow)
-    slice_dims, slow_dims = kernels.slice_of(D, N)
-    part = kernels.padded(D)
-    state = {"K": K, "D": D, "N": N, "PLANES": planes, "SLOW_PLANES": slow, "PER_CHUNK": 16}
+    N = P - 2 * (planes - slow)
+    slice_dims, slow_dims = kernels.slice_of(P, N)
+    part = kernels.padded(P)
+    state = {"K": K, "P": P, "N": N, "PLANES": planes, "SLOW_PLANES": slow, "PER_CHUNK": 16}
     state |= {"SLICE": slice_dims, "SLOW": slow_dims}
     constants = {
-        "leave": {"P": 20, "E": 16, "CANDIDATES": 32, "TILE": kernels.TILE},
-        "place": {"P": 20, "CANDIDATES": 512},
+        "leave": {"S": 20, "E": 16, "CANDIDATES": 32, "TILE": kernels.TILE},
+        "place": {"S": 20, "CANDIDATES": 512},
         "hold": {
             "K": K,
-            "P": 20,
-            "KEY_WIDTH": D,
-            "VALUE_WIDTH": D,
+            "S": 20,
+            "KEY_WIDTH": P,
+            "VALUE_WIDTH": P,
             "KEY_PART": part,
             "VALUE_PART": part,
             "TILE": kernels.HOLD_COLUMNS,
         },
         "mask": {"TILE": kernels.TILE, "TILES": kernels.MASK_TILES},
         "sum": {"HAS_STATE": True, "ROWS": kernels.SUM_ROWS} | state,
-        "mix": {"FEATURES": True, "R": R, "E": 16, "DIMS": kernels.padded(D), "ROWS": 16} | state,
+        "mix": {"FEATURES": True, "R": R, "E": 16, "DIMS": kernels.padded(P), "ROWS": 16} | state,
     }
     models = ("query", "near", "keys", "values", "mass", "output", "features")
     of_type = dict.fromkeys((*models, "past_keys", "past_values", "new_keys", "new_values"), f"*{dtype}")
@@ -172,8 +172,8 @@ def compiled_rounding(capability: int, shape: str, decodes: bool) -> dict[str, i
     import modeling_llamba.rounding_kernel as kernels
 
     function = kernels.decode_kernel if decodes else kernels.encode_kernel
-    D, bits = ROUNDED[shape]
-    constants = dict(kernels.sizes_of(bits, D, Rounding(bits, D).groups))
+    P, bits = ROUNDED[shape]
+    constants = dict(kernels.sizes_of(bits, P, Rounding(bits, P).groups))
     if decodes:
         constants["ROTATED"] = False
     types = dict.fromkeys(function.arg_names, "i32") | {"vectors": "*bf16", "rows": "*u8"}
