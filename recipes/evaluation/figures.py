@@ -27,6 +27,8 @@ PAGES = {
     RESULTS / "mohawk.md": "quality",
     RESULTS / "ablations.md": "quality",
     RESULTS / "performance.md": "performance",
+    RESULTS / "memory.md": "performance",
+    RESULTS / "conversion.md": "performance",
     RESULTS / "gpu.md": "performance",
     RESULTS / "kernels.md": "performance",
     RESULTS / "training.md": "training",
