@@ -31,6 +31,8 @@ PAGES = {
     RESULTS / "conversion.md": "performance",
     RESULTS / "gpu.md": "performance",
     RESULTS / "kernels.md": "performance",
+    RESULTS / "rehearsal.md": "rehearsal",
+    RESULTS / "device_memory.md": "rehearsal",
     RESULTS / "training.md": "training",
     RESULTS / "serving.md": "serving",
     RESULTS / "speculative.md": "speculative",
