@@ -21,6 +21,8 @@ PAGES = {
     RESULTS / "compare.md": "compare",
     RESULTS / "other_teachers.md": "compare",
     RESULTS / "quality.md": "quality",
+    RESULTS / "recall.md": "quality",
+    RESULTS / "calibration.md": "quality",
     RESULTS / "shares.md": "quality",
     RESULTS / "ruler.md": "quality",
     RESULTS / "bits.md": "quality",
