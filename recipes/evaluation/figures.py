@@ -36,9 +36,12 @@ PAGES = {
     RESULTS / "rehearsal.md": "rehearsal",
     RESULTS / "device_memory.md": "rehearsal",
     RESULTS / "training.md": "training",
+    RESULTS / "losses.md": "training",
     RESULTS / "serving.md": "serving",
+    RESULTS / "serving_speed.md": "serving",
     RESULTS / "speculative.md": "speculative",
     RESULTS / "formats.md": "formats",
+    RESULTS / "llama_cpp.md": "formats",
     RESULTS / "structured_matrices.md": "structured_matrices",
 }
 SOURCE = ("command", "commit", "date", "hardware")

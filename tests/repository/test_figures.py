@@ -31,6 +31,11 @@ def test_figures_say_where_they_come_from(page):
         assert isinstance(entry["value"], str) or entry["unit"] or entry["value"] is None, key
 
 
+def test_each_result_has_its_figures_in_a_file():
+    pages = set((ROOT / "docs" / "results").glob("*.md")) | {ROOT / "README.md"}
+    assert pages - set(PAGES) == {ROOT / "docs" / "results" / "log.md"}
+
+
 def test_each_table_stands_on_a_page():
     shown = {(page, found[2]) for path, page in PAGES.items() for found in TABLE.finditer(path.read_text())}
     held = {(page, key.partition("/")[0]) for page in PAGES.values() for key, _ in entries(page)}

@@ -1,4 +1,4 @@
-"""Pages: how long they are, and that their links lead somewhere."""
+"""Pages: how long they are, one table a result, and that their links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -24,6 +24,15 @@ def anchors(path):
 @pytest.mark.parametrize("path", [ROOT / "README.md", *RESULTS], ids=name)
 def test_pages_are_short(path):
     assert len(path.read_text().split()) <= WORDS.get(path.stem, 500)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=name)
+def test_a_result_has_one_table(path):
+    """A page makes one claim; the log of what did not work has no figures of its own."""
+    tables = 1
+    if path.stem == "log":
+        tables = 0
+    assert len(re.findall(r"^\|[-:|]+\|$", path.read_text(), re.M)) == tables
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
