@@ -22,8 +22,8 @@ class LlambaConfig(HybridConfig):
             entry for every layer, where they differ.
         residual_multiplier: factor on what mixer and MLP add to the residual stream.
         layer_scalar: each block multiplies what it returns by a number of its own, which is not trained.
-        num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: number of experts that compute
-            each token.
+        num_experts: experts of each MLP; None is a single gated MLP. num_experts_per_tok: number of experts that
+            compute each token.
         moe_intermediate_size: width of an expert. norm_topk_prob: the weights of the chosen experts sum up to 1.
         mlp_only_layers: layers that have a single MLP nevertheless.
         shared_expert_intermediate_size: width of an expert for every token; None is none. shared_expert_gate: it has a

@@ -1,10 +1,10 @@
 """State of a hybrid layer after the tokens so far, and the fate of those that leave its window.
 
 The tokens of a sequence are numbered t = 0, 1, ... and come in blocks of E. The window is the open block and the n
-blocks before it, C = (n + 1) E columns. When block b opens, block b - n - 1 leaves. Each token that leaves competes for
-a place in the salient cache, which has S of them. Sinks, the first tokens, have infinite salience and so hold their
-places for good; the other places are held by the most salient tokens that ever left. All others are evicted: the state
-takes them up as sums over tokens j,
+blocks before it, C = (n + 1) E columns. When block b opens, block b - n - 1 leaves. Each token that leaves competes
+for a place in the salient cache, which has S of them. Sinks, the first tokens, have infinite salience and so hold
+their places for good; the other places are held by the most salient tokens that ever left. All others are
+evicted: the state takes them up as sums over tokens j,
 
     state = sum_j [v_j; 1] [1; k'_j]^T          with k' the slow part of a key (`SlowDims`).
 
@@ -83,9 +83,9 @@ class Held(NamedTuple):
 
     keys, values (B, K, S + C, P), or rows of bytes (B, K, S + C, W) where they are rounded (rounding.py): the salient
     cache, then the window. Places are sorted by salience, the highest first, so that sinks come first and empty places
-    last; the window is filled from the left and ends with the open block. salience (B, S + C) in float32 or wider: -inf
-    in an empty place, +inf for a sink. state (B, K, P + 1, N + 1) in that type, or None. seen (B,): number of tokens so
-    far.
+    last; the window is filled from the left and ends with the open block. salience (B, S + C) in float32 or wider:
+    -inf in an empty place, +inf for a sink. state (B, K, P + 1, N + 1) in that type, or None. seen (B,): number of
+    tokens so far.
     """
 
     keys: torch.Tensor

@@ -572,7 +572,7 @@ class HybridAttention(nn.Module):
         return c0[:, 0], c1[:, 0], alpha, beta
 
     def mass_features(self, query: torch.Tensor, state: State) -> torch.Tensor:
-        """[1, log m, (q' . mean k')_f, (q . q)_f] of queries (B, J, K, M/J, R, Q, P), with which `mass` is multiplied."""
+        """[1, log m, (q' . mean k')_f, (q . q)_f] of queries (B, J, K, M/J, R, Q, P), the factors of `mass`."""
         query = query.to(state.key_mean.dtype) * self.scaling
         slow = self.shape.slow
         products = (
