@@ -15,8 +15,8 @@ from convert.options import Context, PositiveInt
 class CompareOptions:
     """Measure hybrids beside their teacher and beside other ways to shrink its key/value cache.
 
-    These are rounding to few bits, a window (the latest tokens alone), and eviction (of tokens that matter least).
-    After an interruption, run the same command again.
+    These are rounding to few bits, a window (the first and the latest tokens), and eviction (of tokens that matter
+    least). After an interruption, run the same command again.
     """
 
     teacher: str | None = None
