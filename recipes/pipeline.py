@@ -61,7 +61,7 @@ SFT = ["--learning_rate", "2e-5", "--trainable", "beyond-window", "--max_length"
 
 
 def measure(model: nn.Module, teacher: nn.Module, rows: torch.Tensor) -> dict[str, float]:
-    """KL to the teacher and perplexity, both per token, on rows of token ids (S, L)."""
+    """KL to the teacher and perplexity, both per token, on rows of token ids (B, L)."""
     found = figures(per_token(reader(model), reader(teacher), rows, batch_size=1))
     return {"kl": found["kl"], "perplexity": found["perplexity"]}
 

@@ -25,7 +25,7 @@ class ActivationStream:
     """The residual stream of some sequences, and how to move it through a block.
 
     Args:
-        ids: (S, L) token ids. held_out: how many of the last sequences judge instead of fit.
+        ids: (B, L) token ids. held_out: how many of the last sequences judge instead of fit.
         memory: bytes the activations may take in memory; more goes to a temporary file in `folder`.
         team: processes over which the sequences are divided.
     """

@@ -92,7 +92,7 @@ class Aligner:
 
     @functools.cached_property
     def ids(self) -> torch.Tensor:
-        """Token ids (S, L) of the calibration text, of which the last `held_out_sequences` rows evaluate the fits."""
+        """Token ids (B, L) of the calibration text, of which the last `held_out_sequences` rows evaluate the fits."""
         return self.with_recall(self.text.ids) if self.resolved.has_windows else self.text.ids
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class Aligner:
         )  # fmt: skip
 
     def with_recall(self, rows: torch.Tensor) -> torch.Tensor:
-        """Make some rows (S, L) of the text ask for recall."""
+        """Make some rows (B, L) of the text ask for recall."""
         return with_recall(rows, plain_tokens(self.model.config.vocab_size), self.resolved.seed, self.text.begin)
 
     def read_text(self) -> None:

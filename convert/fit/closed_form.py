@@ -6,7 +6,7 @@ list, and every choice, the ridge strength included, is judged on sequences kept
 nonlinearly (B, C, x, the gate, the convolution, input-dependent decays) is refined by a fixed number of gradient
 steps on the same cached activations, after which out_proj is solved once more.
 
-Shapes: S sequences, L length, D model width, E features before out_proj.
+Shapes: B batch, L length, D model width, I inner width, X features.
 """
 
 import copy
@@ -91,7 +91,7 @@ def best_decay(mixer: nn.Module, data: LayerData, settings: FitOptions) -> tuple
 
 
 def features(mixer: nn.Module, u: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Compute the input (B, L, E) of the mixer's out_proj."""
+    """Compute the input (B, L, I) of the mixer's out_proj."""
     seen = []
     handle = mixer.out_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     try:
@@ -144,7 +144,7 @@ def solve_out_proj(mixer: nn.Module, data: LayerData, ridges: tuple[float, ...])
 
 
 def normal_equations(mixer: nn.Module, data: LayerData) -> tuple[torch.Tensor, torch.Tensor]:
-    """F^T F (E', E') and F^T Y (E', D) in float64 over the fitting sequences; E' = E + 1 with a bias."""
+    """F^T F (X, X) and F^T Y (X, D) in float64 over the fitting sequences; X = I + 1 with a bias."""
     gram = moment = 0.0
     for rows in data.in_batches(data.fitting()):
         F, y = _pair(mixer, data, rows)
@@ -163,7 +163,7 @@ def _pair(mixer: nn.Module, data: LayerData, rows: range) -> tuple[torch.Tensor,
 
 
 def _augmented(out: nn.Linear) -> torch.Tensor:
-    """(E or E + 1, D) in float64: the weight transposed, the bias as its last row."""
+    """(I or I + 1, D) in float64: the weight transposed, the bias as its last row."""
     weight = out.weight.detach().double().T
     return weight if out.bias is None else torch.cat([weight, out.bias.detach().double()[None]])
 

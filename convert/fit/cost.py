@@ -3,8 +3,7 @@
 For layers with a window and a state, the default. Operations are counted from shapes, and how fast
 this machine does them is measured in less than a second.
 
-Letters: T tokens, L tokens per sequence, W window, M width of the model, A = H D width of all heads, E = 3 A features,
-N dimensions of a key in the state.
+Shapes: L length, D model width, H heads, K key/value heads, P head dim, N state, X features.
 """
 
 import functools
@@ -55,12 +54,12 @@ def alignment_cost(plan: Plan) -> Cost | None:
     cost = cost_of(plan, measured_rates(device, plan.config.hidden_size), resident_bytes())
     if device.type != "cuda":
         return cost
-    L, W = plan.resolved.sequence_length, round(statistics.mean(plan.placement.windows.values()))
+    L, window = plan.resolved.sequence_length, round(statistics.mean(plan.placement.windows.values()))
     held_out = alignment.held_out_sequences
-    return cost._replace(nbytes=device_bytes(plan.config, alignment.tokens // L - held_out, held_out, L, W))
+    return cost._replace(nbytes=device_bytes(plan.config, alignment.tokens // L - held_out, held_out, L, window))
 
 
-def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, W: int) -> int:
+def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, window: int) -> int:
     """Estimate the peak bytes of a device on which a hybrid layer is fitted, everything kept that can be.
 
     The largest of three moments: scores of the last of the sequences that the mass is fitted on; the first product of
@@ -68,21 +67,21 @@ def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, W
     stand-in device counted (tests/device/test_memory.py).
 
     Args:
-        fitting, judging: numbers of sequences of L tokens. W: the window.
+        fitting, judging: numbers of sequences of L tokens. window: the window.
     """
-    M, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    A, E, behind, pieces = H * D, 3 * H * D, (L - W) / L, Pieces()
+    D, H, K, P = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    inner, X, behind, pieces = H * P, 3 * H * P, (L - window) / L, Pieces()
     batch, judged = pieces.sequences * L, judging * L
     batches = -(-fitting // pieces.sequences)
     for_mass = -(-batches // 2) * batch
     block = sum(math.prod(s) for name, s in tensor_shapes(config).items() if name.startswith("model.layers.0."))
-    attention = 2 * M * (A + K * D)
-    projected = 2 * M + A + 2 * K * D
-    of_token = projected + behind * 2 * (A + K * D)
+    attention = 2 * D * (inner + K * P)
+    projected = 2 * D + inner + 2 * K * P
+    of_token = projected + behind * 2 * (inner + K * P)
     always = 4 * (block + attention + judged * projected)
     scores = of_token * for_mass + 3.5 * batch * pieces.queries * H
-    product = of_token * (for_mass - batch) + 5 * E**2 + 10 * batch * A
-    solution = judged * behind * (E + M) + 10 * E**2 + 4 * E * M
+    product = of_token * (for_mass - batch) + 5 * X**2 + 10 * batch * inner
+    solution = judged * behind * (X + D) + 10 * X**2 + 4 * X * D
     return round(always + 4 * max(scores, product, solution))
 
 
@@ -91,37 +90,37 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     config = plan.config
     alignment = plan.resolved.alignment
     L = plan.resolved.sequence_length
-    T = alignment.tokens // L * L
+    tokens = alignment.tokens // L * L
     behind = SALIENCE_SEQUENCES * L
     layers = config.num_hidden_layers
     fitted = config.layer_types.count("hybrid")
-    M = config.hidden_size
-    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    W = statistics.mean(plan.placement.windows.values())
-    A = H * D
-    E = 3 * H * D
+    D = config.hidden_size
+    H, K, P = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    window = statistics.mean(plan.placement.windows.values())
+    inner = H * P
+    X = 3 * H * P
     N = config.state_keys(layers - 1)
     block = active_parameters(plan.weights.config)
-    mass = 2 + N - config.state_planes(layers - 1) + D - config.rotary_planes
+    mass = 2 + N - config.state_planes(layers - 1) + P - config.rotary_planes
     # the teacher's blocks: two operations a parameter, and full attention but where there is a state
     attending = layers - config.layer_types.count(RECURRENT)
-    streaming = T * (layers * 2 * block + attending * 2 * L * A)
+    streaming = tokens * (layers * 2 * block + attending * 2 * L * inner)
     # projections, window and readout, true scores behind the window, normal equations of the mass
-    reading = T * (2 * M * (A + 2 * K * D) + A * (8 * W + 4 * N) + L * A + 2 * H * mass**2)
+    reading = tokens * (2 * D * (inner + 2 * K * P) + inner * (8 * window + 4 * N) + L * inner + 2 * H * mass**2)
     # the Gram matrix, blocks above the diagonal left out, and the moments
-    solving = 2 * T * E * ((GRAM_BLOCKS + 1) / (2 * GRAM_BLOCKS) * E + M)
-    salience = behind * (L * A + 2 * M * (A + 2 * K * D))
+    solving = 2 * tokens * X * ((GRAM_BLOCKS + 1) / (2 * GRAM_BLOCKS) * X + D)
+    salience = behind * (L * inner + 2 * D * (inner + 2 * K * P))
     # for each ridge a factor, a solution and its eigenvectors; the Gram matrix of the salience
-    double = len(RIDGES) * (E**3 / 3 + 4 * E**2 * M + 12 * M**3) + 4 * behind * M**2
-    scores = PASSES * H * (T * (L / 2 + 2 * W) + behind * L / 2)
+    double = len(RIDGES) * (X**3 / 3 + 4 * X**2 * D + 12 * D**3) + 4 * behind * D**2
+    scores = PASSES * H * (tokens * (L / 2 + 2 * window) + behind * L / 2)
     of_layer = (reading + solving + salience) / rates.single + double / rates.double + scores / rates.elements
     seconds = OVERHEAD * (streaming / rates.single + fitted * of_layer)
-    activations = min(8 * T * M, parse_size(alignment.activation_memory))
-    kept = 4 * T * (3 * A + 2 * K * D + M)
+    activations = min(8 * tokens * D, parse_size(alignment.activation_memory))
+    kept = 4 * tokens * (3 * inner + 2 * K * P + D)
     # what one batch of sequences takes beside that
-    at_a_time = 4 * Pieces().sequences * L * (12 * A + 3 * Pieces().queries * H)
-    teacher = 4 * (2 * block + config.vocab_size * M)
-    return Cost(seconds, resident + teacher + activations + kept + at_a_time + 36 * E**2)
+    at_a_time = 4 * Pieces().sequences * L * (12 * inner + 3 * Pieces().queries * H)
+    teacher = 4 * (2 * block + config.vocab_size * D)
+    return Cost(seconds, resident + teacher + activations + kept + at_a_time + 36 * X**2)
 
 
 def active_parameters(config: PreTrainedConfig) -> int:

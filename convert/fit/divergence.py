@@ -21,6 +21,6 @@ def kl_of_logits(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def kl_of_hidden(teacher: torch.Tensor, student: torch.Tensor, head: Head) -> torch.Tensor:
-    """Per-token KL (T,) from final hidden states (T, D) that one head turns into logits, a chunk at a time."""
+    """Per-token KL (L,) from final hidden states (L, D) that one head turns into logits, a chunk at a time."""
     chunks = zip(teacher.split(CHUNK_TOKENS), student.split(CHUNK_TOKENS), strict=True)
     return torch.cat([kl_of_logits(head(t), head(s)) for t, s in chunks])

@@ -118,7 +118,7 @@ def fit_mixers(
     folder: Path | None = None,
     team: Team = ALONE,
 ) -> Fits:
-    """Fit the mixers of `layers` on token ids (S, L), of which the last `held_out` rows judge.
+    """Fit the mixers of `layers` on token ids (B, L), of which the last `held_out` rows judge.
 
     Args:
         memory: bytes of activations; more goes to a temporary file in `folder`.

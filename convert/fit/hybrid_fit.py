@@ -6,8 +6,7 @@ has in the gate. The output map is a reduced-rank ridge regression of what the t
 the ridge's solution, cut to the directions of the output in which it explains most. The teacher's attention is
 computed a block of queries at a time, so memory grows with L and not with its square.
 
-Shapes: B batch, L length, H' query heads with a window, F features of the mass, E features of the output map, D model
-width; n tokens. Others as in modeling_llamba/hybrid_attention.py.
+Shapes: B batch, L length, D model width, H' heads with a window, P head dim, X features.
 """
 
 import itertools
@@ -46,7 +45,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class HybridFit(NamedTuple):
     """Result of the fit of a hybrid layer, all of it on the device.
 
-    down (rank, E), up (D, rank): a low-rank map of the highest rank evaluated, whose first r rows and columns are the
+    down (rank, X), up (D, rank): a low-rank map of the highest rank evaluated, whose first r rows and columns are the
     map of rank r. mapped (): held-out relative squared error of the layer with the mass of keys that are all alike
     (`theory_mass`) and no output map. best (): number of the ridge, -1 if the rank is 0. ranks, errors: ranks
     evaluated, and the error of each, infinite if no ridge has a solution.
@@ -63,7 +62,7 @@ class HybridFit(NamedTuple):
 class Seen(NamedTuple):
     """Features and residuals of a layer at the tokens behind the window of some sequences.
 
-    features (n, E). residual (n, D): the teacher's output less o_proj of the heads' outputs.
+    features (n, X). residual (n, D): the teacher's output less o_proj of the heads' outputs.
     """
 
     features: torch.Tensor
@@ -278,7 +277,7 @@ def _mixed(layer: HybridAttention, u, y, projected, of_kept, near: Near, layout:
 
 
 def _gram(F: torch.Tensor) -> torch.Tensor:
-    """F^T F of F (n, E), whose blocks above the diagonal are those below it."""
+    """F^T F of F (n, X), whose blocks above the diagonal are those below it."""
     parts = F.chunk(GRAM_BLOCKS, dim=1)
     rows = []
     for i, part in enumerate(parts):

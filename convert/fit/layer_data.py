@@ -1,6 +1,6 @@
 """Activations of one layer, how a fit reads them, and its report.
 
-Shapes: S sequences, L length, D model width.
+Shapes: B batch, L length, D model width.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ class Pieces(NamedTuple):
 
 @dataclass
 class LayerData:
-    """One layer's inputs u and targets y (S, L, D), the last `held_out` sequences for judging."""
+    """One layer's inputs u and targets y (B, L, D), the last `held_out` sequences for judging."""
 
     u: torch.Tensor
     y: torch.Tensor

@@ -61,7 +61,7 @@ def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int =
 
 
 def with_recall(ids: torch.Tensor, vocabulary: range, seed: int, begin: int = 0) -> torch.Tensor:
-    """Change every sixth row of text (S, L), counted from the last, so that it asks for recall.
+    """Change every sixth row of text (B, L), counted from the last, so that it asks for recall.
 
     Such rows become random tokens that are said twice and, alternately, get needles that are hidden in them.
 
@@ -83,7 +83,7 @@ def with_recall(ids: torch.Tensor, vocabulary: range, seed: int, begin: int = 0)
 
 
 def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) -> torch.Tensor:
-    """Hide needles of random tokens in a share of the rows of text (S, L) and ask for them in their last quarter.
+    """Hide needles of random tokens in a share of the rows of text (B, L) and ask for them in their last quarter.
 
     Such a row holds one needle of L / 4 tokens, or two half as long, and so on to needles of 8 tokens: each anywhere
     in its own stretch of the text, and all asked for in another order. Short ones teach to look up, long ones to copy.

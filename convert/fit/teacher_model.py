@@ -184,7 +184,7 @@ def _is_meta(module: nn.Module) -> bool:
 def attention_rows(
     attention: nn.Module, u: torch.Tensor, rotary: Rotary, tile: int, first: int = 0
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The teacher's probabilities (B, H, T, L) in float32, a tile of rows at a time, causal and within its window.
+    """The teacher's probabilities (B, H, Q, L) in float32, a tile of rows at a time, causal and within its window.
 
     Args:
         u: (B, L, D). first: the row to begin with.

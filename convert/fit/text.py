@@ -23,7 +23,7 @@ SAMPLE_BATCH = 64
 
 
 class CalibrationRows(NamedTuple):
-    """Token ids (S, L), of which the first `begin` of every row are what the tokenizer begins a text with."""
+    """Token ids (B, L), of which the first `begin` of every row are what the tokenizer begins a text with."""
 
     ids: torch.Tensor
     begin: int

@@ -5,7 +5,7 @@ lie under backbone.*, a block's mixer under .mixer, attention under .mixer.self_
 their sizes from transformers' PhiConfig defaults, whatever the configuration says; so do they here, unless a base
 model is named. Those of mohawk take what their layer says.
 
-Shapes: E inner width, H heads, G heads of B and C, N state.
+Shapes: H heads, G groups, N state.
 """
 
 from typing import Any, NamedTuple

@@ -4,7 +4,7 @@ config.json is the base model's; mamba_config.json says which layers stay attent
 it: Mamba-1 adds dt_proj's bias twice, and repeats x and B for grouped queries in runs of N channels, not of a head,
 which are heads of N channels to our mixer. Mamba-2's norm has an epsilon of 1e-5 whatever the model's is.
 
-Shapes: H heads, K key/value heads, d head dim, E = H d inner width, X = K d, N state.
+Shapes: H heads, K key/value heads, P head dim, N state.
 """
 
 import json
@@ -217,13 +217,13 @@ def _mamba2_table(source: ForeignCheckpoint, config: PreTrainedConfig, prefix: s
     rows = {f"{mine}{name}": renamed(f"{theirs}{name}") for name in same}
     name = f"{theirs}in_proj.weight"
     inner = config.mixer_num_heads * config.mixer_head_dim
-    d = config.mixer_head_dim
+    P = config.mixer_head_dim
     width = (source.shape(name, 2)[0] - 2 * inner - config.mixer_num_heads) // 2
-    times = config.mixer_num_kv_heads * d // max(width, 1)
+    times = config.mixer_num_kv_heads * P // max(width, 1)
     rows[f"{mine}in_proj.weight"] = renamed(name)
     if times > 1:
         ends = [inner, inner + width, inner + 2 * width]
-        x, B = (Part(name, ends[k], ends[k + 1], block=d, times=times) for k in range(2))
+        x, B = (Part(name, ends[k], ends[k + 1], block=P, times=times) for k in range(2))
         rows[f"{mine}in_proj.weight"] = (Part(name, 0, inner), x, B, Part(name, ends[2]))
     return rows
 

@@ -6,7 +6,7 @@ teacher's attention before the softmax, Q K^T / sqrt(head dim), causal, head by 
 Query head h reads key/value head h // (H // K), so key/value weights are repeated in whole head blocks, and only
 where the mixer has a head of x and B per query head.
 
-Shapes: H query heads, K key/value heads, d head dim, D model, G heads of x and B, P = d, N state, T states.
+Shapes: D model width, H heads, K key/value heads, R heads per key/value head, G groups, U states, P head dim, N state.
 """
 
 import math
@@ -28,7 +28,7 @@ Blocks = Callable[[Checkpoint], Iterator[torch.Tensor]]
 
 
 def repeat_heads(weight: torch.Tensor, kv_heads: int, heads: int) -> torch.Tensor:
-    """(K d, ...) -> (H d, ...): every block of d rows repeated for the query heads that share it."""
+    """(K P, ...) -> (H P, ...): every block of P rows repeated for the query heads that share it."""
     return weight.unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, dim=0).flatten(0, 1)
 
 
@@ -36,15 +36,15 @@ def compress_pair(q: torch.Tensor, k: torch.Tensor, rank: int) -> tuple[torch.Te
     """The best C, B of `rank` rows per head with C^T B ~ q^T k, over all query heads that share the key head.
 
     Args:
-        q: (R, d, D') weights of R query heads. k: (d, D').
+        q: (R, P, D') weights of R query heads. k: (P, D').
 
     Returns:
         C (R, rank, D') and B (rank, D'), by truncated SVD of the stacked (R D', D') products.
     """
-    R, d, D = q.shape
-    left = torch.linalg.qr(q.double().transpose(1, 2).reshape(R * D, d))
+    R, P, D = q.shape
+    left = torch.linalg.qr(q.double().transpose(1, 2).reshape(R * D, P))
     right = torch.linalg.qr(k.double().T)
-    # q^T k has rank d at most, so the SVD of its d x d core is that of the whole
+    # q^T k has rank P at most, so the SVD of its P x P core is that of the whole
     u, s, vh = torch.linalg.svd(left.R @ right.R.T)
     root = s[:rank].sqrt()
     C = (left.Q @ (u[:, :rank] * root)).view(R, D, rank).transpose(1, 2)
@@ -66,18 +66,18 @@ class LayerMapping:
         self.K = config.num_key_value_heads
         self.G = config.mixer_num_kv_heads
         self.N = config.mixer_d_state
-        self.P = config.mixer_head_dim
-        self.T = config.mixer_num_heads
+        self.U = config.mixer_num_heads
         if config.mixer_shared_state:
-            self.T = self.G
-        self.d = config.head_dim
+            self.U = self.G
+        self.P = config.head_dim
+        assert config.mixer_head_dim == self.P, "x are the teacher's values"
         self.D = config.hidden_size
         self.qk_width = self.N  # features of B and C per head
         if config.mixer == "mamba1":
-            self.qk_width = self.d
+            self.qk_width = self.P
         self.has_bias = "q_proj.bias" in self.attention
         self.is_hybrid = config.layer_types[layer] == "hybrid"
-        # with a norm on queries and keys the 1 / sqrt(d) goes into the norm's weight
+        # with a norm on queries and keys the 1 / sqrt(P) goes into the norm's weight
         self.q_scale = config.score_scale
         if config.mixer_qk_norm:
             self.q_scale = 1.0
@@ -130,27 +130,27 @@ class LayerMapping:
     def _projections(self, checkpoint: Checkpoint, kind: str) -> dict[str, torch.Tensor]:
         """Return x, B and C of `kind` (weight or bias) in float32, with as many heads as the mixer has."""
         v, k, q = (self.attention[f"{p}_proj.{kind}"].read(checkpoint).float() for p in "vkq")
-        if self.qk_width < self.d:
+        if self.qk_width < self.P:
             k, q = self._compressed(checkpoint)[kind]
-        elif self.qk_width > self.d:
+        elif self.qk_width > self.P:
             k, q = self._padded(k, self.K), self._padded(q, self.H)
         if self.G != self.K:
             v, k = repeat_heads(v, self.K, self.H), repeat_heads(k, self.K, self.H)
         return {"x": v, "B": k, "C": q * self.q_scale}
 
     def _padded(self, weight: torch.Tensor, heads: int) -> torch.Tensor:
-        """Zero rows behind each head's d."""
+        """Zero rows behind the P rows of each head."""
         padded = weight.new_zeros(heads, self.qk_width, *weight.shape[1:])
-        padded[:, : self.d] = weight.unflatten(0, (heads, self.d))
+        padded[:, : self.P] = weight.unflatten(0, (heads, self.P))
         return padded.flatten(0, 1)
 
     def _compressed(self, checkpoint: Checkpoint) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """B and C of N < d features per head, biases included, with C . B as close to q . k as possible."""
+        """B and C of N < P features per head, biases included, with C . B as close to q . k as possible."""
         q, k = (self.attention[f"{p}_proj.weight"].read(checkpoint).float() for p in "qk")
         if self.has_bias:
             q_bias, k_bias = (self.attention[f"{p}_proj.bias"].read(checkpoint).float() for p in "qk")
             q, k = torch.cat([q, q_bias[:, None]], 1), torch.cat([k, k_bias[:, None]], 1)
-        q, k = q.view(self.K, self.H // self.K, self.d, -1), k.view(self.K, self.d, -1)
+        q, k = q.view(self.K, self.H // self.K, self.P, -1), k.view(self.K, self.P, -1)
         pairs = [compress_pair(q_group, k_head, self.N) for q_group, k_head in zip(q, k, strict=True)]
         C = torch.cat([C for C, _ in pairs]).flatten(0, 1).float()
         B = torch.cat([B for _, B in pairs]).float()
@@ -161,7 +161,7 @@ class LayerMapping:
 
     def _in_proj(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
         inner = self.H * self.P
-        dt_rows = self.config.mixer_dt_rank or self.T
+        dt_rows = self.config.mixer_dt_rank or self.U
         # a gate with a bias is opened by that, and starts without weights
         zeros = in_blocks(inner, lambda a, b: torch.zeros(b - a, self.D), 4 * self.D)
         gate = zeros
@@ -180,7 +180,7 @@ class LayerMapping:
 
     def _in_proj_bias(self, checkpoint: Checkpoint) -> torch.Tensor:
         inner = self.H * self.P
-        dt_rows = self.config.mixer_dt_rank or self.T
+        dt_rows = self.config.mixer_dt_rank or self.U
         gate = torch.zeros(inner)
         steps = torch.zeros(dt_rows)
         streams = list(self._projections(checkpoint, "bias").values())

@@ -27,7 +27,7 @@ HEADS_SHARE = 0.7
 """Share of the budget, states apart, that is spent on kept heads."""
 WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
-tokens longer sequences gained nothing, at 368 most (docs/results/quality.md)."""
+tokens longer sequences gained nothing, at 368 most (docs/results/calibration.md)."""
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 """Number whose multiples fall evenly between whole numbers, however many there are."""
 LONG_SEQUENCE = 2048

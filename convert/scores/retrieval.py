@@ -45,7 +45,7 @@ def retrieval_scores(
     itself, except the best.
 
     Args:
-        prose: (S, L) token ids of text, of which the first few are used.
+        prose: (B, L) token ids of text, of which the first few are used.
     """
     place = prose.shape[1] // 8
     probe = needle_probe(prose[:ROWS], plain_tokens(teacher.config.vocab_size), seed, NEEDLE, place)

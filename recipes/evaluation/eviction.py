@@ -13,7 +13,7 @@ Layers with a window of their own are left alone: a context that is read again i
 One pass over a text in two copies judges the tokens after several contexts. The first copy attends to everything,
 as a prompt is read; of the second, tokens after a context attend to what is kept of the first copy and to each other.
 
-Shapes: B batch, H heads, G key/value heads, C tokens of a context, Q queries, L tokens, D head dim.
+Shapes: B batch, L length, H heads, K key/value heads, P head dim, T columns, Q queries.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ from .other_caches import BFLOAT16, QUERIES, Call, LayerShape, OtherCache, atten
 
 REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 Scores = list[torch.Tensor | None]
-"""Scores (G, C) of every layer; None of a layer with a window or a state."""
+"""Scores (K, T) of every layer; None of a layer with a window or a state."""
 Kept = list[torch.Tensor | None]
-"""For every layer, whether a pair is kept (G, C); None of a layer with a window or a state, which stays."""
+"""For every layer, whether a pair is kept (K, T); None of a layer with a window or a state, which stays."""
 
 
 def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int) -> int:
@@ -55,7 +55,7 @@ def pairs_of_bytes(shapes: list[LayerShape], nbytes: int, moments: bool, length:
 def reading_scores(
     model: PreTrainedModel, own: Reader, shapes: list[LayerShape], tokenizer: Any, context: torch.Tensor
 ) -> Scores:
-    """KVzip's scores of a context (C,): the largest weight of each pair while the context is read again."""
+    """KVzip's scores of a context (T,): the largest weight of each pair while the context is read again."""
     told = tokenizer(REPEAT, add_special_tokens=False, return_tensors="pt").input_ids[0].to(context.device)
     end = len(context)
     found: dict[int, torch.Tensor] = {}
@@ -94,7 +94,7 @@ def keep_highest(scores: Scores, pairs: int) -> Kept:
 class Eviction:
     """Attention of two copies of one text (2, L), the second of which sees what is kept of each context.
 
-    kept: for each end of a context (C), in rising order, the pairs that are kept of every layer.
+    kept: for each end of a context (T), in rising order, the pairs that are kept of every layer.
     """
 
     kept: dict[int, Kept]
@@ -131,10 +131,10 @@ class Eviction:
 def read_moments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, evicted: torch.Tensor, score: Callable
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log mass (1, H, Q, 1) and value (1, H, Q, D) of evicted pairs, to first order around their mean key.
+    """Log mass (1, H, Q, 1) and value (1, H, Q, P) of evicted pairs, to first order around their mean key.
 
     Args:
-        query: (1, H, Q, D). key, value: (1, H, C, D). evicted: (H, C).
+        query: (1, H, Q, P). key, value: (1, H, T, P). evicted: (H, T).
     """
     share = evicted[None, :, :, None].float()
     count = share.sum(2, keepdim=True)
@@ -156,7 +156,7 @@ def read_after(
     """A reader of single texts (1, L) with eviction after each of the contexts that end at `ends`.
 
     Args:
-        scores_of: scores of the pairs of a context (C,).
+        scores_of: scores of the pairs of a context (T,).
         pairs: number of pairs that are kept, of all heads and layers together.
     """
 

@@ -23,7 +23,7 @@ Figures = dict[str, float | None]
 class Reader(NamedTuple):
     """A causal language model in two steps, so that the logits of a long text never exist all at once.
 
-    states: token ids (B, L) to (B, L, D). head: any of them (T, D) to logits (T, V).
+    states: token ids (B, L) to (B, L, D). head: any of them (L, D) to logits (L, V).
     """
 
     states: Callable[[torch.Tensor], torch.Tensor]
@@ -33,7 +33,7 @@ class Reader(NamedTuple):
 class PerToken(NamedTuple):
     """One figure per prediction, in nats; without a teacher, only `nats`.
 
-    kl, agrees: (S, L). nats, teacher_nats: (S, L - 1), of the token that follows.
+    kl, agrees: (B, L). nats, teacher_nats: (B, L - 1), of the token that follows.
     """
 
     nats: torch.Tensor
@@ -68,7 +68,7 @@ def reader(model: nn.Module) -> Reader:
 def per_token(
     model: Reader, teacher: Reader | None, ids: torch.Tensor, batch_size: int, advance: Advance = lambda done: None
 ) -> PerToken:
-    """Every figure of every token of ids (S, L), of which `batch_size` sequences are read at once.
+    """Every figure of every token of ids (B, L), of which `batch_size` sequences are read at once.
 
     Args:
         advance: called with the number of sequences that are done.
@@ -107,7 +107,7 @@ def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerTo
 
 
 def half_width(values: torch.Tensor) -> float | None:
-    """1.96 standard errors of the mean of independent values (S,); None of a single one."""
+    """1.96 standard errors of the mean of independent values (B,); None of a single one."""
     if len(values) == 1:
         return None
     return 1.96 * values.double().std().item() / math.sqrt(len(values))

@@ -8,7 +8,7 @@ each token is decoded, so that one pass over a text judges every position. Bytes
   A group of tokens is rounded once `whole` later tokens are there; newer tokens are whole.
 - Window and sinks: StreamingLLM's (arXiv 2309.17453), with every token's own position.
 
-Shapes: B batch, H heads, G key/value heads, L length of keys, Q of queries, D head dim.
+Shapes: B batch, L length, H heads, K key/value heads, P head dim, Q queries.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ class LayerShape(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Tensors a layer attends with: query (B, H, Q, D), key and value (B, G, L, D), mask (B or 1, 1, Q, L) to add.
+    """Tensors a layer attends with: query (B, H, Q, P), key and value (B, K, L, P), mask (B or 1, 1, Q, L) to add.
 
-    score: queries and keys of one head each (..., Q, D) and (..., L, D) to scores (..., Q, L). sinks (H,): learned
+    score: queries and keys of one head each (..., Q, P) and (..., L, P) to scores (..., Q, L). sinks (H,): learned
     scores of attention to no token, or None.
     """
 
@@ -78,7 +78,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @contextlib.contextmanager
 def attending(model: PreTrainedModel, attend: Attend) -> Iterator[PreTrainedModel]:
-    """Let all layers of a model, which it yields, attend by `attend`, which returns (B, H, Q, D).
+    """Let all layers of a model, which it yields, attend by `attend`, which returns (B, H, Q, P).
 
     Sequences must not be padded on the left where `attend` counts places from the first token.
     """
@@ -179,7 +179,7 @@ class OtherCache:
         """Attend with some queries, to the columns that any of them sees.
 
         Args:
-            before: number of tokens before the first query. whole, rounded: keys and values (B, H, L, D).
+            before: number of tokens before the first query. whole, rounded: keys and values (B, H, L, P).
         """
         now = rows[:, None] + before
         first, last = now[0].item(), now[-1].item()
@@ -212,7 +212,7 @@ def group_of(channels: int) -> int:
 
 
 def round_groups(t: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Round (..., L, D) to so many bits, in groups along the tokens (-2) or the channels (-1).
+    """Round (..., L, P) to so many bits, in groups along the tokens (-2) or the channels (-1).
 
     Tokens after the last full group stay as they are.
     """

@@ -43,7 +43,7 @@ def questions(
     """Make all probes of one length. They begin as the tokenizer begins a text.
 
     Args:
-        prose: (R, L) token ids of text: as many questions of each kind, in which needle and passkey are hidden.
+        prose: (B, L) token ids of text: as many questions of each kind, in which needle and passkey are hidden.
         depths: where, from 0 (the beginning) to 1 (right before the question).
     """
     rows, length = prose.shape
@@ -100,7 +100,7 @@ def passkey_probe(prose: torch.Tensor, tokenizer: Any, depth: float, seed: int) 
 
 @torch.no_grad()
 def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device) -> torch.Tensor:
-    """(R, L) bool: which of the tokens that are asked for the model predicts; False elsewhere."""
+    """(B, L) bool: which of the tokens that are asked for the model predicts; False elsewhere."""
     found = torch.zeros_like(probe.answers)
     for start in range(0, len(probe.ids), batch_size):
         rows = slice(start, start + batch_size)
@@ -118,7 +118,7 @@ def scores(question: Question, model: torch.Tensor, teacher: torch.Tensor | None
     """Accuracy over all answers and, where their distances differ, also by distance in powers of two.
 
     Args:
-        model, teacher: (R, L) of each as `hits` gives it.
+        model, teacher: (B, L) of each as `hits` gives it.
     """
     answers = question.probe.answers
     groups = {question.distance: question.probe.answers}
@@ -161,7 +161,7 @@ def _score(found: torch.Tensor, answers: torch.Tensor, whole: bool) -> tuple[flo
 
 
 def _distances(question: Question) -> torch.Tensor:
-    """(R, L): distance from each answer of an associative probe back to where its value was given first."""
+    """(B, L): distance from each answer of an associative probe back to where its value was given first."""
     probe = question.probe
     begin = question.begin
     distances = torch.zeros_like(probe.ids)

@@ -61,7 +61,7 @@ class TextSource(NamedTuple):
         return hash_files(path)
 
     def rows(self, tokenizer: Any, length: int, count: int) -> torch.Tensor:
-        """(S, length) token ids, S = `count` or as many as the text has."""
+        """(B, length) token ids, B = `count` or as many as the text has."""
         return token_rows(self.documents(), tokenizer, length, count, self.name, at_least=1)
 
 

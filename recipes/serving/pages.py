@@ -7,7 +7,7 @@ of some tokens are a page, to vLLM that of one attention layer (`HeadPages`). Bo
 of one pool. No page is larger than what the kept heads of a block of tokens take, and a request leaves at most a part
 of one empty.
 
-Shapes: B requests, L tokens, K key/value heads, W bytes of a row.
+Shapes: B batch (requests), L length, K key/value heads, W bytes of a row.
 """
 
 import functools
@@ -64,9 +64,9 @@ def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
         sizes = {name: (tuple(t.shape[1:]), t.dtype) for name, t in held.items() if t is not None}
     else:
         H, G, P, N = config.mixer_num_heads, config.mixer_num_kv_heads, config.mixer_head_dim, config.mixer_d_state
-        T = G if config.mixer_shared_state else H
+        U = G if config.mixer_shared_state else H
         conv = (G * (P + N) + H * N, config.mixer_d_conv)
-        sizes = {"conv": (conv, dtype), "recurrent": ((T, P, N), torch.float32)}
+        sizes = {"conv": (conv, dtype), "recurrent": ((U, P, N), torch.float32)}
     # so that each tensor begins at a multiple of its type's size, as `view(dtype)` requires
     return dict(sorted(sizes.items(), key=lambda item: -item[1][1].itemsize))
 

@@ -6,8 +6,8 @@ them. Those that decode are one batch here, and prompts that begin at the same t
 (`together`). A slot of a hybrid layer holds the tensors of `Held`, from which the layer's own `prompt` and `step` go
 on. Its kept heads write the rows of all tokens into their pages, and attend to what they then read from there.
 
-Shapes: B requests, L tokens, H' query and K key/value heads with a window, D head dim; those of mixers are as in
-matrix_mixer.py.
+Shapes: B batch (requests), L length, H' heads with a window, K key/value heads, P head dim, E block, S places, T
+columns.
 """
 
 from collections.abc import Callable
@@ -103,11 +103,11 @@ class SlotRows(HybridLayer):
     def put(self, tokens: NewTokens, start: None) -> torch.Tensor:
         """Write a token, like `HybridLayer.put`."""
         E = self.shape.block
-        P = self.shape.places
+        S = self.shape.places
         number = tokens.index[:, 0]
-        blocks = (self.slots["salience"].shape[1] - P) // E
+        blocks = (self.slots["salience"].shape[1] - S) // E
         # blocks move forward as the window fills, so that the token's own is the last
-        column = P + number - (number // E - blocks + 1).clamp(min=0) * E
+        column = S + number - (number // E - blocks + 1).clamp(min=0) * E
         row = torch.arange(number.shape[0], device=number.device)
         for name in ("keys", "values"):
             self.slots[name][row, :, column] = getattr(tokens, name)[:, :, 0]
@@ -415,7 +415,7 @@ class HybridSlots(SlotLayer):
         return [index, salience, torch.cat([heads[:, :, : K * shared], heads[:, :, 2 * K * shared :]], dim=2)]
 
     def _give(self, output: torch.Tensor, of_heads: torch.Tensor, features: torch.Tensor | None) -> None:
-        """Write (B, L, H', D) and what the low-rank map makes of the features of the last tokens, (B, L', 3 H' D),
+        """Write (B, L, H', P) and what the low-rank map makes of the features of the last tokens, (B, L', 3 H' P),
         into the output, which is zero."""
         of_heads = of_heads.flatten(2)
         size = of_heads.shape[2]
@@ -432,10 +432,10 @@ def attend_kept(
     key_rows: torch.Tensor,
     value_rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Full attention of the kept heads to their rows, (1, L, heads, D), once those of all tokens are written.
+    """Full attention of the kept heads to their rows, (1, L, heads, P), once those of all tokens are written.
 
     Args:
-        metadata: None while vLLM measures memory. query: (1, L, heads, D). key_rows, value_rows: (1, L, K, .).
+        metadata: None while vLLM measures memory. query: (1, L, heads, P). key_rows, value_rows: (1, L, K, .).
     """
     of_keys, of_values = rows.roundings
     output = torch.zeros_like(query)
@@ -471,7 +471,7 @@ def _attend_decoding(
     held: list[torch.Tensor],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a token of each request, queries (B, heads, D), to rows (B, K, T, .) of keys and of values."""
+    """Attention of a token of each request, queries (B, heads, P), to rows (B, K, T, .) of keys and of values."""
     of_keys, of_values = rows.roundings
     if attention.softcap is None and fuses_on_cpu(query):
         return attend_in_parts(rows.roundings, query[:, :, None], *held, mask=bias, scale=attention.scaling)[:, 0]
@@ -485,7 +485,7 @@ def _attend_decoding(
 def attend_causally(
     attention: HybridAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Attention (B, heads, L, D) of queries of the last L tokens, to keys and values (B, K, T, D) of all."""
+    """Attention (B, heads, L, P) of queries of the last L tokens, to keys and values (B, K, T, P) of all."""
     length, past, shared = query.shape[2], keys.shape[2] - query.shape[2], attention.shared
     # the causal mask of SDPA begins at the first key, which is wrong behind a past, and SDPA has no cap
     if past == 0 and attention.softcap is None:

@@ -6,7 +6,7 @@ With A_t any N x N matrix, these M are exactly the lower triangular matrices who
 inputs up to k do to the outputs from k on) all have rank at most N (Dewilde and van der Veen 1998, "Time-varying
 systems and computations", ch. 3; Dao and Gu 2024, "Transformers are SSMs", section 3).
 
-Shapes: M matrices, L length, N state.
+Shapes: B batch (matrices), L length, N state.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ import torch
 
 
 def distance(target: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Frobenius norm (M,) of the difference."""
+    """Frobenius norm (B,) of the difference."""
     return (target.double() - matrix.double()).norm(dim=(-2, -1))
 
 
 @dataclass
 class StateSpace:
-    """A time-varying recurrence: transition (M, L, N, N), B (M, L, N), C (M, L, N)."""
+    """A time-varying recurrence: transition (B, L, N, N), its matrices B (B, L, N) and C (B, L, N)."""
 
     transition: torch.Tensor
     B: torch.Tensor
     C: torch.Tensor
     dropped: torch.Tensor
-    """(M, L) norms of what each step's truncation dropped; their squares add up to the squared distance."""
+    """(B, L) norms of what each step's truncation dropped; their squares add up to the squared distance."""
 
     def matrix(self) -> torch.Tensor:
-        """The unrolled matrix (M, L, L)."""
+        """The unrolled matrix (B, L, L)."""
         count, L, N = self.B.shape
         rows = []
         reached = self.B.new_zeros(count, N, L)
@@ -42,7 +42,7 @@ class StateSpace:
 
 
 def balanced_truncation(target: torch.Tensor, state: int) -> StateSpace:
-    """A recurrence with a state of N near a lower triangular `target` (M, L, L): balanced truncation in time order.
+    """A recurrence with a state of N near a lower triangular `target` (B, L, L): balanced truncation in time order.
 
     The exact recurrence remembers every input. At each step its state is brought into balanced coordinates, those of
     the singular value decomposition of the Hankel block (inputs so far x outputs to come), and all but the first
@@ -74,7 +74,7 @@ def balanced_truncation(target: torch.Tensor, state: int) -> StateSpace:
 
 
 def lower_bound(target: torch.Tensor, state: int) -> torch.Tensor:
-    """A distance (M,) that no recurrence with a state of `state` can beat, whatever its transitions.
+    """A distance (B,) that no recurrence with a state of `state` can beat, whatever its transitions.
 
     An off-diagonal block of the result has rank at most N, so it misses the target's block by the singular values
     beyond N. Blocks that do not overlap add up: the lower left quarter, the same of both diagonal quarters, and on.

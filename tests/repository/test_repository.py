@@ -319,3 +319,25 @@ def test_docstrings_are_complete_alone():
     assert not found, found
     assert FRAGMENT.match("What came of some steps.")
     assert not FRAGMENT.match("Ofter than that.")
+
+
+def letters_of(text):
+    """(letter, meaning) of every entry of a legend such as "Shapes: B batch (requests), L length."."""
+    legend = re.search(r"Shapes: (.+?)\.(\s|$)", text)
+    return [tuple(entry.split(" ", 1)) for entry in re.sub(r" \(.*?\)", "", legend[1]).split(", ")] if legend else []
+
+
+def test_a_shape_letter_has_one_meaning():
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("### Shape letters")[1].split("##")[0]
+    cells = [cell.strip() for line in section.splitlines() if line.startswith("|") for cell in line.split("|")[1:-1]]
+    known = dict(zip(cells[::2], cells[1::2], strict=True))
+    used = {}
+    for package in ("modeling_llamba", "modeling_phimamba", "convert", "recipes"):
+        for path in (ROOT / package).rglob("*.py"):
+            for _, text in docstrings(path):
+                for letter, meaning in letters_of(text):
+                    used[letter] = path
+                    assert known.get(letter) == meaning, f"{path.relative_to(ROOT)}: {letter} {meaning}"
+    assert {*"BLDHKPNESTX"} <= used.keys()  # it is not blind
+    assert letters_of("Shapes: B batch (requests), D head dim. More.") == [("B", "batch"), ("D", "head dim")]
+    assert known["D"] != "head dim"

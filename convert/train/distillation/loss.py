@@ -83,7 +83,7 @@ def wide(values: torch.Tensor) -> torch.Tensor:
 def chunk_loss(
     logits: torch.Tensor, labels: torch.Tensor | None, teacher: torch.Tensor | None, weights: LossWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the loss and of the statistics for logits (T, V), labels (T,) and the teacher's logits (T, V)."""
+    """Sums of the loss and of the statistics for logits (L, V), labels (L,) and the teacher's logits (L, V)."""
     log_q = wide(logits).log_softmax(-1)
     ce = kl = agreement = loss = log_q.new_zeros(())
     if labels is not None:
@@ -159,10 +159,10 @@ def distillation_loss(
     """Sums over tokens of the loss and its parts, differentiable in `hidden` and the head.
 
     Args:
-        hidden: (T, D) states after the final norm at the tokens whose successor is predicted.
+        hidden: (L, D) states after the final norm at the tokens whose successor is predicted.
         head: linear layer from states to the vocabulary.
-        labels: (T,) next tokens; None where the cross entropy is of no interest.
-        teacher_of: function from a span of the T tokens to the teacher's logits (T, V) there; None without teacher.
+        labels: (L,) next tokens; None where the cross entropy is of no interest.
+        teacher_of: function from a span of the L tokens to the teacher's logits (L, V) there; None without teacher.
         finish: what the model makes of its head's output: scaled, capped.
     """
     weight = head.weight

@@ -39,7 +39,7 @@ def distil(
     callbacks: list[TrainerCallback] | None = None,
     use_cpu: bool = True,
 ) -> tuple[nn.Module, "Outcome"]:
-    """Train the student on token ids (S, L), in place where its weights are not spread over processes.
+    """Train the student on token ids (B, L), in place where its weights are not spread over processes.
 
     Checkpoints lie in `folder`, under a name that belongs to this run; interrupted, it continues from the last whole
     one with the results it would have had.

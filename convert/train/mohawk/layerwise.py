@@ -87,7 +87,7 @@ class LayerwiseStage:
     def run(
         self, ids: torch.Tensor, held_out: torch.Tensor, progress: Progress = lambda what, done, total: None
     ) -> StageReport:
-        """Train on token ids (S, L), in epochs of a seeded order, until the tokens are used."""
+        """Train on token ids (B, L), in epochs of a seeded order, until the tokens are used."""
         started = time.perf_counter()
         per_step = self.settings.sequences * ids.shape[1]
         steps = max(self.settings.tokens // per_step, 1)

@@ -7,7 +7,7 @@ norm is summed over the tiles in a first pass, and the second pass computes ever
 back to the streams (B, C, decay, step, D), from where one backward pass reaches the projections. Memory is
 O(B H tile L), not O(B H L^2), and the result is the same.
 
-Shapes: B batch, L length, H heads, K key heads, N state, d head dim, T rows of a tile.
+Shapes: B batch, L length, D model width, H heads, G groups, N state, Q queries.
 """
 
 from functools import partial
@@ -76,7 +76,7 @@ def check_has_matrix_per_head(mixer: str) -> None:
 
 
 def mixer_rows(streams: list[torch.Tensor], rows: slice) -> torch.Tensor:
-    """Rows (B, H, T, L) of the unrolled matrix, skip connection included.
+    """Rows (B, H, Q, L) of the unrolled matrix, skip connection included.
 
     Args:
         streams: log_a (B, L, H), B (B, L, G, N), C (B, L, H, N), D (H,), and the step (B, L, H) where there is one;

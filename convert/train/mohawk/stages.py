@@ -35,7 +35,7 @@ class Stages:
 
     Args:
         teacher: to learn from. student: the hybrid, trained in place.
-        train: token ids (S, L) to train on. held_out: token ids to report on.
+        train: token ids (B, L) to train on. held_out: token ids to report on.
         folder: for checkpoints and logs.
         begin: number of first tokens of every row that the tokenizer begins a text with.
     """
