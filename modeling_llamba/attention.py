@@ -311,8 +311,8 @@ def head_norms(config) -> list[nn.Module | None]:
 
 
 def score_options(softcap: float | None, sinks: torch.Tensor | None) -> dict[str, Any]:
-    """The arguments that cap scores and add learned ones (H,); what is None is left out, as not every function knows
-    it."""
+    """The arguments that cap scores and add learned ones (H,); what is None is left out, since not every function
+    takes it."""
     given = {"softcap": softcap, "s_aux": sinks}
     return {name: value for name, value in given.items() if value is not None}
 

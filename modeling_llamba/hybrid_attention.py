@@ -318,7 +318,7 @@ class HybridAttention(nn.Module):
         return query, _of_heads(projected.key, self.kept), _of_heads(projected.value, self.kept)
 
     def select_windowed(self, projected: Projected) -> Projected:
-        """Without the kept heads, and with the rows that a cache takes."""
+        """Projections of the heads with a window, and the rows of their keys and values that a cache takes."""
         query, sink_query, key, value, salience = projected[:5]
         if self.kept:
             query = _of_heads(query, self.windowed, self.shared)
@@ -335,7 +335,7 @@ class HybridAttention(nn.Module):
         return of_keys.encode(key), of_values.encode(value)
 
     def rounded(self, projected: Projected) -> Projected:
-        """With keys and values as their rows hold them."""
+        """Projections whose keys and values are rounded as a cache holds them; gradients pass unchanged."""
         key = self.shape.key_rounding.round(projected.key, projected.key_rows)
         value = self.shape.value_rounding.round(projected.value, projected.value_rows)
         return projected._replace(key=key, value=value)
@@ -857,7 +857,7 @@ def runs(numbers: list[int]) -> list[tuple[int, int]]:
 
 
 def _segment(projected: Projected, inputs: HybridInputs, which: slice, whole: bool) -> tuple[Projected, HybridInputs]:
-    """Some tokens of a prompt."""
+    """Consecutive tokens of a prompt, read at once."""
     if whole:
         return projected, inputs
     tensors = [None if t is None else t[:, :, which] for t in projected._replace(salience=None)]

@@ -118,7 +118,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(config, attention_mask=None, **kwargs):
-        """`generate` may ask for masks ahead, for static caches; hybrid layers want the padding itself, if any."""
+        """Masks that `generate` makes ahead, for static caches; the padding itself where hybrid layers need it."""
         if {"hybrid", RECURRENT} & set(config.layer_types):
             return _drop_full_mask(attention_mask)
         masks = create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)

@@ -338,7 +338,7 @@ if triton is not None:
         K: tl.constexpr, S: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
         KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr, TILE: tl.constexpr,
     ):  # fmt: skip
-        """Some columns of what is held of one key/value head of one row."""
+        """Load some columns of the keys and values that one row holds of one key/value head."""
         at = tl.program_id(1).to(tl.int64)
         b, kv = at // K, at % K
         own = tl.program_id(0) * TILE + tl.arange(0, TILE)

@@ -11,7 +11,7 @@ their position, in teachers that have one."""
 
 
 def rotary_embedding(config) -> nn.Module:
-    """Makes cos and sin: Phi's, as it knows rotation of a part of each head, besides every scaling of transformers."""
+    """Module that makes cos and sin: Phi's, which can rotate a part of each head and has every scaling of RoPE."""
     from transformers.models.phi.modeling_phi import PhiRotaryEmbedding  # here, since it takes seconds to import
 
     return PhiRotaryEmbedding(config)

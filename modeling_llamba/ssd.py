@@ -228,7 +228,7 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
 
     "auto" takes a kernel that is installed, for tensors on CUDA: fla's, else mamba_ssm's where no gradient is wanted,
     else torch. mamba_ssm's has no gradient here: x is divided by -log_a for it, and near a = 1 the gradient of that is
-    a small difference of large numbers (docs/results/kernels.md). fla's has, unless `fla_gradient_problem` knows why.
+    a small difference of large numbers (docs/results/kernels.md). fla's has (but see `fla_gradient_problem`).
 
     Raises:
         ValueError: the backend is unknown, or asked for by name and not usable here, or not for this.

@@ -1,4 +1,4 @@
-"""On-policy distillation of a hybrid: it answers prompts, the teacher grades every token; TRL's DistillationTrainer.
+"""Distil a hybrid on its own answers: it answers prompts, the teacher grades every token; TRL's DistillationTrainer.
 
     python -m recipes.distillation --config recipes/configs/llamba/distillation.yaml [--any_key value ...]
 

@@ -249,7 +249,7 @@ class Evaluation:
 
     @cached_property
     def readers(self) -> dict[str, Reader]:
-        """Both models in two steps."""
+        """Readers of both models, by name."""
         return {which: reader(model) for which, model in self.models.items()}
 
     def text(self) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
-    """Refuse what SFTTrainer knows and this loss does not."""
+    """Refuse options of SFTTrainer that this loss does not follow."""
     if config.loss_type != "nll" or config.label_smoothing_factor:
         raise ValueError("loss_type and label_smoothing_factor are not for this loss: see ce_weight and kl_weight.")
     if config.packing and config.packing_strategy == "wrapped":

@@ -31,7 +31,7 @@ def save_pictures(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def head_kinds(config: PreTrainedConfig) -> list[list[str]]:
-    """For each layer, what each key/value head is: one of KINDS."""
+    """Kinds (of KINDS) of the key/value heads of each layer."""
     beside = "window and state"
     if config.mixer == "none":
         beside = "window"

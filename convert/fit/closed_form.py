@@ -59,7 +59,7 @@ def fit_layer(mixer: nn.Module, data: LayerData, settings: FitOptions, seed: int
 
 @torch.no_grad()
 def take_if(better: torch.Tensor, mixer: nn.Module, other: nn.Module) -> None:
-    """Give a mixer the other's parameters, in place, where `better` is true; the host need not know."""
+    """Give a mixer the other's parameters, in place, where `better` is true, without waiting for the device."""
     for ours, theirs in zip(mixer.state_dict().values(), other.state_dict().values(), strict=True):
         ours.copy_(torch.where(better, theirs, ours))
 

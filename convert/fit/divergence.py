@@ -6,7 +6,7 @@ import torch
 
 CHUNK_TOKENS = 256
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""From states after the final norm to logits."""
+"""Function from states after the final norm (..., D) to logits (..., V)."""
 
 
 def kl_of_log_probs(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

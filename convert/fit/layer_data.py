@@ -26,12 +26,12 @@ class LayerFit:
     ridge: float | None
     """The ridge chosen; None where out_proj was best left as it was."""
     mapped: float
-    """Before the closed form: with mapped weights; of a hybrid layer with its salience, and the mass of keys that are
-    all alike."""
+    """Error with mapped weights, before the closed form; of a hybrid layer with its salience, and the mass of keys
+    that are all alike."""
     solved: float
-    """After the closed form."""
+    """Error after the closed form."""
     refined: float
-    """At the end: after gradient steps, which a hybrid layer has none of."""
+    """Error after gradient steps; a hybrid layer has none, so that it is `solved`."""
     by_rank: dict[int, float] | None = None
     """Errors at the end of the fit of a hybrid layer, by the rank of its output map."""
 

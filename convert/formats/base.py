@@ -14,7 +14,7 @@ from ..io.reader import Checkpoint, TensorInfo
 from .table import Table, renamed
 
 ANY = object()
-"""For an entry that changes nothing whatever it says."""
+"""Value of an entry that changes nothing, whatever its own value is."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KINDS = {
     int: "a whole number above 0",

@@ -378,7 +378,7 @@ def export_checkpoint(
 
 
 def _write_config(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
-    """Write config.json with the spellings that readers other than transformers know."""
+    """Write config.json with the spellings that readers other than transformers accept."""
     config.dtype = dtype
     config.rope_theta = config.rope_parameters["rope_theta"]
     config.time_step_limit = (0.0, 1e30)  # infinity, which is the default, is no JSON

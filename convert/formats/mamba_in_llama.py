@@ -27,7 +27,7 @@ MAMBA2_NORM_EPS = 1e-5
 MLP = ("gate_proj", "up_proj", "down_proj")
 UNDERSTOOD = ("d_model", "ssm_cfg", "rms_norm_eps", "hidden_act", "n_layer", "attn_layers")
 HARMLESS = dict.fromkeys(("vocab_size", "d_inner", "d_xb", "intermediate_size", "num_key_value_heads"), ANY)
-"""Their sizes are the tensors'."""
+"""Entries that are ignored, because the tensors have these sizes."""
 SSM_HARMLESS = dict.fromkeys(
     ("chunk_size", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor", "A_init_range", "conv_init", "headdim",
      "nheads", "use_mem_eff_path", "use_fast_path", "layer_idx", "device", "dtype", "layer", "process_group",

@@ -1,4 +1,4 @@
-"""From a layer's attention tensors to its mixer's: Q -> C, K -> B, V -> x, O -> out_proj.
+"""Map a layer's attention tensors to its mixer's: Q -> C, K -> B, V -> x, O -> out_proj.
 
 With decay 1, an open gate, an identity convolution and no activation, the mixer's unrolled matrix is then the
 teacher's attention before the softmax, Q K^T / sqrt(head dim), causal, head by head (Wang et al. 2024, section 2).

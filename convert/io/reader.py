@@ -400,7 +400,7 @@ class RemoteHeaders(Checkpoint):
         }
 
     def read_rows(self, name: str, start: int, stop: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Not to be called: a plan reads no weights."""
+        """Refuse: a plan reads no weights."""
         raise AssertionError(f"{name} was asked for, but only the headers are here")
 
 

@@ -1,6 +1,6 @@
 """Write safetensors shards as the tensors come, never holding one whole.
 
-A file is a length, a JSON header with every tensor's type, shape and offsets, and the bytes; since a plan knows all
+A file is a length, a JSON header with every tensor's type, shape and offsets, and the bytes; since a plan holds all
 shapes beforehand, the header can be written first and the bytes streamed after it.
 """
 

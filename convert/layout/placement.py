@@ -48,9 +48,9 @@ class CacheBits:
     """Bits of a number in the cache, of keys and of values; 16 stands for the model's own type."""
 
     full: tuple[int, int] = (16, 16)
-    """In full attention, kept heads included."""
+    """Bits in full attention, kept heads included."""
     window: tuple[int, int] = (16, 16)
-    """In the windows of hybrid layers and in those that the teacher has itself."""
+    """Bits in windows: those of hybrid layers and those that the teacher has itself."""
 
     def config_fields(self) -> dict[str, int | list[int]]:
         """The fields of the hybrid's configuration that store them."""
@@ -101,7 +101,7 @@ class Placement:
 
     @property
     def full_heads(self) -> dict[int, tuple[int, ...]]:
-        """Query heads that see every token, by hybrid layer that has any."""
+        """Query heads with attention to all tokens, by hybrid layer that has any."""
         layers = enumerate(self.layers)
         return {i: layer.full_heads for i, layer in layers if isinstance(layer, Hybrid) and layer.full_heads}
 

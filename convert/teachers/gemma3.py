@@ -1,5 +1,5 @@
-"""Gemma 3: Gemma 2's block with norms on queries and keys instead of caps; five of six layers see a window, with a
-rotary embedding of their own. Of the multimodal ones, the text part."""
+"""Gemma 3: Gemma 2's block with norms on queries and keys instead of caps; five of six layers attend to a window,
+with a rotary embedding of their own. Of the multimodal ones, the text part."""
 
 from .base import TeacherFamily, local_rope
 from .gemma2 import GEMMA2

@@ -1,5 +1,5 @@
-"""gpt-oss: learned sinks in every layer, of which every second sees a window; biases; experts whose gate and up are
-clamped, packed as MXFP4 in what is published (`io/reader.py` unpacks them)."""
+"""gpt-oss: learned sinks in every layer, of which every second attends to a window; biases; experts whose gate and up
+are clamped, packed as MXFP4 in what is published (`io/reader.py` unpacks them)."""
 
 from .base import EXPERTS, TeacherFamily, same_name
 from .llama import ATTENTION_TENSORS, OTHER_TENSORS

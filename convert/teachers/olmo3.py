@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2's block; three of four layers see a window, and only the others stretch their rotary embedding."""
+"""OLMo 3: OLMo 2's block; three of four layers attend to a window, and only the others stretch their RoPE."""
 
 from .base import TeacherFamily, local_rope
 from .olmo2 import OLMO2

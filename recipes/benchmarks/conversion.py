@@ -201,7 +201,7 @@ def rounds_in(
 
 
 def measure(output: Path) -> Report:
-    """From and to a disk, and within memory where there is room."""
+    """Measure writing from and to a disk, and within memory where there is room."""
     report = Report()
     rows = []
     found = {}

@@ -1,4 +1,4 @@
-"""On a GPU: parity, then the scan, training steps, prefill and decoding, beside other kernels and the teacher.
+"""Measure on a GPU: parity, then the scan, training steps, prefill and decoding, beside other kernels and the teacher.
 
     make bench-gpu        or        python -m recipes.benchmarks.run --only gpu
 

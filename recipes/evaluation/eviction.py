@@ -1,6 +1,6 @@
 """Eviction after a context: few keys and values of it are kept, chosen before anything asks for them.
 
-The choice is KVzip's (arXiv 2505.23416): the model reads the context, is told to repeat it and reads it again; a pair
+The choice is KVzip's (arXiv 2505.23416): the model reads the context, is asked to repeat it and reads it again; a pair
 of key and value scores as the largest weight that any query of the second reading gives it. The pairs of the highest
 scores are kept, of all heads and layers together, so that heads which look back keep more.
 
@@ -30,7 +30,7 @@ REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 Scores = list[torch.Tensor | None]
 """Scores (K, T) of every layer; None of a layer with a window or a state."""
 Kept = list[torch.Tensor | None]
-"""For every layer, whether a pair is kept (K, T); None of a layer with a window or a state, which stays."""
+"""Pairs that are kept (K, T), of every layer; None of a layer with a window or a state, which stays as it is."""
 
 
 def kept_bytes(shapes: list[LayerShape], pairs: int, moments: bool, length: int) -> int:
@@ -92,7 +92,7 @@ def keep_highest(scores: Scores, pairs: int) -> Kept:
 
 @dataclass(frozen=True)
 class Eviction:
-    """Attention of two copies of one text (2, L), the second of which sees what is kept of each context.
+    """Attention of two copies of one text (2, L); the second attends to the pairs that are kept of each context.
 
     kept: for each end of a context (T), in rising order, the pairs that are kept of every layer.
     """

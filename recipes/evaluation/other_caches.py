@@ -176,7 +176,7 @@ class OtherCache:
         return torch.cat(parts, 2)
 
     def _attend_rows(self, call: Call, rows: torch.Tensor, before: int, whole: Pair, rounded: Pair) -> torch.Tensor:
-        """Attend with some queries, to the columns that any of them sees.
+        """Attend with some queries, to the columns that are visible to any of them.
 
         Args:
             before: number of tokens before the first query. whole, rounded: keys and values (B, H, L, P).

@@ -16,7 +16,7 @@ from modeling_llamba.hybrid_cache import HybridLayer, cache_nbytes
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was told."""
+    """Seconds on a clock, read once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

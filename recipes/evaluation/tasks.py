@@ -1,6 +1,6 @@
 """Tasks through lm-eval's own library, for a model and its teacher, and the share of the teacher's score that is left.
 
-The relative score is (s - r) / (t - r) over chance r. Both models see the same documents, so it is a ratio of two
+The relative score is (s - r) / (t - r) over chance r. Both models read the same documents, so it is a ratio of two
 means over paired values, and its standard error is the ratio estimator's (delta method, Cochran 1977, section 6.4):
 that of the mean of (s_i - r_i) - R (t_i - r_i), over t - r.
 """

@@ -323,7 +323,7 @@ class SlotPage(MambaBase):
         return SlotSpec(**vars(replace(spec, page_size_padded=None)))
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """One tensor: vLLM copies pages for prefixes that are shared, and wants as many tensors of each layer."""
+        """One tensor: vLLM copies pages for prefixes that are shared, and requires as many tensors of each layer."""
         return ((self.size // 4,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:

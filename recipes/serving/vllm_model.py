@@ -150,7 +150,7 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Size of a state that makes vLLM choose the block that `Sizing` wants: vLLM lengthens blocks until one of
+        """Size of a state that makes vLLM choose the block of `Sizing`: vLLM lengthens blocks until one of
         attention with all heads of a layer is larger than a state. `SlotPage` has its own size."""
         config = vllm_config.model_config.hf_config
         cache = vllm_config.cache_config

@@ -196,8 +196,8 @@ def load_named(name: str, config: str | None = None) -> DatasetDict:
 def _cached_by_content(*names: str) -> Iterator[None]:
     """Have `datasets` keep what it makes of local folders apart by their files.
 
-    A folder whose card lists its files it knows by the last part of the name alone, and would give the rows of another
-    folder, or of the same one before it changed.
+    It identifies a folder whose card lists its files by the last part of its name alone, and would give the rows of
+    another folder, or of the same one before it changed.
     """
     folders = [path for name in names if (path := Path(name).expanduser()).is_dir()]
     files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]

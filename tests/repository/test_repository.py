@@ -294,9 +294,10 @@ def test_workflow_and_hooks_are_valid_yaml():
 
 
 FRAGMENT = re.compile(
-    r"(What|Whether|Which|Where|Of|As|The same|Who|Whoever|How|That|These|Those|It|They|Everything)\b"
+    r"(What|Whether|Which|Where|Of|As|The same|Who|Whoever|How|That|These|Those|It|They|Everything|Their|Its|Some|Both"
+    r"|With|Without|In|At|Before|After|For|From|By|On|If|Also|Like|Not|Only|Until|Beside|Beyond|Then|Here|And|Or|But)\b"
 )
-PERSONS = re.compile(r"\b(nobody|whoever|wants to know|want to know)\b")
+PERSONS = re.compile(r"\b(nobody|whoever|sees|wants?|(is|are|was|were) told)\b")
 
 
 def docstrings(path):

@@ -207,9 +207,9 @@ def head_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 def add_distillation_head(model: nn.Module) -> None:
     """Let `model(..., labels=labels, distillation=(signal, weights))` return a `DistillationOutput`.
 
-    The loss is computed inside the forward pass, so that wrappers (DDP, FSDP) see every use of the head. Without the
-    argument the model is what it was. `signal` gives, for the (B, L) mask of counting positions, the function
-    `teacher_of` of `distillation_loss`.
+    The loss is computed inside the forward pass, so that no use of the head is hidden from wrappers (DDP, FSDP).
+    Without the argument the model is what it was. `signal` gives, for the (B, L) mask of counting positions, the
+    function `teacher_of` of `distillation_loss`.
     """
     original = model.forward
 

@@ -199,7 +199,7 @@ def is_mixer(name: str) -> bool:
 def buffers_to_parameters(model: nn.Module) -> None:
     """Make the buffers that a checkpoint holds, as a hybrid layer's salience, frozen parameters of the same names.
 
-    What one process has read reaches the others through accelerate, which knows parameters alone. As such they are
+    What one process has read reaches the others through accelerate, which sends parameters alone. As such they are
     rounded with the weights in a mixed precision.
     """
     recomputed = {name for name, _ in model.named_non_persistent_buffers()}

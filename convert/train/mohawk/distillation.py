@@ -96,7 +96,7 @@ def stacked(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def no_tokenizer() -> Any:
-    """A tokenizer without words, because SFTTrainer wants one and rows of token ids need none."""
+    """A tokenizer without words, because SFTTrainer requires one and rows of token ids need none."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -31,7 +31,7 @@ def matrix_orientation_loss(
     """Stage-1 loss of one layer; its gradients are added to the mixer's parameters where autograd is on.
 
     Args:
-        u: (B, L, D), what both see. tile: rows compared at a time.
+        u: (B, L, D), the input of both. tile: rows compared at a time.
     """
     check_has_matrix_per_head(mixer.config.mixer)
     heads = attention.q_proj.out_features // attention.head_dim
