@@ -52,8 +52,8 @@ Switches = Mapping[str, bool]
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 DRY_RUN = {
-    "--dry-run": "Print the plan; read no weights, write nothing. Safetensors stay on the Hub, but .bin and GGUF "
-    "files are downloaded."
+    "--dry-run": "Print the plan and write nothing; next to no weights are read. Safetensors stay on the Hub, but "
+    ".bin and GGUF files are downloaded."
 }
 DRY_TRANSFER = {"--dry-run": "Print the plan; write nothing. A Hub repository is downloaded."}
 AS_JSON = {"--json": "Print as JSON on stdout."}

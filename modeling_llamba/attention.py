@@ -67,21 +67,21 @@ class SoftmaxAttention(nn.Module):
         store = None
         if past_key_values is not None:
             store = functools.partial(update_keys, past_key_values, self.layer_idx)
-        attend = functools.partial(
-            attention_function(self.config),
+        output, probabilities = attend_rounded(
             self,
+            self.roundings,
+            store,
+            query,
+            key,
+            value,
             attention_mask=attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            softcap=self.softcap,
+            sinks=self.sinks,
             sliding_window=self.sliding_window,
-            **score_options(self.softcap, self.sinks),
             **kwargs,
         )
-        step = None
-        if store is not None:
-            dropout = attend.keywords["dropout"]
-            step = one_token(self.config, self.roundings, query, attention_mask, dropout, self.softcap, self.sinks)
-        output, probabilities = attend_rounded(self.roundings, attend, store, query, key, value, step)
         if self.gate_proj is not None:
             output = output * head_gates(self, hidden_states)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
@@ -139,25 +139,39 @@ FUSED_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_rounded(
+    module: nn.Module,
     roundings: tuple[Rounding, Rounding],
-    attend: Callable,
     store: Callable | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    step: Callable | None = None,
+    *,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Softmax attention to keys and values as a cache holds them, rounded or not.
+    """Softmax attention (B, L, H, P) to keys and values as a cache holds them, rounded or not, and probabilities.
 
     Gradients pass to the new tokens' keys and values where a cache ends with these, as all but static ones do.
 
     Args:
-        attend: attention of queries (B, H, L, P) to keys and values (B, K, T, P), which returns (B, L, H, P) and
-            probabilities or None.
+        module: passed on to transformers' attention function, with the keyword arguments; has a `config`.
         store: adds new keys and values to a cache and returns all that it holds; None where there is no cache.
-        query, key, value: of the new tokens.
-        step: `one_token`, for keys and values that are stored; None where `attend` computes the attention.
+        query, key, value: (B, H, L, P) and (B, K, L, P) of the new tokens.
+        sinks: learned scores (H,), or None.
     """
+    attend = functools.partial(
+        attention_function(module.config),
+        module,
+        attention_mask=attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        **score_options(softcap, sinks),
+        **kwargs,
+    )
     of_keys, of_values = roundings
     key_rows, value_rows = of_keys.encode(key), of_values.encode(value)
     if store is not None:
@@ -165,6 +179,7 @@ def attend_rounded(
     if store is None or (key.requires_grad and (of_keys.rounds or of_values.rounds)):
         key, value = _with_past(of_keys, key, key_rows), _with_past(of_values, value, value_rows)
         return attend(query, key, value)
+    step = one_token(module.config, roundings, query, attention_mask, dropout, scaling, softcap, sinks)
     if step is not None:
         return step(query, key_rows, value_rows), None
     # what is held is not rotated back: there is much of it, and of queries and outputs little
@@ -196,6 +211,7 @@ def one_token(
     query: torch.Tensor,
     mask: torch.Tensor | None,
     dropout: float,
+    scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> Callable | None:
@@ -211,14 +227,14 @@ def one_token(
     if not can_run(query.is_cuda, query.dtype) or requested_backend(config.mixer_backend) == "torch":
         if softcap is not None or not fuses_on_cpu(query):
             return None
-        return functools.partial(attend_in_parts, roundings, mask=mask, scale=config.score_scale)
+        return functools.partial(attend_in_parts, roundings, mask=mask, scale=scaling)
     bias = None
     if mask is not None:
         bias = mask[:, 0, 0].expand(len(query), -1)
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill_(~bias, -torch.inf)
     bits = {"key_bits": roundings[0].bits, "value_bits": roundings[1].bits}
-    return functools.partial(attend_to_rows, bias=bias, scale=config.score_scale, softcap=softcap or 0.0, **bits)
+    return functools.partial(attend_to_rows, bias=bias, scale=scaling, softcap=softcap or 0.0, **bits)
 
 
 def fuses_on_cpu(*tensors: torch.Tensor) -> bool:

@@ -57,16 +57,13 @@ from .attention import (
     FUSED_ON_CPU,
     append_keys,
     attend_rounded,
-    attention_function,
     fuses_on_cpu,
     gate_projection,
     head_gates,
     head_norms,
     hiding,
     learned_sinks,
-    one_token,
     project_heads,
-    score_options,
 )
 from .block_layout import Blocks, Layout
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
@@ -296,21 +293,21 @@ class HybridAttention(nn.Module):
         if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
             causal_mask = causal_bias(projected.query)[None, None]
         self.kept_heads.training = self.training
-        attend = functools.partial(
-            attention_function(self.config),
+        store = None if layer is None else functools.partial(append_keys, layer.kept)
+        return attend_rounded(
             self.kept_heads,
+            self.kept_roundings,
+            store,
+            query,
+            key,
+            value,
             attention_mask=causal_mask,
             dropout=self.dropout,
             scaling=self.scaling,
-            **score_options(self.softcap, self.sinks_of(self.kept)),
+            softcap=self.softcap,
+            sinks=self.sinks_of(self.kept),
             **kwargs,
-        )
-        store = None if layer is None else functools.partial(append_keys, layer.kept)
-        sinks = self.sinks_of(self.kept)
-        step = None
-        if store is not None:
-            step = one_token(self.config, self.kept_roundings, query, causal_mask, self.dropout, self.softcap, sinks)
-        return attend_rounded(self.kept_roundings, attend, store, query, key, value, step)[0]
+        )[0]
 
     def select_kept(self, projected: Projected) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of the kept heads."""
