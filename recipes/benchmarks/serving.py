@@ -1,7 +1,7 @@
 """A hybrid and its teacher in the same vLLM on a CPU: requests that fit in memory, and tokens per second.
 
 Both are in this process and take turns, so that whatever disturbs one disturbs the other; times are the process's CPU
-time on one thread. Prompts are random tokens, flags vLLM's defaults but for prefix caching. `make bench-vllm` runs
+time on one thread, and those of a clock on several. Prompts are random tokens, flags vLLM's defaults but for prefix caching. `make bench-vllm` runs
 
     python -m recipes.benchmarks.serving FOLDER --make     in the project's environment: FOLDER/teacher, FOLDER/hybrid
     python -m recipes.benchmarks.serving FOLDER            in that of `make test-vllm`
@@ -19,7 +19,6 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # FITTING goes beyond the teacher's positions
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
 }
 FITTING = (4096, 32768)
 WARM_UP, STEPS, ROUNDS = 3, 6, 4
@@ -34,6 +33,13 @@ def fit(engine, tokens: int) -> float:
     return get_max_concurrency_for_kv_cache_config(engine.vllm_config, scheduler.kv_cache_config)
 
 
+def now() -> float:
+    """Seconds of CPU time, or of a clock where several threads share the work."""
+    if os.environ["OMP_NUM_THREADS"] == "1":
+        return time.process_time()
+    return time.perf_counter()
+
+
 def read(engine, context: int, requests: int) -> float:
     """Begin requests that decode from then on; the seconds that their prompts take."""
     import torch
@@ -44,20 +50,20 @@ def read(engine, context: int, requests: int) -> float:
     for i in range(requests):
         prompt = torch.randint(5, 40000, (context,), generator=generator).tolist()
         engine.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
-    started = time.process_time()
+    started = now()
     reading = {str(i) for i in range(requests)}
     while reading:
         reading -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
-    return time.process_time() - started
+    return now() - started
 
 
 def steps(engine, count: int) -> list[float]:
     """Seconds of each of some steps."""
     times = []
     for _ in range(count):
-        started = time.process_time()
+        started = now()
         engine.step()
-        times.append(time.process_time() - started)
+        times.append(now() - started)
     return times
 
 
@@ -86,11 +92,12 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests; none: memory alone")
     parser.add_argument("--dtype", default="float32", help="type of the weights, and of the cache")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 halves the teacher's cache, and kept heads")
+    parser.add_argument("--threads", type=int, default=1, help="threads of both models")
     args = parser.parse_args()
     if args.make:
         make_models(args.folder)
         return
-    os.environ |= SETTINGS
+    os.environ |= SETTINGS | {"OMP_NUM_THREADS": str(args.threads)}
     from vllm import LLM
 
     options = {
@@ -114,7 +121,12 @@ def main() -> None:
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for cell in args.cells:
         context, requests = map(int, cell.split("x"))
-        reading = {name: context * requests / read(engine, context, requests) for name, engine in engines.items()}
+        reading = {}
+        for name, engine in engines.items():
+            read(engine, context, requests)  # compiles for so many requests
+            engine.abort_request([str(i) for i in range(requests)])
+            engine.step()
+            reading[name] = context * requests / read(engine, context, requests)
         times = {name: [] for name in engines}
         for engine in engines.values():
             steps(engine, WARM_UP)
