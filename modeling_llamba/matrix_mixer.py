@@ -109,10 +109,10 @@ class SSDMixer(nn.Module):
         """
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
-        x, B = self.stepped(streams)
+        stepped = x, B = self.stepped(streams)
         if record(past_key_values, self.layer_idx, state, (x, streams.log_a, B), _replay) and state is not None:
             state = state.clone()  # a step works in place, and the recording holds what there was
-        y, new_state = self.mix(streams, x, B, state, seq_idx)
+        y, new_state = self.mix(streams, state, seq_idx, stepped)
         # a step works in place, and transformers would copy the state onto itself
         if past_key_values is not None and new_state is not state:
             past_key_values.update_recurrent_state(new_state, self.layer_idx)
@@ -123,16 +123,16 @@ class SSDMixer(nn.Module):
     def mix(
         self,
         streams: Streams,
-        x: torch.Tensor,
-        B: torch.Tensor,
-        state: torch.Tensor | None,
-        seq_idx: torch.Tensor | None,
+        state: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        stepped: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the recurrence from `state` (B, U, P, N): y (B, L, H, P) and the final state, float32 or wider.
 
         Args:
-            x, B: as `stepped` returns them.
+            stepped: x and B as the method of that name returns them, where it was called already.
         """
+        x, B = stepped or self.stepped(streams)
         log_a = streams.log_a
         if state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = ssd_step(state, x[:, 0], log_a[:, 0], B[:, 0], streams.C[:, 0])

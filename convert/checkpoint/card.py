@@ -42,7 +42,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 ![what each layer and head is](layers.png)
 
-`{{ layers }}` ({{ legend }}). {{ hybrid_layers }}
+`{{ layers }}` ({{ legend }})
 
 | per sequence | teacher | this model |
 |---|---|---|
@@ -148,14 +148,14 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
     conversion = plan.config.conversion
     replaced = summary["mixer_layers"]
     replacement = f"a {summary['mixer']} mixer"
-    hybrid_layers = ""
+    legend = legend_of_letters(summary["layer_types"])
     if summary["window"]:
         replacement = "attention to a window"
-        attended = f"{window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
-        hybrid_layers = f"A hybrid layer has softmax attention to {attended}."
-    if summary["state"]:
-        replacement = "attention to a window and a state"
-        hybrid_layers = f"A hybrid layer has a state beside softmax attention to {attended}."
+        hybrid = f"softmax attention to {window_in_words(summary['window'])} tokens and {summary['sinks']} sinks"
+        if summary["state"]:
+            replacement = "attention to a window and a state"
+            hybrid = f"a state beside {hybrid}"
+        legend = legend_of_letters(summary["layer_types"], hybrid)
     replaced_in_words = "every attention layer kept"
     note = "Every layer is the teacher's own."
     memory = ""
@@ -192,8 +192,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         needed=NEEDED,
         replaced=replaced_in_words,
         layers=layer_letters(summary["layer_types"]),
-        legend=legend_of_letters(summary["layer_types"]),
-        hybrid_layers=hybrid_layers,
+        legend=legend,
         cache_rows="\n".join(cache_rows),
         memory=memory,
         figure_rows="\n".join(f"| {row} | {figure} |" for row, figure in figures.items()),

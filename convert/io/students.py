@@ -189,6 +189,7 @@ def layer_letters(layer_types: list[str]) -> str:
     return "".join(LAYER_LETTERS[kind][0] for kind in layer_types)
 
 
-def legend_of_letters(layer_types: list[str]) -> str:
-    """Explain the letters of these layers: "A attention, H hybrid"."""
-    return ", ".join(sorted({" ".join(LAYER_LETTERS[kind]) for kind in layer_types}))
+def legend_of_letters(layer_types: list[str], hybrid: str = LAYER_LETTERS["hybrid"][1]) -> str:
+    """Explain the letters of these layers: "A attention, H hybrid"; `hybrid` are other words for a hybrid layer."""
+    words = LAYER_LETTERS | {"hybrid": ("H", hybrid)}
+    return ", ".join(sorted({" ".join(words[kind]) for kind in layer_types}))

@@ -1,7 +1,8 @@
 """A hybrid and its teacher in the same vLLM on a CPU: requests that fit in memory, and tokens per second.
 
 Both are in this process and take turns, so that whatever disturbs one disturbs the other; times are the process's CPU
-time on one thread, and those of a clock on several. Prompts are random tokens, flags vLLM's defaults but for prefix caching. `make bench-vllm` runs
+time on one thread, and those of a clock on several. Prompts are random tokens, flags vLLM's defaults but for prefix
+caching. `make bench-vllm` runs
 
     python -m recipes.benchmarks.serving FOLDER --make     in the project's environment: FOLDER/teacher, FOLDER/hybrid
     python -m recipes.benchmarks.serving FOLDER            in that of `make test-vllm`

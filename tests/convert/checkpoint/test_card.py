@@ -47,7 +47,7 @@ def test_a_card_shows_the_pictures_that_lie_beside_it(two_layer_teacher, tmp_pat
     card = (tmp_path / "out" / "README.md").read_text()
     shown = set(re.findall(r"!\[.*\]\((.+)\)", card))
     assert shown == {LAYERS, CACHE} == {path.name for path in (tmp_path / "out").glob("*.png")}
-    assert "`HH` (H hybrid). A hybrid layer has softmax attention to 8 tokens and" in card
+    assert "`HH` (H softmax attention to 8 tokens and 4 sinks)" in card
 
 
 def test_the_cache_is_the_plans():
