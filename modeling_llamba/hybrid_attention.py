@@ -442,7 +442,7 @@ class HybridAttention(nn.Module):
         shape = self.shape
         length = projected.query.shape[2]
         tokens = projected.tokens(inputs.index) if keeps else None
-        causal = shape.window if held is None and inputs.start == 0 else 0  # tokens that see all before them
+        causal = shape.window if held is None and inputs.start == 0 else 0  # tokens that attend to all before them
         begin = None
         if causal:
             begin = self._attend_causally(

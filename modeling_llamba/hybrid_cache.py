@@ -504,7 +504,7 @@ def new_cache(config) -> DynamicCache:
 
 
 def conv_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
-    """The inputs that a layer's short convolution remembers, or None before the first token."""
+    """The last inputs of a layer's short convolution, or None before the first token."""
     layer = cache.layers[layer_idx]
     return layer.conv_states[0] if layer.has_previous_state[0] else None
 

@@ -1,6 +1,6 @@
 """The parts of a hybrid model that do not depend on the block: initialisation, masks, caches, the decoder loop, loss.
 
-A family subclasses these three and says what its blocks are.
+A family subclasses these three and defines its blocks.
 """
 
 import math
@@ -109,7 +109,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config, *args, **kwargs):
         if config.attn_logit_softcapping is not None or config.learned_sinks:
-            self._supports_sdpa = False  # which knows neither, so that eager is the default
+            self._supports_sdpa = False  # which has neither, so that eager is the default
         if config.learned_sinks:
             self._supports_flash_attn = False  # of which some versions leave them out without a word
         if RECURRENT in config.layer_types:
@@ -403,7 +403,7 @@ class HybridModel(HybridPreTrainedModel):
         return masks
 
     def _sink_rotary(self, inputs_embeds, position_ids, index, columns):
-        """The embedding for queries that look at sinks, none of them farther away than the teacher was trained for.
+        """The embedding for queries that attend to sinks, none of them farther away than the teacher was trained for.
 
         Args:
             index: (B, L), all below `columns`.

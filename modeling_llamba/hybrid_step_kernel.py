@@ -139,7 +139,7 @@ def mix_one(
 
     Args:
         keys, values, salience, state, seen: `Held` of eviction.py, which holds the token already.
-        query, sink_query: (B, H', 1, P); the second looks at sinks that have left the window, where it is given.
+        query, sink_query: (B, H', 1, P); the second attends to sinks that have left the window, where it is given.
         mass: (H', 2 + F' + F). scale, softcap: of the scores, softcap 0 for none.
         block, sinks, places: of `BlockShape`. planes, slow_planes: of `SlowDims`.
     """

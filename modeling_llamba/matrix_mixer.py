@@ -204,7 +204,7 @@ class SSDMixer(nn.Module):
 def convolve_with_cache(
     conv: ShortConv, x: torch.Tensor, seq_idx: torch.Tensor | None, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """Convolve (B, L, C), continuing from and updating the inputs the cache remembers."""
+    """Convolve (B, L, I), continuing from the inputs in the cache, which are updated."""
     if cache is None:
         return conv(x, seq_idx)
     past = conv_state(cache, layer_idx)

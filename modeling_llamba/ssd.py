@@ -261,8 +261,8 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
 def fla_gradient_problem() -> str | None:
     """Say why fla refuses to compute gradients here, once as a warning, too; None where it does not.
 
-    Triton 3.4.0 to 3.7.0 compiles its backward pass wrongly for Hopper. tilelang, which it would take instead, does
-    not know states in float32.
+    Triton 3.4.0 to 3.7.0 compiles its backward pass wrongly for Hopper. tilelang, which it would take instead, has
+    no states in float32.
     """
     version = TorchVersion(triton.__version__)
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9

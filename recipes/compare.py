@@ -87,7 +87,7 @@ class Method(NamedTuple):
     reader: Callable[[Sequence[int]], Reader]
     """Makes the reader of single texts in which contexts end at these places."""
     model: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
-    """Opens the model that answers with this cache; none for eviction, which has to be told where contexts end."""
+    """Opens the model that answers with this cache; none for eviction, whose cache depends on where contexts end."""
 
 
 class Comparison:

@@ -1,4 +1,7 @@
-"""KL(teacher || student) = sum_v p_v (log p_v - log q_v), in nats, over the vocabulary, per position."""
+"""KL(teacher || student) = sum_v p_v (log p_v - log q_v), in nats, over the vocabulary, per position.
+
+Shapes: L length, D model width, V vocabulary.
+"""
 
 from collections.abc import Callable
 

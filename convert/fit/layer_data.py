@@ -37,7 +37,7 @@ class LayerFit:
 
     @classmethod
     def of_record(cls, record: dict) -> "LayerFit":
-        """A fit that was written as JSON, whose names are texts."""
+        """Read the errors of a fit from JSON, where ranks are texts."""
         by_rank = record.pop("by_rank")
         return cls(**record, by_rank=by_rank and {int(rank): error for rank, error in by_rank.items()})
 
@@ -47,7 +47,7 @@ class Unread(NamedTuple):
 
     numbers: torch.Tensor
     as_fit: Callable[..., LayerFit]
-    """Makes a report of the other numbers."""
+    """Function from the numbers after the first to the errors of the fit."""
 
     def read(self) -> LayerFit:
         """Wait for the device, and report.

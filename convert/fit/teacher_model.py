@@ -2,6 +2,8 @@
 
 With every layer kept, the student's class computes the teacher exactly (the tests compare logits), so alignment needs
 no class per teacher family, and a block can hold the attention it has and the mixer it is to have side by side.
+
+Shapes: B batch, L length, D model width, H heads, Q queries.
 """
 
 import math

@@ -45,13 +45,13 @@ class Section:
         return self._checked(name, kind)
 
     def need(self, name: str, kind: type) -> Any:
-        """An entry that must be there."""
+        """The value of an entry that must be there."""
         if name not in self.values:
             raise ValueError(f"{self.file} has no {self.path}{name}.")
         return self._checked(name, kind)
 
     def only(self, understood: Collection[str], harmless: Mapping[str, Any] = MappingProxyType({})) -> "Section":
-        """The section, if it says nothing but what is understood.
+        """The section itself, if it has no entries but those that are understood.
 
         Args:
             harmless: entries that change nothing, with the only value they may have besides null; ANY where any does.

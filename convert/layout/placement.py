@@ -53,7 +53,7 @@ class CacheBits:
     """Bits in windows: those of hybrid layers and those that the teacher has itself."""
 
     def config_fields(self) -> dict[str, int | list[int]]:
-        """The fields of the hybrid's configuration that store them."""
+        """The fields of the hybrid's configuration that store these bits."""
         pairs = {"full_attention_bits": self.full, "window_bits": self.window}
         return {name: keys if keys == values else [keys, values] for name, (keys, values) in pairs.items()}
 

@@ -4,6 +4,8 @@
 
 JOB names a folder or Hub id, chat prompts, a text and a file for the results: what the model answers, and its logits
 over the text.
+
+Shapes: L length, V vocabulary.
 """
 
 import json

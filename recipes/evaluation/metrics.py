@@ -2,6 +2,8 @@
 
 A position is where a prediction is made: the one at t has seen t + 1 tokens. Intervals are 1.96 standard errors over
 sequences, since the tokens of one sequence depend on each other; of exponentials by the delta method.
+
+Shapes: B batch, L length, D model width, V vocabulary.
 """
 
 import math

@@ -44,7 +44,7 @@ class StateSpace:
 def balanced_truncation(target: torch.Tensor, state: int) -> StateSpace:
     """A recurrence with a state of N near a lower triangular `target` (B, L, L): balanced truncation in time order.
 
-    The exact recurrence remembers every input. At each step its state is brought into balanced coordinates, those of
+    The exact recurrence holds every input. At each step its state is brought into balanced coordinates, those of
     the singular value decomposition of the Hankel block (inputs so far x outputs to come), and all but the first
     `state` are dropped: the best rank-N approximation of that block (Eckart and Young). Blocks of later steps are
     built from what was kept, so what is dropped at different steps is orthogonal, and

@@ -297,7 +297,7 @@ FRAGMENT = re.compile(
     r"(What|Whether|Which|Where|Of|As|The same|Who|Whoever|How|That|These|Those|It|They|Everything|Their|Its|Some|Both"
     r"|With|Without|In|At|Before|After|For|From|By|On|If|Also|Like|Not|Only|Until|Beside|Beyond|Then|Here|And|Or|But)\b"
 )
-PERSONS = re.compile(r"\b(nobody|whoever|sees|wants?|(is|are|was|were) told)\b")
+PERSONS = re.compile(r"\b(nobody|whoever|sees|wants?|(is|are|was|were|be) told|remembers?)\b")
 
 
 def docstrings(path):
@@ -342,3 +342,25 @@ def test_a_shape_letter_has_one_meaning():
     assert {*"BLDHKPNESTX"} <= used.keys()  # it is not blind
     assert letters_of("Shapes: B batch (requests), D head dim. More.") == [("B", "batch"), ("D", "head dim")]
     assert known["D"] != "head dim"
+
+
+def letters_used(text):
+    """The letters in shapes of a docstring, such as (B, L, 3 H' P)."""
+    shapes = [shape.split(",") for shape in re.findall(r"\(([\w',./ +*>=-]+,[\w',./ +*>=-]*)\)", text)]
+    shapes = [shape for shape in shapes if not any(re.search(r"[a-z]{2,} [a-z]", size) for size in shape)]  # no prose
+    return {letter for shape in shapes for size in shape for letter in re.findall(r"\b[A-Z]\b'?", size)}
+
+
+def test_a_file_lists_the_letters_of_its_shapes():
+    """B, L and D need no list where there are no others; a prime on a letter without one means a part."""
+    listing = 0
+    for package in ("modeling_llamba", "modeling_phimamba", "convert", "recipes"):
+        for path in (ROOT / package).rglob("*.py"):
+            texts = [text for _, text in docstrings(path)]
+            listed = {letter for text in texts for letter, _ in letters_of(text)}
+            used = {letter for text in texts for letter in letters_used(text)}
+            unlisted = {letter for letter in used - listed if letter.rstrip("'") not in listed}
+            assert unlisted <= (set() if listed else {*"BLD", "L'"}), f"{path.relative_to(ROOT)}: {unlisted}"
+            listing += bool(used & listed)
+    assert listing > 30  # it is not blind
+    assert letters_used("Rows (B, L', 3 H' P) of heads (C, the last) and (x, >= K - 1).") == {*"BPK", "L'", "H'"}

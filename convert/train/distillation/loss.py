@@ -3,6 +3,8 @@
 Both terms need logits over the vocabulary, the largest tensors of a training step. Here they exist a few million
 elements at a time: each chunk's gradient is taken while its logits are there, so that neither logits nor anything of
 their size is kept for the backward pass.
+
+Shapes: B batch, L length, D model width, V vocabulary.
 """
 
 import functools

@@ -4,7 +4,7 @@
 
 u is the teacher's own layer input, so layers are independent. The matrices are compared a tile of rows at a time: the
 norm is summed over the tiles in a first pass, and the second pass computes every tile again and sends its gradient
-back to the streams (B, C, decay, step, D), from where one backward pass reaches the projections. Memory is
+back to the streams B, C, decay, step and D, from where one backward pass reaches the projections. Memory is
 O(B H tile L), not O(B H L^2), and the result is the same.
 
 Shapes: B batch, L length, D model width, H heads, G groups, N state, Q queries.
