@@ -86,8 +86,8 @@ class PlacementOptions:
     """Size that the key/value cache of one sequence of --context tokens may have: a share of the teacher's in bfloat16
     (0.25), or bytes (50MB). It decides which layers and heads keep attention to all tokens, and how many of the latest
     tokens the others attend to. With --mixer mamba1 or mamba2 it decides only how many layers keep attention. Not
-    together with a share in --attention-layers. By default 0.08, of the cache of layers that attend to all tokens,
-    unless layers, a window, heads or another mixer are given, or --align is not closed-form."""
+    together with a share in --attention-layers. By default 0.08, counted over the layers that attend to all tokens;
+    no default where layers, a window, heads or another mixer are given, or --align is not closed-form."""
     context: Width = 4096
     """Number of tokens of the sequence whose cache --cache limits."""
     window: Window | None = None

@@ -222,7 +222,7 @@ def _ignored_settings(given: dict[str, Any]) -> list[str]:
 
 
 def write_side_files(files: SideFiles, folder: Path) -> None:
-    """Write what was read."""
+    """Write the tokenizer's files and the generation settings into a folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

@@ -50,7 +50,7 @@ class Unread(NamedTuple):
     """Function from the numbers after the first to the errors of the fit."""
 
     def read(self) -> LayerFit:
-        """Wait for the device, and report.
+        """Wait for the device and return the errors of the layer's fit.
 
         Raises:
             ValueError: the activations are not finite, or there is no fit with a finite error.

@@ -67,7 +67,7 @@ class Team:
                     part.copy_(received)
 
     def at_the_first(self, result: Any) -> list[Any]:
-        """Every process's result, in the first; nothing in the others."""
+        """Gather the results of every process: a list in process 0, empty in the others."""
         if self.size == 1:
             return [result]
         results = [None] * self.size if self.rank == 0 else None

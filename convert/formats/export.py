@@ -332,7 +332,7 @@ def engine_notes(source: PreTrainedConfig, config: PreTrainedConfig) -> list[str
 
 
 def plan_export(options: ExportOptions) -> TransferPlan:
-    """Decide everything.
+    """Plan an export: the native configuration, and a rule for each tensor of it.
 
     Raises:
         ValueError: the model is no hybrid of this project, or one that the architecture cannot hold.

@@ -31,6 +31,7 @@ def make_rules(
     """A rule for every target tensor, with every source tensor accounted for.
 
     Args:
+        table: parts of every target.
         shapes: shapes of the targets. tensors: the sources. dropped: sources left out, and why.
         what: name of the source's format, for errors.
         keeps_types: whether a tensor is written in the type of its source.

@@ -32,7 +32,7 @@ class Part:
     """Order in which the rows of each head are read; None if they keep the source's."""
 
     def rows(self, tensors: Mapping[str, TensorInfo]) -> int:
-        """Number of rows of the target that it fills."""
+        """Number of rows that the part makes, each as wide as the source's."""
         return (self._stop(tensors) - self.start) * self.times
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
@@ -44,7 +44,9 @@ class Part:
         step = self.block
         if self.order is not None:
             step = len(self.order)
-        for first in range(self.start, self._stop(checkpoint.tensors), step):
+        stop = self._stop(checkpoint.tensors)
+        assert (stop - self.start) % step == 0, f"{self.source}: {stop - self.start} rows in blocks of {step}"
+        for first in range(self.start, stop, step):
             rows = checkpoint.read(self.source, first, first + step)
             if self.order is not None:
                 rows = rows[list(self.order)]
@@ -59,14 +61,14 @@ class Part:
 
     def _finished(self, rows: torch.Tensor) -> torch.Tensor:
         if self.scale != 1:
-            rows = rows.float() * self.scale
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32)) * self.scale
         if not self.extra_columns:
             return rows
         return torch.nn.functional.pad(rows, (0, self.extra_columns))
 
     @property
     def changes(self) -> bool:
-        """True if the target has rows that the source has not."""
+        """True if rows are repeated, scaled or widened."""
         return self.times > 1 or self.scale != 1 or bool(self.extra_columns)
 
     @property
@@ -114,6 +116,7 @@ class Source:
 
     def in_order(self, order: tuple[int, ...] | None) -> "Source":
         """Return this source with the rows of each head read in another order."""
+        assert all(isinstance(part, Part) for part in self.parts), "constants have no order"
         return Source(tuple(dataclasses.replace(part, order=order) for part in self.parts), self.shape)
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
@@ -142,7 +145,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule by which one tensor of the hybrid is made; `blocks` yields its rows in order."""
+    """Rule by which one tensor of the written checkpoint is made; `blocks` yields its rows in order."""
 
     target: str
     shape: tuple[int, ...]

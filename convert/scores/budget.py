@@ -72,7 +72,7 @@ class Budget:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers and key/value heads per layer."""
+        """Number of layers, and of key/value heads in each."""
         return self.weights.config.num_hidden_layers, self.weights.config.num_key_value_heads
 
     @property
@@ -139,7 +139,7 @@ class Budget:
 
     @property
     def block(self) -> int:
-        """Tokens by which windows move."""
+        """Number of tokens by which a window moves at a time."""
         assert self.resolved.block is not None, "there are no windows"
         return self.resolved.block
 

@@ -297,7 +297,7 @@ def _quantised(name: str, info: TensorInfo) -> list[str]:
 
 
 def _place(name, info, targets, shapes, sources, of_head=None) -> list[str]:
-    """Split one teacher tensor along its rows among its targets; returns what is wrong with it.
+    """Split one teacher tensor along its rows among its targets, in `sources`; return what is wrong with it.
 
     Args:
         of_head: rows by which the targets alternate; None where each has its rows in one piece.
