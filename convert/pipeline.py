@@ -227,7 +227,6 @@ def write(
         side_files=side_files,
         config=plan.config,
         card=lambda: make_card(plan, output.push_to_hub or Path(output.folder).name, licence),
-        has_pictures=True,
     )
     write_contents(contents, folder, progress, record)
 

@@ -109,7 +109,8 @@ class SSDMixer(nn.Module):
         """
         streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
         state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
-        stepped = x, B = self.stepped(streams)
+        stepped = self.stepped(streams)
+        x, B = stepped
         if record(past_key_values, self.layer_idx, state, (x, streams.log_a, B), _replay) and state is not None:
             state = state.clone()  # a step works in place, and the recording holds what there was
         y, new_state = self.mix(streams, state, seq_idx, stepped)

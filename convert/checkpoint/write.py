@@ -32,8 +32,6 @@ class Contents:
     config: PreTrainedConfig
     card: Callable[[], ModelCard]
     """Makes the card, once the configuration is complete."""
-    has_pictures: bool
-    """True for a hybrid of ours, whose layers and cache can be drawn."""
 
 
 def write_contents(
@@ -48,7 +46,7 @@ def write_contents(
     Args:
         progress: called with a step's name, the amount done and the total.
         record: completes the configuration after the weights are written; it is passed the sha256 of each file that
-            they were made from. None if the configuration holds no record, so that nothing is hashed.
+            they were made from. None for a model that is no hybrid of ours, which has neither record nor pictures.
         write_config: writes config.json and the code that it names.
     """
     shards = plan_shards(contents.rules, contents.dtype, contents.max_shard_bytes)
@@ -58,6 +56,6 @@ def write_contents(
         record(write_and_hash(shards, contents.checkpoint, contents.dtype, folder, progress))
     write_side_files(contents.side_files, folder)
     contents.card().save(folder / "README.md")
-    if contents.has_pictures:
+    if record is not None:
         save_pictures(contents.config, folder)
     write_config(contents.config, folder, contents.dtype)

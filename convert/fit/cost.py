@@ -67,10 +67,13 @@ def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, w
     stand-in device counted (tests/device/test_memory.py).
 
     Args:
-        fitting, judging: numbers of sequences of L tokens. window: the window.
+        fitting, judging: numbers of sequences of L tokens. window: its width in tokens.
     """
     D, H, K, P = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    inner, X, behind, pieces = H * P, 3 * H * P, (L - window) / L, Pieces()
+    inner = H * P
+    X = 3 * inner
+    behind = (L - window) / L
+    pieces = Pieces()
     batch, judged = pieces.sequences * L, judging * L
     batches = -(-fitting // pieces.sequences)
     for_mass = -(-batches // 2) * batch
@@ -98,7 +101,7 @@ def cost_of(plan: Plan, rates: Rates, resident: int) -> Cost:
     H, K, P = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     window = statistics.mean(plan.placement.windows.values())
     inner = H * P
-    X = 3 * H * P
+    X = 3 * inner
     N = config.state_keys(layers - 1)
     block = active_parameters(plan.weights.config)
     mass = 2 + N - config.state_planes(layers - 1) + P - config.rotary_planes

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..io.reader import TensorInfo
+from ..io.reader import TensorInfo, quantisation_fault
 from ..io.rules import Part, Parts, Rule, Source, rule_of
 
 Table = dict[str, Parts]
@@ -44,8 +44,7 @@ def make_rules(
     faults += [f"missing tensor {name}" for name in sorted(used - tensors.keys())]
     faults += [f"unexpected tensor {name}" for name in tensors if name not in used and name not in dropped]
     for name in sorted(used & tensors.keys()):
-        if not tensors[name].dtype.is_floating_point or tensors[name].dtype.itemsize < 2:
-            faults.append(f"{name} has type {tensors[name].dtype}, so the weights are quantised")
+        faults += quantisation_fault(name, tensors[name])
     for target, parts in table.items():
         if used <= tensors.keys():
             faults += _misfits(target, parts, shapes[target], tensors)

@@ -149,7 +149,6 @@ def _contents(plan: TransferPlan, side_files: SideFiles, licence: Licence, optio
         side_files=side_files,
         config=plan.config,
         card=lambda: _card(plan, Path(options.output.folder).name, licence),
-        has_pictures=plan.provenance is not None,
     )
 
 

@@ -138,6 +138,12 @@ def _own_pages(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
+def quantisation_fault(name: str, info: TensorInfo) -> list[str]:
+    """Describe the fault of a tensor whose type is not that of whole weights: a list of one text, or an empty one."""
+    is_whole = info.dtype.is_floating_point and info.dtype.itemsize >= 2
+    return [] if is_whole else [f"{name} has type {info.dtype}, so the weights are quantised"]
+
+
 def is_finite(values: torch.Tensor, limit: float = math.inf) -> bool:
     """Return True if there is no NaN and no number that reaches the limit."""
     if not values.is_floating_point() or values.numel() == 0:

@@ -18,7 +18,10 @@ from .reader import BLOCK_BYTES, Checkpoint, TensorInfo
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `start` to `stop` of a source tensor, every block of `block` rows written `times` times."""
+    """Rows `start` to `stop` of a source tensor, every block of `block` rows written `times` times.
+
+    With an order, a block is as many rows as that names.
+    """
 
     source: str
     start: int = 0

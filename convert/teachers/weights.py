@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid_config import RECURRENT
 
 from ..io.mapping import LayerMapping, fold_out_bias
-from ..io.reader import Checkpoint, TensorInfo
+from ..io.reader import Checkpoint, TensorInfo, quantisation_fault
 from ..io.rules import Part, Rule, Source
 from ..io.students import STUDENTS, mixer_shapes, tensor_shapes
 from .base import TeacherFamily
@@ -237,7 +237,7 @@ class _Search:
         shape = (rows * count // len(self.pieces[whole]), *columns)
         if whole in self.joined:
             shape = (*info.shape[:1], rows, *columns)
-        self._note(known, _quantised(name, info) or _place(name, info, [known], {known: shape}, self.sources))
+        self._note(known, quantisation_fault(name, info) or _place(name, info, [known], {known: shape}, self.sources))
 
     def _take_whole(self, name: str, known: str, info: TensorInfo, targets: tuple[str, ...]) -> None:
         """Note a tensor that becomes one of the hybrid's, or several where the teacher fuses them."""
@@ -249,7 +249,9 @@ class _Search:
             self.faults.append(f"unexpected tensor {name} {tuple(info.shape)}")
             return
         of_head = self.head_dim if known in self.by_head else None
-        self._note(known, _quantised(name, info) or _place(name, info, present, self.shapes, self.sources, of_head))
+        self._note(
+            known, quantisation_fault(name, info) or _place(name, info, present, self.shapes, self.sources, of_head)
+        )
         if known in self.orders and present[0] in self.sources:
             self.sources[present[0]] = self.sources[present[0]].in_order(self.orders[known])
 
@@ -288,12 +290,6 @@ class _Search:
         names |= {whole: pieces[0] for whole, pieces in self.joined.items()}
         missing = [names[t] for t in self.shapes if t not in self.sources and t not in self.copied]
         self.faults += [f"missing tensor {name}" for name in missing if name not in self.unusable]
-
-
-def _quantised(name: str, info: TensorInfo) -> list[str]:
-    """Describe what is wrong with a tensor's type."""
-    is_whole = info.dtype.is_floating_point and info.dtype.itemsize >= 2
-    return [] if is_whole else [f"{name} has type {info.dtype}, so the weights are quantised"]
 
 
 def _place(name, info, targets, shapes, sources, of_head=None) -> list[str]:
