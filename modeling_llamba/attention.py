@@ -15,6 +15,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.utils import is_torchdynamo_compiling
 
+from .cpu_kernels import attend_on_cpu, can_run_on_cpu
 from .hybrid_step_kernel import can_run
 from .norms import head_norm
 from .rotary import Rotary, rotate_keys, rotate_queries
@@ -132,8 +133,6 @@ def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
 DECODED = 2**27
 """Numbers of keys that are taken out of their rows at once, as far as one head has not more: 64 sequences of 32,768
 tokens would otherwise take as much memory for a moment as their whole cache."""
-IN_CACHE = 2**18
-"""Numbers of keys at once for one token on a CPU, whose own cache holds so many."""
 FUSED_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Attention that returns its log-sum-exp, too."""
 
@@ -216,7 +215,7 @@ def one_token(
     sinks: torch.Tensor | None,
 ) -> Callable | None:
     """Attention of one token's queries (B, H, 1, P) to rows of keys and of values, which returns (B, 1, H, P): by
-    kernels, or on a CPU a part of the rows at a time; None where neither computes the attention of this layer.
+    kernels; None where these do not compute the attention of this layer.
 
     In 16 bits, too: PyTorch would leave that to cuDNN on newer GPUs, which plans anew for every length.
     """
@@ -224,58 +223,35 @@ def one_token(
         return None
     if config._attn_implementation not in (None, "sdpa"):
         return None
-    if not can_run(query.is_cuda, query.dtype) or requested_backend(config.mixer_backend) == "torch":
-        if softcap is not None or not fuses_on_cpu(query):
-            return None
-        return functools.partial(attend_in_parts, roundings, mask=mask, scale=scaling)
+    attend = kernel_for_rows(query, config.mixer_backend)
+    if attend is None:
+        return None
     bias = None
     if mask is not None:
         bias = mask[:, 0, 0].expand(len(query), -1)
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill_(~bias, -torch.inf)
     bits = {"key_bits": roundings[0].bits, "value_bits": roundings[1].bits}
-    return functools.partial(attend_to_rows, bias=bias, scale=scaling, softcap=softcap or 0.0, **bits)
+    return functools.partial(attend, bias=bias, scale=scaling, softcap=softcap or 0.0, **bits)
+
+
+def kernel_for_rows(query: torch.Tensor, backend: str) -> Callable | None:
+    """The kernel by which one token attends to rows on the query's device; None where there is none.
+
+    Args:
+        backend: `mixer_backend` of the configuration.
+    """
+    if can_run(query.is_cuda, query.dtype) and requested_backend(backend) != "torch":
+        return attend_to_rows
+    if can_run_on_cpu(query.device, query.dtype, backend):
+        return attend_on_cpu
+    return None
 
 
 def fuses_on_cpu(*tensors: torch.Tensor) -> bool:
     """True where PyTorch's fused attention for CPUs can be used; its log-sum-exp has no gradient."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return tensors[0].device.type == "cpu" and not recorded and not is_torchdynamo_compiling()
-
-
-def attend_in_parts(
-    roundings: tuple[Rounding, Rounding],
-    query: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
-    """Attention of one token's queries (B, H, 1, P) to rows (B, K, T, W) on a CPU, (B, 1, H, P).
-
-    Args:
-        mask: (B or 1, 1, 1, T), bool or to be added to the scores; None where no column is hidden.
-    """
-    of_keys, of_values = roundings
-    batch, heads, length = key_rows.shape[:3]
-    at_once = length
-    if of_keys.rounds or of_values.rounds:
-        at_once = max(min(DECODED, IN_CACHE) // (batch * heads * of_keys.dim), 16)
-    if mask is not None:  # the least number, not -inf: else a part that is hidden whole would be NaN
-        mask = hiding(~mask, query.dtype) if mask.dtype == torch.bool else mask.clamp(torch.finfo(mask.dtype).min)
-    turned = of_keys.rotate(query.view(batch, heads, -1, of_keys.dim))
-    parts = []
-    for first in range(0, length, at_once):
-        part = slice(first, first + at_once)
-        key = of_keys.decode(key_rows[:, :, part], query.dtype, rotated=True)
-        value = of_values.decode(value_rows[:, :, part], query.dtype, rotated=True)
-        bias = None if mask is None else mask[..., part]
-        parts.append(FUSED_ON_CPU(turned, key, value, attn_mask=bias, scale=scale))
-    output = parts[0][0]
-    if len(parts) > 1:
-        outputs, log_masses = (torch.stack(each) for each in zip(*parts, strict=True))
-        output = (outputs * log_masses.softmax(0)[..., None].to(output.dtype)).sum(0)
-    return of_values.rotate(output).view(batch, 1, -1, of_keys.dim)
 
 
 def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

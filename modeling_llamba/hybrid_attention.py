@@ -44,6 +44,7 @@ places, T columns, M mixed blocks, J groups of blocks, Q queries.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ from .attention import (
     project_heads,
 )
 from .block_layout import Blocks, Layout
+from .cpu_kernels import can_run_on_cpu, mix_one_on_cpu
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
 from .hybrid_prompt_kernel import (
@@ -741,12 +743,13 @@ class HybridAttention(nn.Module):
         start = inputs.start
         tokens = projected.tokens(inputs.index)
         is_early = start is not None and start < shape.window  # the state is empty then
-        if self._one_launch(query):
-            if start is None and fits(shape, query.shape[-1], least=1):
+        kernel = self._kernel_for_step(query)
+        if kernel is not None:
+            if kernel is mix_one and start is None and fits(shape, query.shape[-1], least=1):
                 layer.put_one(tokens)
             else:
                 layer.put(tokens, start)
-            output, features = mix_one(
+            output, features = kernel(
                 *layer.held, query, projected.sink_query, self.mass, self.scaling, self.softcap or 0.0,
                 shape.block, shape.sinks, shape.places, *shape.slow,
             )  # fmt: skip
@@ -786,15 +789,17 @@ class HybridAttention(nn.Module):
             return True
         return inputs.start is not None and inputs.start % self.shape.block + length <= self.shape.block
 
-    def _one_launch(self, query: torch.Tensor) -> bool:
-        """True where one kernel launch computes the step: on CUDA, unless backend "torch" is asked for."""
+    def _kernel_for_step(self, query: torch.Tensor) -> Callable | None:
+        """The kernel that computes the step, of Triton on CUDA and of C on a CPU; None where neither does, or the
+        backend "torch" is asked for."""
         if self.mass is None or self.sinks is not None or self.dropout or query.shape[2] > 1:
-            return False
-        if not {self.shape.key_rounding.bits, self.shape.value_rounding.bits} <= {8, WHOLE}:
-            return False
-        if requested_backend(self.config.mixer_backend) == "torch":
-            return False
-        return can_run(query.is_cuda, query.dtype)
+            return None
+        bits = self.shape.key_rounding.bits, self.shape.value_rounding.bits
+        if can_run(query.is_cuda, query.dtype) and requested_backend(self.config.mixer_backend) != "torch":
+            return mix_one if {*bits} <= {8, WHOLE} else None
+        if can_run_on_cpu(query.device, query.dtype, self.config.mixer_backend):
+            return functools.partial(mix_one_on_cpu, key_bits=bits[0], value_bits=bits[1])
+        return None
 
     def _attend_far_sinks(self, query, sink_query, keys, values, held: Held, bias):
         """`_attend` where the sinks, in the first places, are attended to by a query of their own."""

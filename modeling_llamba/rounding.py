@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from .cpu_kernels import can_run_on_cpu, decode_on_cpu, encode_on_cpu
 from .hybrid_step_kernel import can_run
 from .rounding_kernel import decode_rows, encode_rows, width_of
 from .ssd import requested_backend
@@ -90,6 +91,8 @@ class Rounding(NamedTuple):
             return t
         if self._in_kernels(t.is_cuda, t.dtype):
             return encode_rows(t.detach(), self.bits, self.groups)
+        if can_run_on_cpu(t.device, t.dtype, self.backend):
+            return encode_on_cpu(t.detach(), self.bits, self.groups)
         groups = self.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         if self.groups > 1:
             groups = groups.unflatten(-1, (self.groups, -1))
@@ -114,6 +117,8 @@ class Rounding(NamedTuple):
             return rows
         if self._in_kernels(rows.is_cuda, dtype):
             return decode_rows(rows, self.bits, self.dim, self.groups, dtype, rotated)
+        if can_run_on_cpu(rows.device, dtype, self.backend):
+            return decode_on_cpu(rows, self.bits, self.dim, self.groups, dtype, rotated)
         wide = torch.promote_types(dtype, torch.float32)
         groups = self.groups
         first = groups * torch.float16.itemsize

@@ -10,7 +10,6 @@ Shapes: B batch (requests), L length, H' heads with a window, K key/value heads,
 columns.
 """
 
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -18,10 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from modeling_llamba.attention import FUSED_ON_CPU, attend_in_parts, fuses_on_cpu
+from modeling_llamba.attention import FUSED_ON_CPU, fuses_on_cpu, kernel_for_rows
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import (
     HybridAttention,
@@ -34,9 +32,6 @@ from modeling_llamba.hybrid_cache import HybridLayer
 from modeling_llamba.rotary import Rotary
 
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
-
-EAGER_ROUNDING = {"emulate_precision_casts": True}
-"""Option of inductor, which else divides by scales that are not rounded to 16 bits, while those stored are."""
 
 
 class MixerCache:
@@ -92,8 +87,7 @@ def put(slots: Slots, held: Held) -> None:
 class SlotRows(HybridLayer):
     """A hybrid layer's cache of requests that decode, whose tokens are written into their slots.
 
-    The block of each token is open already. The width of the window is that of the tensors: one step is compiled for
-    all widths.
+    The block of each token is open already.
     """
 
     def __init__(self, shape: BlockShape, slots: Slots):
@@ -172,9 +166,7 @@ class SlotLayer(nn.Module):
         start = 0
         for name, (shape, dtype) in self.sizes.items():
             size = prod(shape) * dtype.itemsize
-            tensor = content[:, start : start + size].view(dtype).view(-1, *shape)
-            # by way of DLPack it is a tensor of its own to torch.compile, which takes views of one another badly
-            slots[name] = torch.from_dlpack(tensor)
+            slots[name] = content[:, start : start + size].view(dtype).view(-1, *shape)
             start += size
         return slots
 
@@ -255,50 +247,22 @@ class HybridSlots(SlotLayer):
     """A hybrid layer.
 
     Padding has no number and no salience, so that nothing of it is held.
-
-    Args:
-        step: `step_rows`, or `compiled_step()`, the same for all layers of a model.
     """
 
     paddings = [-1, -torch.inf, 0.0]
 
     def __init__(
-        self,
-        mixer: HybridAttention,
-        number: int,
-        memory: RequestMemory,
-        vllm_config: VllmConfig,
-        prefix: str,
-        step: Callable,
+        self, mixer: HybridAttention, number: int, memory: RequestMemory, vllm_config: VllmConfig, prefix: str
     ):
         super().__init__(mixer, number, memory, vllm_config, prefix)
-        self.step = step
-        self.example = None
         self.reach = mixer.config.hybrid_sink_reach
         self.columns = mixer.shape.places + mixer.shape.window
         self.kept_size = len(mixer.kept) * mixer.shared * mixer.head_dim
 
     def ready(self) -> None:
-        """Compile the step for one request and for several; find the bytes that one writes."""
+        """Find the bytes that a step writes."""
         super().ready()
         self.written, self.per_column = self._written()
-        if self.example is None or self.step is step_rows:
-            return
-        examples = [self.example]
-        if self._has_far_sinks(self.example):
-            examples.append(self._without_far_sinks(self.example))
-        for example in examples:
-            # torch.compile takes a size of 1 for a constant; a graph for 2 serves any larger number
-            for requests in (1, 2):
-                tokens = [t.repeat(requests, *[1] * (t.ndim - 1)) for t in example]
-                _, slots = self.empty(requests)
-                for name, t in slots.items():  # what is compiled for one layer does for windows of other widths
-                    t.zero_()
-                    torch._dynamo.maybe_mark_dynamic(
-                        t, [0, *{"keys": [2], "values": [2], "salience": [1]}.get(name, [])]
-                    )
-                with torch.inference_mode():
-                    self._step(tokens, slots)
 
     def _written(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bytes of a slot that belong to a token in its first column, and how much farther they are in the next."""
@@ -351,9 +315,6 @@ class HybridSlots(SlotLayer):
     def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int) -> None:
         """Tokens (B, L, ...) of requests, which `seen` others precede in each; index -1 at padding behind them."""
         index = inputs[0]
-        if rows is None:
-            # vLLM measures memory before it gives any: a token of that run is what `ready` compiles with
-            self.example = [t[0, :1, None].clone() for t in inputs]
         if seen + index.shape[1] <= self.reach:
             inputs = self._without_far_sinks(inputs)
         projected = projected_of(self.mixer, *inputs[1:])
@@ -382,7 +343,9 @@ class HybridSlots(SlotLayer):
             self.store(rows[opening], content[opening])
         if max(metadata.decoding) < self.reach:
             inputs = self._without_far_sinks(inputs)
-        self._give(output, *self._step(inputs, slots))
+        index, *others = inputs
+        cache = SlotRows(shape, slots)
+        self._give(output, *self.mixer.step(projected_of(self.mixer, *others), HybridInputs(index), cache))
         self._store_columns(rows, content, inputs[0][:, 0])
 
     def _store_columns(self, rows: torch.Tensor, content: torch.Tensor, number: torch.Tensor) -> None:
@@ -395,11 +358,6 @@ class HybridSlots(SlotLayer):
         where = places + self.first
         where = rows.gather(1, where // memory.shape[1]) * memory.shape[1] + where % memory.shape[1]
         memory.view(-1)[where] = content.gather(1, places)
-
-    def _step(self, inputs: list[torch.Tensor], slots: Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # made and laid out alike, since what is compiled depends on that
-        inputs = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
-        return self.step(self.mixer, slots, *inputs)
 
     def _has_far_sinks(self, inputs: list[torch.Tensor]) -> bool:
         """True if there are queries to sinks that are farther away than the teacher was trained for."""
@@ -473,8 +431,11 @@ def _attend_decoding(
 ) -> torch.Tensor:
     """Attention of a token of each request, queries (B, heads, P), to rows (B, K, T, .) of keys and of values."""
     of_keys, of_values = rows.roundings
-    if attention.softcap is None and fuses_on_cpu(query):
-        return attend_in_parts(rows.roundings, query[:, :, None], *held, mask=bias, scale=attention.scaling)[:, 0]
+    kernel = kernel_for_rows(query, attention.config.mixer_backend)
+    if kernel is not None:
+        bias = None if bias is None else bias[:, 0, 0]
+        bits = of_keys.bits, of_values.bits
+        return kernel(query[:, :, None], *held, bias, attention.scaling, attention.softcap or 0.0, *bits)[:, 0]
     keys, values = (
         rounding.decode(t, query.dtype, rotated=True) for rounding, t in zip(rows.roundings, held, strict=True)
     )
@@ -514,30 +475,6 @@ def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torc
     query, *sink_query = queries.split(K * shared, dim=1)
     rows = attention.rows_of(key, value)
     return Projected(query, sink_query[0] if sink_query else None, key, value, salience, *rows)
-
-
-def step_rows(
-    attention: HybridAttention,
-    slots: Slots,
-    index: torch.Tensor,
-    salience: torch.Tensor,
-    heads: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`HybridAttention.step` for a token of each request, in the slots themselves."""
-    projected = projected_of(attention, salience, heads)
-    return attention.step(projected, HybridInputs(index), SlotRows(attention.shape, slots))
-
-
-def compiled_step() -> Callable:
-    """`step_rows` compiled for all layers of a model: tensors and their sizes decide what a layer does.
-
-    So these are all that is checked at each call: to check the modules takes as long as the step.
-    """
-    checks = ("TENSOR_MATCH", "SHAPE_ENV")
-    options = EAGER_ROUNDING | {"guard_filter_fn": lambda guards: [guard.guard_type in checks for guard in guards]}
-    backend = current_platform.simple_compile_backend
-    # torch's limit of 8 is too low: layers differ in heads and ranks, and each is compiled for one request and several
-    return torch.compile(step_rows, backend=backend, options=options, isolate_recompiles=True, recompile_limit=64)
 
 
 def hybrid_slots(inputs: list[torch.Tensor], output: torch.Tensor, layer_name: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -20,8 +20,10 @@ from modeling_llamba.modeling_llamba import LlambaModel
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
 from .pages import RequestMemory, Sizing
-from .slots import EAGER_ROUNDING, HybridSlots, MixerSlots, compiled_step, step_rows
+from .slots import HybridSlots, MixerSlots
 
+EAGER_ROUNDING = {"emulate_precision_casts": True}
+"""Option of inductor, which else divides by scales that are not rounded to 16 bits, while those stored are."""
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
 
 
@@ -93,14 +95,12 @@ class ServedModel(nn.Module):
         self.reach = reach if vllm_config.model_config.max_model_len > reach else None
         # transformers' name for the function, and what the function then finds
         config._attn_implementation = "vllm_paged"
-        compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
         vllm_config.compilation_config.inductor_compile_config |= EAGER_ROUNDING
-        step = compiled_step() if compiles else step_rows
         memory = RequestMemory(vllm_config, prefix)
         for i, layer in enumerate(self.layers):
             name = f"{prefix}.layers.{i}"
             if layer.layer_type == "hybrid":
-                layer.mixer = HybridSlots(layer.mixer, i, memory, vllm_config, f"{name}.mixer", step)
+                layer.mixer = HybridSlots(layer.mixer, i, memory, vllm_config, f"{name}.mixer")
             elif layer.layer_type == "linear_attention":
                 layer.mixer = MixerSlots(layer.mixer, i, memory, vllm_config, f"{name}.mixer")
             else:

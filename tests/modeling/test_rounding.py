@@ -130,25 +130,6 @@ def test_heads_are_taken_out_of_their_rows_in_parts(implementation, monkeypatch)
     torch.testing.assert_close(parts, whole)
 
 
-@pytest.mark.parametrize("bits", [[6, 4], [16, 16]])
-@torch.no_grad()
-def test_one_token_on_a_cpu_attends_part_by_part(bits, monkeypatch):
-    """Also where a part is hidden whole."""
-    monkeypatch.setattr(attention, "IN_CACHE", 1)
-    roundings = Rounding.of_pair(bits, 64)
-    query, keys, values = torch.randn(2, 6, 1, 64), torch.randn(2, 2, 50, 64), torch.randn(2, 2, 50, 64)
-    rows = [rounding.encode(t) for rounding, t in zip(roundings, (keys, values), strict=True)]
-    visible = (torch.arange(50) >= torch.tensor([[20], [3]]))[:, None, None]
-    held = (
-        rounding.decode(t, torch.float64).double().repeat_interleave(3, 1)
-        for rounding, t in zip(roundings, rows, strict=True)
-    )
-    expected = torch.nn.functional.scaled_dot_product_attention(query.double(), *held, visible).transpose(1, 2)
-    for mask in (visible, torch.zeros(2, 1, 1, 50).masked_fill_(~visible, -torch.inf)):
-        found = attention.attend_in_parts(roundings, query, *rows, mask, 64**-0.5)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("recording", [False, True])
 def test_a_static_cache_holds_rows_too(recording):
     """Also where a gradient might be wanted, as in a pass without `torch.no_grad`."""

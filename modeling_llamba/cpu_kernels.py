@@ -1,0 +1,599 @@
+"""Steps of a hybrid on a CPU in C: keys and values in few bits become numbers in registers as they are attended to.
+
+PyTorch's operations (rounding.py, hybrid_attention.py) write all keys and values of a cache out as numbers at every
+token, by a hundred calls a layer, which takes more time than what they compute. The functions here return what those
+do that launch Triton kernels on a GPU, in rounding_kernel.py, row_attention_kernel.py and hybrid_step_kernel.py. All
+is in float32.
+
+The C compiler of the machine makes a library of them when the first is called, in a second, which is kept beside the
+code that transformers downloads. Where there is no compiler, PyTorch's operations do the same.
+
+Shapes: B batch, H heads, H' heads with a window, K key/value heads, R heads per key/value head, P head dim, N state, F
+planes and other dims, F' slow planes and other slow dims, T columns, W bytes of a row.
+"""
+
+import ctypes
+import functools
+import hashlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+from transformers.utils.hub import HF_MODULES_CACHE
+
+from .hybrid_step_kernel import as_operator
+from .rounding_kernel import empty_rows, empty_vectors
+from .ssd import requested_backend
+
+logger = logging.get_logger(__name__)
+
+SOURCE = r"""
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { TILE = 64 }; /* columns whose scores are known before their values are read */
+static const float NONE = -1e30f; /* less than any score */
+static const float SMALLEST_SCALE = 6.103515625e-05f;
+
+/* bits: of a number, 16 and 32 those of bfloat16 and float32. step: bytes from one row to the next. */
+typedef struct { int bits, groups, step; } Rounding;
+
+static float from_half(const uint8_t *bytes)
+{
+    _Float16 half;
+    memcpy(&half, bytes, 2);
+    return half;
+}
+
+static inline float larger(float one, float other)
+{
+    return one > other ? one : other;
+}
+
+/* e^x for x <= 0, to 1e-7 of it; 0 below -87. By hand, since libm's is not for vectors. */
+static inline float exponential(float x)
+{
+    float scaled = larger(x, -87.0f) * 1.44269504f;
+    float whole = rintf(scaled);
+    float t = (scaled - whole) * 0.693147181f;
+    float sum = 1.0f + t * (1.0f + t * (0.5f + t * (0.166666667f + t * (0.0416666667f + t * (0.00833333333f
+        + t * 0.00138888889f)))));
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -87.0f ? 0.0f : sum * power;
+}
+
+/* Multiply a vector by the matrix `hadamard` of rounding.py, whose blocks have `part` rows. */
+static void rotate(float *t, int P, int part)
+{
+    float norm = 1.0f / sqrtf(part);
+    for (int half = 1; half < part; half *= 2)
+        for (int first = 0; first < P; first += 2 * half)
+            for (int i = first; i < first + half; i++) {
+                float one = t[i], other = t[i + half];
+                t[i] = one + other;
+                t[i + half] = one - other;
+            }
+    for (int i = 0; i < P; i++)
+        t[i] *= norm;
+}
+
+/* The vector in a row, as it is stored, which is rotated where it is rounded. */
+static inline void unpack(const uint8_t *row, float *t, int P, Rounding rounding)
+{
+    int bits = rounding.bits, groups = rounding.groups;
+    if (bits == 32) {
+        memcpy(t, row, 4 * P);
+        return;
+    }
+    if (bits == 16) {
+        for (int i = 0; i < P; i++) {
+            uint32_t number = (uint32_t)((const uint16_t *)row)[i] << 16;
+            memcpy(t + i, &number, 4);
+        }
+        return;
+    }
+    const uint8_t *codes = row + 2 * groups;
+    if (bits == 8)
+        for (int i = 0; i < P; i++)
+            t[i] = (int8_t)codes[i];
+    else if (bits == 6) {
+        int quarter = P / 4;
+        for (int i = 0; i < 3 * quarter; i++)
+            t[i] = (int8_t)(codes[i] & 252);
+        for (int i = 0; i < quarter; i++)
+            t[3 * quarter + i] = (int8_t)((codes[i] & 3) << 6 | (codes[quarter + i] & 3) << 4
+                | (codes[2 * quarter + i] & 3) << 2);
+    } else {
+        int bytes = P * bits / 8, upper = 256 - (1 << (8 - bits));
+        for (int j = 0; j < 8 / bits; j++)
+            for (int i = 0; i < bytes; i++)
+                t[j * bytes + i] = (int8_t)(codes[i] << (8 - bits - bits * j) & upper);
+    }
+    int size = P / groups;
+    for (int g = 0; g < groups; g++) {
+        float scale = from_half(row + 2 * g);
+        for (int i = 0; i < size; i++)
+            t[g * size + i] *= scale;
+    }
+}
+
+/* The row of a vector, which is rotated in place; see rounding.py. */
+static void pack(float *t, uint8_t *row, int P, Rounding rounding)
+{
+    int bits = rounding.bits, groups = rounding.groups, size = P / groups, shift = 1 << (8 - bits);
+    float largest = 128 - shift;
+    int8_t code[P];
+    rotate(t, P, P & -P);
+    for (int g = 0; g < groups; g++) {
+        float magnitude = 0.0f, sum = 0.0f;
+        for (int i = g * size; i < (g + 1) * size; i++) {
+            magnitude = larger(magnitude, fabsf(t[i]));
+            sum += t[i] * 0.0f;
+        }
+        /* a sum of zeros, but where a number is infinite or NaN, which the scale must not hide */
+        _Float16 half = larger(magnitude / largest, SMALLEST_SCALE / shift) + sum;
+        memcpy(row + 2 * g, &half, 2);
+        float step = (float)half * shift;
+        for (int i = g * size; i < (g + 1) * size; i++)
+            code[i] = (int8_t)(int32_t)rintf(t[i] / step);
+    }
+    uint8_t *codes = row + 2 * groups;
+    if (bits == 8)
+        memcpy(codes, code, P);
+    else if (bits == 6) {
+        int quarter = P / 4;
+        for (int j = 0; j < 3; j++)
+            for (int i = 0; i < quarter; i++)
+                codes[j * quarter + i] = code[j * quarter + i] << 2 | (code[3 * quarter + i] >> (4 - 2 * j) & 3);
+    } else {
+        int bytes = P * bits / 8, mask = (1 << bits) - 1;
+        for (int i = 0; i < bytes; i++) {
+            int byte = 0;
+            for (int j = 0; j < 8 / bits; j++)
+                byte |= (code[j * bytes + i] & mask) << (bits * j);
+            codes[i] = byte;
+        }
+    }
+}
+
+/* Offset of vector number n of a tensor (., heads, length, P) with these strides. */
+static int64_t offset(int64_t n, const int64_t *sizes, const int64_t *strides)
+{
+    int64_t heads = sizes[0], length = sizes[1];
+    return n / length / heads * strides[0] + n / length % heads * strides[1] + n % length * strides[2];
+}
+
+void encode_rows(const float *vectors, uint8_t *rows, int64_t count, const int64_t *sizes, const int64_t *strides,
+                 int P, int bits, int groups, int width, int threads)
+{
+    Rounding rounding = {bits, groups, width};
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t n = 0; n < count; n++) {
+        float t[P];
+        memcpy(t, vectors + offset(n, sizes, strides), 4 * P);
+        pack(t, rows + n * width, P, rounding);
+    }
+}
+
+void decode_rows(const uint8_t *rows, float *vectors, int64_t count, const int64_t *sizes, const int64_t *strides,
+                 int P, int bits, int groups, int width, int still_rotated, int threads)
+{
+    Rounding rounding = {bits, groups, width};
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t n = 0; n < count; n++) {
+        unpack(rows + offset(n, sizes, strides), vectors + n * P, P, rounding);
+        if (!still_rotated)
+            rotate(vectors + n * P, P, P & -P);
+    }
+}
+
+/* Softmax attention of the queries of R heads to some columns; the sum of values is not yet divided by `total`.
+
+   query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns.
+   bias: added to the scores of the first `biased` columns, -inf where one is hidden. */
+static void attend(const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
+                   const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
+                   float softcap, int R, int P, float *output, float *highest, float *total)
+{
+    float score[R][TILE], t[P];
+    for (int r = 0; r < R; r++) {
+        highest[r] = NONE;
+        total[r] = 0.0f;
+    }
+    memset(output, 0, 4 * R * P);
+    for (; first < last; first += TILE) {
+        int columns = last - first < TILE ? last - first : TILE;
+        for (int c = 0; c < columns; c++) {
+            const float *q = first + c < sinks ? sink_query : query;
+            unpack(keys + (int64_t)(first + c) * of_keys.step, t, P, of_keys);
+            for (int r = 0; r < R; r++) {
+                float sum = 0.0f;
+                for (int d = 0; d < P; d++)
+                    sum += q[r * P + d] * t[d];
+                score[r][c] = sum;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            float above = highest[r], sum = 0.0f;
+            if (softcap > 0)
+                for (int c = 0; c < columns; c++)
+                    score[r][c] = softcap * tanhf(score[r][c] / softcap);
+            for (int c = 0; c < columns && first + c < biased; c++)
+                score[r][c] = larger(score[r][c] + bias[first + c], NONE);
+            for (int c = 0; c < columns; c++)
+                above = larger(above, score[r][c]);
+            for (int c = 0; c < columns; c++) {
+                score[r][c] = score[r][c] <= NONE ? 0.0f : exponential(score[r][c] - above);
+                sum += score[r][c];
+            }
+            float shrink = exponential(highest[r] - above);
+            highest[r] = above;
+            total[r] = total[r] * shrink + sum;
+            for (int d = 0; d < P; d++)
+                output[r * P + d] *= shrink;
+        }
+        for (int c = 0; c < columns; c++) {
+            unpack(values + (int64_t)(first + c) * of_values.step, t, P, of_values);
+            for (int r = 0; r < R; r++)
+                for (int d = 0; d < P; d++)
+                    output[r * P + d] += score[r][c] * t[d];
+        }
+    }
+}
+
+/* The queries of R heads, times the scale and rotated as keys are. */
+static void scaled_query(const float *query, float *t, int R, int P, float scale, Rounding of_keys)
+{
+    for (int i = 0; i < R * P; i++)
+        t[i] = query[i] * scale;
+    if (of_keys.groups > 0)
+        for (int r = 0; r < R; r++)
+            rotate(t + r * P, P, P & -P);
+}
+
+void attend_to_rows(const float *query, const uint8_t *keys, const uint8_t *values, const int64_t *strides,
+                    const int *key_rounding, const int *value_rounding, const float *bias, float *output, float *part,
+                    int B, int K, int R, int P, int T, int parts, float scale, float softcap, int threads)
+{
+    Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
+    Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
+    int size = R * (P + 2), span = (T + parts - 1) / parts;
+    #pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        #pragma omp for
+        for (int n = 0; n < B * K * parts; n++) {
+            int head = n / parts, b = head / K, k = head % K, first = n % parts * span;
+            float t[R * P], *found = part + (int64_t)n * size;
+            scaled_query(query + (int64_t)head * R * P, t, R, P, scale, of_keys);
+            attend(t, t, 0, keys + b * strides[0] + k * strides[1], of_keys, values + b * strides[2] + k * strides[3],
+                   of_values, first, first + span < T ? first + span : T, bias ? bias + (int64_t)b * T : 0,
+                   bias ? T : 0, softcap, R, P, found, found + R * P, found + R * P + R);
+        }
+        #pragma omp for
+        for (int n = 0; n < B * K * R; n++) {
+            int head = n / R, r = n % R;
+            float above = NONE, total = 0.0f, *mixed = output + (int64_t)n * P;
+            const float *of_head = part + (int64_t)head * parts * size;
+            for (int i = 0; i < parts; i++)
+                above = larger(above, of_head[i * size + R * P + r]);
+            memset(mixed, 0, 4 * P);
+            for (int i = 0; i < parts; i++) {
+                float share = exponential(of_head[i * size + R * P + r] - above);
+                total += share * of_head[i * size + R * P + R + r];
+                for (int d = 0; d < P; d++)
+                    mixed[d] += share * of_head[i * size + r * P + d];
+            }
+            /* 1 at least, of the highest score, unless every column is hidden */
+            for (int d = 0; d < P; d++)
+                mixed[d] /= larger(total, 1.0f);
+            if (of_values.groups > 0)
+                rotate(mixed, P, P & -P);
+        }
+    }
+}
+
+/* Of a slow dimension, the dimension of the head: planes' first halves, their second, and what is not rotated. */
+static int slow_dim(int s, int planes, int slow_planes)
+{
+    return s + (s < slow_planes ? 1 : 2) * (planes - slow_planes);
+}
+
+/* strides: of a row of the batch, in bytes of keys and of values, and in numbers of salience and of the state */
+void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, const float *state,
+             const int64_t *seen, const int64_t *strides, const float *query, const float *sink_query,
+             const float *mass, float *output, float *features, const int *key_rounding, const int *value_rounding,
+             int B, int K, int R, int P, int N, int T, float scale, float softcap, int E, int sinks, int S, int planes,
+             int slow_planes, int threads)
+{
+    Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
+    Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
+    int masses = 2 + N - slow_planes + P - planes, blocks = (T - S) / E;
+    #pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int n = 0; n < B * K; n++) {
+        int b = n / K, k = n % K, held_sinks = 0, number = seen[b] > 0 ? seen[b] - 1 : 0;
+        int opened = number / E - (blocks - 1), last = S + number - (opened > 0 ? opened : 0) * E;
+        const float *rank = salience + b * strides[2];
+        float near[R * P], highest[R], total[R], q[R * P], sink_q[R * P], bias[S + 1];
+        for (int c = 0; c < S; c++)
+            bias[c] = rank[c] == -INFINITY ? -INFINITY : 0.0f;
+        scaled_query(query + (int64_t)n * R * P, q, R, P, scale, of_keys);
+        if (sink_query) {
+            while (held_sinks < sinks && rank[held_sinks] == INFINITY)
+                held_sinks++;
+            scaled_query(sink_query + (int64_t)n * R * P, sink_q, R, P, scale, of_keys);
+        }
+        attend(q, sink_q, held_sinks, keys + b * strides[0] + (int64_t)k * T * of_keys.step, of_keys,
+               values + b * strides[1] + (int64_t)k * T * of_values.step, of_values, 0, last + 1, bias, S, softcap, R,
+               P, near, highest, total);
+
+        const float *sums = state + b * strides[3] + (int64_t)k * (P + 1) * (N + 1);
+        const float *of_keys_sums = sums + P * (N + 1);
+        float count = of_keys_sums[0], least = larger(count, 1.0f);
+        for (int r = 0; r < R; r++) {
+            int64_t head = (int64_t)n * R + r;
+            const float *of_head = mass + (head % (K * R)) * masses, *raw = query + head * P;
+            const float *alpha = of_head + 2, *beta = alpha + N - slow_planes;
+            float *mixed = output + head * P, *feature = features + 3 * head * P, slow[N + 1];
+            float log_mass = of_head[0] + of_head[1] * logf(least), tilt = 0.0f;
+            for (int d = 0; d < P; d++)
+                log_mass += beta[d < planes ? d : d - planes] * (raw[d] * scale) * (raw[d] * scale);
+            for (int s = 0; s < N; s++) {
+                slow[s] = raw[slow_dim(s, planes, slow_planes)] * scale;
+                float product = slow[s] * of_keys_sums[1 + s] / least;
+                tilt += product;
+                log_mass += alpha[s < slow_planes ? s : s - slow_planes] * product;
+            }
+            float *own = near + r * P;
+            for (int d = 0; d < P; d++)
+                own[d] /= total[r];
+            if (of_values.groups > 0)
+                rotate(own, P, P & -P);
+            float gate = count > 0.5f ? 1.0f / (1.0f + expf(highest[r] + logf(total[r]) - log_mass)) : 0.0f;
+            for (int d = 0; d < P; d++) {
+                float mean = sums[d * (N + 1)] / least, product = 0.0f;
+                for (int s = 0; s < N; s++)
+                    product += sums[d * (N + 1) + 1 + s] * slow[s];
+                float far = mean + product / least - mean * tilt;
+                mixed[d] = own[d] + gate * (far - own[d]);
+                feature[d] = gate * own[d];
+                feature[P + d] = gate * mean;
+                feature[2 * P + d] = gate * far;
+            }
+        }
+    }
+}
+"""
+FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    # vectors of float sums, which need another order of addition; infinities and NaN stay what they are
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+)
+ARCHITECTURES = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
+"""Options for the instructions that PyTorch itself uses on this machine, by its name for them."""
+TYPES = {torch.float32: 32, torch.bfloat16: 16}
+"""Types of a model that is computed here, and their bits."""
+SPAN = 512
+"""Columns of a part at least, where several threads attend to one head."""
+
+
+def compiler() -> str | None:
+    """The machine's C compiler, that of the environment variable CC if it is set; None where there is none."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None where they cannot be compiled, which is said once."""
+    found = compiler()
+    if found is None:
+        logger.warning("There is no C compiler, without which decoding on a CPU is slower; install gcc.")
+        return None
+    flags = FLAGS + ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability(), ())
+    if sys.platform == "linux":
+        flags += ("-fopenmp",)
+    folder = Path(HF_MODULES_CACHE) / "hybrid_kernels"
+    target = folder / (hashlib.sha256("\n".join([SOURCE, *flags]).encode()).hexdigest() + ".so")
+    try:
+        if not target.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            _compile(found, flags, target)
+        # OpenMP's functions are PyTorch's own, which are in the process already
+        return ctypes.CDLL(str(target))
+    except (OSError, subprocess.CalledProcessError) as error:
+        logger.warning(f"{found} makes no library of the code for CPUs, so that decoding is slower: {error}")
+        return None
+
+
+def _compile(found: str, flags: tuple[str, ...], target: Path) -> None:
+    """Compile the source into a library, which appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        source, compiled, linked = (Path(scratch) / name for name in ("kernels.c", "kernels.o", "kernels.so"))
+        source.write_text(SOURCE)
+        for arguments in ([*flags, "-c", source, "-o", compiled], ["-shared", compiled, "-o", linked, "-lm"]):
+            subprocess.run([found, *map(str, arguments)], check=True, capture_output=True)
+        os.replace(linked, target)
+
+
+def can_run_on_cpu(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
+    """Return True if the functions run here, for numbers of this type and the configuration's `mixer_backend`."""
+    if device.type != "cpu" or dtype not in TYPES or requested_backend(backend) == "torch":
+        return False
+    return _is_there()
+
+
+@torch.compiler.assume_constant_result
+def _is_there() -> bool:
+    return library() is not None
+
+
+def _pointer(t: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if t is None else t.data_ptr())
+
+
+@functools.cache
+def _ints(*numbers: int) -> ctypes.Array:
+    return (ctypes.c_int * len(numbers))(*numbers)
+
+
+def _strides(*numbers: int) -> ctypes.Array:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _places(t: torch.Tensor) -> tuple[ctypes.Array, ctypes.Array]:
+    """Heads and length of a tensor of vectors, and the strides of batch, heads and length, for `offset`."""
+    _, heads, length = (1, 1, 1, *t.shape[:-1])[-3:]
+    return _strides(heads, length), _strides(*(0, 0, 0, *t.stride()[:-1])[-3:])
+
+
+def _lined_up(t: torch.Tensor) -> torch.Tensor:
+    """Vectors with at most three dimensions before their own, whose numbers follow one another."""
+    if t.ndim > 4 or t.stride(-1) != 1:
+        return t.contiguous().view(-1, t.shape[-1])
+    return t
+
+
+@as_operator
+def encode_on_cpu(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
+    """Rows (..., W) uint8 of vectors (..., P)."""
+    rows = empty_rows(t, bits, groups)
+    t = _lined_up(t.float())
+    library().encode_rows(
+        _pointer(t), _pointer(rows), ctypes.c_int64(math.prod(t.shape[:-1])), *_places(t), t.shape[-1], bits, groups,
+        rows.shape[-1], torch.get_num_threads(),
+    )  # fmt: skip
+    return rows
+
+
+encode_on_cpu.register_fake(empty_rows)
+
+
+@as_operator
+def decode_on_cpu(
+    rows: torch.Tensor, bits: int, dim: int, groups: int, dtype: torch.dtype, still_rotated: bool
+) -> torch.Tensor:
+    """Vectors (..., P) of rows (..., W); as they are stored, which is multiplied by the matrix, if `still_rotated`."""
+    vectors = empty_vectors(rows, bits, dim, groups, torch.float32, still_rotated)
+    rows = _lined_up(rows)
+    library().decode_rows(
+        _pointer(rows), _pointer(vectors), ctypes.c_int64(math.prod(rows.shape[:-1])), *_places(rows), dim, bits,
+        groups, rows.shape[-1], still_rotated, torch.get_num_threads(),
+    )  # fmt: skip
+    return vectors.to(dtype)
+
+
+decode_on_cpu.register_fake(empty_vectors)
+
+
+@as_operator
+def attend_on_cpu(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    key_bits: int,
+    value_bits: int,
+) -> torch.Tensor:
+    """Outputs (B, 1, H, P) of attention of queries (B, H, 1, P).
+
+    Args:
+        keys, values: rows (B, K, T, W).
+        bias: (B, T), to be added to the scores, -inf where a column is hidden; None where none is.
+        scale, softcap: of the scores, softcap 0 for none.
+    """
+    batch, heads, _, P = query.shape
+    kv_heads, columns = keys.shape[1:3]
+    shared = heads // kv_heads
+    threads = torch.get_num_threads()
+    parts = 1 if threads == 1 else min(-(-columns // SPAN), 2 * threads)
+    keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
+    queries = query.float().contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    strides = [stride * t.element_size() for t in (keys, values) for stride in t.stride()[:2]]
+    output = queries.new_empty(batch, 1, heads, P)
+    scratch = queries.new_empty(batch * kv_heads * parts, shared, P + 2)
+    library().attend_to_rows(
+        _pointer(queries), _pointer(keys), _pointer(values), _strides(*strides), _rows_of(keys, key_bits, P),
+        _rows_of(values, value_bits, P), _pointer(bias), _pointer(output), _pointer(scratch), batch, kv_heads, shared,
+        P, columns, parts, ctypes.c_float(scale), ctypes.c_float(softcap), threads,
+    )  # fmt: skip
+    return output.to(query.dtype)
+
+
+@attend_on_cpu.register_fake
+def _(query, *others):
+    batch, heads, _, P = query.shape
+    return query.new_empty(batch, 1, heads, P)
+
+
+@as_operator
+def mix_one_on_cpu(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    salience: torch.Tensor,
+    state: torch.Tensor,
+    seen: torch.Tensor,
+    query: torch.Tensor,
+    sink_query: torch.Tensor | None,
+    mass: torch.Tensor,
+    scale: float,
+    softcap: float,
+    block: int,
+    sinks: int,
+    places: int,
+    planes: int,
+    slow_planes: int,
+    key_bits: int,
+    value_bits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mixed outputs (B, 1, H', P) of one token, and the features (B, 1, 3 H' P) of the low-rank map.
+
+    The arguments are those of hybrid_step_kernel.py's function, and the bits of keys and of values.
+    """
+    batch, heads, _, P = query.shape
+    _, kv_heads, columns, _ = keys.shape
+    keys, values, salience, state = (
+        t if t[0].is_contiguous() else t.contiguous() for t in (keys, values, salience, state)
+    )
+    strides = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size()
+    queries, mass = query.float().contiguous(), mass.float().contiguous()
+    sink_query = None if sink_query is None else sink_query.float().contiguous()
+    output, features = queries.new_empty(batch, 1, heads, P), queries.new_empty(batch, 1, 3 * heads * P)
+    library().mix_one(
+        *map(_pointer, (keys, values, salience, state, seen.contiguous())),
+        _strides(*strides, salience.stride(0), state.stride(0)),
+        *map(_pointer, (queries, sink_query, mass, output, features)),
+        _rows_of(keys, key_bits, P), _rows_of(values, value_bits, P), batch, kv_heads, heads // kv_heads, P,
+        state.shape[-1] - 1, columns, ctypes.c_float(scale), ctypes.c_float(softcap), block, sinks, places, planes,
+        slow_planes, torch.get_num_threads(),
+    )  # fmt: skip
+    return output.to(query.dtype), features.to(query.dtype)
+
+
+@mix_one_on_cpu.register_fake
+def _(keys, values, salience, state, seen, query, *others):
+    batch, heads, _, P = query.shape
+    return query.new_empty(batch, 1, heads, P), query.new_empty(batch, 1, 3 * heads * P)
+
+
+def _rows_of(t: torch.Tensor, bits: int, dim: int) -> ctypes.Array:
+    """Bits, groups and bytes from one row to the next of rows (..., T, W)."""
+    step = t.stride(-2) * t.element_size()
+    if t.dtype != torch.uint8:
+        return _ints(TYPES[t.dtype], 0, step)
+    return _ints(bits, (t.shape[-1] - dim * bits // 8) // torch.float16.itemsize, step)

@@ -1,0 +1,234 @@
+"""What C computes on a CPU: against the same in float64, and against PyTorch's operations."""
+
+import itertools
+
+import pytest
+import torch
+
+from modeling_llamba import cpu_kernels
+from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid_cache import new_cache
+from modeling_llamba.hybrid_config import CACHE_BITS
+from modeling_llamba.modeling_llamba import LlambaConfig
+from modeling_llamba.naive import naive_hybrid_attention
+from modeling_llamba.rotary import rotary_embedding
+from modeling_llamba.rounding import Rounding
+from modeling_llamba.ssd import BACKEND_VARIABLE
+from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
+
+LENGTH, HIDDEN = 24, 32
+ROWS = [(bits, dim) for bits in CACHE_BITS if bits < 16 for dim in (16, 48, 64, 80, 128)] + [(8, 2), (8, 100)]
+BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2), (16, 16), (16, 4), (8, 16)]
+ATTENTION = [  # head dim, query heads of a key/value head, columns, cap of the scores, hidden columns
+    (64, 3, 1, None, False),
+    (64, 3, 300, None, True),
+    (80, 1, 77, 2.0, False),
+    (128, 4, 1100, 5.0, True),
+]
+LAYERS = {  # options of the layer, the farthest a sink may be
+    "grouped queries": ({}, None),
+    "kept heads": (dict(hybrid_full_heads=[[2, 3]]), None),
+    "slow planes": (dict(hybrid_state_planes=1), None),
+    "partial rotary": (
+        dict(num_attention_heads=2, num_key_value_heads=2, head_dim=80, rope_parameters=ROPE | PARTIAL,
+             hybrid_state_planes=3),
+        None,
+    ),
+    "a cap": (dict(num_key_value_heads=1, hybrid_salient=0, attn_logit_softcapping=2.0), None),
+    "neither sinks nor salient": (dict(hybrid_salient=0, hybrid_sinks=0), None),
+    "far sinks": (dict(hybrid_salient=9), 8),
+    "8 bits": (dict(window_bits=8), None),
+    "6 and 4 bits, far sinks, a kept head": (
+        dict(head_dim=48, window_bits=[6, 4], full_attention_bits=[6, 4], hybrid_full_heads=[[2, 3]]), 8,
+    ),
+    "2 bits for values alone, a kept head of 4 and 8": (
+        dict(head_dim=16, window_bits=[16, 2], full_attention_bits=[4, 8], hybrid_full_heads=[[0, 1]]), 8,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def threads(request):
+    """A number of threads for one test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def make_layer(dtype=torch.float32, **options):
+    """A layer whose every part matters."""
+    sizes = dict(
+        vocab_size=7, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=3, head_dim=8, max_position_embeddings=512, layer_types=["hybrid"], hybrid_window=4,
+        hybrid_block=2, hybrid_sinks=2, hybrid_salient=3, hybrid_rank=4, rope_parameters=ROPE,
+    )  # fmt: skip
+    config = LlambaConfig(**sizes | options)
+    config._attn_implementation = "sdpa" if config.attn_logit_softcapping is None else "eager"
+    return randomised(HybridAttention(config, 0)).eval().to(dtype)
+
+
+def rotary_of(layer, index, reach):
+    """cos and sin for every token, and those for its look at sinks, or None."""
+    embedding = rotary_embedding(layer.config)
+    like = layer.q_proj.weight
+    return embedding(like, index), None if reach is None else embedding(like, index.clamp(max=reach))
+
+
+def token_by_token(layer, hidden_states, index, reach, lengths_known):
+    """The layer's outputs, where the numbers of tokens are known to be the same in all rows, or are not."""
+    rotary, sink_rotary = rotary_of(layer, index, reach)
+    cache = new_cache(layer.config)
+    outputs = []
+    for t in range(index.shape[1]):
+        now = slice(t, t + 1)
+        far = None if sink_rotary is None else tuple(part[:, now] for part in sink_rotary)
+        inputs = HybridInputs(index[:, now], t if lengths_known else None, sink_rotary=far)
+        if layer.kept:
+            inputs = inputs._replace(causal_mask=torch.zeros(len(index), 1, 1, t + 1, dtype=hidden_states.dtype))
+        outputs.append(layer(hidden_states[:, now], tuple(part[:, now] for part in rotary), inputs, cache))
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize(("bits", "dim"), ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_the_rounding(bits, dim, dtype):
+    """A code may be another only where a number lies, within float32's error, half-way between two."""
+    vectors = torch.randn(2, 7, 3, dim)
+    vectors[0, 0, 0, dim // 3] = 100.0
+    vectors[0, 1, 0] *= 1e-6
+    vectors[1, 2] = 0.0
+    vectors = vectors.to(dtype).transpose(1, 2)
+    rounding = Rounding(bits, dim)
+    rows = cpu_kernels.encode_on_cpu(vectors, bits, rounding.groups)
+    expected = rounding.encode(vectors.double())
+    assert rows.shape == expected.shape
+    assert (rows != expected).float().mean() < 2e-3
+    for still_rotated in (True, False):
+        held = cpu_kernels.decode_on_cpu(rows[:, 1:], bits, dim, rounding.groups, dtype, still_rotated)
+        theirs = rounding.decode(rows[:, 1:], torch.float64, still_rotated)
+        assert held.dtype == dtype
+        torch.testing.assert_close(held, theirs.to(dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4, 2])
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf])
+def test_a_vector_that_is_no_number_stays_none(bits, worst):
+    rounding = Rounding(bits, 64)
+    vectors = torch.randn(3, 64)
+    vectors[1, 5] = worst
+    held = rounding.decode(rounding.encode(vectors), torch.float32)
+    assert held[1].isnan().any()
+    assert held[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(("bits", "case"), list(itertools.product(BITS, ATTENTION)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@torch.no_grad()
+def test_one_token_attends_to_rows(bits, case, dtype, threads):
+    dim, shared, columns, softcap, hides = case
+    roundings = Rounding.of_pair(list(bits), dim)
+    query = torch.randn(2, 2 * shared, 1, dim).to(dtype)
+    rows = []
+    for t, rounding in zip(torch.randn(2, 2, 2, columns, dim).to(dtype), roundings, strict=True):
+        new = rounding.encode(t)
+        room = new.new_full((2, 2, columns + 40, new.shape[3]), 7)
+        room[:, :, :columns] = new
+        rows.append(room[:, :, :columns])
+    bias = None
+    if hides:
+        bias = torch.zeros(2, columns)
+        bias[0, :70] = -torch.inf
+        bias[1, 100:110] = torch.finfo(torch.float32).min
+    scale = 2 * dim**-0.5
+    output = cpu_kernels.attend_on_cpu(query, *rows, bias, scale, softcap or 0.0, *bits)
+    keys, values = (
+        rounding.decode(t, torch.float64).double().repeat_interleave(shared, 1)
+        for rounding, t in zip(roundings, rows, strict=True)
+    )
+    scores = query.double() @ keys.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if hides:
+        scores = scores + bias[:, None, None].double()
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    assert output.dtype == dtype
+    assert output.shape == expected.shape
+    assert relative_error(output, expected) < (2e-6 if dtype == torch.float32 else 5e-3)
+
+
+@torch.no_grad()
+def test_nothing_comes_of_hidden_columns_alone_and_nan_is_not_hidden():
+    query, keys = torch.randn(3, 2, 1, 16), torch.randn(3, 1, 20, 16)
+    bias = torch.zeros(3, 20)
+    bias[1] = -torch.inf
+    keys[2, 0, 7, 3] = torch.nan
+    output = cpu_kernels.attend_on_cpu(query, keys, keys, bias, 0.25, 0.0, 16, 16)
+    assert output[0].any()
+    assert not output[1].any()
+    assert output[2].isnan().any()
+
+
+@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("lengths_known", [True, False])
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@torch.no_grad()
+def test_a_layer_token_by_token(case, lengths_known, threads, monkeypatch):
+    """From the first token on, so that window, places and state are empty, then fill up, and all three turn over."""
+    options, reach = LAYERS[case]
+    layer = make_layer(**options)
+    index = torch.arange(LENGTH).expand(2, -1)
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+    called = []
+    mix_one = cpu_kernels.library().mix_one
+    monkeypatch.setattr(cpu_kernels.library(), "mix_one", lambda *inputs: called.append(1) or mix_one(*inputs))
+    found = token_by_token(layer, hidden_states, index, reach, lengths_known)
+    assert len(called) == LENGTH
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    by_torch = token_by_token(layer, hidden_states, index, reach, lengths_known)
+    assert len(called) == LENGTH
+    assert relative_error(found, by_torch) < 1e-5
+    if {"window_bits", "full_attention_bits"} & options.keys():
+        return  # a code on the edge between two would be another in float64
+    layer, hidden_states = layer.double(), hidden_states.double()
+    rotary, sink_rotary = rotary_of(layer, index, reach)
+    for row in range(2):
+        of_row = [None if pair is None else tuple(t[row] for t in pair) for pair in (rotary, sink_rotary)]
+        expected = naive_hybrid_attention(layer, hidden_states[row], *of_row)
+        assert relative_error(found[row], expected) < 1e-5
+
+
+@torch.no_grad()
+def test_a_layer_in_bfloat16(monkeypatch):
+    """As near to the layer in float32 as PyTorch's operations are."""
+    layer = make_layer(torch.bfloat16, head_dim=64, hybrid_state_planes=8)
+    index = torch.arange(LENGTH).expand(2, -1)
+    hidden_states = torch.randn(2, LENGTH, HIDDEN).bfloat16()
+    found = token_by_token(layer, hidden_states, index, None, True)
+    assert found.dtype == torch.bfloat16
+    expected = token_by_token(layer.float(), hidden_states.float(), index, None, True)
+    assert relative_error(found, expected) < 3e-2
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
+@torch.no_grad()
+def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_path):
+    layer = make_layer(window_bits=8)
+    index = torch.arange(LENGTH).expand(2, -1)
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+    expected = token_by_token(layer, hidden_states, index, None, True)
+    said = []
+    monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
+    monkeypatch.setattr(cpu_kernels, "HF_MODULES_CACHE", tmp_path)
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("PATH", "/nowhere" if compiler.startswith("/") else "/bin:/usr/bin")
+    cpu_kernels.library.cache_clear()
+    try:
+        found = token_by_token(layer, hidden_states, index, None, True)
+    finally:
+        cpu_kernels.library.cache_clear()
+    assert relative_error(found, expected) < 1e-5
+    assert len(said) == 1
+    assert "slower" in said[0]
+    assert not any(tmp_path.rglob("*.so"))
