@@ -10,6 +10,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
+from modeling_llamba.cpu_kernels import compiler, library
 from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend, fla_gradient_problem
 
 LIBRARIES = (
@@ -83,6 +84,11 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     conv = choose("causal_conv1d", "causal-conv1d")
     read = choose("triton", "triton")
     window = choose("flex_attention", "triton")
+    on_cpu = {"runs": "torch", "why": "no C compiler"}
+    if library() is not None:
+        on_cpu = {"runs": "C", "why": f"compiled by {compiler()}"}
+    elif compiler():
+        on_cpu["why"] = f"{compiler()} does not compile the code"
     if asked := os.environ.get(BACKEND_VARIABLE):
         try:
             runs = choose_backend(asked, cuda, recording=False)
@@ -90,7 +96,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         except ValueError as error:
             scan = {"runs": "nothing", "why": f"{BACKEND_VARIABLE} asks for {asked}: {error}"}
         if asked == "torch":
-            conv = read = window = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"}
+            conv = read = window = on_cpu = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"}
     else:
         scan["why"] += "; mixer_backend of a model may ask otherwise"
     flash = "flash_attention_2 cannot be used here"
@@ -105,6 +111,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         "short convolution": conv,
         "window and normalised read, one token": read,
         "window, prompt": window,
+        "few bits and one token on a CPU": on_cpu,
         "attention": {"runs": "sdpa", "why": f"torch's own; {flash}"},
     }
 

@@ -169,6 +169,19 @@ def test_env_says_which_code_runs_and_why():
     assert "SSD scan" in use("env").stdout
 
 
+def test_env_says_what_computes_few_bits_on_a_cpu(monkeypatch):
+    part = "few bits and one token on a CPU"
+    found = environment()["backends"][part]
+    assert found["runs"] == "C"
+    assert found["why"] == f"compiled by {env.compiler()}"
+    monkeypatch.setattr(env, "library", lambda: None)
+    found = environment()["backends"][part]
+    assert found["runs"] == "torch"
+    assert "does not compile" in found["why"]
+    monkeypatch.setattr(env, "compiler", lambda: None)
+    assert environment()["backends"][part] == {"runs": "torch", "why": "no C compiler"}
+
+
 def test_env_heeds_the_variable(monkeypatch):
     monkeypatch.setenv("HYBRID_SSD_BACKEND", "torch")
     assert environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]["runs"] == "torch"
