@@ -12,11 +12,13 @@ Shapes: B batch, H heads, H' heads with a window, K key/value heads, R heads per
 planes and other dims, F' slow planes and other slow dims, T columns, W bytes of a row.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,7 @@ static float from_half(const uint8_t *bytes)
     return half;
 }
 
+/* The second where one is NaN, so that what must not be lost comes second. */
 static inline float larger(float one, float other)
 {
     return one > other ? one : other;
@@ -60,7 +63,7 @@ static inline float larger(float one, float other)
 /* e^x for x <= 0, to 1e-7 of it; 0 below -87. By hand, since libm's is not for vectors. */
 static inline float exponential(float x)
 {
-    float scaled = larger(x, -87.0f) * 1.44269504f;
+    float scaled = larger(-87.0f, x) * 1.44269504f;
     float whole = rintf(scaled);
     float t = (scaled - whole) * 0.693147181f;
     float sum = 1.0f + t * (1.0f + t * (0.5f + t * (0.166666667f + t * (0.0416666667f + t * (0.00833333333f
@@ -228,9 +231,9 @@ static void attend(const float *query, const float *sink_query, int sinks, const
                 for (int c = 0; c < columns; c++)
                     score[r][c] = softcap * tanhf(score[r][c] / softcap);
             for (int c = 0; c < columns && first + c < biased; c++)
-                score[r][c] = larger(score[r][c] + bias[first + c], NONE);
+                score[r][c] = larger(NONE, score[r][c] + bias[first + c]);
             for (int c = 0; c < columns; c++)
-                above = larger(above, score[r][c]);
+                above = larger(score[r][c], above);
             for (int c = 0; c < columns; c++) {
                 score[r][c] = score[r][c] <= NONE ? 0.0f : exponential(score[r][c] - above);
                 sum += score[r][c];
@@ -390,42 +393,62 @@ SPAN = 512
 """Columns of a part at least, where several threads attend to one head."""
 
 
-def compiler() -> str | None:
-    """The machine's C compiler, that of the environment variable CC if it is set; None where there is none."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
+def compilers() -> list[str]:
+    """The machine's C compilers, first that of the environment variable CC if it is set."""
+    found = map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))
+    return [*dict.fromkeys(path for path in found if path is not None)]
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions; None where they cannot be compiled, which is said once."""
-    found = compiler()
-    if found is None:
-        logger.warning("There is no C compiler, without which decoding on a CPU is slower; install gcc.")
-        return None
     flags = FLAGS + ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability(), ())
-    if sys.platform == "linux":
-        flags += ("-fopenmp",)
-    folder = Path(HF_MODULES_CACHE) / "hybrid_kernels"
-    target = folder / (hashlib.sha256("\n".join([SOURCE, *flags]).encode()).hexdigest() + ".so")
-    try:
-        if not target.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            _compile(found, flags, target)
-        # OpenMP's functions are PyTorch's own, which are in the process already
-        return ctypes.CDLL(str(target))
-    except (OSError, subprocess.CalledProcessError) as error:
-        logger.warning(f"{found} makes no library of the code for CPUs, so that decoding is slower: {error}")
-        return None
+    # OpenMP's functions are PyTorch's own, which are in the process already if they are those of this compiler
+    variants = [(found, (*flags, *openmp)) for found in compilers() for openmp in (("-fopenmp",), ())]
+    for _, options in variants:
+        kept = _place_of(options)
+        if kept.is_file():
+            with contextlib.suppress(OSError):  # of another C library: then it is made once more
+                return ctypes.CDLL(str(kept))
+    problem = "there is no C compiler"
+    for found, options in variants:
+        try:
+            return _compiled(found, options)
+        except OSError as error:
+            problem = f"{found}: {error}"
+        except subprocess.CalledProcessError as error:
+            problem = f"{found}: {error.stderr.decode(errors='replace').strip().partition(chr(10))[0]}"
+    logger.warning(f"Decoding on a CPU is slower without the functions in C, which a C compiler makes: {problem}")
+    return None
 
 
-def _compile(found: str, flags: tuple[str, ...], target: Path) -> None:
-    """Compile the source into a library, which appears whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+def _place_of(options: tuple[str, ...]) -> Path:
+    """File in which a library is kept that was made of this source with these options for such a machine."""
+    made_of = "\n".join([SOURCE, *options, sys.platform, platform.machine()])
+    return Path(HF_MODULES_CACHE) / "hybrid_kernels" / f"{hashlib.sha256(made_of.encode()).hexdigest()}.so"
+
+
+def _compiled(found: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile the source into a library and load it; keep it where that can be written to.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: it cannot be compiled, or cannot be loaded.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
         source, compiled, linked = (Path(scratch) / name for name in ("kernels.c", "kernels.o", "kernels.so"))
         source.write_text(SOURCE)
-        for arguments in ([*flags, "-c", source, "-o", compiled], ["-shared", compiled, "-o", linked, "-lm"]):
+        for arguments in ([*options, "-c", source, "-o", compiled], ["-shared", compiled, "-o", linked, "-lm"]):
             subprocess.run([found, *map(str, arguments)], check=True, capture_output=True)
-        os.replace(linked, target)
+        loaded = ctypes.CDLL(str(linked))
+        kept = _place_of(options)
+        part = kept.with_suffix(f".{os.getpid()}")
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(linked, part)
+            os.replace(part, kept)
+        except OSError as error:
+            logger.info(f"The library is compiled anew in every process: {error}")
+    return loaded
 
 
 def can_run_on_cpu(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
@@ -521,6 +544,7 @@ def attend_on_cpu(
     shared = heads // kv_heads
     threads = torch.get_num_threads()
     parts = 1 if threads == 1 else min(-(-columns // SPAN), 2 * threads)
+    keys, values = (_readable(t) for t in (keys, values))
     keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
     queries = query.float().contiguous()
     bias = None if bias is None else bias.float().contiguous()
@@ -567,15 +591,14 @@ def mix_one_on_cpu(
     """
     batch, heads, _, P = query.shape
     _, kv_heads, columns, _ = keys.shape
-    keys, values, salience, state = (
-        t if t[0].is_contiguous() else t.contiguous() for t in (keys, values, salience, state)
-    )
+    held = _readable(keys), _readable(values), salience, state
+    keys, values, salience, state = (t if t[0].is_contiguous() else t.contiguous() for t in held)
     strides = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size()
-    queries, mass = query.float().contiguous(), mass.float().contiguous()
+    seen, queries, mass = seen.contiguous(), query.float().contiguous(), mass.float().contiguous()
     sink_query = None if sink_query is None else sink_query.float().contiguous()
     output, features = queries.new_empty(batch, 1, heads, P), queries.new_empty(batch, 1, 3 * heads * P)
     library().mix_one(
-        *map(_pointer, (keys, values, salience, state, seen.contiguous())),
+        *map(_pointer, (keys, values, salience, state, seen)),
         _strides(*strides, salience.stride(0), state.stride(0)),
         *map(_pointer, (queries, sink_query, mass, output, features)),
         _rows_of(keys, key_bits, P), _rows_of(values, value_bits, P), batch, kv_heads, heads // kv_heads, P,
@@ -589,6 +612,11 @@ def mix_one_on_cpu(
 def _(keys, values, salience, state, seen, query, *others):
     batch, heads, _, P = query.shape
     return query.new_empty(batch, 1, heads, P), query.new_empty(batch, 1, 3 * heads * P)
+
+
+def _readable(t: torch.Tensor) -> torch.Tensor:
+    """Rows as they are, or numbers of a type that C reads: autocast may have made them float16."""
+    return t if t.dtype in (torch.uint8, *TYPES) else t.float()
 
 
 def _rows_of(t: torch.Tensor, bits: int, dim: int) -> ctypes.Array:

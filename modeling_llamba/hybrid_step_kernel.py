@@ -48,7 +48,8 @@ def tile_of(dims: int, width: int) -> tuple[int, int]:
 
 
 def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
-    """Make what launches kernels an operator of its own while torch.compile runs, which cannot look into it.
+    """Make what launches kernels an operator of its own while torch.compile runs, which cannot look into it, and for
+    tensors without memory.
 
     Otherwise it is called as it is: an operator takes as much of the host's time as a launch. Operators are named
     after the file, of which every checkpoint brings its own.
@@ -61,7 +62,8 @@ def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
 
     @functools.wraps(launch)
     def run(*inputs, **options):
-        if is_torchdynamo_compiling():
+        # subclasses, such as fake tensors, have no numbers in memory
+        if is_torchdynamo_compiling() or type(inputs[0]) is not torch.Tensor:
             return operator(*inputs, **options)
         return launch(*inputs, **options)
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from modeling_llamba.cpu_kernels import compiler, library
+from modeling_llamba.cpu_kernels import compilers, library
 from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend, fla_gradient_problem
 
 LIBRARIES = (
@@ -84,11 +84,10 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     conv = choose("causal_conv1d", "causal-conv1d")
     read = choose("triton", "triton")
     window = choose("flex_attention", "triton")
-    on_cpu = {"runs": "torch", "why": "no C compiler"}
-    if library() is not None:
-        on_cpu = {"runs": "C", "why": f"compiled by {compiler()}"}
-    elif compiler():
-        on_cpu["why"] = f"{compiler()} does not compile the code"
+    on_cpu = {"runs": "C", "why": "compiled here"}
+    if library() is None:
+        problem = f"{' and '.join(compilers())}: compiled nothing" if compilers() else "no C compiler"
+        on_cpu = {"runs": "torch", "why": problem}
     if asked := os.environ.get(BACKEND_VARIABLE):
         try:
             runs = choose_backend(asked, cuda, recording=False)
@@ -121,8 +120,8 @@ def describe_environment(report: dict[str, Any]) -> Group:
     versions = Table.grid(padding=(0, 2))
     versions.add_row("python", report["python"])
     versions.add_row("platform", report["platform"])
-    for library, version in report["versions"].items():
-        versions.add_row(library, version or "not installed")
+    for name, version in report["versions"].items():
+        versions.add_row(name, version or "not installed")
     devices = ", ".join(report["cuda"]["devices"]) or "no CUDA device"
     versions.add_row("device", f"{devices}; threads on the CPU: {report['threads']}")
     kernels = Table("kernel", "version", "usable")

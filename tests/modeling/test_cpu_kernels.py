@@ -1,9 +1,11 @@
 """What C computes on a CPU: against the same in float64, and against PyTorch's operations."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from modeling_llamba import cpu_kernels
 from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
@@ -159,15 +161,37 @@ def test_one_token_attends_to_rows(bits, case, dtype, threads):
 
 
 @torch.no_grad()
-def test_nothing_comes_of_hidden_columns_alone_and_nan_is_not_hidden():
-    query, keys = torch.randn(3, 2, 1, 16), torch.randn(3, 1, 20, 16)
-    bias = torch.zeros(3, 20)
+def test_nothing_comes_of_hidden_columns_alone():
+    query, keys = torch.randn(2, 2, 1, 16), torch.randn(2, 1, 20, 16)
+    bias = torch.zeros(2, 20)
     bias[1] = -torch.inf
-    keys[2, 0, 7, 3] = torch.nan
     output = cpu_kernels.attend_on_cpu(query, keys, keys, bias, 0.25, 0.0, 16, 16)
     assert output[0].any()
     assert not output[1].any()
-    assert output[2].isnan().any()
+
+
+@pytest.mark.parametrize("worst", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize("hides", [False, True])
+@torch.no_grad()
+def test_what_is_no_number_is_not_hidden(worst, where, hides):
+    tensors = {"query": torch.randn(1, 2, 1, 16), "key": torch.randn(1, 1, 90, 16), "value": torch.randn(1, 1, 90, 16)}
+    tensors[where][:, :, -1, 3] = worst
+    bias = torch.zeros(1, 90)
+    bias[:, :5] = -torch.inf
+    output = cpu_kernels.attend_on_cpu(*tensors.values(), bias if hides else None, 0.25, 0.0, 16, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *tensors.values(), bias[:, None, None] if hides else None, scale=0.25, enable_gqa=True
+    )
+    torch.testing.assert_close(output.isfinite(), expected.transpose(1, 2).isfinite())
+    assert not output.isfinite().all()
+
+
+@torch.no_grad()
+def test_scores_that_overflow_are_not_hidden():
+    query, keys = torch.full((1, 1, 1, 16), 1e38), torch.full((1, 1, 3, 16), 9.0)
+    output = cpu_kernels.attend_on_cpu(query, keys, keys, None, 1.0, 0.0, 16, 16)
+    assert output.isnan().all()
 
 
 @pytest.mark.parametrize("case", LAYERS)
@@ -211,6 +235,44 @@ def test_a_layer_in_bfloat16(monkeypatch):
     assert relative_error(found, expected) < 3e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_autocast(dtype):
+    layer = make_layer(hybrid_full_heads=[[2, 3]])
+    index = torch.arange(LENGTH).expand(2, -1)
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+    expected = token_by_token(layer, hidden_states, index, None, True)
+    with torch.autocast("cpu", dtype=dtype):
+        found = token_by_token(layer, hidden_states, index, None, True)
+    assert relative_error(found, expected) < 3e-2
+
+
+def test_fake_tensors_have_no_numbers():
+    with FakeTensorMode():
+        rows = Rounding(8, 64).encode(torch.randn(2, 3, 64))
+        assert Rounding(8, 64).decode(rows, torch.float32).shape == (2, 3, 64)
+    assert isinstance(rows, FakeTensor)
+    assert rows.shape == (2, 3, 66)
+
+
+def test_a_home_that_is_not_to_be_written_to(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cpu_kernels, "HF_MODULES_CACHE", tmp_path / "file")
+    assert cpu_kernels.library.__wrapped__() is not None
+
+
+def test_a_library_that_is_broken_is_made_once_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_kernels, "HF_MODULES_CACHE", tmp_path)
+    assert cpu_kernels.library.__wrapped__() is not None
+    (kept,) = tmp_path.rglob("*.so")
+    whole = kept.read_bytes()
+    kept.unlink()  # not written to, as it is loaded
+    kept.write_bytes(b"broken")
+    assert cpu_kernels.library.__wrapped__() is not None
+    assert kept.read_bytes()[:4] == whole[:4]
+    assert len([*kept.parent.iterdir()]) == 1
+
+
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
 @torch.no_grad()
 def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_path):
@@ -221,8 +283,13 @@ def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_pat
     said = []
     monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
     monkeypatch.setattr(cpu_kernels, "HF_MODULES_CACHE", tmp_path)
+    for name in ("cc", "gcc", "clang", "false"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        if compiler == "false":
+            program.symlink_to(shutil.which("false"))
     monkeypatch.setenv("CC", compiler)
-    monkeypatch.setenv("PATH", "/nowhere" if compiler.startswith("/") else "/bin:/usr/bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     cpu_kernels.library.cache_clear()
     try:
         found = token_by_token(layer, hidden_states, index, None, True)
