@@ -1,10 +1,14 @@
-"""Hybrid layers whose every part matters, and the distance of what they give."""
+"""Hybrid layers whose every part matters, attention to rows in float64, and the distance of what they give."""
 
 import torch
 from torch import nn
 
+from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid_attention import HybridAttention
+from modeling_llamba.rotary import rotary_embedding
+from modeling_llamba.rounding import Rounding
 
+HIDDEN = 32
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 PARTIAL = {"partial_rotary_factor": 0.4}
 
@@ -29,3 +33,50 @@ def relative_error(got, expected):
     """The worst of any token."""
     got, expected = (t.double().cpu() for t in (got, expected))
     return ((got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)).max().item()
+
+
+def make_layer(dtype: torch.dtype = torch.float32, **options) -> HybridAttention:
+    """A layer whose every part matters."""
+    sizes = dict(
+        vocab_size=7, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=3, head_dim=8, max_position_embeddings=512, layer_types=["hybrid"], hybrid_window=4,
+        hybrid_block=2, hybrid_sinks=2, hybrid_salient=3, hybrid_rank=4, rope_parameters=ROPE,
+    )  # fmt: skip
+    config = LlambaConfig(**sizes | options)
+    config._attn_implementation = "sdpa" if config.attn_logit_softcapping is None else "eager"
+    return randomised(HybridAttention(config, 0)).eval().to(dtype)
+
+
+def rotary_of(layer, index, reach):
+    """cos and sin for every token, and those for its look at sinks, or None."""
+    embedding, positions = rotary_embedding(layer.config).to(index.device), index.clamp(min=0)
+    like = layer.q_proj.weight
+    return embedding(like, positions), None if reach is None else embedding(like, positions.clamp(max=reach))
+
+
+def attention_to_rows(query, rows, bits, bias, scale, softcap):
+    """Attention (B, 1, H, P) of queries (B, H, 1, P) to what rows of keys and of values hold, in float64.
+
+    Args:
+        bias: (B, T), or None.
+    """
+    roundings = Rounding.of_pair(list(bits), query.shape[-1])
+    shared = query.shape[1] // rows[0].shape[1]
+    keys, values = (
+        rounding.decode(t, torch.float64).double().repeat_interleave(shared, 1)
+        for rounding, t in zip(roundings, rows, strict=True)
+    )
+    scores = query.double() @ keys.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias[:, None, None].double()
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
+def rows_in_room(t, rounding, room=40):
+    """Rows (B, K, T, W) as a cache holds them that grows in place: a part of more."""
+    rows = rounding.encode(t)
+    whole = rows.new_full((*rows.shape[:2], rows.shape[2] + room, rows.shape[3]), 7)
+    whole[:, :, : rows.shape[2]] = rows
+    return whole[:, :, : rows.shape[2]]

@@ -13,9 +13,9 @@ from modeling_llamba.eviction import BlockShape, Held, SlowDims
 from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import new_cache
 from modeling_llamba.rounding import Rounding
-from tests.helpers.hybrid_step import PARTIAL, ROPE, relative_error
+from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, relative_error, rotary_of
 from tests.kernels.conftest import DEVICE, INTERPRETED
-from tests.kernels.layers import HIDDEN, make_layer, naive, rotary_of
+from tests.kernels.layers import make_layer, naive
 
 BF16 = torch.bfloat16
 D16 = dict(head_dim=16, hybrid_state_planes=4)

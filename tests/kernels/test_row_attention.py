@@ -7,7 +7,7 @@ import torch
 
 import modeling_llamba.row_attention_kernel as kernel
 from modeling_llamba.rounding import Rounding
-from tests.helpers.hybrid_step import relative_error
+from tests.helpers.hybrid_step import attention_to_rows, relative_error, rows_in_room
 from tests.kernels.conftest import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.gpu]
@@ -18,14 +18,6 @@ CASES = [  # head dim, query heads of a key/value head, columns, cap of the scor
     (80, 1, 77, 2.0, False),
     (128, 4, 530, 5.0, True),
 ]
-
-
-def rows_in_room(t, rounding, room=40):
-    """Rows (B, K, T, W) as a cache holds them that grows in place: a part of more."""
-    rows = rounding.encode(t)
-    whole = rows.new_full((*rows.shape[:2], rows.shape[2] + room, rows.shape[3]), 7)
-    whole[:, :, : rows.shape[2]] = rows
-    return whole[:, :, : rows.shape[2]]
 
 
 @pytest.mark.parametrize(("bits", "case"), list(itertools.product(BITS, CASES)))
@@ -46,16 +38,7 @@ def test_one_token_attends_to_rows(monkeypatch, bits, case, dtype):
         bias[1, 100:110] = torch.finfo(torch.float32).min
     scale = 2 * dim**-0.5
     output = kernel.attend_to_rows(query, key_rows, value_rows, bias, scale, softcap or 0.0, *bits)
-    keys, values = (
-        rounding.decode(rows, torch.float64).double().repeat_interleave(shared, 1)
-        for rounding, rows in zip(roundings, (key_rows, value_rows), strict=True)
-    )
-    scores = query.double() @ keys.mT * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if hides:
-        scores = scores + bias[:, None, None].double()
-    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    expected = attention_to_rows(query, (key_rows, value_rows), bits, bias, scale, softcap)
     assert output.dtype == dtype
     assert output.shape == expected.shape
     assert relative_error(output, expected) < (1e-6 if dtype == torch.float32 else 5e-3)

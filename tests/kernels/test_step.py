@@ -16,10 +16,10 @@ from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import HybridLayer, new_cache
 from modeling_llamba.hybrid_prompt_kernel import LARGEST
 from modeling_llamba.rounding import Rounding
-from tests.helpers.hybrid_step import PARTIAL, ROPE, relative_error
+from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, relative_error, rotary_of
 from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, PROMPTS, ROUNDED, SHAPES, tools
 from tests.kernels.conftest import DEVICE, INTERPRETED
-from tests.kernels.layers import HIDDEN, make_layer, naive, rotary_of
+from tests.kernels.layers import make_layer, naive
 
 LENGTH = 22
 PADDING = [[], [0, 1, 2, 9]]

@@ -8,17 +8,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from modeling_llamba import cpu_kernels
-from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import new_cache
 from modeling_llamba.hybrid_config import CACHE_BITS
-from modeling_llamba.modeling_llamba import LlambaConfig
 from modeling_llamba.naive import naive_hybrid_attention
-from modeling_llamba.rotary import rotary_embedding
 from modeling_llamba.rounding import Rounding
 from modeling_llamba.ssd import BACKEND_VARIABLE
-from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
+from tests.helpers.hybrid_step import (
+    HIDDEN,
+    PARTIAL,
+    ROPE,
+    attention_to_rows,
+    make_layer,
+    relative_error,
+    rotary_of,
+    rows_in_room,
+)
 
-LENGTH, HIDDEN = 24, 32
+LENGTH = 24
 ROWS = [(bits, dim) for bits in CACHE_BITS if bits < 16 for dim in (16, 48, 64, 80, 128)] + [(8, 2), (8, 100)]
 BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2), (16, 16), (16, 4), (8, 16)]
 ATTENTION = [  # head dim, query heads of a key/value head, columns, cap of the scores, hidden columns
@@ -56,25 +63,6 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def make_layer(dtype=torch.float32, **options):
-    """A layer whose every part matters."""
-    sizes = dict(
-        vocab_size=7, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=1, num_attention_heads=6,
-        num_key_value_heads=3, head_dim=8, max_position_embeddings=512, layer_types=["hybrid"], hybrid_window=4,
-        hybrid_block=2, hybrid_sinks=2, hybrid_salient=3, hybrid_rank=4, rope_parameters=ROPE,
-    )  # fmt: skip
-    config = LlambaConfig(**sizes | options)
-    config._attn_implementation = "sdpa" if config.attn_logit_softcapping is None else "eager"
-    return randomised(HybridAttention(config, 0)).eval().to(dtype)
-
-
-def rotary_of(layer, index, reach):
-    """cos and sin for every token, and those for its look at sinks, or None."""
-    embedding = rotary_embedding(layer.config)
-    like = layer.q_proj.weight
-    return embedding(like, index), None if reach is None else embedding(like, index.clamp(max=reach))
 
 
 def token_by_token(layer, hidden_states, index, reach, lengths_known):
@@ -132,12 +120,8 @@ def test_one_token_attends_to_rows(bits, case, dtype, threads):
     dim, shared, columns, softcap, hides = case
     roundings = Rounding.of_pair(list(bits), dim)
     query = torch.randn(2, 2 * shared, 1, dim).to(dtype)
-    rows = []
-    for t, rounding in zip(torch.randn(2, 2, 2, columns, dim).to(dtype), roundings, strict=True):
-        new = rounding.encode(t)
-        room = new.new_full((2, 2, columns + 40, new.shape[3]), 7)
-        room[:, :, :columns] = new
-        rows.append(room[:, :, :columns])
+    vectors = torch.randn(2, 2, 2, columns, dim).to(dtype)
+    rows = [rows_in_room(t, rounding) for t, rounding in zip(vectors, roundings, strict=True)]
     bias = None
     if hides:
         bias = torch.zeros(2, columns)
@@ -145,16 +129,7 @@ def test_one_token_attends_to_rows(bits, case, dtype, threads):
         bias[1, 100:110] = torch.finfo(torch.float32).min
     scale = 2 * dim**-0.5
     output = cpu_kernels.attend_on_cpu(query, *rows, bias, scale, softcap or 0.0, *bits)
-    keys, values = (
-        rounding.decode(t, torch.float64).double().repeat_interleave(shared, 1)
-        for rounding, t in zip(roundings, rows, strict=True)
-    )
-    scores = query.double() @ keys.mT * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if hides:
-        scores = scores + bias[:, None, None].double()
-    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    expected = attention_to_rows(query, rows, bits, bias, scale, softcap)
     assert output.dtype == dtype
     assert output.shape == expected.shape
     assert relative_error(output, expected) < (2e-6 if dtype == torch.float32 else 5e-3)
