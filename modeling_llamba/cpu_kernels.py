@@ -30,7 +30,7 @@ from transformers.utils import logging
 from transformers.utils.hub import HF_MODULES_CACHE
 
 from .hybrid_step_kernel import as_operator
-from .rounding_kernel import empty_rows, empty_vectors
+from .rounding_kernel import empty_rows
 from .ssd import requested_backend
 
 logger = logging.get_logger(__name__)
@@ -129,13 +129,12 @@ static inline void unpack(const uint8_t *row, float *t, int P, Rounding rounding
     }
 }
 
-/* The row of a vector, which is rotated in place; see rounding.py. */
-static void pack(float *t, uint8_t *row, int P, Rounding rounding)
+/* The row of a vector that is rotated already; see rounding.py. */
+static void pack(const float *t, uint8_t *row, int P, Rounding rounding)
 {
     int bits = rounding.bits, groups = rounding.groups, size = P / groups, shift = 1 << (8 - bits);
     float largest = 128 - shift;
     int8_t code[P];
-    rotate(t, P, P & -P);
     for (int g = 0; g < groups; g++) {
         float magnitude = 0.0f, sum = 0.0f;
         for (int i = g * size; i < (g + 1) * size; i++) {
@@ -176,27 +175,26 @@ static int64_t offset(int64_t n, const int64_t *sizes, const int64_t *strides)
 }
 
 void encode_rows(const float *vectors, uint8_t *rows, int64_t count, const int64_t *sizes, const int64_t *strides,
-                 int P, int bits, int groups, int width, int threads)
+                 int P, int bits, int groups, int width, int is_rotated, int threads)
 {
     Rounding rounding = {bits, groups, width};
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t n = 0; n < count; n++) {
         float t[P];
         memcpy(t, vectors + offset(n, sizes, strides), 4 * P);
+        if (!is_rotated)
+            rotate(t, P, P & -P);
         pack(t, rows + n * width, P, rounding);
     }
 }
 
 void decode_rows(const uint8_t *rows, float *vectors, int64_t count, const int64_t *sizes, const int64_t *strides,
-                 int P, int bits, int groups, int width, int still_rotated, int threads)
+                 int P, int bits, int groups, int width, int threads)
 {
     Rounding rounding = {bits, groups, width};
     #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t n = 0; n < count; n++) {
+    for (int64_t n = 0; n < count; n++)
         unpack(rows + offset(n, sizes, strides), vectors + n * P, P, rounding);
-        if (!still_rotated)
-            rotate(vectors + n * P, P, P & -P);
-    }
 }
 
 /* Softmax attention of the queries of R heads to some columns; the sum of values is not yet divided by `total`.
@@ -490,35 +488,38 @@ def _lined_up(t: torch.Tensor) -> torch.Tensor:
 
 
 @as_operator
-def encode_on_cpu(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
-    """Rows (..., W) uint8 of vectors (..., P)."""
+def encode_on_cpu(t: torch.Tensor, bits: int, groups: int, is_rotated: bool = False) -> torch.Tensor:
+    """Rows (..., W) uint8 of vectors (..., P), which are multiplied by the matrix already if `is_rotated`."""
     rows = empty_rows(t, bits, groups)
     t = _lined_up(t.float())
     library().encode_rows(
         _pointer(t), _pointer(rows), ctypes.c_int64(math.prod(t.shape[:-1])), *_places(t), t.shape[-1], bits, groups,
-        rows.shape[-1], torch.get_num_threads(),
+        rows.shape[-1], is_rotated, torch.get_num_threads(),
     )  # fmt: skip
     return rows
 
 
-encode_on_cpu.register_fake(empty_rows)
+@encode_on_cpu.register_fake
+def _(t, bits, groups, is_rotated=False):
+    return empty_rows(t, bits, groups)
 
 
 @as_operator
-def decode_on_cpu(
-    rows: torch.Tensor, bits: int, dim: int, groups: int, dtype: torch.dtype, still_rotated: bool
-) -> torch.Tensor:
-    """Vectors (..., P) of rows (..., W); as they are stored, which is multiplied by the matrix, if `still_rotated`."""
-    vectors = empty_vectors(rows, bits, dim, groups, torch.float32, still_rotated)
+def decode_on_cpu(rows: torch.Tensor, bits: int, dim: int, groups: int) -> torch.Tensor:
+    """Vectors (..., P) of rows (..., W) as they are stored, which is multiplied by the matrix, in float32."""
+    vectors = _empty_vectors(rows, bits, dim, groups)
     rows = _lined_up(rows)
     library().decode_rows(
         _pointer(rows), _pointer(vectors), ctypes.c_int64(math.prod(rows.shape[:-1])), *_places(rows), dim, bits,
-        groups, rows.shape[-1], still_rotated, torch.get_num_threads(),
+        groups, rows.shape[-1], torch.get_num_threads(),
     )  # fmt: skip
-    return vectors.to(dtype)
+    return vectors
 
 
-decode_on_cpu.register_fake(empty_vectors)
+@decode_on_cpu.register_fake
+def _empty_vectors(rows: torch.Tensor, bits: int, dim: int, groups: int) -> torch.Tensor:
+    """Memory for `decode_on_cpu`."""
+    return rows.new_empty(*rows.shape[:-1], dim, dtype=torch.float32)
 
 
 @as_operator
