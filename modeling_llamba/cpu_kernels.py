@@ -42,7 +42,7 @@ SOURCE = r"""
 
 enum { TILE = 64 }; /* columns whose scores are known before their values are read */
 static const float NONE = -1e30f; /* less than any score */
-static const float SMALLEST_SCALE = 6.103515625e-05f;
+static const float SMALLEST_SCALE = 6.103515625e-05f; /* that of rounding.py, 2^-14 */
 
 /* bits: of a number, 16 and 32 those of bfloat16 and float32. step: bytes from one row to the next. */
 typedef struct { int bits, groups, step; } Rounding;
@@ -416,7 +416,7 @@ def library() -> ctypes.CDLL | None:
             problem = f"{found}: {error}"
         except subprocess.CalledProcessError as error:
             problem = f"{found}: {error.stderr.decode(errors='replace').strip().partition(chr(10))[0]}"
-    logger.warning(f"Decoding on a CPU is slower without the functions in C, which a C compiler makes: {problem}")
+    logger.warning(f"Decoding on a CPU is slower: its functions in C could not be compiled ({problem}). Install gcc.")
     return None
 
 
@@ -595,7 +595,9 @@ def mix_one_on_cpu(
     held = _readable(keys), _readable(values), salience, state
     keys, values, salience, state = (t if t[0].is_contiguous() else t.contiguous() for t in held)
     strides = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size()
-    seen, queries, mass = seen.contiguous(), query.float().contiguous(), mass.float().contiguous()
+    seen = seen.contiguous()
+    queries = query.float().contiguous()
+    mass = mass.float().contiguous()
     sink_query = None if sink_query is None else sink_query.float().contiguous()
     output, features = queries.new_empty(batch, 1, heads, P), queries.new_empty(batch, 1, 3 * heads * P)
     library().mix_one(

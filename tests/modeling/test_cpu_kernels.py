@@ -200,8 +200,7 @@ def test_a_layer_token_by_token(case, lengths_known, threads, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_layer_in_bfloat16(monkeypatch):
-    """As near to the layer in float32 as PyTorch's operations are."""
+def test_a_layer_in_bfloat16():
     layer = make_layer(torch.bfloat16, head_dim=64, hybrid_state_planes=8)
     index = torch.arange(LENGTH).expand(2, -1)
     hidden_states = torch.randn(2, LENGTH, HIDDEN).bfloat16()
