@@ -132,7 +132,17 @@ static inline void unpack(const uint8_t *row, float *t, int P, Rounding rounding
 /* The row of a vector that is rotated already; see rounding.py. */
 static void pack(const float *t, uint8_t *row, int P, Rounding rounding)
 {
-    int bits = rounding.bits, groups = rounding.groups, size = P / groups, shift = 1 << (8 - bits);
+    int bits = rounding.bits, groups = rounding.groups;
+    if (bits == 32) {
+        memcpy(row, t, 4 * P);
+        return;
+    }
+    if (bits == 16) {
+        for (int i = 0; i < P; i++)
+            memcpy(row + 2 * i, (const uint8_t *)(t + i) + 2, 2); /* exact: t was made of bfloat16 */
+        return;
+    }
+    int size = P / groups, shift = 1 << (8 - bits);
     float largest = 128 - shift;
     int8_t code[P];
     for (int g = 0; g < groups; g++) {
@@ -197,7 +207,18 @@ void decode_rows(const uint8_t *rows, float *vectors, int64_t count, const int64
         unpack(rows + offset(n, sizes, strides), vectors + n * P, P, rounding);
 }
 
-/* Softmax attention of the queries of R heads to some columns; the sum of values is not yet divided by `total`.
+/* The results of `attend` before the first column. */
+static void begin(int R, int P, float *output, float *highest, float *total)
+{
+    for (int r = 0; r < R; r++) {
+        highest[r] = NONE;
+        total[r] = 0.0f;
+    }
+    memset(output, 0, 4 * R * P);
+}
+
+/* Softmax attention of the queries of R heads to some columns, beside those before; the sum of values is not yet
+   divided by `total`.
 
    query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns.
    bias: added to the scores of the first `biased` columns, -inf where one is hidden. */
@@ -206,11 +227,6 @@ static void attend(const float *query, const float *sink_query, int sinks, const
                    float softcap, int R, int P, float *output, float *highest, float *total)
 {
     float score[R][TILE], t[P];
-    for (int r = 0; r < R; r++) {
-        highest[r] = NONE;
-        total[r] = 0.0f;
-    }
-    memset(output, 0, 4 * R * P);
     for (; first < last; first += TILE) {
         int columns = last - first < TILE ? last - first : TILE;
         for (int c = 0; c < columns; c++) {
@@ -261,9 +277,13 @@ static void scaled_query(const float *query, float *t, int R, int P, float scale
             rotate(t + r * P, P, P & -P);
 }
 
+/* Columns lie in pages of `block` each: of request b in those that its `most` numbers in `table` name, or, without a
+   table, all in page b. strides: from a page to the next and from a head to the next, in bytes of keys and of values.
+   lengths: columns of each request; without them T. */
 void attend_to_rows(const float *query, const uint8_t *keys, const uint8_t *values, const int64_t *strides,
-                    const int *key_rounding, const int *value_rounding, const float *bias, float *output, float *part,
-                    int B, int K, int R, int P, int T, int parts, float scale, float softcap, int threads)
+                    const int *key_rounding, const int *value_rounding, const int32_t *table, int most, int block,
+                    const int64_t *lengths, const float *bias, float *output, float *part, int B, int K, int R, int P,
+                    int T, int parts, float scale, float softcap, int threads)
 {
     Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
     Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
@@ -272,12 +292,20 @@ void attend_to_rows(const float *query, const uint8_t *keys, const uint8_t *valu
     {
         #pragma omp for
         for (int n = 0; n < B * K * parts; n++) {
-            int head = n / parts, b = head / K, k = head % K, first = n % parts * span;
+            int head = n / parts, b = head / K, k = head % K, column = n % parts * span;
+            int length = lengths ? lengths[b] : T, end = column + span < length ? column + span : length;
             float t[R * P], *found = part + (int64_t)n * size;
             scaled_query(query + (int64_t)head * R * P, t, R, P, scale, of_keys);
-            attend(t, t, 0, keys + b * strides[0] + k * strides[1], of_keys, values + b * strides[2] + k * strides[3],
-                   of_values, first, first + span < T ? first + span : T, bias ? bias + (int64_t)b * T : 0,
-                   bias ? T : 0, softcap, R, P, found, found + R * P, found + R * P + R);
+            begin(R, P, found, found + R * P, found + R * P + R);
+            while (column < end) {
+                int before = column / block * block, last = before + block < end ? block : end - before;
+                int64_t page = table ? table[b * most + column / block] : b;
+                attend(t, t, 0, keys + page * strides[0] + k * strides[1], of_keys,
+                       values + page * strides[2] + k * strides[3], of_values, column - before, last,
+                       bias ? bias + (int64_t)b * T : 0, bias ? T : 0, softcap, R, P, found, found + R * P,
+                       found + R * P + R);
+                column = before + last;
+            }
         }
         #pragma omp for
         for (int n = 0; n < B * K * R; n++) {
@@ -308,68 +336,89 @@ static int slow_dim(int s, int planes, int slow_planes)
     return s + (s < slow_planes ? 1 : 2) * (planes - slow_planes);
 }
 
+/* Sizes of a hybrid layer, K that of its heads with a window. */
+typedef struct { int K, R, P, N, T, E, sinks, S, planes, slow_planes; float scale, softcap; } Layer;
+
+/* Column of the token with this number, whose block is open. */
+static int column_of(int64_t number, Layer layer)
+{
+    int64_t left = number / layer.E - ((layer.T - layer.S) / layer.E - 1);
+    return layer.S + number - (left > 0 ? left : 0) * layer.E;
+}
+
+/* One token of a key/value head: the mixed outputs (R, P) and the features (R, 3, P).
+
+   rank: salience of the columns. sums: the state. mass: of the R heads. */
+static void mix_head(const uint8_t *keys, Rounding of_keys, const uint8_t *values, Rounding of_values,
+                     const float *rank, const float *sums, int64_t number, const float *query, const float *sink_query,
+                     const float *mass, float *output, float *features, Layer layer)
+{
+    int R = layer.R, P = layer.P, N = layer.N, S = layer.S, planes = layer.planes, slow_planes = layer.slow_planes;
+    int masses = 2 + N - slow_planes + P - planes, held_sinks = 0;
+    float near[R * P], highest[R], total[R], q[R * P], sink_q[R * P], bias[S + 1];
+    for (int c = 0; c < S; c++)
+        bias[c] = rank[c] == -INFINITY ? -INFINITY : 0.0f;
+    scaled_query(query, q, R, P, layer.scale, of_keys);
+    if (sink_query) {
+        while (held_sinks < layer.sinks && rank[held_sinks] == INFINITY)
+            held_sinks++;
+        scaled_query(sink_query, sink_q, R, P, layer.scale, of_keys);
+    }
+    begin(R, P, near, highest, total);
+    attend(q, sink_q, held_sinks, keys, of_keys, values, of_values, 0, column_of(number, layer) + 1, bias, S,
+           layer.softcap, R, P, near, highest, total);
+
+    const float *of_keys_sums = sums + P * (N + 1);
+    float count = of_keys_sums[0], least = larger(count, 1.0f);
+    for (int r = 0; r < R; r++) {
+        const float *of_head = mass + r * masses, *raw = query + r * P;
+        const float *alpha = of_head + 2, *beta = alpha + N - slow_planes;
+        float *mixed = output + r * P, *feature = features + 3 * r * P, slow[N + 1];
+        float log_mass = of_head[0] + of_head[1] * logf(least), tilt = 0.0f;
+        for (int d = 0; d < P; d++)
+            log_mass += beta[d < planes ? d : d - planes] * (raw[d] * layer.scale) * (raw[d] * layer.scale);
+        for (int s = 0; s < N; s++) {
+            slow[s] = raw[slow_dim(s, planes, slow_planes)] * layer.scale;
+            float product = slow[s] * of_keys_sums[1 + s] / least;
+            tilt += product;
+            log_mass += alpha[s < slow_planes ? s : s - slow_planes] * product;
+        }
+        float *own = near + r * P;
+        for (int d = 0; d < P; d++)
+            own[d] /= total[r];
+        if (of_values.groups > 0)
+            rotate(own, P, P & -P);
+        float gate = count > 0.5f ? 1.0f / (1.0f + expf(highest[r] + logf(total[r]) - log_mass)) : 0.0f;
+        for (int d = 0; d < P; d++) {
+            float mean = sums[d * (N + 1)] / least, product = 0.0f;
+            for (int s = 0; s < N; s++)
+                product += sums[d * (N + 1) + 1 + s] * slow[s];
+            float far = mean + product / least - mean * tilt;
+            mixed[d] = own[d] + gate * (far - own[d]);
+            feature[d] = gate * own[d];
+            feature[P + d] = gate * mean;
+            feature[2 * P + d] = gate * far;
+        }
+    }
+}
+
 /* strides: of a row of the batch, in bytes of keys and of values, and in numbers of salience and of the state */
 void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, const float *state,
              const int64_t *seen, const int64_t *strides, const float *query, const float *sink_query,
              const float *mass, float *output, float *features, const int *key_rounding, const int *value_rounding,
-             int B, int K, int R, int P, int N, int T, float scale, float softcap, int E, int sinks, int S, int planes,
-             int slow_planes, int threads)
+             Layer layer, int B, int threads)
 {
     Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
     Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
-    int masses = 2 + N - slow_planes + P - planes, blocks = (T - S) / E;
+    int K = layer.K, size = layer.R * layer.P, masses = 2 + layer.N - layer.slow_planes + layer.P - layer.planes;
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int n = 0; n < B * K; n++) {
-        int b = n / K, k = n % K, held_sinks = 0, number = seen[b] > 0 ? seen[b] - 1 : 0;
-        int opened = number / E - (blocks - 1), last = S + number - (opened > 0 ? opened : 0) * E;
-        const float *rank = salience + b * strides[2];
-        float near[R * P], highest[R], total[R], q[R * P], sink_q[R * P], bias[S + 1];
-        for (int c = 0; c < S; c++)
-            bias[c] = rank[c] == -INFINITY ? -INFINITY : 0.0f;
-        scaled_query(query + (int64_t)n * R * P, q, R, P, scale, of_keys);
-        if (sink_query) {
-            while (held_sinks < sinks && rank[held_sinks] == INFINITY)
-                held_sinks++;
-            scaled_query(sink_query + (int64_t)n * R * P, sink_q, R, P, scale, of_keys);
-        }
-        attend(q, sink_q, held_sinks, keys + b * strides[0] + (int64_t)k * T * of_keys.step, of_keys,
-               values + b * strides[1] + (int64_t)k * T * of_values.step, of_values, 0, last + 1, bias, S, softcap, R,
-               P, near, highest, total);
-
-        const float *sums = state + b * strides[3] + (int64_t)k * (P + 1) * (N + 1);
-        const float *of_keys_sums = sums + P * (N + 1);
-        float count = of_keys_sums[0], least = larger(count, 1.0f);
-        for (int r = 0; r < R; r++) {
-            int64_t head = (int64_t)n * R + r;
-            const float *of_head = mass + (head % (K * R)) * masses, *raw = query + head * P;
-            const float *alpha = of_head + 2, *beta = alpha + N - slow_planes;
-            float *mixed = output + head * P, *feature = features + 3 * head * P, slow[N + 1];
-            float log_mass = of_head[0] + of_head[1] * logf(least), tilt = 0.0f;
-            for (int d = 0; d < P; d++)
-                log_mass += beta[d < planes ? d : d - planes] * (raw[d] * scale) * (raw[d] * scale);
-            for (int s = 0; s < N; s++) {
-                slow[s] = raw[slow_dim(s, planes, slow_planes)] * scale;
-                float product = slow[s] * of_keys_sums[1 + s] / least;
-                tilt += product;
-                log_mass += alpha[s < slow_planes ? s : s - slow_planes] * product;
-            }
-            float *own = near + r * P;
-            for (int d = 0; d < P; d++)
-                own[d] /= total[r];
-            if (of_values.groups > 0)
-                rotate(own, P, P & -P);
-            float gate = count > 0.5f ? 1.0f / (1.0f + expf(highest[r] + logf(total[r]) - log_mass)) : 0.0f;
-            for (int d = 0; d < P; d++) {
-                float mean = sums[d * (N + 1)] / least, product = 0.0f;
-                for (int s = 0; s < N; s++)
-                    product += sums[d * (N + 1) + 1 + s] * slow[s];
-                float far = mean + product / least - mean * tilt;
-                mixed[d] = own[d] + gate * (far - own[d]);
-                feature[d] = gate * own[d];
-                feature[P + d] = gate * mean;
-                feature[2 * P + d] = gate * far;
-            }
-        }
+        int b = n / K, k = n % K;
+        mix_head(keys + b * strides[0] + (int64_t)k * layer.T * of_keys.step, of_keys,
+                 values + b * strides[1] + (int64_t)k * layer.T * of_values.step, of_values, salience + b * strides[2],
+                 state + b * strides[3] + (int64_t)k * (layer.P + 1) * (layer.N + 1), seen[b] > 0 ? seen[b] - 1 : 0,
+                 query + (int64_t)n * size, sink_query ? sink_query + (int64_t)n * size : 0,
+                 mass + k * layer.R * masses, output + (int64_t)n * size, features + 3 * (int64_t)n * size, layer);
     }
 }
 """
@@ -391,6 +440,14 @@ SPAN = 512
 """Columns of a part at least, where several threads attend to one head."""
 
 
+class Layer(ctypes.Structure):
+    """Sizes of a hybrid layer, as the functions in C read them."""
+
+    _fields_ = [(name, ctypes.c_int) for name in "K R P N T E sinks S planes slow_planes".split()] + [
+        (name, ctypes.c_float) for name in ("scale", "softcap")
+    ]
+
+
 def compilers() -> list[str]:
     """The machine's C compilers, first that of the environment variable CC if it is set."""
     found = map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))
@@ -398,20 +455,25 @@ def compilers() -> list[str]:
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where they cannot be compiled, which is said once."""
+def library(more: str = "") -> ctypes.CDLL | None:
+    """The compiled functions; None where they cannot be compiled, which is said once.
+
+    Args:
+        more: source of functions that belong to another module and call these.
+    """
+    text = SOURCE + more
     flags = FLAGS + ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability(), ())
     # OpenMP's functions are PyTorch's own, which are in the process already if they are those of this compiler
     variants = [(found, (*flags, *openmp)) for found in compilers() for openmp in (("-fopenmp",), ())]
     for _, options in variants:
-        kept = _place_of(options)
+        kept = _place_of(text, options)
         if kept.is_file():
             with contextlib.suppress(OSError):  # of another C library: then it is made once more
                 return ctypes.CDLL(str(kept))
     problem = "there is no C compiler"
     for found, options in variants:
         try:
-            return _compiled(found, options)
+            return _compiled(text, found, options)
         except OSError as error:
             problem = f"{found}: {error}"
         except subprocess.CalledProcessError as error:
@@ -420,25 +482,25 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def _place_of(options: tuple[str, ...]) -> Path:
+def _place_of(text: str, options: tuple[str, ...]) -> Path:
     """File in which a library is kept that was made of this source with these options for such a machine."""
-    made_of = "\n".join([SOURCE, *options, sys.platform, platform.machine()])
+    made_of = "\n".join([text, *options, sys.platform, platform.machine()])
     return Path(HF_MODULES_CACHE) / "hybrid_kernels" / f"{hashlib.sha256(made_of.encode()).hexdigest()}.so"
 
 
-def _compiled(found: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile the source into a library and load it; keep it where that can be written to.
+def _compiled(text: str, found: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile a source into a library and load it; keep it where that can be written to.
 
     Raises:
         OSError, subprocess.CalledProcessError: it cannot be compiled, or cannot be loaded.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source, compiled, linked = (Path(scratch) / name for name in ("kernels.c", "kernels.o", "kernels.so"))
-        source.write_text(SOURCE)
+        source.write_text(text)
         for arguments in ([*options, "-c", source, "-o", compiled], ["-shared", compiled, "-o", linked, "-lm"]):
             subprocess.run([found, *map(str, arguments)], check=True, capture_output=True)
         loaded = ctypes.CDLL(str(linked))
-        kept = _place_of(options)
+        kept = _place_of(text, options)
         part = kept.with_suffix(f".{os.getpid()}")
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -554,8 +616,8 @@ def attend_on_cpu(
     scratch = queries.new_empty(batch * kv_heads * parts, shared, P + 2)
     library().attend_to_rows(
         _pointer(queries), _pointer(keys), _pointer(values), _strides(*strides), _rows_of(keys, key_bits, P),
-        _rows_of(values, value_bits, P), _pointer(bias), _pointer(output), _pointer(scratch), batch, kv_heads, shared,
-        P, columns, parts, ctypes.c_float(scale), ctypes.c_float(softcap), threads,
+        _rows_of(values, value_bits, P), None, 0, columns, None, _pointer(bias), _pointer(output), _pointer(scratch),
+        batch, kv_heads, shared, P, columns, parts, ctypes.c_float(scale), ctypes.c_float(softcap), threads,
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -604,9 +666,12 @@ def mix_one_on_cpu(
         *map(_pointer, (keys, values, salience, state, seen)),
         _strides(*strides, salience.stride(0), state.stride(0)),
         *map(_pointer, (queries, sink_query, mass, output, features)),
-        _rows_of(keys, key_bits, P), _rows_of(values, value_bits, P), batch, kv_heads, heads // kv_heads, P,
-        state.shape[-1] - 1, columns, ctypes.c_float(scale), ctypes.c_float(softcap), block, sinks, places, planes,
-        slow_planes, torch.get_num_threads(),
+        _rows_of(keys, key_bits, P), _rows_of(values, value_bits, P),
+        Layer(
+            kv_heads, heads // kv_heads, P, state.shape[-1] - 1, columns, block, sinks, places, planes, slow_planes,
+            scale, softcap,
+        ),
+        batch, torch.get_num_threads(),
     )  # fmt: skip
     return output.to(query.dtype), features.to(query.dtype)
 

@@ -190,14 +190,15 @@ class SlotMetadata(BaseMambaAttentionMetadata):
     """vLLM's, and what would have to be asked of a device.
 
     prompts: the span of each prompt. decoding: tokens before the next one of each request that decodes. opening: by
-    width of the window, which of these requests open a block, or None; rows: those of memory; lengths: what
-    `decoding_lengths` returns. All three are made by the first layer that asks.
+    width of the window, which of these requests open a block, or None; rows: those of memory; counts, lengths: what
+    `lengths_in` and `decoding_lengths` return. All four are made by the first layer that asks.
     """
 
     prompts: list[Span] = field(default_factory=list)
     decoding: list[int] = field(default_factory=list)
     opening: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
     rows: dict[bool, torch.Tensor] = field(default_factory=dict, init=False)
+    counts: torch.Tensor | None = field(default=None, init=False)
     lengths: tuple[int, torch.Tensor | None, torch.Tensor | None] | None = field(default=None, init=False)
 
     def pages(self, decode: bool) -> torch.Tensor:
@@ -216,6 +217,12 @@ class SlotMetadata(BaseMambaAttentionMetadata):
         """Prompts that are one batch without padding."""
         return together(self.prompts, ragged=False)
 
+    def lengths_in(self, device: torch.device) -> torch.Tensor:
+        """Tokens of each request that decodes, with the next one, (B,)."""
+        if self.counts is None:
+            self.counts = async_tensor_h2d([n + 1 for n in self.decoding], dtype=torch.long, device=device)
+        return self.counts
+
     def decoding_lengths(self, block: int, like: torch.Tensor) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
         """Tokens of the longest request that decodes, and where others are shorter the pages of each (B,) with so many
         tokens, and a bias (B, 1, 1, tokens) that hides what is not theirs, on the device and of the type of `like`."""
@@ -223,7 +230,7 @@ class SlotMetadata(BaseMambaAttentionMetadata):
             lengths = [n + 1 for n in self.decoding]
             longest, pages, bias = max(lengths), None, None
             if min(lengths) < longest:
-                own = async_tensor_h2d(lengths, dtype=torch.long, device=like.device)[:, None]
+                own = self.lengths_in(like.device)[:, None]
                 pages = (own[:, 0] + block - 1) // block
                 bias = hiding(torch.arange(longest, device=like.device) >= own, like.dtype)[:, None, None]
             self.lengths = longest, pages, bias
@@ -443,10 +450,10 @@ class HeadRows:
         """Metadata of the present step: where its requests' rows are."""
         return get_forward_context().attn_metadata[self.memory.heads.prefix]
 
-    def write(self, *rows: torch.Tensor) -> None:
-        """Put the rows of all tokens of the step, (L, K, .) of keys and of values, into their places."""
+    def write(self, tokens: slice, *rows: torch.Tensor) -> None:
+        """Put the rows of tokens of the step, (L, K, .) of keys and of values, into their places."""
         block = self.memory.heads.block
-        places = self.metadata.places
+        places = self.metadata.places[tokens]
         page, place = places // block, places % block
         for new, region in zip(rows, self.regions, strict=True):
             of_tokens = self.memory.memory[:, region].unflatten(1, (block, -1))

@@ -10,6 +10,7 @@ Shapes: B batch (requests), L length, H' heads with a window, K key/value heads,
 columns.
 """
 
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -20,6 +21,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from modeling_llamba.attention import FUSED_ON_CPU, fuses_on_cpu, kernel_for_rows
+from modeling_llamba.cpu_kernels import can_run_on_cpu
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import (
     HybridAttention,
@@ -31,6 +33,7 @@ from modeling_llamba.hybrid_attention import (
 from modeling_llamba.hybrid_cache import HybridLayer
 from modeling_llamba.rotary import Rotary
 
+from .cpu_pages import HeadStep, SlotStep
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
 
 
@@ -160,14 +163,17 @@ class SlotLayer(nn.Module):
         content = self.memory.memory.new_zeros(requests, self.bytes)
         return content, self.cut(content)
 
+    def first_bytes(self) -> dict[str, int]:
+        """The first byte of each tensor of a slot, among all slots of a request."""
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.sizes.values()]
+        return dict(zip(self.sizes, accumulate(sizes, initial=self.first), strict=False))
+
     def cut(self, content: torch.Tensor) -> Slots:
         """The tensors in slots (B, bytes)."""
         slots = {}
-        start = 0
-        for name, (shape, dtype) in self.sizes.items():
-            size = prod(shape) * dtype.itemsize
-            slots[name] = content[:, start : start + size].view(dtype).view(-1, *shape)
-            start += size
+        for (name, (shape, dtype)), first in zip(self.sizes.items(), self.first_bytes().values(), strict=True):
+            start = first - self.first
+            slots[name] = content[:, start : start + prod(shape) * dtype.itemsize].view(dtype).view(-1, *shape)
         return slots
 
     def store(self, rows: torch.Tensor, content: torch.Tensor) -> None:
@@ -258,11 +264,19 @@ class HybridSlots(SlotLayer):
         self.reach = mixer.config.hybrid_sink_reach
         self.columns = mixer.shape.places + mixer.shape.window
         self.kept_size = len(mixer.kept) * mixer.shared * mixer.head_dim
+        self.slot_step: SlotStep | None = None
+        self.head_step: HeadStep | None = None
 
     def ready(self) -> None:
-        """Find the bytes that a step writes."""
+        """Find the bytes that a step writes, and functions in C for it if they run here."""
         super().ready()
         self.written, self.per_column = self._written()
+        attention, dtype = self.mixer, self.memory.dtype
+        if can_run_on_cpu(self.written.device, dtype, attention.config.mixer_backend):
+            if attention.mass is not None:
+                self.slot_step = SlotStep(attention, self.first_bytes(), dtype)
+            if self.head_rows is not None:
+                self.head_step = HeadStep(attention, self.head_rows, dtype)
 
     def _written(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bytes of a slot that belong to a token in its first column, and how much farther they are in the next."""
@@ -290,10 +304,7 @@ class HybridSlots(SlotLayer):
         heads = torch.cat([t for t in new[:4] if t is not None], dim=1).transpose(1, 2)
         kept = []
         if attention.kept:
-            query, key, value = attention.select_kept(projected)
-            of_keys, of_values = self.head_rows.roundings
-            # here, since what surrounds the operator is compiled
-            kept = [t.transpose(1, 2) for t in (query, of_keys.encode(key), of_values.encode(value))]
+            kept = [t.transpose(1, 2) for t in attention.select_kept(projected)]
         size = new.query[0, :, 0].numel()
         rank = 0 if attention.down is None else attention.down.out_features
         mixed = self.in_slots([inputs.index, new.salience, *kept, heads], size + rank + self.kept_size)
@@ -307,7 +318,7 @@ class HybridSlots(SlotLayer):
         if self.head_rows is not None:
             index, salience, *kept, heads = inputs
             inputs = [index, salience, heads]
-            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), *kept)
+            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), self.head_step, *kept)
             output[..., -self.kept_size :] = of_kept.flatten(2)
             output = output[..., : -self.kept_size]
         super().run(inputs, output)
@@ -333,20 +344,25 @@ class HybridSlots(SlotLayer):
         """One token of each request."""
         shape = self.mixer.shape
         rows = self.memory.rows(decode=True)
-        content, slots = self.fetch(rows)
         opening = metadata.opening_rows(shape, rows.device)
         if opening is not None:
-            before = {name: t[opening] for name, t in slots.items()}
-            held = open_block(held_in(before, opening), shape)
-            for name, t in slots.items():
-                t[opening] = getattr(held, name)
-            self.store(rows[opening], content[opening])
+            self._open_block(rows[opening], opening)
         if max(metadata.decoding) < self.reach:
             inputs = self._without_far_sinks(inputs)
         index, *others = inputs
+        if self.slot_step is not None:
+            self._give(output, *self.slot_step(self.memory.memory, rows, index, *others))
+            return
+        content, slots = self.fetch(rows)
         cache = SlotRows(shape, slots)
         self._give(output, *self.mixer.step(projected_of(self.mixer, *others), HybridInputs(index), cache))
-        self._store_columns(rows, content, inputs[0][:, 0])
+        self._store_columns(rows, content, index[:, 0])
+
+    def _open_block(self, rows: torch.Tensor, requests: torch.Tensor) -> None:
+        """Open a block in the slots of some requests (B,)."""
+        content, slots = self.fetch(rows)
+        put(slots, open_block(held_in(slots, requests), self.mixer.shape))
+        self.store(rows, content)
 
     def _store_columns(self, rows: torch.Tensor, content: torch.Tensor, number: torch.Tensor) -> None:
         """Write the columns of the tokens of these numbers (B,) alone."""
@@ -386,17 +402,23 @@ def attend_kept(
     attention: HybridAttention,
     rows: HeadRows,
     metadata: SlotMetadata | None,
+    step: HeadStep | None,
     query: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> torch.Tensor:
-    """Full attention of the kept heads to their rows, (1, L, heads, P), once those of all tokens are written.
+    """Full attention of the kept heads, (1, L, heads, P), whose keys and values are written into their places first.
 
     Args:
-        metadata: None while vLLM measures memory. query: (1, L, heads, P). key_rows, value_rows: (1, L, K, .).
+        metadata: None while vLLM measures memory. step: function in C for requests that decode, if there is one.
+        query: (1, L, heads, P). key, value: (1, L, K, P).
     """
     of_keys, of_values = rows.roundings
     output = torch.zeros_like(query)
+
+    def encoded(which: slice) -> list[torch.Tensor]:
+        pairs = zip(rows.roundings, (key, value), strict=True)
+        return [rounding.encode(t[:, which].transpose(1, 2)).transpose(1, 2) for rounding, t in pairs]
 
     def attend_prompts(of_prompts: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
         pairs = zip(rows.roundings, of_rows, strict=True)
@@ -405,10 +427,16 @@ def attend_kept(
         return of_values.rotate(found.transpose(1, 2))
 
     if metadata is None:
-        return attend_prompts(query, key_rows.transpose(1, 2), value_rows.transpose(1, 2))
-    rows.write(key_rows[0], value_rows[0])
+        return attend_prompts(query, *(t.transpose(1, 2) for t in encoded(slice(None))))
     decodes = metadata.num_decodes
-    if decodes:
+    of_step = slice(decodes if step is not None else 0)
+    others = slice(of_step.stop, None)
+    if others.start < query.shape[1]:
+        rows.write(others, *(t[0] for t in encoded(others)))
+    if of_step.stop:
+        lengths = metadata.lengths_in(query.device)
+        output[0, of_step] = step(*(t[0, of_step] for t in (query, key, value)), lengths, max(metadata.decoding) + 1)
+    elif decodes:
         longest, pages, bias = metadata.decoding_lengths(rows.memory.heads.block, query)
         held = rows.read(slice(decodes), longest, pages)
         output[0, :decodes] = _attend_decoding(attention, rows, query[0, :decodes], held, bias)

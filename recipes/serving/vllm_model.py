@@ -22,8 +22,8 @@ from modeling_phimamba.modeling_phimamba import PhiMambaModel
 from .pages import RequestMemory, Sizing
 from .slots import HybridSlots, MixerSlots
 
-EAGER_ROUNDING = {"emulate_precision_casts": True}
-"""Option of inductor, which else divides by scales that are not rounded to 16 bits, while those stored are."""
+LEAST_PACKED = 128
+"""Rows and columns that vLLM's product with packed weights is for: one of 31 rows takes it 360 us, torch 7."""
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
 
 
@@ -95,7 +95,6 @@ class ServedModel(nn.Module):
         self.reach = reach if vllm_config.model_config.max_model_len > reach else None
         # transformers' name for the function, and what the function then finds
         config._attn_implementation = "vllm_paged"
-        vllm_config.compilation_config.inductor_compile_config |= EAGER_ROUNDING
         memory = RequestMemory(vllm_config, prefix)
         for i, layer in enumerate(self.layers):
             name = f"{prefix}.layers.{i}"
@@ -208,6 +207,8 @@ class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCachin
         # vLLM packs only linear layers of its own, and these are torch's
         if current_platform.is_cpu():
             for linear in (module for module in self.modules() if isinstance(module, nn.Linear)):
+                if min(linear.weight.shape) < LEAST_PACKED:
+                    continue
                 dispatch_cpu_unquantized_gemm(linear, remove_weight=False)
                 linear.forward = partial(cpu_linear, linear)
         return loaded
