@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
+from transformers.utils import is_torchdynamo_compiling
 
 from .attention import hiding
+from .cpu_kernels import can_run_on_cpu
+from .cpu_prompt_kernels import choose_columns, hide_columns
 from .eviction import BlockShape, Held, NewTokens, gather_columns, outer_products, salient_before
 from .ssd import sequence_starts
 
@@ -275,7 +278,10 @@ class Layout(NamedTuple):
     def select(self, salience: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns that hold a place while each mixed block is open (B, M, S), -1 in empty places; and `until` (B, T),
         the first block to which a column is no longer visible, 0 for a column that is visible to none."""
-        S, E = self.shape.places, self.shape.block
+        S, E, sizes = self.shape.places, self.shape.block, self.sizes
+        if self.runs_in_c(salience):
+            of_layout = (sizes.context // E, sizes.blocks, sizes.leaving, sizes.mixed)
+            return choose_columns(salience, self.present, S, E, self.shape.window, *of_layout)
         competing = salience[:, : S + self.sizes.leaving * E]
         sequence = self.sequence
         if sequence is not None:
@@ -312,10 +318,20 @@ class Layout(NamedTuple):
         window = t.narrow(axis, start, t.shape[axis] - start)
         return window.unfold(axis, (n + self.group) * E, self.group * E)
 
-    def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def runs_in_c(self, t: torch.Tensor) -> bool:
+        """True where functions in C do what follows, for a tensor of the type that is computed in."""
+        if self.sequence is not None or is_torchdynamo_compiling():
+            return False
+        return can_run_on_cpu(t.device, t.dtype, self.shape.key_rounding.backend)
+
+    def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype, shared: int) -> torch.Tensor:
         """Make a bias: 0 where a query of a group attends to a column of `columns_of_groups`, else the least number,
-        (B, J, M/J, E, S + n E + E M/J)."""
+        (B, J, E R M/J, S + n E + E M/J), the same for the R heads that share a key/value head."""
         E = self.shape.block
+        if self.runs_in_c(holders.new_empty(0, dtype=dtype)):
+            of_layout = (self.sizes.context // E, self.sizes.first, self.group)
+            least = torch.finfo(dtype).min
+            return hide_columns(holders, until, least, shared, E, self.shape.window, *of_layout).to(dtype)
         rows = self.group * self.shape.block
         block = self.block_of_query().view(-1, rows)[..., None]  # (J, E M/J, 1)
         holders = holders[:, :: self.group]
@@ -331,7 +347,8 @@ class Layout(NamedTuple):
             column = self._windows(torch.arange(until.shape[1], device=until.device), 0)
             in_window = in_window & (column[None, :, None] >= sequence)
         hidden = ~torch.cat([visible, in_window], dim=-1)
-        return hiding(hidden, dtype).unflatten(2, (self.group, E))
+        bias = hiding(hidden, dtype).unflatten(2, (self.group, 1, E))
+        return bias.expand(-1, -1, -1, shared, -1, -1).flatten(2, 4)
 
     def states(self, held: Held, keys: torch.Tensor, values: torch.Tensor, holders: torch.Tensor) -> torch.Tensor:
         """The sums of the state while each mixed block is open, (B, M, K, P + 1, N + 1)."""

@@ -41,6 +41,8 @@ SOURCE = r"""
 #include <string.h>
 
 enum { TILE = 64 }; /* columns whose scores are known before their values are read */
+enum { TOGETHER = 4, LANES = 16 }; /* vectors that are multiplied together, by so many columns of a matrix at once */
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4))); /* gcc leaves such loops scalar by itself */
 static const float NONE = -1e30f; /* less than any score */
 static const float SMALLEST_SCALE = 6.103515625e-05f; /* that of rounding.py, 2^-14 */
 
@@ -74,11 +76,43 @@ static inline float exponential(float x)
     return x < -87.0f ? 0.0f : sum * power;
 }
 
+/* Products of vectors of N numbers and a matrix (N, width), width a multiple of LANES. */
+static void multiply(const float *vectors, const float *matrix, float *products, int N, int width)
+{
+    for (int first = 0; first < width; first += LANES) {
+        Lanes sum[TOGETHER] = {{0}};
+        for (int n = 0; n < N; n++) {
+            Lanes row = *(const Lanes *)(matrix + n * width + first);
+            for (int i = 0; i < TOGETHER; i++)
+                sum[i] += vectors[i * N + n] * row;
+        }
+        for (int i = 0; i < TOGETHER; i++)
+            *(Lanes *)(products + i * width + first) = sum[i];
+    }
+}
+
+static float signs[LANES * LANES]; /* a Hadamard matrix */
+
+__attribute__((constructor)) static void fill_signs(void)
+{
+    for (int i = 0; i < LANES * LANES; i++)
+        signs[i] = __builtin_parity(i / LANES & i % LANES) ? -1.0f : 1.0f;
+}
+
 /* Multiply a vector by the matrix `hadamard` of rounding.py, whose blocks have `part` rows. */
 static void rotate(float *t, int P, int part)
 {
     float norm = 1.0f / sqrtf(part);
-    for (int half = 1; half < part; half *= 2)
+    int half = 1, step = TOGETHER * LANES;
+    if (part >= LANES && P % step == 0) {
+        float products[TOGETHER * LANES];
+        for (int first = 0; first < P; first += step) {
+            multiply(t + first, signs, products, LANES, LANES);
+            memcpy(t + first, products, sizeof products);
+        }
+        half = LANES;
+    }
+    for (; half < part; half *= 2)
         for (int first = 0; first < P; first += 2 * half)
             for (int i = first; i < first + half; i++) {
                 float one = t[i], other = t[i + half];
@@ -146,13 +180,16 @@ static void pack(const float *t, uint8_t *row, int P, Rounding rounding)
     float largest = 128 - shift;
     int8_t code[P];
     for (int g = 0; g < groups; g++) {
-        float magnitude = 0.0f, sum = 0.0f;
+        /* as integers magnitudes have the same order, and NaN, which the scale must not hide, is the largest */
+        int32_t greatest = 0, number;
         for (int i = g * size; i < (g + 1) * size; i++) {
-            magnitude = larger(magnitude, fabsf(t[i]));
-            sum += t[i] * 0.0f;
+            memcpy(&number, t + i, 4);
+            number &= 0x7fffffff;
+            greatest = number > greatest ? number : greatest;
         }
-        /* a sum of zeros, but where a number is infinite or NaN, which the scale must not hide */
-        _Float16 half = larger(magnitude / largest, SMALLEST_SCALE / shift) + sum;
+        float magnitude;
+        memcpy(&magnitude, &greatest, 4);
+        _Float16 half = larger(SMALLEST_SCALE / shift, magnitude / largest);
         memcpy(row + 2 * g, &half, 2);
         float step = (float)half * shift;
         for (int i = g * size; i < (g + 1) * size; i++)
@@ -185,26 +222,28 @@ static int64_t offset(int64_t n, const int64_t *sizes, const int64_t *strides)
 }
 
 void encode_rows(const float *vectors, uint8_t *rows, int64_t count, const int64_t *sizes, const int64_t *strides,
-                 int P, int bits, int groups, int width, int is_rotated, int threads)
+                 int P, int bits, int groups, int width, int threads)
 {
     Rounding rounding = {bits, groups, width};
     #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t n = 0; n < count; n++) {
         float t[P];
         memcpy(t, vectors + offset(n, sizes, strides), 4 * P);
-        if (!is_rotated)
-            rotate(t, P, P & -P);
+        rotate(t, P, P & -P);
         pack(t, rows + n * width, P, rounding);
     }
 }
 
 void decode_rows(const uint8_t *rows, float *vectors, int64_t count, const int64_t *sizes, const int64_t *strides,
-                 int P, int bits, int groups, int width, int threads)
+                 int P, int bits, int groups, int width, int rotates, int threads)
 {
     Rounding rounding = {bits, groups, width};
     #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t n = 0; n < count; n++)
+    for (int64_t n = 0; n < count; n++) {
         unpack(rows + offset(n, sizes, strides), vectors + n * P, P, rounding);
+        if (rotates)
+            rotate(vectors + n * P, P, P & -P);
+    }
 }
 
 /* The results of `attend` before the first column. */
@@ -550,36 +589,36 @@ def _lined_up(t: torch.Tensor) -> torch.Tensor:
 
 
 @as_operator
-def encode_on_cpu(t: torch.Tensor, bits: int, groups: int, is_rotated: bool = False) -> torch.Tensor:
-    """Rows (..., W) uint8 of vectors (..., P), which are multiplied by the matrix already if `is_rotated`."""
+def encode_on_cpu(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
+    """Rows (..., W) uint8 of vectors (..., P)."""
     rows = empty_rows(t, bits, groups)
     t = _lined_up(t.float())
     library().encode_rows(
         _pointer(t), _pointer(rows), ctypes.c_int64(math.prod(t.shape[:-1])), *_places(t), t.shape[-1], bits, groups,
-        rows.shape[-1], is_rotated, torch.get_num_threads(),
+        rows.shape[-1], torch.get_num_threads(),
     )  # fmt: skip
     return rows
 
 
 @encode_on_cpu.register_fake
-def _(t, bits, groups, is_rotated=False):
+def _(t, bits, groups):
     return empty_rows(t, bits, groups)
 
 
 @as_operator
-def decode_on_cpu(rows: torch.Tensor, bits: int, dim: int, groups: int) -> torch.Tensor:
-    """Vectors (..., P) of rows (..., W) as they are stored, which is multiplied by the matrix, in float32."""
-    vectors = _empty_vectors(rows, bits, dim, groups)
+def decode_on_cpu(rows: torch.Tensor, bits: int, dim: int, groups: int, rotated: bool) -> torch.Tensor:
+    """Vectors (..., P) of rows (..., W) in float32; as they are stored, which is rotated, if `rotated`."""
+    vectors = _empty_vectors(rows, bits, dim, groups, rotated)
     rows = _lined_up(rows)
     library().decode_rows(
         _pointer(rows), _pointer(vectors), ctypes.c_int64(math.prod(rows.shape[:-1])), *_places(rows), dim, bits,
-        groups, rows.shape[-1], torch.get_num_threads(),
+        groups, rows.shape[-1], not rotated, torch.get_num_threads(),
     )  # fmt: skip
     return vectors
 
 
 @decode_on_cpu.register_fake
-def _empty_vectors(rows: torch.Tensor, bits: int, dim: int, groups: int) -> torch.Tensor:
+def _empty_vectors(rows: torch.Tensor, bits: int, dim: int, groups: int, rotated: bool) -> torch.Tensor:
     """Memory for `decode_on_cpu`."""
     return rows.new_empty(*rows.shape[:-1], dim, dtype=torch.float32)
 

@@ -68,6 +68,7 @@ from .attention import (
 )
 from .block_layout import Blocks, Layout
 from .cpu_kernels import can_run_on_cpu, mix_one_on_cpu
+from .cpu_prompt_kernels import mix_blocks_on_cpu
 from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .flex import attend_by_flex, can_flex
 from .hybrid_prompt_kernel import (
@@ -147,14 +148,17 @@ class Projected(NamedTuple):
 class Near(NamedTuple):
     """Softmax attention of the blocks of a layout.
 
-    query, output (B, J, K, M/J, R, E, P). log_mass (B, J, K, M/J, R, E): Z. state: (B, J, K, M/J, .) each, or None in
-    a layer without one. until (B, T): the first block to which a column is visible neither in a window nor in a place.
-    after: what is held afterwards, where that was asked for.
+    query, output (B, J, K, M/J, R, E, P). log_mass (B, J, K, M/J, R, E): Z. keys, values (B, K, T, P): the columns.
+    state: (B, J, K, M/J, .) each, or None in a layer without one or where it is left out. until (B, T): the first
+    block to which a column is visible neither in a window nor in a place. after: what is held afterwards, where that
+    was asked for.
     """
 
     query: torch.Tensor
     output: torch.Tensor
     log_mass: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
     state: State | None
     until: torch.Tensor
     after: Held | None = None
@@ -329,7 +333,7 @@ class HybridAttention(nn.Module):
     def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (B, K, L, P) of heads with a window as a cache holds them."""
         of_keys, of_values = self.shape.key_rounding, self.shape.value_rounding
-        if of_keys == of_values and of_keys.rounds:
+        if of_keys == of_values and of_keys.rounds and key.shape[2] == 1:
             return of_keys.encode(torch.stack([key, value])).unbind()  # of one token, calls cost most
         return of_keys.encode(key), of_values.encode(value)
 
@@ -373,9 +377,8 @@ class HybridAttention(nn.Module):
         if features is None or self.down is None:
             return mixed
         change = self.up(self.down(features))
-        if change.shape[1] < mixed.shape[1]:
-            change = F.pad(change, (0, 0, mixed.shape[1] - change.shape[1], 0))
-        return mixed + change
+        mixed[:, mixed.shape[1] - change.shape[1] :].add_(change)
+        return mixed
 
     # A prompt
 
@@ -467,7 +470,10 @@ class HybridAttention(nn.Module):
             tokens = None
         else:
             layout = Layout.continued(shape, held, projected.key, inputs.start)
-        near = self.attend_blocks(projected, held, layout, tokens)
+        in_c = self.mass is not None and not torch.is_grad_enabled() and layout.runs_in_c(projected.query)
+        near = self.attend_blocks(projected, held, layout, tokens, sums=not in_c)
+        if in_c:
+            return self._mix_in_c(near, held, begin, layout)
         output, features = near.output, None
         if near.state is not None:
             output, features = self.read(near.query, near.output, near.log_mass, self.readout(near.state))
@@ -477,10 +483,40 @@ class HybridAttention(nn.Module):
             output = torch.cat([begin, output], dim=1)
         return output, features, near.after
 
+    def _mix_in_c(
+        self, near: Near, held: Held | None, begin: torch.Tensor | None, layout: Layout
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Held | None]:
+        """`mix` once softmax attention is known, with outputs `begin` of tokens before the blocks of the layout."""
+        sizes = layout.sizes
+        offset, tokens = sizes.offset, sizes.new_tokens
+        if layout.slot is not None:  # tokens are gathered from all slots
+            offset, tokens = 0, sizes.mixed * self.shape.block
+        output, features, state = mix_blocks_on_cpu(
+            near.query, near.output, near.log_mass, near.keys, near.values, near.until,
+            None if held is None else held.state, begin, self.mass, self.scaling, *self.shape.slow, sizes.first,
+            offset, tokens, sizes.last - sizes.first, self.down is not None,
+        )  # fmt: skip
+        if self.down is None:
+            features = None
+        if layout.slot is not None:
+            output = layout.to_tokens(output)
+            features = None if features is None else layout.to_tokens(features)
+        after = None if near.after is None else near.after._replace(state=state)
+        return output, features, after
+
     def attend_blocks(
-        self, projected: Projected, held: Held | None, layout: Layout, tokens: NewTokens | None = None
+        self,
+        projected: Projected,
+        held: Held | None,
+        layout: Layout,
+        tokens: NewTokens | None = None,
+        sums: bool = True,
     ) -> Near:
-        """Softmax attention of the blocks of a layout, the state beside it, and what is held after `tokens`."""
+        """Softmax attention of the blocks of a layout, the state beside it, and what is held after `tokens`.
+
+        Args:
+            sums: False if the state is left out.
+        """
         past_keys = past_values = past_salience = None
         if held is not None:
             past_keys, past_values = decoded(self.shape, *held[:2], projected.key.dtype)
@@ -502,17 +538,16 @@ class HybridAttention(nn.Module):
         if sinks is not None:
             output, log_mass = merged((output, log_mass), sinks)
         output, log_mass = self.beside_learned_sinks((output, log_mass), heads_axis=2)
-        state = sums = after = None
-        if self.mass is not None:
-            sums = layout.states(held, keys, values, holders)
-            state = State(*(layout.by_group(t) for t in State.of(sums)))
+        state = final = after = None
+        open_last = layout.sizes.last - layout.sizes.first
+        if self.mass is not None and sums:
+            of_blocks = layout.states(held, keys, values, holders)
+            state = State(*(layout.by_group(t) for t in State.of(of_blocks)))
+            if tokens is not None:  # a part would keep the whole in memory
+                final = of_blocks[:, open_last].clone(memory_format=torch.contiguous_format)
         if tokens is not None:
-            open_last = layout.sizes.last - layout.sizes.first
-            final = None
-            if sums is not None:  # of which a part would keep the whole in memory
-                final = sums[:, open_last].clone(memory_format=torch.contiguous_format)
             after = layout.sizes.held_after(held, tokens, salience, holders[:, open_last], final)
-        return Near(query, output, log_mass, state, until, after)
+        return Near(query, output, log_mass, keys, values, state, until, after)
 
     @property
     def kv_groups(self) -> tuple[int, int]:
@@ -603,11 +638,10 @@ class HybridAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of queries (B, J, K, M/J, R, E, P) to salient cache and window: the same shape, and Z."""
         keys, values = (layout.columns_of_groups(t, holders) for t in (keys, values))
-        bias = layout.bias(holders, until, query.dtype)  # (B, J, M/J, E, T')
-        bias = bias[:, :, :, None].expand(-1, -1, -1, self.shared, -1, -1)
+        bias = layout.bias(holders, until, query.dtype, self.shared)
         shape = query.shape
         query = query.flatten(3, 5)
-        output, log_mass = self._attend(query, keys, values, bias.flatten(2, 4)[:, :, None])
+        output, log_mass = self._attend(query, keys, values, bias[:, :, None])
         return output.view(shape), log_mass.view(shape[:-1])
 
     def _attend(

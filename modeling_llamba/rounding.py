@@ -92,10 +92,7 @@ class Rounding(NamedTuple):
         if self._in_kernels(t.is_cuda, t.dtype):
             return encode_rows(t.detach(), self.bits, self.groups)
         if can_run_on_cpu(t.device, t.dtype, self.backend):
-            t = t.detach()
-            # of one token a call takes longer than what it computes; of many a product is faster than sums in C
-            many = t.shape[-2] > 1
-            return encode_on_cpu(self.rotate(t.float()) if many else t, self.bits, self.groups, many)
+            return encode_on_cpu(t.detach(), self.bits, self.groups)
         groups = self.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         if self.groups > 1:
             groups = groups.unflatten(-1, (self.groups, -1))
@@ -121,8 +118,7 @@ class Rounding(NamedTuple):
         if self._in_kernels(rows.is_cuda, dtype):
             return decode_rows(rows, self.bits, self.dim, self.groups, dtype, rotated)
         if can_run_on_cpu(rows.device, dtype, self.backend):
-            vectors = decode_on_cpu(rows, self.bits, self.dim, self.groups)
-            return (vectors if rotated else self.rotate(vectors)).to(dtype)
+            return decode_on_cpu(rows, self.bits, self.dim, self.groups, rotated).to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         groups = self.groups
         first = groups * torch.float16.itemsize

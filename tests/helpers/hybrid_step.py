@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from modeling_llamba import LlambaConfig
-from modeling_llamba.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
 from modeling_llamba.rotary import rotary_embedding
 from modeling_llamba.rounding import Rounding
 
@@ -52,6 +52,25 @@ def rotary_of(layer, index, reach):
     embedding, positions = rotary_embedding(layer.config).to(index.device), index.clamp(min=0)
     like = layer.q_proj.weight
     return embedding(like, positions), None if reach is None else embedding(like, positions.clamp(max=reach))
+
+
+def in_parts(layer, hidden_states, parts, cache, reach=None):
+    """The layer's outputs for a part of the prompt (B, L, hidden) at a time; reach: the farthest a sink may be."""
+    device = hidden_states.device
+    index = torch.arange(hidden_states.shape[1], device=device).expand(len(hidden_states), -1)
+    rotary, sink_rotary = rotary_of(layer, index, reach)
+    first = 0
+    for length in parts:
+        now = slice(first, first + length)
+        far = None if sink_rotary is None else tuple(t[:, now] for t in sink_rotary)
+        inputs = HybridInputs(index[:, now], first, sink_rotary=far)
+        if layer.kept:
+            columns = torch.arange(now.stop, device=device)
+            later = columns > columns[now, None]
+            least = torch.finfo(hidden_states.dtype).min
+            inputs = inputs._replace(causal_mask=later.to(hidden_states.dtype)[None, None] * least)
+        yield layer(hidden_states[:, now], tuple(t[:, now] for t in rotary), inputs, cache)
+        first = now.stop
 
 
 def attention_to_rows(query, rows, bits, bias, scale, softcap):

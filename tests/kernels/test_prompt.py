@@ -10,10 +10,9 @@ import modeling_llamba.hybrid_prompt_kernel as kernels
 import modeling_llamba.ssd as ssd
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.eviction import BlockShape, Held, SlowDims
-from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import new_cache
 from modeling_llamba.rounding import Rounding
-from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, relative_error, rotary_of
+from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, in_parts, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
 from tests.kernels.layers import make_layer, naive
 
@@ -62,22 +61,6 @@ def mixed(monkeypatch):
     calls, mix_blocks = [], kernels.mix_blocks
     monkeypatch.setattr(hybrid_attention, "mix_blocks", lambda *inputs: calls.append(1) or mix_blocks(*inputs))
     return calls
-
-
-def in_parts(layer, hidden_states, parts, cache):
-    """The layer's output (B, L, hidden), a part of the prompt at a time."""
-    index = torch.arange(hidden_states.shape[1], device=DEVICE).expand(len(hidden_states), -1)
-    rotary, first = rotary_of(layer, index, None)[0], 0
-    for length in parts:
-        now = slice(first, first + length)
-        inputs = HybridInputs(index[:, now], first)
-        if layer.kept:
-            columns = torch.arange(now.stop, device=DEVICE)
-            later = columns > columns[now, None]
-            least = torch.finfo(hidden_states.dtype).min
-            inputs = inputs._replace(causal_mask=later.to(hidden_states.dtype)[None, None] * least)
-        yield layer(hidden_states[:, now], tuple(t[:, now] for t in rotary), inputs, cache)
-        first = now.stop
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,210 @@
+"""Prompts of a hybrid layer by functions in C, against its equations in float64 and PyTorch's operations."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from modeling_llamba import block_layout, cpu_prompt_kernels, hybrid_attention
+from modeling_llamba.block_layout import Layout
+from modeling_llamba.eviction import BlockShape, Held, SlowDims
+from modeling_llamba.hybrid_attention import HybridInputs
+from modeling_llamba.hybrid_cache import new_cache
+from modeling_llamba.naive import naive_hybrid_attention
+from modeling_llamba.rounding import Rounding
+from modeling_llamba.ssd import BACKEND_VARIABLE
+from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, in_parts, make_layer, relative_error, rotary_of
+
+LENGTH = 150
+LAYERS = {  # options of the layer, the farthest a sink may be, where a prompt of LENGTH tokens is cut
+    "grouped queries": ({}, None, [150]),
+    "parts, one of them short": ({}, None, [61, 2, 87]),
+    "parts within a block and a window": (dict(hybrid_block=8, hybrid_window=32), None, [13, 7, 130]),
+    "a kept head": (dict(hybrid_full_heads=[[2, 3]]), None, [70, 80]),
+    "slow planes, D 24": (dict(head_dim=24, hybrid_state_planes=3), None, [149, 1]),
+    "partial rotary, D 80": (
+        dict(num_attention_heads=2, num_key_value_heads=2, head_dim=80, rope_parameters=ROPE | PARTIAL,
+             hybrid_state_planes=3),
+        None, [90, 60],
+    ),
+    "blocks of three tokens, a cap": (
+        dict(hybrid_block=3, hybrid_window=6, num_key_value_heads=1, attn_logit_softcapping=2.0), None, [80, 70],
+    ),
+    "neither sinks nor salient": (dict(hybrid_salient=0, hybrid_sinks=0), None, [80, 70]),
+    "many salient, blocks of one token": (dict(hybrid_salient=40, hybrid_block=1), None, [80, 70]),
+    "far sinks": (dict(hybrid_salient=9), 8, [90, 60]),
+    "learned sinks": (dict(learned_sinks=True), None, [90, 60]),
+    "gates, no map": (dict(attention_gate="head", hybrid_rank=0), None, [90, 60]),
+    "8 bits": (dict(window_bits=8), None, [90, 60]),
+    "6 and 4 bits, a kept head": (
+        dict(head_dim=64, window_bits=[6, 4], full_attention_bits=[6, 4], hybrid_full_heads=[[2, 3]]), None, [90, 60],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def threads(request):
+    """A number of threads for one test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """How often C mixed a segment."""
+    calls, mix_blocks = [], cpu_prompt_kernels.mix_blocks_on_cpu
+    counted = lambda *inputs: calls.append(1) or mix_blocks(*inputs)  # noqa: E731
+    monkeypatch.setattr(hybrid_attention, "mix_blocks_on_cpu", counted)
+    return calls
+
+
+def by_both(monkeypatch, mixed, run):
+    """Results of `run()` by C and by PyTorch's operations."""
+    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    found = run()
+    assert mixed
+    mixed.clear()
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    by_torch = run()
+    assert not mixed
+    return found, by_torch
+
+
+@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@torch.no_grad()
+def test_a_prompt_in_parts(case, threads, monkeypatch, mixed):
+    """Outputs, and what is held at the end, to the state and the order of the places."""
+    options, reach, parts = LAYERS[case]
+    monkeypatch.setattr(hybrid_attention, "SEGMENT", 64)
+    layer = make_layer(**options)
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+
+    def run():
+        cache = new_cache(layer.config)
+        return torch.cat([*in_parts(layer, hidden_states, parts, cache, reach)], dim=1), cache.layers[0].held
+
+    (output, held), (by_torch, held_by_torch) = by_both(monkeypatch, mixed, run)
+    assert relative_error(output.flatten(0, 1), by_torch.flatten(0, 1)) < 1e-5
+    for name in ("salience", "seen", "keys", "values"):
+        torch.testing.assert_close(getattr(held, name), getattr(held_by_torch, name), rtol=0, atol=1e-6)
+    assert relative_error(held.state, held_by_torch.state) < 1e-5
+    if {"window_bits", "full_attention_bits"} & options.keys():
+        return  # a code on the edge between two would be another in float64
+    layer, hidden_states = layer.double(), hidden_states.double()
+    rotary, sink_rotary = rotary_of(layer, torch.arange(LENGTH).expand(2, -1), reach)
+    for row in range(2):
+        of_row = [None if pair is None else tuple(t[row] for t in pair) for pair in (rotary, sink_rotary)]
+        expected = naive_hybrid_attention(layer, hidden_states[row], *of_row)
+        assert relative_error(output[row], expected) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, dict(hybrid_salient=9), dict(window_bits=8), dict(hybrid_rank=0)])
+@torch.no_grad()
+def test_padding_on_the_left_and_rows_of_other_lengths(options, monkeypatch, mixed):
+    """A first part with padding, and a second in which rows have seen different numbers of tokens."""
+    layer = make_layer(**options)
+    hidden_states = torch.randn(3, LENGTH, HIDDEN)
+    index = torch.arange(LENGTH) - torch.tensor([0, 5, 77])[:, None]
+    index = index.where(index >= 0, -1)
+    rotary, _ = rotary_of(layer, index, None)
+
+    def run():
+        cache = new_cache(layer.config)
+        parts = []
+        for now in (slice(0, 90), slice(90, LENGTH)):
+            inputs = HybridInputs(index[:, now])
+            parts.append(layer(hidden_states[:, now], tuple(t[:, now] for t in rotary), inputs, cache))
+        return torch.cat(parts, dim=1)
+
+    output, by_torch = by_both(monkeypatch, mixed, run)
+    real = index >= 0
+    assert relative_error(output[real], by_torch[real]) < 1e-5
+
+
+def layouts(length: int, start: int, sizes: tuple[int, ...], backend: str) -> tuple[Held | None, Layout]:
+    """A layout of new tokens that begin their sequences, or of tokens that go on."""
+    block, whole_blocks, sinks, salient = sizes
+    whole = Rounding(16, 16, backend)
+    shape = BlockShape(block, whole_blocks, sinks, sinks + salient, SlowDims(8, 4), whole, whole)
+    key = torch.zeros(2, 1, length, 16)
+    if start == 0:
+        return None, Layout.behind_window(shape, key)
+    generator = torch.Generator().manual_seed(0)
+    salience = torch.randn(2, shape.places + shape.window, generator=generator).sort(dim=1, descending=True).values
+    salience[1, shape.places // 2 :] = -torch.inf  # empty places
+    salience[:, : shape.sinks] = torch.inf
+    held = torch.zeros(2, 1, shape.places + shape.window, 16)
+    held = Held(held, held, salience, None, torch.full((2,), start))
+    return held, Layout.continued(shape, held, key, start)
+
+
+@pytest.mark.parametrize("start", [0, 5, 200])
+@pytest.mark.parametrize("sizes", [(16, 2, 4, 16), (4, 7, 2, 3), (3, 1, 0, 5), (1, 5, 0, 0), (8, 3, 3, 61)])
+def test_the_fate_of_columns(sizes, start, monkeypatch):
+    """Exactly as by sorting, with ties, and tokens that never hold a place; and the mask."""
+    length = 300
+    new = torch.randn(2, length).mul_(4).round_().div_(4)  # ties
+    new[:, ::7] = -torch.inf
+    if start == 0:
+        new[:, : sizes[2]] = torch.inf
+    found = []
+    called = []
+    choose = block_layout.choose_columns
+    monkeypatch.setattr(block_layout, "choose_columns", lambda *inputs: called.append(1) or choose(*inputs))
+    for backend in ("auto", "torch"):
+        held, layout = layouts(length, start, sizes, backend)
+        holders, until = layout.select(layout.salience(None if held is None else held.salience, new))
+        found.append((holders, until, layout.bias(holders, until, torch.float32, 3)))
+    assert len(called) == 1
+    for by_c, by_torch in zip(*found, strict=True):
+        assert torch.equal(by_c, by_torch)
+
+
+@torch.no_grad()
+def test_bfloat16(mixed):
+    layer = make_layer(torch.bfloat16, head_dim=64, hybrid_state_planes=8)
+    hidden_states = torch.randn(2, LENGTH, HIDDEN).bfloat16()
+    found = torch.cat([*in_parts(layer, hidden_states, [90, 60], new_cache(layer.config))], dim=1)
+    assert found.dtype == torch.bfloat16
+    layer = layer.float()
+    expected = torch.cat([*in_parts(layer, hidden_states.float(), [90, 60], new_cache(layer.config))], dim=1)
+    assert mixed
+    assert relative_error(found, expected) < 3e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_autocast(dtype, mixed):
+    layer = make_layer(hybrid_full_heads=[[2, 3]])
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+    [expected] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
+    with torch.autocast("cpu", dtype=dtype):
+        [found] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
+    assert mixed
+    assert relative_error(found, expected) < 3e-2
+
+
+def test_gradients_are_pytorchs(mixed):
+    """With a gradient C finds columns alone."""
+    layer = make_layer()
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+    gradients = []
+    for one in (layer, make_layer().double()):
+        one.load_state_dict(layer.state_dict())
+        inputs = hidden_states.clone().to(one.q_proj.weight.dtype).requires_grad_()
+        [output] = in_parts(one, inputs, [LENGTH], None)
+        output.square().sum().backward()
+        gradients.append(inputs.grad)
+    assert not mixed
+    assert relative_error(*gradients) < 1e-4
+
+
+@torch.no_grad()
+def test_fake_tensors_have_no_numbers():
+    layer = make_layer(hybrid_full_heads=[[2, 3]])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        [output] = in_parts(layer, torch.randn(2, LENGTH, HIDDEN), [LENGTH], new_cache(layer.config))
+    assert isinstance(output, FakeTensor)
+    assert output.shape == (2, LENGTH, HIDDEN)
