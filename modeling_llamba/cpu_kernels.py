@@ -460,6 +460,81 @@ void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, 
                  mass + k * layer.R * masses, output + (int64_t)n * size, features + 3 * (int64_t)n * size, layer);
     }
 }
+
+/* Open a block in the rows whose next token begins one while the window is full, see `open_block` of eviction.py.
+
+   next: number of the next token of each row. strides: as in `mix_one`. Returns how many rows there are. */
+int open_rows(uint8_t *keys, uint8_t *values, float *salience, float *state, const int64_t *next,
+               const int64_t *strides, const int *key_rounding, const int *value_rounding, Layer layer, int B,
+               int threads)
+{
+    Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
+    Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
+    int S = layer.S, E = layer.E, T = layer.T, P = layer.P, N = layer.N, candidates = S + E, opened = 0;
+    #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : opened)
+    for (int b = 0; b < B; b++) {
+        if (next[b] % E || next[b] < T - S)
+            continue;
+        opened++;
+        float *rank = salience + b * strides[2], of_place[S + 1];
+        int place[S + 1], held = 0;
+        uint8_t lost[candidates];
+        for (int c = 0; c < candidates; c++) {
+            lost[c] = c >= S || rank[c] > -INFINITY;
+            if (rank[c] == -INFINITY)
+                continue;
+            int at = held;
+            for (; at > 0 && rank[place[at - 1]] < rank[c]; at--)
+                place[at] = place[at - 1];
+            place[at] = c;
+            held += held < S; /* else the last one, or this one, is none any more */
+        }
+        for (int i = 0; i < S; i++)
+            of_place[i] = i < held ? rank[place[i]] : -INFINITY;
+        for (int i = 0; i < held; i++)
+            lost[place[i]] = 0;
+        for (int k = 0; k < layer.K; k++) {
+            uint8_t *key = keys + b * strides[0] + (int64_t)k * T * of_keys.step;
+            uint8_t *value = values + b * strides[1] + (int64_t)k * T * of_values.step;
+            float *sums = state ? state + b * strides[3] + (int64_t)k * (P + 1) * (N + 1) : 0, t[P], v[P];
+            for (int c = 0; sums && c < candidates; c++) {
+                if (!lost[c])
+                    continue;
+                unpack(key + c * of_keys.step, t, P, of_keys);
+                unpack(value + c * of_values.step, v, P, of_values);
+                if (of_keys.groups > 0)
+                    rotate(t, P, P & -P);
+                if (of_values.groups > 0)
+                    rotate(v, P, P & -P);
+                float one[N + 1];
+                one[0] = 1.0f;
+                for (int s = 0; s < N; s++)
+                    one[1 + s] = t[slow_dim(s, layer.planes, layer.slow_planes)];
+                for (int d = 0; d <= P; d++) {
+                    float number = d < P ? v[d] : 1.0f, *row = sums + d * (N + 1);
+                    for (int s = 0; s <= N; s++)
+                        row[s] += number * one[s];
+                }
+            }
+            for (int which = 0; which < 2; which++) {
+                uint8_t *rows = which ? value : key;
+                int step = which ? of_values.step : of_keys.step;
+                uint8_t placed[S * step + 1];
+                for (int i = 0; i < held; i++)
+                    memcpy(placed + i * step, rows + place[i] * step, step);
+                memcpy(rows, placed, held * step);
+                memset(rows + held * step, 0, (S - held) * step);
+                memmove(rows + S * step, rows + candidates * step, (T - candidates) * step);
+                memset(rows + (T - E) * step, 0, E * step);
+            }
+        }
+        memcpy(rank, of_place, 4 * S);
+        memmove(rank + S, rank + candidates, 4 * (T - candidates));
+        for (int c = T - E; c < T; c++)
+            rank[c] = -INFINITY;
+    }
+    return opened;
+}
 """
 FLAGS = (
     "-O3",
@@ -719,6 +794,43 @@ def mix_one_on_cpu(
 def _(keys, values, salience, state, seen, query, *others):
     batch, heads, _, P = query.shape
     return query.new_empty(batch, 1, heads, P), query.new_empty(batch, 1, 3 * heads * P)
+
+
+def open_on_cpu(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    salience: torch.Tensor,
+    state: torch.Tensor | None,
+    next_index: torch.Tensor,
+    shape,
+) -> int:
+    """Do what `open_blocks` of eviction.py does, in place, where `can_open_on_cpu`; return in how many rows.
+
+    Args:
+        keys, values, salience, state: of `Held`, each row without gaps. next_index: (B,), the next token's number.
+        shape: `BlockShape` of the layer.
+    """
+    _, kv_heads, columns, _ = keys.shape
+    P = shape.key_rounding.dim
+    strides = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size(), salience.stride(0)
+    planes, slow_planes = shape.slow or (0, 0)
+    layer = Layer(
+        K=kv_heads, P=P, N=0 if state is None else state.shape[-1] - 1, T=columns, E=shape.block, S=shape.places,
+        planes=planes, slow_planes=slow_planes,
+    )  # fmt: skip
+    next_index = next_index.contiguous()
+    return library().open_rows(
+        *map(_pointer, (keys, values, salience, state, next_index)),
+        _strides(*strides, 0 if state is None else state.stride(0)), _rows_of(keys, shape.key_rounding.bits, P),
+        _rows_of(values, shape.value_rounding.bits, P), layer, len(keys), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def can_open_on_cpu(keys: torch.Tensor, values: torch.Tensor, salience: torch.Tensor, backend: str) -> bool:
+    """Return True if `open_on_cpu` runs here, for the tensors of a `Held`."""
+    if type(keys) is not torch.Tensor or not {keys.dtype, values.dtype} <= {torch.uint8, *TYPES}:
+        return False
+    return can_run_on_cpu(salience.device, salience.dtype, backend)
 
 
 def _readable(t: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils import is_torchdynamo_compiling
 
+from .cpu_kernels import can_open_on_cpu, open_on_cpu
 from .eviction import BlockShape, Held, NewTokens, advance, open_block, open_blocks
 from .hybrid_config import RECURRENT
 from .hybrid_step_kernel import write_one
@@ -185,7 +186,7 @@ class HybridLayer(CacheLayerMixin):
         if self.held is None:
             self._hold(Held.empty(shape, tokens))
         if start is not None:
-            if start % E == 0 and start >= C:
+            if start % E == 0 and start >= C and not self._open_in_place(self.held.seen):
                 self._hold(open_block(self.held, shape))
             held = self.held
             column, length = S + start - max(start // E - n, 0) * E, tokens.index.shape[1]
@@ -194,9 +195,10 @@ class HybridLayer(CacheLayerMixin):
             held.salience[:, column : column + length] = tokens.salience
             held.seen.add_(length)
             return column
-        opened = open_blocks(self.held, shape, tokens.index[:, 0])
-        if opened is not self.held:
-            self._hold(opened)
+        if not self._open_in_place(tokens.index[:, 0]):
+            opened = open_blocks(self.held, shape, tokens.index[:, 0])
+            if opened is not self.held:
+                self._hold(opened)
         held = self.held
         real = tokens.index[:, 0] >= 0
         # padding writes back what is there, so that all rows write and no shape depends on them
@@ -210,6 +212,15 @@ class HybridLayer(CacheLayerMixin):
         held.salience.scatter_(1, where, written)
         held.seen.add_(real.long())
         return column
+
+    def _open_in_place(self, next_index: torch.Tensor) -> bool:
+        """Open blocks by C where the next tokens (B,) begin one, and return True if C runs here."""
+        held = self.held
+        if is_torchdynamo_compiling() or not can_open_on_cpu(*held[:3], self.shape.key_rounding.backend):
+            return False
+        if open_on_cpu(*held[:4], next_index, self.shape):
+            self.readout = None
+        return True
 
     def _hidden(self, held: Held, last: torch.Tensor) -> torch.Tensor:
         """Mask (B, L, S + C): True in places that are empty and in the window after the columns `last` (B, L)."""

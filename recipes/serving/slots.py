@@ -21,7 +21,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from modeling_llamba.attention import FUSED_ON_CPU, fuses_on_cpu, kernel_for_rows
-from modeling_llamba.cpu_kernels import can_run_on_cpu
+from modeling_llamba.cpu_kernels import can_open_on_cpu, can_run_on_cpu, open_on_cpu
 from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
 from modeling_llamba.hybrid_attention import (
     HybridAttention,
@@ -361,7 +361,11 @@ class HybridSlots(SlotLayer):
     def _open_block(self, rows: torch.Tensor, requests: torch.Tensor) -> None:
         """Open a block in the slots of some requests (B,)."""
         content, slots = self.fetch(rows)
-        put(slots, open_block(held_in(slots, requests), self.mixer.shape))
+        shape, held = self.mixer.shape, held_in(slots, requests)
+        if can_open_on_cpu(*held[:3], shape.key_rounding.backend):
+            open_on_cpu(*held[:4], torch.full_like(requests, shape.window), shape)
+        else:
+            put(slots, open_block(held, shape))
         self.store(rows, content)
 
     def _store_columns(self, rows: torch.Tensor, content: torch.Tensor, number: torch.Tensor) -> None:

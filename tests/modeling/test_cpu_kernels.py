@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from modeling_llamba import cpu_kernels
+from modeling_llamba.eviction import BlockShape, Held, SlowDims, open_blocks
 from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_cache import new_cache
 from modeling_llamba.hybrid_config import CACHE_BITS
@@ -197,6 +198,35 @@ def test_a_layer_token_by_token(case, lengths_known, threads, monkeypatch):
         of_row = [None if pair is None else tuple(t[row] for t in pair) for pair in (rotary, sink_rotary)]
         expected = naive_hybrid_attention(layer, hidden_states[row], *of_row)
         assert relative_error(found[row], expected) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [16, 8, [6, 4]])
+@pytest.mark.parametrize("sizes", [(16, 2, 4, 16), (4, 7, 2, 3), (3, 1, 0, 5), (1, 5, 0, 0), (8, 3, 3, 61)])
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_blocks_are_opened_in_place(bits, sizes, threads):
+    """In the rows whose next token begins one, with ties and empty places; exactly as by sorting."""
+    block, whole_blocks, sinks, salient = sizes
+    roundings = Rounding.of_pair(bits, 16)
+    shape = BlockShape(block, whole_blocks, sinks, sinks + salient, SlowDims(8, 3), *roundings)
+    columns = shape.places + shape.window
+    vectors = torch.randn(2, 4, 2, columns, 16)
+    rows = (rounding.encode(t) for rounding, t in zip(roundings, vectors, strict=True))
+    salience = torch.randn(4, columns).mul_(2).round_()
+    salience[:, : shape.places] = salience[:, : shape.places].sort(dim=1, descending=True).values
+    salience[1, shape.places // 2 : shape.places] = -torch.inf
+    state = torch.randn(4, 2, 17, 7)
+    opens = [shape.window, shape.window + 3 * block, shape.window - block, shape.window + (block > 1)]
+    next_index = torch.tensor(opens)
+    held = Held(*rows, salience, state, next_index)
+    expected = open_blocks(held.copied(), shape, next_index)
+    assert cpu_kernels.can_open_on_cpu(*held[:3], "auto")
+    assert cpu_kernels.open_on_cpu(*held[:4], next_index, shape) == (2 if block > 1 else 3)
+    assert torch.equal(held.salience, expected.salience)
+    torch.testing.assert_close(held.state, expected.state)
+    there = held.salience > -torch.inf
+    for own, theirs in zip(held[:2], expected[:2], strict=True):
+        own, theirs = (t.transpose(1, 2)[there] for t in (own, theirs))
+        assert torch.equal(own, theirs)
 
 
 @torch.no_grad()
