@@ -17,7 +17,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .attention import hiding
 from .cpu_kernels import can_run_on_cpu
-from .cpu_prompt_kernels import choose_columns, hide_columns
+from .cpu_prompt_kernels import SOURCE, choose_columns, hide_columns
 from .eviction import BlockShape, Held, NewTokens, gather_columns, outer_products, salient_before
 from .ssd import sequence_starts
 
@@ -322,7 +322,7 @@ class Layout(NamedTuple):
         """True where functions in C do what follows, for a tensor of the type that is computed in."""
         if self.sequence is not None or is_torchdynamo_compiling():
             return False
-        return can_run_on_cpu(t.device, t.dtype, self.shape.key_rounding.backend)
+        return can_run_on_cpu(t.device, t.dtype, self.shape.key_rounding.backend, SOURCE)
 
     def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype, shared: int) -> torch.Tensor:
         """Make a bias: 0 where a query of a group attends to a column of `columns_of_groups`, else the least number,

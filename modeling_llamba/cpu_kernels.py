@@ -29,7 +29,7 @@ import torch
 from transformers.utils import logging
 from transformers.utils.hub import HF_MODULES_CACHE
 
-from .hybrid_step_kernel import as_operator
+from .hybrid_step_kernel import as_operator, is_traced
 from .rounding_kernel import empty_rows
 from .ssd import requested_backend
 
@@ -38,6 +38,7 @@ logger = logging.get_logger(__name__)
 SOURCE = r"""
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { TILE = 64 }; /* columns whose scores are known before their values are read */
@@ -519,10 +520,11 @@ int open_rows(uint8_t *keys, uint8_t *values, float *salience, float *state, con
             for (int which = 0; which < 2; which++) {
                 uint8_t *rows = which ? value : key;
                 int step = which ? of_values.step : of_keys.step;
-                uint8_t placed[S * step + 1];
+                uint8_t *placed = malloc((size_t)S * step + 1); /* of any size, which a stack has no room for */
                 for (int i = 0; i < held; i++)
                     memcpy(placed + i * step, rows + place[i] * step, step);
                 memcpy(rows, placed, held * step);
+                free(placed);
                 memset(rows + held * step, 0, (S - held) * step);
                 memmove(rows + S * step, rows + candidates * step, (T - candidates) * step);
                 memset(rows + (T - E) * step, 0, E * step);
@@ -592,7 +594,7 @@ def library(more: str = "") -> ctypes.CDLL | None:
             problem = f"{found}: {error}"
         except subprocess.CalledProcessError as error:
             problem = f"{found}: {error.stderr.decode(errors='replace').strip().partition(chr(10))[0]}"
-    logger.warning(f"Decoding on a CPU is slower: its functions in C could not be compiled ({problem}). Install gcc.")
+    logger.warning(f"A hybrid is slower on a CPU: its functions in C could not be compiled ({problem}). Install gcc.")
     return None
 
 
@@ -625,16 +627,20 @@ def _compiled(text: str, found: str, options: tuple[str, ...]) -> ctypes.CDLL:
     return loaded
 
 
-def can_run_on_cpu(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
-    """Return True if the functions run here, for numbers of this type and the configuration's `mixer_backend`."""
+def can_run_on_cpu(device: torch.device, dtype: torch.dtype, backend: str, more: str = "") -> bool:
+    """Return True if the functions run here, for numbers of this type and the configuration's `mixer_backend`.
+
+    Args:
+        more: source of other functions, see `library`.
+    """
     if device.type != "cpu" or dtype not in TYPES or requested_backend(backend) == "torch":
         return False
-    return _is_there()
+    return _is_there(more)
 
 
 @torch.compiler.assume_constant_result
-def _is_there() -> bool:
-    return library() is not None
+def _is_there(more: str) -> bool:
+    return library(more) is not None
 
 
 def _pointer(t: torch.Tensor | None) -> ctypes.c_void_p:
@@ -826,9 +832,12 @@ def open_on_cpu(
     )  # fmt: skip
 
 
-def can_open_on_cpu(keys: torch.Tensor, values: torch.Tensor, salience: torch.Tensor, backend: str) -> bool:
+def can_open_on_cpu(held, backend: str) -> bool:
     """Return True if `open_on_cpu` runs here, for the tensors of a `Held`."""
-    if type(keys) is not torch.Tensor or not {keys.dtype, values.dtype} <= {torch.uint8, *TYPES}:
+    keys, values, salience, state, _ = held
+    if is_traced() or type(keys) is not torch.Tensor or not {keys.dtype, values.dtype} <= {torch.uint8, *TYPES}:
+        return False
+    if not all(t is None or t[0].is_contiguous() for t in (keys, values, salience, state)):
         return False
     return can_run_on_cpu(salience.device, salience.dtype, backend)
 

@@ -34,7 +34,8 @@ A prompt is computed as follows, for all blocks at once:
     5. for each block: its state, a running sum over the blocks that left, less the tokens that hold a place.
     6. read the state, mix, project out.
 
-On CUDA Triton kernels around flex_attention do 3 to 5, and read and mix (hybrid_prompt_kernel.py).
+On CUDA Triton kernels around flex_attention do 3 to 5, and read and mix (hybrid_prompt_kernel.py); on a CPU functions
+in C do 3, 5, and read and mix (cpu_prompt_kernels.py).
 
 A step writes one column and does 4 to 6 for one query; a block is opened every E steps. The ground truth is naive.py.
 
@@ -377,8 +378,9 @@ class HybridAttention(nn.Module):
         if features is None or self.down is None:
             return mixed
         change = self.up(self.down(features))
-        mixed[:, mixed.shape[1] - change.shape[1] :].add_(change)
-        return mixed
+        if change.shape[1] < mixed.shape[1]:
+            change = F.pad(change, (0, 0, mixed.shape[1] - change.shape[1], 0))
+        return mixed + change
 
     # A prompt
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.utils import is_torchdynamo_compiling
 
 try:
@@ -47,9 +48,14 @@ def tile_of(dims: int, width: int) -> tuple[int, int]:
     return rows, min(max(triton.next_power_of_2(width), 16), TILE // rows)
 
 
+def is_traced() -> bool:
+    """Return True while PyTorch notes operations, of which it would miss what is no operator."""
+    return is_torchdynamo_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
+
+
 def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
-    """Make what launches kernels an operator of its own while torch.compile runs, which cannot look into it, and for
-    tensors without memory.
+    """Make what launches kernels an operator of its own while a model is compiled or traced, which cannot look into
+    it, and for tensors without memory.
 
     Otherwise it is called as it is: an operator takes as much of the host's time as a launch. Operators are named
     after the file, of which every checkpoint brings its own.
@@ -63,7 +69,7 @@ def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
     @functools.wraps(launch)
     def run(*inputs, **options):
         # subclasses, such as fake tensors, have no numbers in memory
-        if is_torchdynamo_compiling() or type(inputs[0]) is not torch.Tensor:
+        if is_traced() or type(inputs[0]) is not torch.Tensor:
             return operator(*inputs, **options)
         return launch(*inputs, **options)
 

@@ -1,10 +1,11 @@
 """Layers that go on from what requests hold, in the slots and pages of pages.py.
 
-A step copies the slots of its requests into one tensor, works there, and writes back what has changed. vLLM runs the
-tokens of all requests as one row: first a token each of those that decode, then the prompts that are read, or parts of
-them. Those that decode are one batch here, and prompts that begin at the same token are batches of like lengths
-(`together`). A slot of a hybrid layer holds the tensors of `Held`, from which the layer's own `prompt` and `step` go
-on. Its kept heads write the rows of all tokens into their pages, and attend to what they then read from there.
+A step copies the slots of its requests into one tensor, works there, and writes back what has changed; on a CPU
+functions in C compute a token of each request in the pages themselves (cpu_pages.py). vLLM runs the tokens of all
+requests as one row: first a token each of those that decode, then the prompts that are read, or parts of them. Those
+that decode are one batch here, and prompts that begin at the same token are batches of like lengths (`together`). A
+slot of a hybrid layer holds the tensors of `Held`, from which the layer's own `prompt` and `step` go on. Its kept
+heads write the rows of all tokens into their pages, and attend to what they then read from there.
 
 Shapes: B batch (requests), L length, H' heads with a window, K key/value heads, P head dim, E block, S places, T
 columns.
@@ -33,7 +34,7 @@ from modeling_llamba.hybrid_attention import (
 from modeling_llamba.hybrid_cache import HybridLayer
 from modeling_llamba.rotary import Rotary
 
-from .cpu_pages import HeadStep, SlotStep
+from .cpu_pages import SOURCE, HeadStep, SlotStep
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
 
 
@@ -272,7 +273,7 @@ class HybridSlots(SlotLayer):
         super().ready()
         self.written, self.per_column = self._written()
         attention, dtype = self.mixer, self.memory.dtype
-        if can_run_on_cpu(self.written.device, dtype, attention.config.mixer_backend):
+        if can_run_on_cpu(self.written.device, dtype, attention.config.mixer_backend, SOURCE):
             if attention.mass is not None:
                 self.slot_step = SlotStep(attention, self.first_bytes(), dtype)
             if self.head_rows is not None:
@@ -362,7 +363,7 @@ class HybridSlots(SlotLayer):
         """Open a block in the slots of some requests (B,)."""
         content, slots = self.fetch(rows)
         shape, held = self.mixer.shape, held_in(slots, requests)
-        if can_open_on_cpu(*held[:3], shape.key_rounding.backend):
+        if can_open_on_cpu(held, shape.key_rounding.backend):
             open_on_cpu(*held[:4], torch.full_like(requests, shape.window), shape)
         else:
             put(slots, open_block(held, shape))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from modeling_llamba import block_layout, cpu_prompt_kernels, hybrid_attention
+from modeling_llamba import block_layout, cpu_kernels, cpu_prompt_kernels, hybrid_attention
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.eviction import BlockShape, Held, SlowDims
 from modeling_llamba.hybrid_attention import HybridInputs
@@ -167,10 +168,10 @@ def test_bfloat16(mixed):
     layer = make_layer(torch.bfloat16, head_dim=64, hybrid_state_planes=8)
     hidden_states = torch.randn(2, LENGTH, HIDDEN).bfloat16()
     found = torch.cat([*in_parts(layer, hidden_states, [90, 60], new_cache(layer.config))], dim=1)
+    assert mixed
     assert found.dtype == torch.bfloat16
     layer = layer.float()
     expected = torch.cat([*in_parts(layer, hidden_states.float(), [90, 60], new_cache(layer.config))], dim=1)
-    assert mixed
     assert relative_error(found, expected) < 3e-2
 
 
@@ -180,6 +181,7 @@ def test_autocast(dtype, mixed):
     layer = make_layer(hybrid_full_heads=[[2, 3]])
     hidden_states = torch.randn(2, LENGTH, HIDDEN)
     [expected] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
+    mixed.clear()
     with torch.autocast("cpu", dtype=dtype):
         [found] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
     assert mixed
@@ -208,3 +210,29 @@ def test_fake_tensors_have_no_numbers():
         [output] = in_parts(layer, torch.randn(2, LENGTH, HIDDEN), [LENGTH], new_cache(layer.config))
     assert isinstance(output, FakeTensor)
     assert output.shape == (2, LENGTH, HIDDEN)
+
+
+@torch.no_grad()
+def test_what_is_traced_computes_the_same():
+    layer = make_layer()
+    hidden_states, others = torch.randn(2, 2, LENGTH, HIDDEN)
+
+    def prompt(hidden_states):
+        [output] = in_parts(layer, hidden_states, [LENGTH], None)
+        return output
+
+    traced = make_fx(prompt)(hidden_states)
+    torch.testing.assert_close(traced(others), prompt(others))
+
+
+@torch.no_grad()
+def test_without_functions_for_prompts_pytorch_computes_them(monkeypatch):
+    """Where those for tokens were compiled before, and the compiler is gone."""
+    layer = make_layer()
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+    [expected] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
+    library = cpu_kernels.library
+    monkeypatch.setattr(cpu_kernels, "library", lambda more="": None if more else library())
+    monkeypatch.setattr(cpu_prompt_kernels, "library", None)
+    [found] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
+    assert relative_error(found, expected) < 1e-5

@@ -66,6 +66,23 @@ def test_tokens_and_log_probabilities_are_transformers(name, engine, models, pro
     assert_equal(greedy(engine(name, **IN_PIECES), prompts), expected(models, name))
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_tokens_in_c_and_by_pytorch(backend, engine, models, prompts, monkeypatch):
+    """The former where nothing else is asked for, the latter where C does not run."""
+    from modeling_llamba.ssd import BACKEND_VARIABLE
+    from recipes.serving.cpu_pages import HeadStep, SlotStep
+
+    called = []
+    for step in (SlotStep, HeadStep):
+        call = step.__call__
+        counted = lambda self, *inputs, call=call: called.append(type(self)) or call(self, *inputs)  # noqa: E731
+        monkeypatch.setattr(step, "__call__", counted)
+    if backend != "auto":
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
+    assert_equal(greedy(engine(CONVERTED, **IN_PIECES), prompts), expected(models, CONVERTED))
+    assert set(called) == ({SlotStep, HeadStep} if backend == "auto" else set())
+
+
 @pytest.mark.parametrize("name", [CONVERTED, "phi, heads kept apart", "two kinds of RoPE, caps, far sinks", "mamba2"])
 def test_prompts_of_like_lengths_are_one_batch(name, engine, models, prompts, monkeypatch):
     """Padded where the layer can have it, and two of one length, which every layer takes together."""

@@ -1,0 +1,179 @@
+"""A token of each request by C in scattered pages, against PyTorch's operations on the same tensors, without vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from modeling_llamba.cpu_kernels import can_run_on_cpu
+from modeling_llamba.eviction import Held, NewTokens
+from modeling_llamba.hybrid_attention import HybridInputs, Projected
+from modeling_llamba.hybrid_cache import HybridLayer
+from modeling_llamba.rounding import Rounding
+from modeling_llamba.ssd import BACKEND_VARIABLE
+from recipes.serving.cpu_pages import SOURCE, HeadStep, SlotStep
+from tests.helpers.hybrid_step import attention_to_rows, make_layer, relative_error
+
+SLOTS = {  # options of the layer, True for queries to far sinks
+    "unrounded": ({}, False),
+    "far sinks": (dict(hybrid_salient=9), True),
+    "8 bits": (dict(window_bits=8), True),
+    "6 and 4 bits": (dict(head_dim=48, window_bits=[6, 4]), False),
+    "2 bits for values alone": (dict(head_dim=16, window_bits=[16, 2]), True),
+    "neither sinks nor salient": (dict(hybrid_salient=0, hybrid_sinks=0), False),
+    "blocks of one token": (dict(hybrid_block=1, hybrid_window=5), False),
+    "a cap": (dict(num_key_value_heads=1, attn_logit_softcapping=2.0), False),
+    "slow planes": (dict(head_dim=64, hybrid_state_planes=3, window_bits=8), False),
+}
+HEADS = [  # bits of keys and of values, head dim, query heads of a key/value head, tokens of a page
+    ((16, 16), 16, 3, 16),
+    ((8, 8), 64, 2, 32),
+    ((6, 4), 128, 4, 16),
+    ((4, 16), 80, 2, 48),
+]
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """A number of threads for one test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    """(B, .) uint8 of a tensor (B, ...)."""
+    return t.flatten(1).contiguous().view(torch.uint8)
+
+
+class Slots:
+    """The tensors of rows in scattered pages of so many bytes each, among which others lie."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], size: int):
+        self.first = {}
+        end = 48
+        for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
+            self.first[name] = end
+            end += as_bytes(tensors[name]).shape[1]
+        batch, pages = len(tensors["keys"]), -(-end // size)
+        self.rows = torch.randperm(batch * pages + 4)[: batch * pages].view(batch, pages)
+        self.memory = torch.full((batch * pages + 4, size), 255, dtype=torch.uint8)
+        self.write(tensors)
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        flat = self.memory[self.rows].flatten(1)
+        for name, t in tensors.items():
+            content = as_bytes(t)
+            flat[:, self.first[name] : self.first[name] + content.shape[1]] = content
+        self.memory[self.rows] = flat.view(*self.rows.shape, -1)
+
+
+class WrittenLayer(HybridLayer):
+    """A cache into which the tokens are written already, each row's in a column of its own."""
+
+    def __init__(self, shape, held: Held, column: torch.Tensor):
+        super().__init__(shape)
+        self.held, self.column = held, column
+
+    def write(self, tokens, start):
+        return 0, self.held.salience.shape[1], self._hidden(self.held, self.column[:, None])
+
+
+@pytest.mark.parametrize("case", SLOTS)
+@pytest.mark.parametrize("size", [64, 1008, 2**16])
+@pytest.mark.parametrize("dtype", LIMITS)
+@torch.no_grad()
+def test_a_token_in_slots(case, size, dtype, threads, monkeypatch):
+    """Of requests that begin, that fill their window, and that are behind it; every byte is as expected."""
+    options, far = SLOTS[case]
+    layer = make_layer(dtype, **options)
+    shape = layer.shape
+    (K, R), P, B = layer.kv_groups, layer.head_dim, 3
+    number = torch.tensor([0, shape.window - 1, shape.window + 3 * shape.block])
+    queries = [torch.randn(B, K * R, 1, P).to(dtype) for _ in range(1 + far)]
+    key, value = torch.randn(2, B, K, 1, P).to(dtype)
+    salience = torch.randn(B, 1)
+    rows = layer.rows_of(key, value)
+    columns = shape.places + shape.window
+    vectors = torch.randn(2, B, K, columns, P).to(dtype)
+    ranks = torch.randn(B, columns)
+    ranks[:, : shape.places] = ranks[:, : shape.places].sort(dim=1, descending=True).values
+    ranks[:, : shape.sinks] = torch.inf
+    ranks[0, : shape.places] = -torch.inf
+    state = torch.randn_like(Held.empty(shape, NewTokens(*rows, salience, number[:, None])).state)
+    state[..., -1, 0] = 30.0
+    state[:2] = 0
+    tensors = {
+        "keys": shape.key_rounding.encode(vectors[0]).contiguous(),
+        "values": shape.value_rounding.encode(vectors[1]).contiguous(),
+        "salience": ranks,
+        "state": state,
+    }
+    slots = Slots(tensors, size)
+    step = SlotStep(layer, slots.first, dtype)
+    heads = torch.cat([*queries, key, value], dim=1).transpose(1, 2)
+    found = step(slots.memory, slots.rows, number[:, None], salience, heads)
+
+    column = shape.places + number - (number // shape.block - shape.whole_blocks).clamp(min=0) * shape.block
+    each = torch.arange(B)
+    for name, new in zip(("keys", "values"), rows, strict=True):
+        tensors[name][each, :, column] = new[:, :, 0]
+    ranks[each, column] = salience[:, 0]
+    memory = slots.memory.clone()
+    slots.write(tensors)
+    assert torch.equal(memory, slots.memory)
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    cache = WrittenLayer(shape, Held(*tensors.values(), number + 1), column)
+    projected = Projected(queries[0], queries[1] if far else None, key, value, salience, *rows)
+    for own, theirs in zip(found, layer.step(projected, HybridInputs(number[:, None]), cache), strict=True):
+        assert relative_error(own.flatten(1), theirs.flatten(1)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize(("bits", "P", "shared", "block"), HEADS)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_token_of_kept_heads(bits, P, shared, block, dtype, threads):
+    """Of requests of unlike lengths, in a table of more of them."""
+    K = 2
+    lengths = torch.tensor([1, block, 1300, 700])
+    longest, B = 1300, len(lengths)
+    roundings = Rounding.of_pair(list(bits), P)
+    ends = [32]
+    for rounding in roundings:
+        ends.append(ends[-1] + block * K * rounding.width(dtype))
+    most = -(-longest // block) + 3
+    memory = torch.randint(0, 255, (B * most + 1, ends[-1] + 16), dtype=torch.uint8)
+    table = torch.randperm(B * most).view(B, most).int()
+    vectors = torch.randn(2, B, longest, K, P).to(dtype)
+    rows = [rounding.encode(t.transpose(1, 2)).transpose(1, 2) for rounding, t in zip(roundings, vectors, strict=True)]
+    regions = [memory[:, start:end].unflatten(1, (block, -1)) for start, end in zip(ends, ends[1:], strict=False)]
+    last = lengths - 1
+    for of_tokens, region in zip(rows, regions, strict=True):
+        for b in range(B):
+            before = torch.arange(last[b])
+            region[table[b, before // block], before % block] = as_bytes(of_tokens[b, : last[b]])
+    each = torch.arange(B)
+    places = table[each, last // block].long() * block + last % block
+    pages = SimpleNamespace(memory=memory, heads=SimpleNamespace(block=block))
+    step = HeadStep(
+        SimpleNamespace(scaling=0.2, softcap=None),
+        SimpleNamespace(
+            roundings=roundings, heads=K, regions=[slice(*pair) for pair in zip(ends, ends[1:], strict=False)],
+            memory=pages, metadata=(table, places),
+        ),
+        dtype,
+    )  # fmt: skip
+    query = torch.randn(B, K * shared, P).to(dtype)
+    output = step(query, *vectors[:, each, last], lengths, longest)
+    for b in range(B):
+        of_request = [t[b : b + 1, : lengths[b]].transpose(1, 2) for t in rows]
+        expected = attention_to_rows(query[b : b + 1, :, None], of_request, bits, None, 0.2, 0.0)[0, 0]
+        assert relative_error(output[b], expected) < LIMITS[dtype]
+    for of_tokens, region in zip(rows, regions, strict=True):
+        written = region[table[each, last // block], last % block]
+        assert torch.equal(written, as_bytes(of_tokens[each, last]))
+
+
+def test_c_runs_here():
+    assert can_run_on_cpu(torch.device("cpu"), torch.float32, "auto", SOURCE)
