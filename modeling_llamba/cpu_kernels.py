@@ -462,6 +462,19 @@ void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, 
     }
 }
 
+/* Put a column among those that hold a place, the most salient first and the first of equals first, unless S others
+   are more salient; there is room for S + 1. Returns how many hold one. */
+static int compete(int column, const float *rank, int *place, int held, int S)
+{
+    if (rank[column] == -INFINITY)
+        return held;
+    int at = held;
+    for (; at > 0 && rank[place[at - 1]] < rank[column]; at--)
+        place[at] = place[at - 1];
+    place[at] = column;
+    return held < S ? held + 1 : S;
+}
+
 /* Open a block in the rows whose next token begins one while the window is full, see `open_block` of eviction.py.
 
    next: number of the next token of each row. strides: as in `mix_one`. Returns how many rows there are. */
@@ -482,13 +495,7 @@ int open_rows(uint8_t *keys, uint8_t *values, float *salience, float *state, con
         uint8_t lost[candidates];
         for (int c = 0; c < candidates; c++) {
             lost[c] = c >= S || rank[c] > -INFINITY;
-            if (rank[c] == -INFINITY)
-                continue;
-            int at = held;
-            for (; at > 0 && rank[place[at - 1]] < rank[c]; at--)
-                place[at] = place[at - 1];
-            place[at] = c;
-            held += held < S; /* else the last one, or this one, is none any more */
+            held = compete(c, rank, place, held, S);
         }
         for (int i = 0; i < S; i++)
             of_place[i] = i < held ? rank[place[i]] : -INFINITY;

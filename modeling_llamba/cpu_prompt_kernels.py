@@ -17,7 +17,7 @@ from .hybrid_step_kernel import as_operator
 
 SOURCE = r"""
 /* Which columns hold a place while each mixed block is open, and `until`, the first block to which a column is no
-   longer visible. The most salient of those that have left the window hold the places, the first of equals first.
+   longer visible.
 
    present: which columns hold a token. before: blocks between places and the first slot. */
 void choose_columns(const float *salience, const uint8_t *present, int64_t *holders, int64_t *until, Layer layer,
@@ -33,15 +33,8 @@ void choose_columns(const float *salience, const uint8_t *present, int64_t *hold
             gone[c] = c >= S && present[(int64_t)b * T + c] ? (c - S) / E - before + window : 0;
         for (int stage = 0; stage <= leaving; stage++) {
             int first = stage ? S + (stage - 1) * E : 0, last = stage ? first + E : S;
-            for (int c = first; c < last; c++) {
-                if (rank[c] == -INFINITY)
-                    continue;
-                int at = held;
-                for (; at > 0 && rank[place[at - 1]] < rank[c]; at--)
-                    place[at] = place[at - 1];
-                place[at] = c;
-                held += held < S; /* else the last one, or this one, is none any more */
-            }
+            for (int c = first; c < last; c++)
+                held = compete(c, rank, place, held, S);
             int number = blocks - leaving + stage, m = stage - (leaving + 1 - mixed);
             for (int i = 0; i < held; i++)
                 if (gone[place[i]] < number)

@@ -32,6 +32,15 @@ def logging_left_on():
     transformers_logging.set_verbosity(verbosity)
 
 
+@pytest.fixture
+def threads(request):
+    """A number of threads for one test, given as an indirect parameter."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def private_caches(tmp_path_factory):
     """Remote code is unpacked per test session, never into the user's cache."""

@@ -57,15 +57,6 @@ LAYERS = {  # options of the layer, the farthest a sink may be
 }  # fmt: skip
 
 
-@pytest.fixture
-def threads(request):
-    """A number of threads for one test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def token_by_token(layer, hidden_states, index, reach, lengths_known):
     """The layer's outputs, where the numbers of tokens are known to be the same in all rows, or are not."""
     rotary, sink_rotary = rotary_of(layer, index, reach)

@@ -43,15 +43,6 @@ LAYERS = {  # options of the layer, the farthest a sink may be, where a prompt o
 
 
 @pytest.fixture
-def threads(request):
-    """A number of threads for one test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def mixed(monkeypatch):
     """How often C mixed a segment."""
     calls, mix_blocks = [], cpu_prompt_kernels.mix_blocks_on_cpu

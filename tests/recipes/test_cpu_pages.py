@@ -34,15 +34,6 @@ HEADS = [  # bits of keys and of values, head dim, query heads of a key/value he
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    """A number of threads for one test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
     """(B, .) uint8 of a tensor (B, ...)."""
     return t.flatten(1).contiguous().view(torch.uint8)
@@ -84,6 +75,7 @@ class WrittenLayer(HybridLayer):
 @pytest.mark.parametrize("case", SLOTS)
 @pytest.mark.parametrize("size", [64, 1008, 2**16])
 @pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @torch.no_grad()
 def test_a_token_in_slots(case, size, dtype, threads, monkeypatch):
     """Of requests that begin, that fill their window, and that are behind it; every byte is as expected."""
@@ -133,6 +125,7 @@ def test_a_token_in_slots(case, size, dtype, threads, monkeypatch):
 
 @pytest.mark.parametrize(("bits", "P", "shared", "block"), HEADS)
 @pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_a_token_of_kept_heads(bits, P, shared, block, dtype, threads):
     """Of requests of unlike lengths, in a table of more of them."""
     K = 2
