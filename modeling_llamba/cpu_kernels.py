@@ -650,8 +650,9 @@ def _is_there(more: str) -> bool:
     return library(more) is not None
 
 
-def _pointer(t: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if t is None else t.data_ptr())
+def pointer(t: torch.Tensor | None, offset: int = 0) -> ctypes.c_void_p:
+    """Address of a tensor's first byte, or of another `offset` bytes behind it; NULL for None."""
+    return ctypes.c_void_p(None if t is None else t.data_ptr() + offset)
 
 
 @functools.cache
@@ -659,14 +660,15 @@ def _ints(*numbers: int) -> ctypes.Array:
     return (ctypes.c_int * len(numbers))(*numbers)
 
 
-def _strides(*numbers: int) -> ctypes.Array:
+def int64s(*numbers: int) -> ctypes.Array:
+    """Numbers as an array in C."""
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def _places(t: torch.Tensor) -> tuple[ctypes.Array, ctypes.Array]:
     """Heads and length of a tensor of vectors, and the strides of batch, heads and length, for `offset`."""
     _, heads, length = (1, 1, 1, *t.shape[:-1])[-3:]
-    return _strides(heads, length), _strides(*(0, 0, 0, *t.stride()[:-1])[-3:])
+    return int64s(heads, length), int64s(*(0, 0, 0, *t.stride()[:-1])[-3:])
 
 
 def _lined_up(t: torch.Tensor) -> torch.Tensor:
@@ -682,7 +684,7 @@ def encode_on_cpu(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
     rows = empty_rows(t, bits, groups)
     t = _lined_up(t.float())
     library().encode_rows(
-        _pointer(t), _pointer(rows), ctypes.c_int64(math.prod(t.shape[:-1])), *_places(t), t.shape[-1], bits, groups,
+        pointer(t), pointer(rows), ctypes.c_int64(math.prod(t.shape[:-1])), *_places(t), t.shape[-1], bits, groups,
         rows.shape[-1], torch.get_num_threads(),
     )  # fmt: skip
     return rows
@@ -699,7 +701,7 @@ def decode_on_cpu(rows: torch.Tensor, bits: int, dim: int, groups: int, rotated:
     vectors = _empty_vectors(rows, bits, dim, groups, rotated)
     rows = _lined_up(rows)
     library().decode_rows(
-        _pointer(rows), _pointer(vectors), ctypes.c_int64(math.prod(rows.shape[:-1])), *_places(rows), dim, bits,
+        pointer(rows), pointer(vectors), ctypes.c_int64(math.prod(rows.shape[:-1])), *_places(rows), dim, bits,
         groups, rows.shape[-1], not rotated, torch.get_num_threads(),
     )  # fmt: skip
     return vectors
@@ -742,8 +744,8 @@ def attend_on_cpu(
     output = queries.new_empty(batch, 1, heads, P)
     scratch = queries.new_empty(batch * kv_heads * parts, shared, P + 2)
     library().attend_to_rows(
-        _pointer(queries), _pointer(keys), _pointer(values), _strides(*strides), _rows_of(keys, key_bits, P),
-        _rows_of(values, value_bits, P), None, 0, columns, None, _pointer(bias), _pointer(output), _pointer(scratch),
+        pointer(queries), pointer(keys), pointer(values), int64s(*strides), _rows_of(keys, key_bits, P),
+        _rows_of(values, value_bits, P), None, 0, columns, None, pointer(bias), pointer(output), pointer(scratch),
         batch, kv_heads, shared, P, columns, parts, ctypes.c_float(scale), ctypes.c_float(softcap), threads,
     )  # fmt: skip
     return output.to(query.dtype)
@@ -790,9 +792,9 @@ def mix_one_on_cpu(
     sink_query = None if sink_query is None else sink_query.float().contiguous()
     output, features = queries.new_empty(batch, 1, heads, P), queries.new_empty(batch, 1, 3 * heads * P)
     library().mix_one(
-        *map(_pointer, (keys, values, salience, state, seen)),
-        _strides(*strides, salience.stride(0), state.stride(0)),
-        *map(_pointer, (queries, sink_query, mass, output, features)),
+        *map(pointer, (keys, values, salience, state, seen)),
+        int64s(*strides, salience.stride(0), state.stride(0)),
+        *map(pointer, (queries, sink_query, mass, output, features)),
         _rows_of(keys, key_bits, P), _rows_of(values, value_bits, P),
         Layer(
             kv_heads, heads // kv_heads, P, state.shape[-1] - 1, columns, block, sinks, places, planes, slow_planes,
@@ -833,8 +835,8 @@ def open_on_cpu(
     )  # fmt: skip
     next_index = next_index.contiguous()
     return library().open_rows(
-        *map(_pointer, (keys, values, salience, state, next_index)),
-        _strides(*strides, 0 if state is None else state.stride(0)), _rows_of(keys, shape.key_rounding.bits, P),
+        *map(pointer, (keys, values, salience, state, next_index)),
+        int64s(*strides, 0 if state is None else state.stride(0)), _rows_of(keys, shape.key_rounding.bits, P),
         _rows_of(values, shape.value_rounding.bits, P), layer, len(keys), torch.get_num_threads(),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import ctypes
 
 import torch
 
-from .cpu_kernels import Layer, library
+from .cpu_kernels import Layer, int64s, library, pointer
 from .hybrid_step_kernel import as_operator
 
 SOURCE = r"""
@@ -201,14 +201,6 @@ void mix_blocks(const float *query, const int64_t *query_strides, const float *n
 """
 
 
-def _pointer(t: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if t is None else t.data_ptr())
-
-
-def _strides(*numbers: int) -> ctypes.Array:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
 @as_operator
 def choose_columns(
     salience: torch.Tensor, present: torch.Tensor, places: int, block: int, window: int, before: int, blocks: int,
@@ -225,7 +217,7 @@ def choose_columns(
     layer = Layer(T=places + window, S=places, E=block)
     salience, present = salience.contiguous(), present.contiguous()
     library(SOURCE).choose_columns(
-        *map(_pointer, (salience, present, holders, until)), layer, *salience.shape, before, blocks, leaving, mixed,
+        *map(pointer, (salience, present, holders, until)), layer, *salience.shape, before, blocks, leaving, mixed,
         torch.get_num_threads(),
     )  # fmt: skip
     return holders, until
@@ -254,7 +246,7 @@ def hide_columns(
     layer = Layer(R=shared, T=places + window, S=places, E=block)
     holders, until = holders.contiguous(), until.contiguous()
     library(SOURCE).hide_columns(
-        *map(_pointer, (holders, until, bias)), ctypes.c_float(least), layer, batch, until.shape[1], before, first,
+        *map(pointer, (holders, until, bias)), ctypes.c_float(least), layer, batch, until.shape[1], before, first,
         mixed, group, torch.get_num_threads(),
     )  # fmt: skip
     return bias
@@ -316,10 +308,10 @@ def mix_blocks_on_cpu(
     final = query.new_empty(batch, K, P + 1, N + 1)
     layer = Layer(K=K, R=R, P=P, N=N, E=E, planes=planes, slow_planes=slow_planes, scale=scale)
     library(SOURCE).mix_blocks(
-        _pointer(query), _strides(*query.stride()[:6]), _pointer(near), _strides(*near.stride()[:6]),
-        _pointer(log_mass), _strides(*log_mass.stride()), _pointer(keys), _pointer(values),
-        _strides(*keys.stride()[:3], *values.stride()[:3]), *map(_pointer, (until, state, mass)),
-        _pointer(output[:, before:]), ctypes.c_int64(output.stride(0)), _pointer(features), _pointer(final), layer,
+        pointer(query), int64s(*query.stride()[:6]), pointer(near), int64s(*near.stride()[:6]),
+        pointer(log_mass), int64s(*log_mass.stride()), pointer(keys), pointer(values),
+        int64s(*keys.stride()[:3], *values.stride()[:3]), *map(pointer, (until, state, mass)),
+        pointer(output[:, before:]), ctypes.c_int64(output.stride(0)), pointer(features), pointer(final), layer,
         batch, until.shape[1], first, groups * group, group, offset, tokens, last, torch.get_num_threads(),
     )  # fmt: skip
     if features is None:

@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from modeling_llamba.cpu_kernels import SPAN, TYPES, Layer, library
+from modeling_llamba.cpu_kernels import SPAN, TYPES, Layer, int64s, library, pointer
 from modeling_llamba.rounding import Rounding
 
 SOURCE = r"""
@@ -126,10 +126,6 @@ def _rounding(rounding: Rounding, dtype: torch.dtype, rows: int) -> ctypes.Array
     return (ctypes.c_int * 3)(bits, groups, rows * rounding.width(dtype))
 
 
-def _pointer(t: torch.Tensor, offset: int = 0) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr() + offset)
-
-
 class SlotStep:
     """One token of a hybrid layer's heads with a window, in slots.
 
@@ -143,7 +139,7 @@ class SlotStep:
         K, R = attention.kv_groups
         P, planes, slow_planes = attention.head_dim, shape.slow.planes, shape.slow.slow_planes
         self.attention = attention
-        self.places = (ctypes.c_int64 * 4)(*(places[name] for name in ("salience", "state", "keys", "values")))
+        self.places = int64s(*(places[name] for name in ("salience", "state", "keys", "values")))
         self.layer = Layer(
             K, R, P, P - 2 * (planes - slow_planes), shape.places + shape.window, shape.block, shape.sinks,
             shape.places, planes, slow_planes, attention.scaling, attention.softcap or 0.0,
@@ -177,9 +173,9 @@ class SlotStep:
         output, features = heads.new_empty(batch, 1, K * R, P), heads.new_empty(batch, 1, 3 * K * R * P)
         scratch = memory.new_empty(batch * K * self.room)
         library(SOURCE).step_in_slots(
-            _pointer(memory), ctypes.c_int64(memory.shape[1]), _pointer(rows), rows.shape[1], self.places,
-            _pointer(index), _pointer(salience), _pointer(heads), heads.shape[2] > K * (R + 2), _pointer(mass),
-            _pointer(output), _pointer(features), *self.roundings, self.layer, batch, _pointer(scratch),
+            pointer(memory), ctypes.c_int64(memory.shape[1]), pointer(rows), rows.shape[1], self.places,
+            pointer(index), pointer(salience), pointer(heads), heads.shape[2] > K * (R + 2), pointer(mass),
+            pointer(output), pointer(features), *self.roundings, self.layer, batch, pointer(scratch),
             ctypes.c_int64(self.room), torch.get_num_threads(),
         )  # fmt: skip
         return output.to(dtype), features.to(dtype)
@@ -217,15 +213,15 @@ class HeadStep:
         kernels = library(SOURCE)
         for first, vectors, rounding in zip(self.firsts, new, self.to_write, strict=True):
             kernels.write_heads(
-                _pointer(memory), ctypes.c_int64(size), ctypes.c_int64(first), block, _pointer(places),
-                _pointer(vectors), rounding, batch, K, P,
+                pointer(memory), ctypes.c_int64(size), ctypes.c_int64(first), block, pointer(places),
+                pointer(vectors), rounding, batch, K, P,
             )  # fmt: skip
-        strides = (ctypes.c_int64 * 4)(size, self.to_write[0][2], size, self.to_write[1][2])
+        strides = int64s(size, self.to_write[0][2], size, self.to_write[1][2])
         output = torch.empty_like(queries)
         scratch = queries.new_empty(batch * K * parts, heads // K, P + 2)
         kernels.attend_to_rows(
-            _pointer(queries), *(_pointer(memory, first) for first in self.firsts), strides, *self.to_read,
-            _pointer(table), table.stride(0), block, _pointer(lengths), None, _pointer(output), _pointer(scratch),
+            pointer(queries), *(pointer(memory, first) for first in self.firsts), strides, *self.to_read,
+            pointer(table), table.stride(0), block, pointer(lengths), None, pointer(output), pointer(scratch),
             batch, K, heads // K, P, longest, parts, ctypes.c_float(self.attention.scaling),
             ctypes.c_float(self.attention.softcap or 0.0), threads,
         )  # fmt: skip
