@@ -334,8 +334,8 @@ def _lock(output: Path) -> Iterator[bool]:
     path = output.with_name(f".{output.name}.lock")
     held = False
     while not held:
-        with contextlib.suppress(FileExistsError), open(path, "xb", buffering=0) as new:
-            new.write(LOCK)
+        with contextlib.suppress(FileExistsError):
+            _create_lock(path)
         try:
             # a link of that name may lead to any file of the user's
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -360,6 +360,27 @@ def _lock(output: Path) -> Iterator[bool]:
                 path.unlink()  # before it is let go, so that nobody's lock is taken from them
         if held:
             os.close(lock)
+
+
+def _create_lock(path: Path) -> None:
+    """Create the lock of OUT together with its content.
+
+    A run that is killed in between must leave nothing: an empty file might be anybody's, and no later run would remove
+    it. Where the file system has no unnamed files, the content follows the name.
+
+    Raises:
+        FileExistsError: there is a file of that name.
+    """
+    try:
+        with open(os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb", buffering=0) as unnamed:
+            unnamed.write(LOCK)
+            # only with a descriptor for folders does Python follow the link in /proc; for a whole path it is not used
+            os.link(f"/proc/self/fd/{unnamed.fileno()}", path, src_dir_fd=unnamed.fileno())
+    except FileExistsError:
+        raise
+    except (AttributeError, OSError):
+        with open(path, "xb", buffering=0) as named:
+            named.write(LOCK)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from convert.cli import main, progress_bars
 from convert.io import writer
-from convert.io.folder import MARKER, OutputFolder, mark
+from convert.io.folder import LOCK, MARKER, OutputFolder, mark
 from tests.helpers.command import check_one_line_error, nothing_left, run, run_as_is
 from tests.helpers.teachers import TEACHERS
 from tests.helpers.tokenizers import tokenizer
@@ -467,6 +467,23 @@ def test_a_file_that_is_called_like_the_lock_stays(content, locks, tmp_path, mon
             assert (tmp_path / f".{name}.lock").is_file()
     assert (tmp_path / ".out.lock").read_text() == content
     nothing_left(tmp_path, ".out.lock", "out", "other")
+
+
+def test_a_run_killed_while_it_makes_its_lock_leaves_none(tmp_path, monkeypatch):
+    if not hasattr(os, "O_TMPFILE"):
+        pytest.skip("this system has no unnamed files")
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    owner = OutputFolder(tmp_path / "out")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("os.link", interrupt)
+        owner.__enter__()
+    nothing_left(tmp_path)
+    with owner:
+        assert (tmp_path / ".out.lock").read_bytes() == LOCK
+    nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
