@@ -41,9 +41,20 @@ SOURCE = r"""
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+enum { LANES = 16 }; /* floats in a register */
+#elif defined(__AVX2__)
+#include <immintrin.h>
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
 enum { TILE = 64 }; /* columns whose scores are known before their values are read */
-enum { TOGETHER = 4, LANES = 16 }; /* vectors that are multiplied together, by so many columns of a matrix at once */
-typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4))); /* gcc leaves such loops scalar by itself */
+enum { TOGETHER = 4 }; /* vectors that are multiplied by a matrix together */
+/* gcc leaves loops over these scalar by itself */
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
 static const float NONE = -1e30f; /* less than any score */
 static const float SMALLEST_SCALE = 6.103515625e-05f; /* that of rounding.py, 2^-14 */
 
@@ -124,22 +135,9 @@ static void rotate(float *t, int P, int part)
         t[i] *= norm;
 }
 
-/* The vector in a row, as it is stored, which is rotated where it is rounded. */
-static inline void unpack(const uint8_t *row, float *t, int P, Rounding rounding)
+/* The codes of P numbers, in the upper bits of a byte. */
+static void unpack_bytes(const uint8_t *codes, float *t, int P, int bits)
 {
-    int bits = rounding.bits, groups = rounding.groups;
-    if (bits == 32) {
-        memcpy(t, row, 4 * P);
-        return;
-    }
-    if (bits == 16) {
-        for (int i = 0; i < P; i++) {
-            uint32_t number = (uint32_t)((const uint16_t *)row)[i] << 16;
-            memcpy(t + i, &number, 4);
-        }
-        return;
-    }
-    const uint8_t *codes = row + 2 * groups;
     if (bits == 8)
         for (int i = 0; i < P; i++)
             t[i] = (int8_t)codes[i];
@@ -156,6 +154,80 @@ static inline void unpack(const uint8_t *row, float *t, int P, Rounding rounding
             for (int i = 0; i < bytes; i++)
                 t[j * bytes + i] = (int8_t)(codes[i] << (8 - bits - bits * j) & upper);
     }
+}
+
+#ifdef __AVX2__
+/* LANES bytes, each in the lowest bits of a word. */
+static inline Words words_of(const uint8_t *bytes)
+{
+#ifdef __AVX512F__
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+#else
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+#endif
+}
+
+/* The numbers whose codes are the highest 8 bits of words, times their scale. */
+static inline Lanes numbers_of(Words words, float scale)
+{
+    words >>= 24;
+#ifdef __AVX512F__
+    return _mm512_cvtepi32_ps((__m512i)words) * scale;
+#else
+    return _mm256_cvtepi32_ps((__m256i)words) * scale;
+#endif
+}
+
+/* Numbers times `scale`; false if their codes do not fill registers, or are of too few bits to gain by it. */
+static inline int unpack_lanes(const uint8_t *codes, float scale, float *t, int P, int bits)
+{
+    if (P % (4 * LANES) != 0 || bits < 4)
+        return 0;
+    int bytes = bits == 6 ? P / 4 : P * bits / 8;
+    for (int i = 0; i < bytes; i += LANES) {
+        Words words = words_of(codes + i);
+        Lanes *out = (Lanes *)(t + i);
+        if (bits == 8)
+            *out = numbers_of(words << 24, scale);
+        else if (bits == 4) {
+            *out = numbers_of(words << 28, scale);
+            *(Lanes *)(t + bytes + i) = numbers_of(words >> 4 << 28, scale);
+        } else {
+            Words second = words_of(codes + bytes + i), third = words_of(codes + 2 * bytes + i);
+            *out = numbers_of(words >> 2 << 26, scale);
+            *(Lanes *)(t + bytes + i) = numbers_of(second >> 2 << 26, scale);
+            *(Lanes *)(t + 2 * bytes + i) = numbers_of(third >> 2 << 26, scale);
+            *(Lanes *)(t + 3 * bytes + i) = numbers_of(words << 30 | (second & 3) << 28 | (third & 3) << 26, scale);
+        }
+    }
+    return 1;
+}
+#endif
+
+/* The vector in a row, as it is stored, which is rotated where it is rounded. */
+static inline void unpack(const uint8_t *row, float *t, int P, Rounding rounding)
+{
+    int bits = rounding.bits, groups = rounding.groups;
+    if (bits == 32) {
+        memcpy(t, row, 4 * P);
+        return;
+    }
+    if (bits == 16) {
+        for (int i = 0; i < P; i++) {
+            uint32_t number = (uint32_t)((const uint16_t *)row)[i] << 16;
+            memcpy(t + i, &number, 4);
+        }
+        return;
+    }
+    const uint8_t *codes = row + 2 * groups;
+    int done = 0;
+#ifdef __AVX2__
+    done = unpack_lanes(codes, groups == 1 ? from_half(row) : 1.0f, t, P, bits);
+#endif
+    if (done && groups == 1)
+        return;
+    if (!done)
+        unpack_bytes(codes, t, P, bits);
     int size = P / groups;
     for (int g = 0; g < groups; g++) {
         float scale = from_half(row + 2 * g);
@@ -257,16 +329,33 @@ static void begin(int R, int P, float *output, float *highest, float *total)
     memset(output, 0, 4 * R * P);
 }
 
-/* Softmax attention of the queries of R heads to some columns, beside those before; the sum of values is not yet
-   divided by `total`.
-
-   query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns.
-   bias: added to the scores of the first `biased` columns, -inf where one is hidden. */
-static void attend(const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
-                   const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
-                   float softcap, int R, int P, float *output, float *highest, float *total)
+/* Weighted sums of vectors (columns, P), for R heads: added to `sums` (R, P). weights: (R and more, TILE). */
+static inline void add_weighted(const float *weights, const float *vectors, int columns, int R, int P, float *sums)
 {
-    float score[R][TILE], t[P];
+    int whole = P / LANES * LANES;
+    for (int r = 0; r < R; r += TOGETHER)
+        for (int d = 0; d < whole; d += LANES) {
+            Lanes sum[TOGETHER] = {{0}};
+            for (int c = 0; c < columns; c++)
+                for (int i = 0; i < TOGETHER; i++)
+                    sum[i] += weights[(r + i) * TILE + c] * *(const Lanes *)(vectors + c * P + d);
+            for (int i = 0; i < TOGETHER && r + i < R; i++)
+                *(Lanes *)(sums + (r + i) * P + d) += sum[i];
+        }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < columns; c++)
+            for (int d = whole; d < P; d++)
+                sums[r * P + d] += weights[r * TILE + c] * vectors[c * P + d];
+}
+
+/* `attend`, which see. */
+static inline __attribute__((always_inline)) void attend_dims(
+    const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
+    const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased, float softcap,
+    int R, int P, float *output, float *highest, float *total)
+{
+    float score[R + TOGETHER][TILE], t[TILE * P];
+    memset(score, 0, sizeof score);
     for (; first < last; first += TILE) {
         int columns = last - first < TILE ? last - first : TILE;
         for (int c = 0; c < columns; c++) {
@@ -298,13 +387,31 @@ static void attend(const float *query, const float *sink_query, int sinks, const
             for (int d = 0; d < P; d++)
                 output[r * P + d] *= shrink;
         }
-        for (int c = 0; c < columns; c++) {
-            unpack(values + (int64_t)(first + c) * of_values.step, t, P, of_values);
-            for (int r = 0; r < R; r++)
-                for (int d = 0; d < P; d++)
-                    output[r * P + d] += score[r][c] * t[d];
-        }
+        for (int c = 0; c < columns; c++)
+            unpack(values + (int64_t)(first + c) * of_values.step, t + c * P, P, of_values);
+        add_weighted(score[0], t, columns, R, P, output);
     }
+}
+
+/* Softmax attention of the queries of R heads to some columns, beside those before; the sum of values is not yet
+   divided by `total`.
+
+   query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns.
+   bias: added to the scores of the first `biased` columns, -inf where one is hidden. */
+static void attend(const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
+                   const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
+                   float softcap, int R, int P, float *output, float *highest, float *total)
+{
+    /* loops over a number of dims that is known need no remainders, which takes a third of the time */
+    #define ATTEND(P) attend_dims(query, sink_query, sinks, keys, of_keys, values, of_values, first, last, bias, \
+                                  biased, softcap, R, P, output, highest, total)
+    if (P == 64)
+        ATTEND(64);
+    else if (P == 128)
+        ATTEND(128);
+    else
+        ATTEND(P);
+    #undef ATTEND
 }
 
 /* The queries of R heads, times the scale and rotated as keys are. */

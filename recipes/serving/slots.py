@@ -194,7 +194,7 @@ class SlotLayer(nn.Module):
         """Run a layer from slots: each request goes on from its own."""
         metadata = self.memory.metadata()
         if metadata is None:  # vLLM measures memory
-            self.prompt(inputs, output, None, 0)
+            self.prompt(inputs, output, None, 0, padded=False)
             return
         decodes = metadata.num_decodes
         if decodes:
@@ -214,7 +214,8 @@ class SlotLayer(nn.Module):
             mixed = output[:, spans[0].start : spans[0].stop]
         else:
             mixed = output.new_zeros(len(spans), spans[0].length, output.shape[2])
-        self.prompt(batch, mixed, rows, spans[0].seen)
+        padded = any(span.length < spans[0].length for span in spans)
+        self.prompt(batch, mixed, rows, spans[0].seen, padded)
         if len(spans) > 1:
             for row, span in zip(mixed, spans, strict=True):
                 output[0, span.start : span.stop] = row[: span.length]
@@ -227,8 +228,10 @@ class MixerSlots(SlotLayer):
         """(1, L, hidden) -> (1, L, hidden)."""
         return self.in_slots([*position_embeddings, hidden_states], hidden_states.shape[-1])
 
-    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int) -> None:
-        """Tokens (B, L, ...) of requests, which `seen` others precede in each."""
+    def prompt(
+        self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int, padded: bool
+    ) -> None:
+        """Tokens (B, L, ...) of requests, which `seen` others precede in each; none is padded."""
         if rows is None:
             self._mix(inputs, output, None)
             return
@@ -324,13 +327,19 @@ class HybridSlots(SlotLayer):
             output = output[..., : -self.kept_size]
         super().run(inputs, output)
 
-    def prompt(self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int) -> None:
-        """Tokens (B, L, ...) of requests, which `seen` others precede in each; index -1 at padding behind them."""
+    def prompt(
+        self, inputs: list[torch.Tensor], output: torch.Tensor, rows: torch.Tensor | None, seen: int, padded: bool
+    ) -> None:
+        """Tokens (B, L, ...) of requests, which `seen` others precede in each.
+
+        Args:
+            padded: True if there is padding behind some of them, where the index is -1.
+        """
         index = inputs[0]
         if seen + index.shape[1] <= self.reach:
             inputs = self._without_far_sinks(inputs)
         projected = projected_of(self.mixer, *inputs[1:])
-        inputs = HybridInputs(index, start=seen, end_alike=False)
+        inputs = HybridInputs(index, start=seen, end_alike=not padded)
         if rows is None:
             self._give(output, *self.mixer.prompt(projected, inputs, None))
             return

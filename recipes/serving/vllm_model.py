@@ -13,10 +13,12 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from modeling_llamba.hybrid_attention import HybridInputs
 from modeling_llamba.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel, finish_logits
 from modeling_llamba.modeling_llamba import LlambaModel
+from modeling_llamba.rotary import Rotary
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
 from .pages import RequestMemory, Sizing
@@ -78,6 +80,14 @@ def paged_attention(module: nn.Module, query, key, value, attention_mask, **kwar
 ALL_ATTENTION_FUNCTIONS.register("vllm_paged", paged_attention)
 
 
+def hybrid_unfused(t: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that inductor has to make."""
+    return t.clone()
+
+
+direct_register_custom_op(op_name="hybrid_unfused", op_func=hybrid_unfused, fake_impl=torch.empty_like)
+
+
 @support_torch_compile
 class ServedModel(nn.Module):
     """Embedding, blocks and final norm; all requests' tokens are one row."""
@@ -124,8 +134,8 @@ class ServedModel(nn.Module):
         """Hidden states (L, hidden) of tokens (L,) or their embeddings (L, hidden)."""
         hidden_states = (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)[None]
         index = positions[None]
-        rotary = self.rotary(hidden_states, index)
-        of_sinks = None if self.reach is None else self.rotary(hidden_states, index.clamp(max=self.reach))
+        rotary = self._angles(hidden_states, index)
+        of_sinks = None if self.reach is None else self._angles(hidden_states, index.clamp(max=self.reach))
         masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
         masks["hybrid"] = HybridInputs(index, sink_rotary=of_sinks)
         for layer in self.layers:
@@ -133,6 +143,11 @@ class ServedModel(nn.Module):
                 hidden_states, masks=masks, position_embeddings=rotary, seq_idx=None, past_key_values=None
             )
         return self.norm(hidden_states)[0]
+
+    def _angles(self, like: torch.Tensor, index: torch.Tensor) -> dict[str, Rotary]:
+        """Rotary embedding of each kind, computed once: inductor would compute it anew in each layer."""
+        found = self.rotary(like, index)
+        return {kind: tuple(torch.ops.vllm.hybrid_unfused(t) for t in tensors) for kind, tensors in found.items()}
 
 
 class ServedHybrid(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
