@@ -329,7 +329,9 @@ static void begin(int R, int P, float *output, float *highest, float *total)
     memset(output, 0, 4 * R * P);
 }
 
-/* Weighted sums of vectors (columns, P), for R heads: added to `sums` (R, P). weights: (R and more, TILE). */
+/* Weighted sums of vectors (columns, P), for R heads: added to `sums` (R, P).
+
+   weights: (., TILE), of which the rows up to the next multiple of TOGETHER are read. */
 static inline void add_weighted(const float *weights, const float *vectors, int columns, int R, int P, float *sums)
 {
     int whole = P / LANES * LANES;
@@ -348,14 +350,14 @@ static inline void add_weighted(const float *weights, const float *vectors, int 
                 sums[r * P + d] += weights[r * TILE + c] * vectors[c * P + d];
 }
 
-/* `attend`, which see. */
+/* What `attend` does; inlined, so that P may be a constant. */
 static inline __attribute__((always_inline)) void attend_dims(
     const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
     const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased, float softcap,
     int R, int P, float *output, float *highest, float *total)
 {
     float score[R + TOGETHER][TILE], t[TILE * P];
-    memset(score, 0, sizeof score);
+    memset(score[R], 0, TOGETHER * sizeof score[0]);
     for (; first < last; first += TILE) {
         int columns = last - first < TILE ? last - first : TILE;
         for (int c = 0; c < columns; c++) {

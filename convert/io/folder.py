@@ -365,22 +365,29 @@ def _lock(output: Path) -> Iterator[bool]:
 def _create_lock(path: Path) -> None:
     """Create the lock of OUT together with its content.
 
-    A run that is killed in between must leave nothing: an empty file might be anybody's, and no later run would remove
-    it. Where the file system has no unnamed files, the content follows the name.
+    A run that ends in between must leave nothing: an empty file might be anybody's, and no later run would remove it.
+    Where the file system has no unnamed files, the content follows the name.
 
     Raises:
         FileExistsError: there is a file of that name.
     """
     try:
-        with open(os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb", buffering=0) as unnamed:
-            unnamed.write(LOCK)
-            # only with a descriptor for folders does Python follow the link in /proc; for a whole path it is not used
-            os.link(f"/proc/self/fd/{unnamed.fileno()}", path, src_dir_fd=unnamed.fileno())
-    except FileExistsError:
-        raise
-    except (AttributeError, OSError):
-        with open(path, "xb", buffering=0) as named:
-            named.write(LOCK)
+        unnamed = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY, 0o666) if hasattr(os, "O_TMPFILE") else None
+    except OSError:
+        unnamed = None
+    if unnamed is not None:
+        with open(unnamed, "wb", buffering=0) as new:
+            new.write(LOCK)
+            with contextlib.suppress(FileNotFoundError):  # a system without /proc
+                # Python follows the link only if it is given a folder's descriptor, which a whole path has no use for
+                os.link(f"/proc/self/fd/{unnamed}", path, src_dir_fd=unnamed)
+                return
+    with open(path, "xb", buffering=0) as new:
+        try:
+            new.write(LOCK)
+        except BaseException:
+            path.unlink()
+            raise
 
 
 @contextlib.contextmanager

@@ -214,7 +214,7 @@ class SlotLayer(nn.Module):
             mixed = output[:, spans[0].start : spans[0].stop]
         else:
             mixed = output.new_zeros(len(spans), spans[0].length, output.shape[2])
-        padded = any(span.length < spans[0].length for span in spans)
+        padded = spans[-1].length < spans[0].length  # the longest is the first
         self.prompt(batch, mixed, rows, spans[0].seen, padded)
         if len(spans) > 1:
             for row, span in zip(mixed, spans, strict=True):

@@ -81,7 +81,7 @@ ALL_ATTENTION_FUNCTIONS.register("vllm_paged", paged_attention)
 
 
 def hybrid_unfused(t: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor that inductor has to make."""
+    """A copy of a tensor; inductor does not compute the tensor again in its place."""
     return t.clone()
 
 

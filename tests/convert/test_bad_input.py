@@ -1,6 +1,7 @@
 """What a user sees when something is wrong: one line, a non-zero exit, nothing lost or half-written."""
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -469,20 +470,27 @@ def test_a_file_that_is_called_like_the_lock_stays(content, locks, tmp_path, mon
     nothing_left(tmp_path, ".out.lock", "out", "other")
 
 
-def test_a_run_killed_while_it_makes_its_lock_leaves_none(tmp_path, monkeypatch):
-    if not hasattr(os, "O_TMPFILE"):
-        pytest.skip("this system has no unnamed files")
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_run_that_ends_while_it_makes_its_lock_leaves_none(unnamed, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
+    class FullFile(io.FileIO):
+        write = full
 
     owner = OutputFolder(tmp_path / "out")
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("os.link", interrupt)
-        owner.__enter__()
+    with monkeypatch.context() as patched:
+        if not unnamed:
+            patched.delattr(os, "O_TMPFILE", raising=False)
+        patched.setattr("convert.io.folder.open", lambda file, mode, **_: FullFile(file, mode), raising=False)
+        with pytest.raises(OSError, match="No space"):
+            owner.__enter__()
     nothing_left(tmp_path)
-    with owner:
-        assert (tmp_path / ".out.lock").read_bytes() == LOCK
+    with monkeypatch.context() as patched:
+        if not unnamed:
+            patched.delattr(os, "O_TMPFILE", raising=False)
+        with owner:
+            assert (tmp_path / ".out.lock").read_bytes() == LOCK
     nothing_left(tmp_path)
 
 

@@ -32,6 +32,7 @@ BITS = [(8, 8), (6, 4), (4, 6), (2, 8), (4, 2), (16, 16), (16, 4), (8, 16)]
 ATTENTION = [  # head dim, query heads of a key/value head, columns, cap of the scores, hidden columns
     (64, 3, 1, None, False),
     (64, 3, 300, None, True),
+    (72, 7, 70, None, False),
     (80, 1, 77, 2.0, False),
     (128, 4, 1100, 5.0, True),
 ]
@@ -75,6 +76,10 @@ def token_by_token(layer, hidden_states, index, reach, lengths_known):
 @pytest.mark.parametrize(("bits", "dim"), ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_those_of_the_rounding(bits, dim, dtype):
+    check_rows(bits, dim, dtype)
+
+
+def check_rows(bits, dim, dtype):
     """A code may be another only where a number lies, within float32's error, half-way between two."""
     vectors = torch.randn(2, 7, 3, dim)
     vectors[0, 0, 0, dim // 3] = 100.0
@@ -107,8 +112,12 @@ def test_a_vector_that_is_no_number_stays_none(bits, worst):
 @pytest.mark.parametrize(("bits", "case"), list(itertools.product(BITS, ATTENTION)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
-@torch.no_grad()
 def test_one_token_attends_to_rows(bits, case, dtype, threads):
+    check_attention_to_rows(bits, case, dtype)
+
+
+@torch.no_grad()
+def check_attention_to_rows(bits, case, dtype):
     dim, shared, columns, softcap, hides = case
     roundings = Rounding.of_pair(list(bits), dim)
     query = torch.randn(2, 2 * shared, 1, dim).to(dtype)
@@ -125,6 +134,22 @@ def test_one_token_attends_to_rows(bits, case, dtype, threads):
     assert output.dtype == dtype
     assert output.shape == expected.shape
     assert relative_error(output, expected) < (2e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+@pytest.mark.parametrize("bits", [(8, 8), (6, 4)])
+def test_fewer_registers_do_the_same(capability, bits, monkeypatch):
+    """The functions are made for the machine; here for a lesser one, whose instructions this one has, too."""
+    strongest = torch.backends.cpu.get_cpu_capability()
+    if strongest not in ("AVX512", "AVX2"):
+        pytest.skip(f"{strongest} has one kind of register")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    made = cpu_kernels.library.__wrapped__()
+    monkeypatch.setattr(cpu_kernels, "library", lambda more="": made)
+    for dim in (64, 80, 128):
+        for rounding in Rounding.of_pair(list(bits), dim):
+            check_rows(rounding.bits, dim, torch.float32)
+        check_attention_to_rows(bits, (dim, 5, 70, None, False), torch.float32)
 
 
 @torch.no_grad()
