@@ -199,9 +199,10 @@ def read_generation_config(teacher: Teacher) -> tuple[SideFiles, tuple[str, ...]
         raise ValueError(
             f"{path} holds generation settings that transformers refuses ({first_line(error)[:200]}); mend that file."
         ) from error
-    # `generate` samples for any truthy value, but reports the settings of sampling as unused unless it is True
-    if not isinstance(given.get("do_sample"), bool | None):
-        raise ValueError(f"do_sample in {path} must be true or false, not {str(given['do_sample'])[:40]}.")
+    # any truthy value is True to `generate`, but not to what reports settings as unused
+    for name in ("do_sample", "output_attentions"):
+        if not isinstance(given.get(name), bool | None):
+            raise ValueError(f"{name} in {path} must be true or false, not {str(given[name])[:40]}.")
     if own and not notes:
         return {path.name: path.read_bytes()}, ()
     kept = {name: value for name, value in given.items() if name not in notes}

@@ -616,6 +616,7 @@ def test_a_card_has_the_licence_of_the_teacher(licence, teacher, tmp_path):
         ("tokenizer_config.json", json.dumps({"chat_template": "{% generation %}{{ 1 }}"}), "chat template"),
         ("tokenizer_config.json", json.dumps({"chat_template": 5}), "chat template"),
         ("generation_config.json", json.dumps({"do_sample": 1, "top_p": 0.9}), "do_sample"),
+        ("generation_config.json", json.dumps({"output_attentions": "default"}), "output_attentions"),
     ],
 )
 def test_side_files_are_read_before_the_work(file, content, expected, teacher, tmp_path, monkeypatch):

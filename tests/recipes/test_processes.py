@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -262,7 +263,8 @@ def test_one_process_reads_what_fsdp_spreads(tmp_path):
     done = launch(tmp_path / "once.py", two, "--num_processes", "2", "--fsdp_cpu_ram_efficient_loading", "true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_training(tmp_path, "sft-1", "sft-2")
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("loaded", "sharded"))]
+    # what the other process prints may stand on the same line
+    lines = re.findall(r"(loaded|sharded) (\d+) (-?\d+)", done.stdout)
     memory = {(what, int(rank)): int(grown) for what, rank, grown in lines}
     whole = 2 * 4 * sum(tensor.numel() for tensor in weights.values())
     assert memory["loaded", 0] > whole, memory
