@@ -58,8 +58,8 @@ def engine(models, monkeypatch):
     def start(name: str, **options):
         from vllm import LLM
 
-        memory = {"kv_cache_memory_bytes": 2**27}
-        started.append(LLM(str(models / name), dtype="float32", disable_log_stats=False, **memory | options))
+        usual = {"kv_cache_memory_bytes": 2**27, "dtype": "float32", "disable_log_stats": False}
+        started.append(LLM(str(models / name), **usual | options))
         return started[-1]
 
     yield start

@@ -123,6 +123,22 @@ def test_few_bits_round_as_in_transformers(engine, models, prompts):
     assert worst < 0.02, worst
 
 
+@pytest.mark.parametrize("name", [CONVERTED, ROUNDED, "mixers alone"])
+def test_bfloat16_is_near_float32(name, engine, models, prompts):
+    """Up to a request's first other token, which a near-tie decides."""
+    alike, worst = 0, 0.0
+    outputs = greedy(engine(name, **IN_PIECES, dtype="bfloat16"), prompts)
+    for output, own in zip(outputs, expected(models, name), strict=True):
+        answer = output.outputs[0]
+        steps = zip(answer.logprobs, answer.token_ids, own["tokens"], own["logprobs"], strict=True)
+        for found, token, right, logprob in steps:
+            if token != right:
+                break
+            worst, alike = max(worst, abs(found[token].logprob - logprob)), alike + 1
+    assert worst < 0.15, worst
+    assert alike >= 0.6 * NEW_TOKENS * len(prompts)
+
+
 def test_few_bits_are_compiled_alike(engine, models, prompts):
     """Equal to transformers up to a request's first other token, which a number between two codes decides."""
     alike = 0
