@@ -30,9 +30,9 @@ test: install ## the fast tests: CPU only, offline
 
 test-slow: install ## what takes longer, such as the real teacher
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'slow and not gpu'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/torchao --upgrade \
-		-c constraints.txt torchao
-	PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -m slow tests/modeling/test_quantised_weights.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/quantisers --upgrade \
+		-c constraints.txt torchao optimum-quanto ninja hqq termcolor bitsandbytes
+	PYTHONPATH=$(VENV)/quantisers $(BIN)/python -m pytest -m slow tests/modeling/test_quantised_weights.py
 
 test-kernels: $(KERNELS)/.installed ## the GPU kernels of fla and mamba-ssm in Triton's interpreter, without a GPU
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/kernels -m kernels --confcutdir tests/kernels

@@ -528,7 +528,8 @@ def parse_size(text: str | int) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise ValueError(f"{text!r} is not a size; write for example 5GB or 500MB.")
+        share = "; a share of 8 % is 0.08" if cleaned.endswith("%") else ""
+        raise ValueError(f"{text!r} is not a size; write for example 5GB or 500MB{share}.")
     return size
 
 

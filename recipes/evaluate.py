@@ -375,6 +375,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with one_line_errors(verbose, "the same command goes on from here"):
         logging.disable_progress_bar()
         usage = "python -m recipes.evaluate MODEL [options]"
+        if not any(argument.startswith(("--model", "-h", "--help")) for argument in arguments):
+            raise ValueError(f"Name the model to measure first: {usage}.")
         parser = HfArgumentParser(
             Options, usage=usage, description=__doc__, formatter_class=RawDescriptionHelpFormatter
         )

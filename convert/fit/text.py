@@ -41,6 +41,8 @@ def documents(source: str, column: str = "text") -> Iterator[str]:
         yield from (json.loads(line)["text"] for line in DEFAULT_TEXT.read_text().splitlines())
         return
     path = Path(source).expanduser()
+    if path.suffix in LOADERS and not path.exists():
+        raise ValueError(f"{source} cannot be read as text: there is no such file.")
     try:
         from datasets import load_dataset
         from datasets.exceptions import DatasetGenerationError

@@ -114,10 +114,11 @@ def read_tokenizer(
         options: for `from_pretrained`.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is none, or it cannot be read; or config.json, which transformers reads first, is damaged.
     """
     from transformers import AutoTokenizer
 
+    read_json(Path(folder) / "config.json")
     try:
         if gguf_file is not None:
             return gguf_tokenizer(Path(folder), gguf_file)

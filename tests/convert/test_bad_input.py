@@ -352,6 +352,7 @@ def test_interrupted_half_way(teacher, tmp_path):
         (["--attention-layers", "1", "--cache", "0.5"], ["cache chooses how many layers", "give one"]),
         (["--cache", "1.5"], ["cache 1.5 is no share"]),
         (["--cache", "lots"], ["'lots' is not a size"]),
+        (["--cache", "8%"], ["'8%' is not a size", "a share of 8 % is 0.08"]),
         (["--mixer", "mamba3"], ["--mixer must be discrete_mamba2 or mamba2 or mamba1 or none, not mamba3"]),
         (["--align", "magic"], ["--align must be none or closed-form or mohawk, not magic"]),
         (["--dtype", "int4"], ["--dtype must be auto or float32 or bfloat16 or float16, not int4"]),
@@ -625,6 +626,12 @@ def test_side_files_are_read_before_the_work(file, content, expected, teacher, t
     (teacher / file).write_text(content)
     monkeypatch.setattr("convert.pipeline.Aligner", None)  # would fail otherwise
     check_one_line_error(run_as_is(teacher, tmp_path / "out"), str(teacher), expected)
+
+
+def test_a_damaged_configuration_is_not_said_to_be_the_tokenizers(teacher):
+    tokenizer().save_pretrained(teacher)
+    (teacher / "config.json").write_text('{"model_type": "llam')
+    check_one_line_error(run_as_is("generate", teacher, "--prompt", "w1"), f"{teacher}/config.json is not valid JSON")
 
 
 def test_the_edge_says_what_was_being_done(teacher, tmp_path, monkeypatch):

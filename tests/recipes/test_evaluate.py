@@ -246,10 +246,13 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, arguments, message
     assert "Traceback" not in done.stderr
 
 
-def test_a_missing_model_or_teacher_is_one_line(folder, tmp_path):
+def test_a_missing_model_or_teacher_is_one_line(folder, tmp_path, capsys):
     missing = evaluate(folder, model="missing")
     assert missing.exit_code == 1
     assert "does not exist" in missing.stderr
+    with pytest.raises(SystemExit):
+        evaluation.main(["--json"])
+    assert "Name the model to measure first" in capsys.readouterr().err
     unrecorded = evaluate(folder, model="teacher", teacher=None)
     assert unrecorded.exit_code == 1
     assert "--teacher none" in unrecorded.stderr

@@ -131,7 +131,7 @@ def test_sampled_text_is_the_models_own(saved_teacher):
         ("broken.jsonl", '{"text": "w5', "cannot be read as text"),
         ("numbers.jsonl", '{"text": 5}', "no text in column 'text'"),
         ("text.docx", "w5 w6", "must be a .jsonl, .json, .txt, .parquet file"),
-        (None, "", "cannot be read as text"),
+        (None, "", "cannot be read as text: there is no such file"),
     ],
 )
 def test_bad_text(two_layer_teacher, tmp_path, name, content, expected):
