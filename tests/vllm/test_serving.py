@@ -249,13 +249,27 @@ def test_slots_lie_in_as_many_pages_as_they_need(name, engine, models, prompts, 
 @pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
 @pytest.mark.parametrize("pages", ["one", "several"])
 def test_a_prefix_that_is_shared_is_read_once(name, pages, engine, models, prompts, request):
+    """A conversation that goes on, and its last turn changed."""
     options = dict(enforce_eager=True) if pages == "one" else request.getfixturevalue("small_pages")
     llm = engine(name, **options)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    greedy(llm, [prompts[longest][:520]])
+    beginning = prompts[longest][:520]
+    greedy(llm, [beginning])
+    (other,) = greedy(llm, [beginning + [7] * 60])
     outputs = greedy(llm, [prompts[longest], prompts[longest]])
-    assert all(output.num_cached_tokens >= 128 for output in outputs)
+    assert all(output.num_cached_tokens >= 128 for output in (other, *outputs))
     assert_equal(outputs, [expected(models, name)[longest]] * 2)
+
+
+def test_a_third_question_about_a_text_reads_it_no_more(engine, models, prompts):
+    """vLLM keeps the state where a second request left the text of a first."""
+    llm = engine("hybrid", enforce_eager=True)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for question in ([7] * 60, [8] * 60):
+        greedy(llm, [prompts[longest][:520] + question])
+    outputs = greedy(llm, [prompts[longest]])
+    assert outputs[0].num_cached_tokens >= 512
+    assert_equal(outputs, [expected(models, "hybrid")[longest]])
 
 
 @pytest.mark.parametrize("name", ["hybrid", "sliding window, biases, key norms, YaRN"])
