@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from transformers.utils import is_torchdynamo_compiling
 
 try:
@@ -50,7 +50,7 @@ def tile_of(dims: int, width: int) -> tuple[int, int]:
 
 def is_traced() -> bool:
     """Return True while PyTorch notes operations, of which it would miss what is no operator."""
-    return is_torchdynamo_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
+    return is_torchdynamo_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
 
 
 def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
