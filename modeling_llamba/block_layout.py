@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from transformers.utils import is_torchdynamo_compiling
 
 from .attention import hiding
 from .cpu_kernels import can_run_on_cpu
 from .cpu_prompt_kernels import SOURCE, choose_columns, hide_columns
 from .eviction import BlockShape, Held, NewTokens, gather_columns, outer_products, salient_before
+from .hybrid_step_kernel import is_traced
 from .ssd import sequence_starts
 
 GROUP = 64
@@ -279,7 +279,7 @@ class Layout(NamedTuple):
         """Columns that hold a place while each mixed block is open (B, M, S), -1 in empty places; and `until` (B, T),
         the first block to which a column is no longer visible, 0 for a column that is visible to none."""
         S, E, sizes = self.shape.places, self.shape.block, self.sizes
-        if self.runs_in_c(salience):
+        if self.runs_in_c(salience, salience.dtype):
             of_layout = (sizes.context // E, sizes.blocks, sizes.leaving, sizes.mixed)
             return choose_columns(salience, self.present, S, E, self.shape.window, *of_layout)
         competing = salience[:, : S + self.sizes.leaving * E]
@@ -318,17 +318,17 @@ class Layout(NamedTuple):
         window = t.narrow(axis, start, t.shape[axis] - start)
         return window.unfold(axis, (n + self.group) * E, self.group * E)
 
-    def runs_in_c(self, t: torch.Tensor) -> bool:
-        """True where functions in C do what follows, for a tensor of the type that is computed in."""
-        if self.sequence is not None or is_torchdynamo_compiling():
+    def runs_in_c(self, t: torch.Tensor, dtype: torch.dtype) -> bool:
+        """True where functions in C do what follows with a tensor, computing in `dtype`."""
+        if self.sequence is not None or is_traced() or type(t) is not torch.Tensor:
             return False
-        return can_run_on_cpu(t.device, t.dtype, self.shape.key_rounding.backend, SOURCE)
+        return can_run_on_cpu(t.device, dtype, self.shape.key_rounding.backend, SOURCE)
 
     def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype, shared: int) -> torch.Tensor:
         """Make a bias: 0 where a query of a group attends to a column of `columns_of_groups`, else the least number,
         (B, J, E R M/J, S + n E + E M/J), the same for the R heads that share a key/value head."""
         E = self.shape.block
-        if self.runs_in_c(holders.new_empty(0, dtype=dtype)):
+        if self.runs_in_c(holders, dtype):
             of_layout = (self.sizes.context // E, self.sizes.first, self.group)
             least = torch.finfo(dtype).min
             return hide_columns(holders, until, least, shared, E, self.shape.window, *of_layout).to(dtype)

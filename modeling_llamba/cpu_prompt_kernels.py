@@ -13,7 +13,6 @@ import ctypes
 import torch
 
 from .cpu_kernels import Layer, int64s, library, pointer
-from .hybrid_step_kernel import as_operator
 
 SOURCE = r"""
 /* Which columns hold a place while each mixed block is open, and `until`, the first block to which a column is no
@@ -201,7 +200,6 @@ void mix_blocks(const float *query, const int64_t *query_strides, const float *n
 """
 
 
-@as_operator
 def choose_columns(
     salience: torch.Tensor, present: torch.Tensor, places: int, block: int, window: int, before: int, blocks: int,
     leaving: int, mixed: int,
@@ -213,7 +211,9 @@ def choose_columns(
         places, window: columns of the salient cache and of the window. before: blocks of context before the first
             slot. blocks, mixed: number of all blocks and of those that are mixed. leaving: blocks that leave.
     """
-    holders, until = _empty_choice(salience, present, places, block, window, before, blocks, leaving, mixed)
+    batch, columns = salience.shape
+    holders = torch.empty(batch, mixed, places, dtype=torch.int64)
+    until = torch.empty(batch, columns, dtype=torch.int64)
     layer = Layer(T=places + window, S=places, E=block)
     salience, present = salience.contiguous(), present.contiguous()
     library(SOURCE).choose_columns(
@@ -223,14 +223,6 @@ def choose_columns(
     return holders, until
 
 
-@choose_columns.register_fake
-def _empty_choice(salience, present, places, block, window, before, blocks, leaving, mixed):
-    batch, columns = salience.shape
-    holders = torch.empty(batch, mixed, places, dtype=torch.int64, device=salience.device)
-    return holders, torch.empty(batch, columns, dtype=torch.int64, device=salience.device)
-
-
-@as_operator
 def hide_columns(
     holders: torch.Tensor, until: torch.Tensor, least: float, shared: int, block: int, window: int, before: int,
     first: int, group: int,
@@ -241,8 +233,9 @@ def hide_columns(
         least: number where nothing is attended to. first: the first block that is mixed. group: blocks of a group.
             The others are those of `choose_columns`.
     """
-    bias = _empty_bias(holders, until, least, shared, block, window, before, first, group)
     batch, mixed, places = holders.shape
+    width = places + window + (group - 1) * block
+    bias = torch.empty(batch, mixed // group, group * shared * block, width)
     layer = Layer(R=shared, T=places + window, S=places, E=block)
     holders, until = holders.contiguous(), until.contiguous()
     library(SOURCE).hide_columns(
@@ -252,14 +245,6 @@ def hide_columns(
     return bias
 
 
-@hide_columns.register_fake
-def _empty_bias(holders, until, least, shared, block, window, before, first, group):
-    batch, mixed, places = holders.shape
-    width = places + window + (group - 1) * block
-    return torch.empty(batch, mixed // group, group * shared * block, width, device=until.device)
-
-
-@as_operator
 def mix_blocks_on_cpu(
     query: torch.Tensor,
     near: torch.Tensor,
@@ -278,7 +263,7 @@ def mix_blocks_on_cpu(
     tokens: int,
     last: int,
     with_features: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Mix what the state returns into the outputs of softmax attention to window and salient tokens.
 
     Args:
@@ -290,7 +275,7 @@ def mix_blocks_on_cpu(
             mixed, of the last token.
 
     Returns:
-        Outputs (B, L, H', P), features (B, tokens, 3 H' P) unless they are not asked for, and the state while the
+        Outputs (B, L, H', P), features (B, tokens, 3 H' P) if they are asked for, and the state while the
         block of the last token is open.
     """
     dtype = near.dtype
@@ -314,19 +299,4 @@ def mix_blocks_on_cpu(
         pointer(output[:, before:]), ctypes.c_int64(output.stride(0)), pointer(features), pointer(final), layer,
         batch, until.shape[1], first, groups * group, group, offset, tokens, last, torch.get_num_threads(),
     )  # fmt: skip
-    if features is None:
-        features = output.new_empty(0)
-    return output.to(dtype), features.to(dtype), final
-
-
-@mix_blocks_on_cpu.register_fake
-def _(
-    query, near, log_mass, keys, values, until, state, begin, mass, scale, planes, slow_planes, first, offset, tokens,
-    last, with_features,
-):  # fmt: skip
-    batch, _, K, _, R, _, P = query.shape
-    N = P - 2 * (planes - slow_planes)
-    before = 0 if begin is None else begin.shape[1]
-    output = near.new_empty(batch, before + tokens, K * R, P)
-    features = near.new_empty(batch, tokens, 3 * K * R * P) if with_features else near.new_empty(0)
-    return output, features, near.new_empty(batch, K, P + 1, N + 1, dtype=torch.float32)
+    return output.to(dtype), None if features is None else features.to(dtype), final

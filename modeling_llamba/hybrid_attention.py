@@ -189,17 +189,6 @@ def theory_mass(config, layer: int) -> torch.Tensor:
     return mass
 
 
-class KeptHeads(nn.Module):
-    """The attributes that transformers' attention functions read of a module."""
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.is_causal = True
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-
-
 class HybridAttention(nn.Module):
     """A hybrid layer; the module's docstring has its equations.
 
@@ -216,6 +205,9 @@ class HybridAttention(nn.Module):
         kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.shared = heads // kv_heads
+        # transformers' attention functions read these two of a module
+        self.is_causal = True
+        self.num_key_value_groups = self.shared
         self.scaling = config.score_scale
         self.softcap = config.attn_logit_softcapping
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
@@ -227,7 +219,6 @@ class HybridAttention(nn.Module):
         self.sinks = learned_sinks(config)
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
-        self.kept_heads = KeptHeads(config, layer_idx) if self.kept else None
         self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.mixer_backend)
         self.register_buffer("salience", torch.zeros(config.hidden_size) if config.hybrid_salient else None)
         self.mass = self.down = self.up = None
@@ -299,10 +290,9 @@ class HybridAttention(nn.Module):
         query, key, value = self.select_kept(projected)
         if causal_mask is None and self.config._attn_implementation in (None, "eager"):  # outside of any model
             causal_mask = causal_bias(projected.query)[None, None]
-        self.kept_heads.training = self.training
         store = None if layer is None else functools.partial(append_keys, layer.kept)
         return attend_rounded(
-            self.kept_heads,
+            self,
             self.kept_roundings,
             store,
             query,
@@ -472,7 +462,8 @@ class HybridAttention(nn.Module):
             tokens = None
         else:
             layout = Layout.continued(shape, held, projected.key, inputs.start)
-        in_c = self.mass is not None and not torch.is_grad_enabled() and layout.runs_in_c(projected.query)
+        query = projected.query
+        in_c = self.mass is not None and not torch.is_grad_enabled() and layout.runs_in_c(query, query.dtype)
         near = self.attend_blocks(projected, held, layout, tokens, sums=not in_c)
         if in_c:
             return self._mix_in_c(near, held, begin, layout)
@@ -498,8 +489,6 @@ class HybridAttention(nn.Module):
             None if held is None else held.state, begin, self.mass, self.scaling, *self.shape.slow, sizes.first,
             offset, tokens, sizes.last - sizes.first, self.down is not None,
         )  # fmt: skip
-        if self.down is None:
-            features = None
         if layout.slot is not None:
             output = layout.to_tokens(output)
             features = None if features is None else layout.to_tokens(features)

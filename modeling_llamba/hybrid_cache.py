@@ -1,9 +1,9 @@
 """Cache of a hybrid, in the layers of transformers' own cache.
 
 `DynamicCache(config=...)` builds a key/value layer for every attention layer and states for every mixer, from
-`config.layer_types`. `fit_cache` puts two kinds of layer in their place: `HybridLayer` for hybrid layers, of constant
-size but for kept heads, and `MixerLayer`, which can be cropped. A cache counts tokens by looking at an attention
-layer; for a model of mixers alone `RecurrentCache` keeps the count.
+`config.layer_types`. `fit_cache` puts others in their place: `HybridLayer` for hybrid layers, of constant size but for
+kept heads, `MixerLayer`, which can be cropped, and `RecurrentLayer` for a teacher's own layers with a state. A cache
+counts tokens by looking at an attention layer; for a model of mixers alone `RecurrentCache` keeps the count.
 
 States cannot be cropped as keys can. So transformers announces that a cache will be cropped, in assisted generation
 and prompt lookup (`activate_past_recording`), and from then on a layer keeps what it held some tokens ago and what

@@ -166,7 +166,7 @@ class HybridConfig(PreTrainedConfig):
             key/value head, or none of them.
         format_version: version of the layout of weights and configuration; FORMAT_VERSION for what this code writes.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
-        mixer_chunk_size: tokens per chunk of the scan, on a CPU fewer where heads are many.
+        mixer_chunk_size: tokens per chunk of the scan.
         mixer_backend: "auto", "torch", "mamba_ssm" or "fla"; the environment variable HYBRID_SSD_BACKEND overrides it.
         conversion: where the weights come from; written by convert-to-hybrid.
     """

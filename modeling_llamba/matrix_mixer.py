@@ -1,7 +1,7 @@
 """The interface every mixer shares: project the input, mix along the sequence, gate and project out.
 
 A matrix mixer is a linear map y = M x along the sequence whose matrix M (L, L, per head) depends on the input.
-`forward` computes it by a scan; `materialize` returns M itself, which MOHAWK stage 1 compares with attention.
+`forward` computes it by a scan; `materialize` returns M itself.
 
 Shapes: B batch, L length, D model width, H heads, G groups, U states, P head dim, N state, I inner width.
 """

@@ -2,7 +2,7 @@
 
 convert-to-hybrid compare TEACHER [HYBRID...] [--out DIR]        or        python -m recipes.compare TEACHER ...
 
-DIR/compare.json holds every method that is done, DIR/compare.md the tables, DIR/compare.png KL against bytes.
+DIR/compare.json holds every method that is done, DIR/compare.md the tables, DIR/compare.png KL and recall by bytes.
 docs/guide/compare.md says what each method and each figure is.
 """
 
@@ -21,7 +21,6 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from convert.checkpoint.load import load_config, load_model, prompt_tokenizer
-from convert.checkpoint.pictures import new_figure
 from convert.checkpoint.tokenizer import differing_text
 from convert.io.folder import write_beside
 from convert.io.students import STUDENTS, tensor_shapes
@@ -43,6 +42,7 @@ from .evaluation.other_caches import (
     read_with,
     window_of_bytes,
 )
+from .evaluation.picture import Point, picture
 from .evaluation.recall import NEEDLE, hits, questions, scores
 from .evaluation.results import ResultsFolder
 from .evaluation.ruler import TASKS, generators, ruler
@@ -66,9 +66,6 @@ SPEED_TOKENS, LONG = 8, 1024
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
 """Sizes of a quick comparison."""
 EVICTED = ("eviction", "eviction and moments")
-COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#4a5568")
-LEAST = 1e-5
-"""Smallest KL that the picture shows."""
 Row = dict[str, Any]
 
 
@@ -331,7 +328,7 @@ def write(folder: Path, found: dict[str, Any]) -> None:
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     write_beside(folder / RESULTS, lambda partial: partial.write_text(text))
     write_beside(folder / REPORT, lambda partial: partial.write_text(markdown(found)))
-    picture(found["methods"]).savefig(folder / PICTURE)
+    picture(points(found["methods"])).savefig(folder / PICTURE)
 
 
 def mean_of(row: Row, where: str, figure: str) -> float | None:
@@ -413,25 +410,12 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(methods: Sequence[Row]) -> Any:
-    """KL on the tokens after contexts, which all methods have, against the share of a bfloat16 cache."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in methods:
-        if row["kind"] != "teacher":
-            kl = max(mean_of(row, "after_contexts", "kl"), LEAST)
-            lines.setdefault(row["kind"], []).append((100 * row["share"], kl))
-    figure, axes = new_figure(3.4, (0.12, 0.14, 0.85, 0.82))
-    for color, (kind, points) in zip(COLORS, lines.items(), strict=False):
-        axes.plot(*zip(*sorted(points), strict=True), "o-", color=color, label=kind)
-    axes.set_yscale("log")
-    axes.set_xlabel("% of a bfloat16 cache", labelpad=1)
-    axes.set_ylabel("KL to the teacher")
-    axes.grid(color="#e2e8f0", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
-    if lines:
-        axes.legend(frameon=False, fontsize=9)
-    return figure
+def points(methods: Sequence[Row]) -> list[Point]:
+    """All methods, with their KL on the tokens after contexts, which all of them have."""
+    return [
+        Point(row["kind"], 100 * row["share"], mean_of(row, "after_contexts", "kl"), 100 * row["recall"]["needle"])
+        for row in methods
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tables of the README and of docs/results, made from the figures in docs/results/*.json.
 
-    python -m recipes.evaluation.figures     # writes every table between <!-- figures: NAME --> and <!-- end -->
+    python -m recipes.evaluation.figures     # writes every table between <!-- figures: NAME --> and <!-- end -->, and
+                                             # shares.png, the picture of the table in shares.md
 
 A file holds tables by name. A row has `labels`, and a `value` for each of the table's `columns`; `unit`, `command`,
 `commit`, `date` and `hardware` are those of the row, else of its table, else of its file; a list has one for each
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+from .picture import Point, picture
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -113,6 +116,20 @@ def rendered(path: Path) -> str:
     return TABLE.sub(lambda found: found[1] + render(PAGES[path], found[2]) + found[4], path.read_text())
 
 
+def points_of_shares() -> list[Point]:
+    """The rows of the table of shares: mean KL of its texts, and needles from 1,500 tokens back."""
+    found = []
+    for row in load("quality")["tables"]["shares"]["rows"]:
+        share, name = row["labels"]
+        *kl, _, _, needles, _ = row["value"]
+        kind = name
+        if name.startswith("teacher"):
+            kind = "teacher" if "16" in name else "teacher, 8 to 2 bits"
+        found.append(Point(kind, float(share.strip("* %")), float(sum(kl) / len(kl)), needles and float(needles)))
+    return found
+
+
 if __name__ == "__main__":
     for path in PAGES:
         path.write_text(rendered(path))
+    picture(points_of_shares()).savefig(RESULTS / "shares.png")

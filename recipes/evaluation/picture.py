@@ -1,0 +1,47 @@
+"""Picture of how near hybrids and other caches are to the teacher, by the bytes that they take."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from convert.checkpoint.pictures import new_figure
+
+COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#4a5568")
+LEAST = 1e-4
+"""Smallest value that is drawn: on a scale of powers of ten 0 has no place."""
+
+
+class Point(NamedTuple):
+    """A method in the picture; None for what was not measured."""
+
+    kind: str
+    share: float
+    """Bytes of the cache, in % of a bfloat16 cache."""
+    kl: float | None
+    found: float | None
+    """Share of the needles that are found, in %."""
+
+
+def picture(points: Sequence[Point]) -> Any:
+    """KL and recall against the share of a bfloat16 cache; the teacher's recall is a dashed line."""
+    kinds = list(dict.fromkeys(point.kind for point in points if point.kind != "teacher"))
+    figure, left, right = new_figure(3.4, (0.12, 0.14, 0.37, 0.74), (0.6, 0.14, 0.37, 0.74))
+    for axes, field in ((left, "kl"), (right, "found")):
+        for color, kind in zip(COLORS, kinds, strict=False):
+            of_kind = [(point.share, getattr(point, field)) for point in points if point.kind == kind]
+            values = sorted((share, max(value, LEAST)) for share, value in of_kind if value is not None)
+            if values:
+                axes.plot(*zip(*values, strict=True), "o-", color=color, label=kind, markersize=4)
+        axes.set_xlabel("% of a bfloat16 cache", labelpad=1)
+        axes.grid(color="#e2e8f0", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+    left.set_yscale("log")
+    right.set_xlim(left.get_xlim())
+    left.set_ylabel("KL to the teacher")
+    right.set_ylim(0, 105)
+    right.set_ylabel("% of needles found")
+    for point in points:
+        if point.kind == "teacher":
+            right.axhline(point.found, color=COLORS[-1], linestyle="--", linewidth=1)
+    figure.legend(*left.get_legend_handles_labels(), loc="upper center", ncols=5, frameon=False, fontsize=8)
+    return figure

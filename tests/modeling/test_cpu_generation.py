@@ -1,0 +1,88 @@
+"""What generation does to a cache where functions in C compute, in float32: the same as in float64 without them."""
+
+import copy
+import io
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from modeling_llamba.cpu_kernels import can_run_on_cpu, library
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
+
+ROWS, BEFORE, AFTER = 3, 27, 14
+
+
+def read(model, ids, cache=None):
+    """Logits after each token, the first half at once and the others one by one; the cache."""
+    half = ids.shape[1] // 2
+    logits = []
+    for part in (ids[:, :half], *ids[:, half:].split(1, dim=1)):
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1), cache
+
+
+def other_rows(model, before, after):
+    cache = read(model, before)[1]
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    return read(model, after, cache)[0]
+
+
+def cropped(model, before, after):
+    cache = model.new_cache()
+    cache.activate_past_recording()
+    read(model, torch.cat([before, after.flip(1)[:, :5]], dim=1), cache)
+    cache.crop(-5)
+    return read(model, after, cache)[0]
+
+
+def restored(model, before, after):
+    cache = read(model, before)[1]
+    checkpoint = model.cache_checkpoint(cache)
+    read(model, after.flip(1), cache)
+    checkpoint.restore(cache)
+    return read(model, after, cache)[0]
+
+
+def copied(model, before, after):
+    cache = read(model, before)[1]
+    copy_of_it = copy.deepcopy(cache)
+    read(model, after.flip(1), cache)
+    return read(model, after, copy_of_it)[0]
+
+
+def saved(model, before, after):
+    file = io.BytesIO()
+    torch.save(read(model, before)[1], file)
+    file.seek(0)
+    return read(model, after, torch.load(file, weights_only=False))[0]
+
+
+def static(model, before, after):
+    cache = StaticCache(config=model.config, max_cache_len=BEFORE + AFTER)
+    return read(model, after, read(model, before, cache)[1])[0]
+
+
+@pytest.mark.parametrize("do", [other_rows, cropped, restored, copied, saved, static])
+@pytest.mark.parametrize("bits", [16, 8, [6, 4]], ids=str)
+@pytest.mark.parametrize("pattern", ["beside", "beside-only"])
+@torch.no_grad()
+def test_a_cache_that_c_wrote(pattern, bits, do, monkeypatch):
+    if not can_run_on_cpu(torch.device("cpu"), torch.float32, "auto"):
+        pytest.skip("no compiler")
+    called = []
+    mix_one = library().mix_one
+    monkeypatch.setattr(library(), "mix_one", lambda *inputs: called.append(1) or mix_one(*inputs))
+    few_bits = dict(window_bits=bits, full_attention_bits=bits)
+    exact = make_student(pattern=pattern, head_dim=16, mixer_d_state=16, **few_bits)
+    before = random_ids(ROWS, BEFORE)
+    after = random_ids(ROWS, AFTER, seed=1)
+    expected = do(exact, before, after)
+    assert not called
+    found = do(copy.deepcopy(exact).float(), before, after)
+    assert called
+    # in few bits a number that differs in its last digit may be rounded to the next code
+    assert (found - expected).norm() < (1e-5 if bits == 16 else 2e-2) * expected.norm()
