@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from transformers import (
     AutoModelForSequenceClassification,
     DynamicCache,
@@ -13,15 +15,17 @@ from transformers import (
     StaticCache,
     Trainer,
     TrainingArguments,
+    pipeline,
 )
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
-from trl import RewardConfig, RewardTrainer
+from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from modeling_llamba.hybrid_cache import MixerLayer, cache_length
 from tests.helpers.padding import left_padded
 from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids
+from tests.helpers.tiny_chat import chat_tokenizer
 from tests.helpers.tokenizers import tokenizer
 
 PATTERNS = ["beside", "beside-only", "shared", "every", "pure"]
@@ -147,3 +151,39 @@ def trained_reward_model(family, pattern, folder):
             torch.testing.assert_close(model(batch, attention_mask=of_batch).logits, expected)
     torch.save(ids, folder / "reward" / "ids.pt")
     return expected
+
+
+def test_few_bits_need_no_flag(tmp_path):
+    """A pipeline, lm-eval and TRL round keys and values as the checkpoint's configuration says."""
+    bits = dict(window_bits=[6, 4], full_attention_bits=[4, 2])
+    model = make_student(pattern="beside-only", dtype=torch.float32, head_dim=16, pad_token_id=0, **bits)
+    model.save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    ids = random_ids(1, 40)
+    words = [f"w{i}" for i in ids[0].tolist()]
+    text = " ".join(words)
+    logits = model(ids).logits
+    whole = make_student(pattern="beside-only", dtype=torch.float32, head_dim=16)(ids).logits
+    assert (logits - whole).abs().max() > 1e-2
+
+    generated = pipeline("text-generation", model=str(tmp_path), device="cpu")(
+        text, max_new_tokens=5, return_tensors=True, **GREEDY
+    )
+    expected = model.generate(ids, max_new_tokens=5, **GREEDY)[0, ids.shape[1] :]
+    assert generated[0]["generated_token_ids"][-5:] == expected.tolist()
+
+    harness = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", batch_size=1)
+    asked = Instance("loglikelihood", {}, (" ".join(words[:-3]), " " + " ".join(words[-3:])), 0)
+    ((found, _),) = harness.loglikelihood([asked], disable_tqdm=True)
+    scores = logits[0, -4:-1].log_softmax(-1).gather(-1, ids[0, -3:, None]).sum()
+    assert found == pytest.approx(scores.item(), abs=1e-4)
+
+    arguments = SFTConfig(
+        output_dir=str(tmp_path / "sft"), max_steps=1, per_device_train_batch_size=1, report_to="none", bf16=False,
+        use_cpu=True, save_strategy="no", logging_steps=1, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = SFTTrainer(str(tmp_path), args=arguments, train_dataset=Dataset.from_list([{"text": text}]))
+    trainer.train()
+    learned = torch.cat([ids, torch.tensor([[2]])], dim=1)  # TRL ends a text
+    loss = model(learned, labels=learned).loss.item()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, abs=1e-3)
