@@ -217,26 +217,32 @@ def cut_map(layer: HybridAttention, rank: int) -> None:
         set_map(layer, layer.down.weight[:rank].detach(), layer.up.weight[:, :rank].detach())
 
 
-def ranks_within(errors: dict[int, dict[int, float]], mean: float) -> dict[int, int]:
-    """The rank of each layer, `mean` on average at most, for the least sum of held-out errors.
+def weights_of_a_rank(layer: HybridAttention) -> int:
+    """Number of weights that one more rank adds to a layer's output map."""
+    # down reads three vectors of every head with a window, up writes one of the model's width
+    return 3 * len(layer.windowed) * layer.shared * layer.head_dim + layer.o_proj.out_features
+
+
+def ranks_within(errors: dict[int, dict[int, float]], sizes: dict[int, int], budget: int) -> dict[int, int]:
+    """The rank of each layer for the least sum of held-out errors, with output maps of `budget` weights at most.
 
     Args:
-        errors: by layer and rank.
+        errors: by layer and rank. sizes: weights of one rank, by layer.
     """
     ranks = dict.fromkeys(errors, 0)
-    left = mean * len(errors)
+    left = budget
     while True:
         # a step may jump over ranks that gain nothing by themselves
         steps = [
-            ((of_rank[ranks[layer]] - error) / (rank - ranks[layer]), layer, rank)
+            ((of_rank[ranks[layer]] - error) / cost, layer, rank, cost)
             for layer, of_rank in errors.items()
             for rank, error in of_rank.items()
-            if ranks[layer] < rank <= ranks[layer] + left
+            if 0 < (cost := (rank - ranks[layer]) * sizes[layer]) <= left
         ]
-        gain, layer, rank = max(steps, default=(0.0, 0, 0))
+        gain, layer, rank, cost = max(steps, default=(0.0, 0, 0, 0))
         if gain <= 0:
             return ranks
-        left -= rank - ranks[layer]
+        left -= cost
         ranks[layer] = rank
 
 

@@ -243,18 +243,28 @@ def test_smaller_pieces_are_the_same_fit(saved_teacher):
     ]  # fmt: skip
 
 
+def ranks_of_mean(errors, mean):
+    """Ranks that cost the same in all layers."""
+    return ranks_within(errors, dict.fromkeys(errors, 7), 7 * mean * len(errors))
+
+
 def test_ranks_go_where_they_gain_most():
     errors = {
         0: {0: 1.0, 8: 0.5, 16: 0.3, 32: 0.2},
         3: {0: 0.5, 8: 0.2, 16: 0.15, 32: 0.14},
         5: {0: 0.3, 8: 0.31, 16: 0.32, 32: 0.33},  # for which a map does harm
     }
-    assert ranks_within(errors, 0) == {0: 0, 3: 0, 5: 0}
-    assert ranks_within(errors, 8) == {0: 16, 3: 8, 5: 0}
-    assert ranks_within(errors, 64) == {0: 32, 3: 32, 5: 0}
+    assert ranks_of_mean(errors, 0) == {0: 0, 3: 0, 5: 0}
+    assert ranks_of_mean(errors, 8) == {0: 16, 3: 8, 5: 0}
+    assert ranks_of_mean(errors, 64) == {0: 32, 3: 32, 5: 0}
     # a gain that comes late is found, too
     late = {0: {0: 1.0, 8: 0.99, 16: 0.1}, 1: {0: 1.0, 8: 0.8, 16: 0.75}}
-    assert ranks_within(late, 8) == {0: 16, 1: 0}
+    assert ranks_of_mean(late, 8) == {0: 16, 1: 0}
+    # weights are what is spent, not ranks
+    alike = {0: {0: 1.0, 8: 0.5}, 1: {0: 1.0, 8: 0.4}}
+    assert ranks_within(alike, {0: 10, 1: 20}, 160) == {0: 8, 1: 0}
+    assert ranks_within(alike, {0: 10, 1: 20}, 239) == {0: 8, 1: 0}
+    assert ranks_within(alike, {0: 10, 1: 20}, 240) == {0: 8, 1: 8}
 
 
 @pytest.mark.parametrize("mean", [1, 7, 12, 20, 33, 200])
@@ -265,7 +275,7 @@ def test_ranks_spend_the_mean_and_no_more(mean):
         layer: {rank: (scale * 0.9 ** (rank**0.5)).item() for rank in steps}
         for layer, scale in enumerate(torch.rand(6, generator=generator) + 0.1)
     }
-    ranks = ranks_within(errors, mean)
+    ranks = ranks_of_mean(errors, mean)
     assert all(ranks[layer] in of_rank for layer, of_rank in errors.items())
     assert sum(ranks.values()) <= 6 * mean
     narrowest = min((8 if rank < 32 else 32 for rank in ranks.values() if rank < 64), default=0)
