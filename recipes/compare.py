@@ -411,11 +411,15 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def points(methods: Sequence[Row]) -> list[Point]:
-    """All methods, with their KL on the tokens after contexts, which all of them have."""
-    return [
-        Point(row["kind"], 100 * row["share"], mean_of(row, "after_contexts", "kl"), 100 * row["recall"]["needle"])
-        for row in methods
-    ]
+    """All methods but the teacher, with their KL on the tokens after contexts, which all of them have."""
+    teacher, *others = methods
+    found = []
+    for row in others:
+        needles = None
+        if teacher["recall"]["needle"]:
+            needles = 100 * row["recall"]["needle"] / teacher["recall"]["needle"]
+        found.append(Point(row["kind"], 100 * row["share"], mean_of(row, "after_contexts", "kl"), needles))
+    return found
 
 
 if __name__ == "__main__":
