@@ -410,6 +410,9 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
         if RECURRENT in self.layer_types and self.recurrent is None:
             raise ValueError(f"layer_types has {RECURRENT}, so recurrent must say what these layers are.")
+        for name, value in (self.recurrent or {}).items():
+            if type(value) is int and value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value}.")
         alone = [name for name in ATTENTION_ALONE if getattr(self, name)]
         if alone and "linear_attention" in self.layer_types:
             raise ValueError(f"A mixer cannot follow {alone[0]}; use hybrid layers.")

@@ -174,6 +174,15 @@ def test_convolutions_of_a_state_are_joined_if_they_fit(change, message, saved_t
         plan_conversion(make_options(str(tmp_path), "o"))
 
 
+@pytest.mark.parametrize("field", ["linear_num_value_heads", "linear_conv_kernel_dim"])
+def test_sizes_of_a_state_are_checked(field, saved_teacher, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((saved_teacher("qwen3-5") / "model.safetensors").read_bytes())
+    config = json.loads((saved_teacher("qwen3-5") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: -4}))
+    with pytest.raises(ValueError, match=f"{field} must be a whole number of at least 1, not -4"):
+        plan_conversion(make_options(str(tmp_path), "o"))
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @torch.no_grad()
 def test_numbers_of_a_state_in_float32_stay_so(dtype, tmp_path):
