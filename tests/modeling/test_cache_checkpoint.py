@@ -9,23 +9,13 @@ from transformers import StaticCache
 
 from modeling_llamba.cache_checkpoint import CacheCheckpoint
 from modeling_llamba.hybrid_cache import cache_length
+from tests.helpers.reading import read
 from tests.helpers.students import MIXERS, make_student
 from tests.helpers.teachers import make_teacher, random_ids
 
 EXACT = dict(rtol=0, atol=1e-11)
 PATTERNS = ("beside", "beside-only", "pure", "window", "gemma", "every")
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
-
-
-def read(model, ids, cache=None):
-    """Logits after each token, the first half at once and the others one by one; the cache."""
-    half = ids.shape[1] // 2
-    logits = []
-    for part in (ids[:, :half], *ids[:, half:].split(1, dim=1)):
-        out = model(part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits.append(out.logits)
-    return torch.cat(logits, dim=1), cache
 
 
 def assert_goes_on(model, cache, before, seed):

@@ -8,21 +8,11 @@ import torch
 from transformers import StaticCache
 
 from modeling_llamba.cpu_kernels import can_run_on_cpu, library
+from tests.helpers.reading import read
 from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids
 
 ROWS, BEFORE, AFTER = 3, 27, 14
-
-
-def read(model, ids, cache=None):
-    """Logits after each token, the first half at once and the others one by one; the cache."""
-    half = ids.shape[1] // 2
-    logits = []
-    for part in (ids[:, :half], *ids[:, half:].split(1, dim=1)):
-        out = model(part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits.append(out.logits)
-    return torch.cat(logits, dim=1), cache
 
 
 def other_rows(model, before, after):
