@@ -105,7 +105,8 @@ class PlacementOptions:
     attention. By default 16 if a state is fitted, otherwise none."""
     rank: NonNegativeInt | None = None
     """Mean rank of the output map, the low-rank matrix that layers with a window and a state add to the teacher's
-    output projection. By default as high as 1.5 % of the teacher's weights allow, and at most 32."""
+    output projection; layers with larger maps count more. By default as high as 1.5 % of the teacher's weights allow,
+    and at most 32."""
     bits: CacheBit | None = None
     """Bits of each number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if
     --cache decides the windows, 6 for keys and 4 for values where heads attend to all tokens, and 8 in windows;

@@ -319,7 +319,8 @@ class Layout(NamedTuple):
         return window.unfold(axis, (n + self.group) * E, self.group * E)
 
     def runs_in_c(self, t: torch.Tensor, dtype: torch.dtype) -> bool:
-        """True where functions in C do what follows with a tensor, computing in `dtype`."""
+        """Return True if functions in C can read this tensor and compute in `dtype`."""
+        # subclasses, such as fake tensors, have no numbers in memory
         if self.sequence is not None or is_traced() or type(t) is not torch.Tensor:
             return False
         return can_run_on_cpu(t.device, dtype, self.shape.key_rounding.backend, SOURCE)

@@ -212,8 +212,8 @@ def choose_columns(
             slot. blocks, mixed: number of all blocks and of those that are mixed. leaving: blocks that leave.
     """
     batch, columns = salience.shape
-    holders = torch.empty(batch, mixed, places, dtype=torch.int64)
-    until = torch.empty(batch, columns, dtype=torch.int64)
+    holders = salience.new_empty(batch, mixed, places, dtype=torch.int64)
+    until = salience.new_empty(batch, columns, dtype=torch.int64)
     layer = Layer(T=places + window, S=places, E=block)
     salience, present = salience.contiguous(), present.contiguous()
     library(SOURCE).choose_columns(
@@ -235,7 +235,7 @@ def hide_columns(
     """
     batch, mixed, places = holders.shape
     width = places + window + (group - 1) * block
-    bias = torch.empty(batch, mixed // group, group * shared * block, width)
+    bias = until.new_empty(batch, mixed // group, group * shared * block, width, dtype=torch.float32)
     layer = Layer(R=shared, T=places + window, S=places, E=block)
     holders, until = holders.contiguous(), until.contiguous()
     library(SOURCE).hide_columns(

@@ -47,12 +47,19 @@ FORMAT_VERSION = 2
 tokens and evicted token by token."""
 LARGEST_SIZE = 2**31 - 1
 # smallest and largest value of every number in a configuration, this one's or a teacher's; whole where they are whole
+SIZES_OF_STATES = (
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+    "mamba_expand", "mamba_chunk_size", "conv_L_cache",
+)  # fmt: skip
+"""Sizes of a teacher's own module with a state."""
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys((*SIZES, "sliding_window", "hybrid_sink_reach", "mixer_dt_rank"), (1, LARGEST_SIZE)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "mixer_norm_eps"), (0.0, 1.0)),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), (0.0, 1.0)),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), (1e-06, 1000000.0)),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "initializer_range"), (0.0, 1000000.0)),
+    **dict.fromkeys(SIZES_OF_STATES, (1, LARGEST_SIZE)),
     "num_hidden_layers": (1, 10_000),
     "num_experts": (1, 10_000),
     "num_experts_per_tok": (1, 10_000),
@@ -76,7 +83,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 NESTED = (
     "text_config", "rope_parameters", "local_rope_parameters", "rope_scaling", "full_attention", "sliding_attention",
-    "sliding_heads",
+    "sliding_heads", "recurrent",
 )  # fmt: skip
 
 
@@ -410,9 +417,6 @@ class HybridConfig(PreTrainedConfig):
             raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
         if RECURRENT in self.layer_types and self.recurrent is None:
             raise ValueError(f"layer_types has {RECURRENT}, so recurrent must say what these layers are.")
-        for name, value in (self.recurrent or {}).items():
-            if type(value) is int and value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value}.")
         alone = [name for name in ATTENTION_ALONE if getattr(self, name)]
         if alone and "linear_attention" in self.layer_types:
             raise ValueError(f"A mixer cannot follow {alone[0]}; use hybrid layers.")

@@ -1,6 +1,6 @@
 """The parts of a hybrid model that do not depend on the block: initialisation, masks, caches, the decoder loop, loss.
 
-A family subclasses these classes and defines its blocks.
+A family subclasses these and defines its blocks.
 """
 
 import math

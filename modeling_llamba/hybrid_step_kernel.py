@@ -49,7 +49,10 @@ def tile_of(dims: int, width: int) -> tuple[int, int]:
 
 
 def is_traced() -> bool:
-    """Return True while PyTorch notes operations, of which it would miss what is no operator."""
+    """Return True while PyTorch notes operations to repeat them, of which it would miss what is no operator.
+
+    A mode that only watches them, such as a counter of operations, does not count.
+    """
     return is_torchdynamo_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
 
 

@@ -22,7 +22,7 @@ from ..resolve import Resolved
 from ..teachers.teacher import public_name
 from ..teachers.weights import TeacherWeights
 from .fit import FitCache, Fits, fit_for_first, fit_mixers
-from .hybrid_fit import cut_map, ranks_within, weights_of_a_rank
+from .hybrid_fit import cut_map, ranks_within
 from .probes import plain_tokens, with_recall
 from .processes import ALONE, OVER, Team
 from .teacher_model import TeacherModel
@@ -158,7 +158,7 @@ class Aligner:
         if placement.hybrid is not None and placement.hybrid.rank:
             errors = {layer: fit.by_rank for layer, (_, fit) in fits.items()}
             # every layer has the mean rank until its errors are known
-            sizes = {layer: weights_of_a_rank(mixer) for layer, (mixer, _) in fits.items()}
+            sizes = placement.weights_of_a_rank(plan.config)
             ranks = ranks_within(errors, sizes, placement.hybrid.rank * sum(sizes.values()))
             placement = placement.with_ranks(ranks)
             for layer, rank in ranks.items():

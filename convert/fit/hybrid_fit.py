@@ -217,12 +217,6 @@ def cut_map(layer: HybridAttention, rank: int) -> None:
         set_map(layer, layer.down.weight[:rank].detach(), layer.up.weight[:, :rank].detach())
 
 
-def weights_of_a_rank(layer: HybridAttention) -> int:
-    """Number of weights that one more rank adds to a layer's output map."""
-    # down reads three vectors of every head with a window, up writes one of the model's width
-    return 3 * len(layer.windowed) * layer.shared * layer.head_dim + layer.o_proj.out_features
-
-
 def ranks_within(errors: dict[int, dict[int, float]], sizes: dict[int, int], budget: int) -> dict[int, int]:
     """The rank of each layer for the least sum of held-out errors, with output maps of `budget` weights at most.
 

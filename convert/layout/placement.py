@@ -132,6 +132,15 @@ class Placement:
         """Return a placement with windows of these widths in these hybrid layers."""
         return self._with_fields("window", windows)
 
+    def weights_of_a_rank(self, config: PreTrainedConfig) -> dict[int, int]:
+        """Number of weights that one more rank adds to the output map of each layer with a window and a state."""
+        heads = config.num_attention_heads
+        # down reads three vectors of every head with a window, up writes one of the model's width
+        return {
+            i: 3 * config.head_dim * (heads - len(self.full_heads.get(i, ()))) + config.hidden_size
+            for i in self.windows
+        }
+
     def with_ranks(self, ranks: Mapping[int, int]) -> "Placement":
         """Return a placement with output maps of these ranks in these hybrid layers."""
         return self._with_fields("rank", ranks)

@@ -117,17 +117,11 @@ def with_mean_rank(placement: Placement, config: PreTrainedConfig, resolved: Res
     if placement.hybrid is None or not placement.hybrid.state:
         return placement
     rank = resolved.rank
-    layers = placement.windows
     if rank is None:
-        width = config.head_dim
-        heads = config.num_attention_heads
-        # down reads three vectors of every head with a window, up writes one of the model's width
-        of_a_rank = sum(
-            3 * width * (heads - len(placement.full_heads.get(i, ()))) + config.hidden_size for i in layers
-        )
+        of_a_rank = sum(placement.weights_of_a_rank(config).values())
         parameters = sum(math.prod(shape) for shape in tensor_shapes(config).values())
         rank = min(int(RANK_SHARE * parameters / of_a_rank), MEAN_RANK)
-    return placement.with_ranks(dict.fromkeys(layers, rank))
+    return placement.with_ranks(dict.fromkeys(placement.windows, rank))
 
 
 def _spread(placement: Placement, budget: Budget, aligner: "Aligner") -> Placement:

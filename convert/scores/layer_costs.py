@@ -179,7 +179,7 @@ def cheapest_by_kl(
 def spread_windows(
     columns: int, errors: dict[int, float], heads: dict[int, int], longest: int, block: int
 ) -> dict[int, int]:
-    """The width of each layer's window for the least sum of errors, at least about half of the mean.
+    """The width of each layer's window for the least sum of errors, none much below half of the mean.
 
     Args:
         columns: of all windows together, each counted once for every key/value head that has it.

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from convert.checkpoint.pictures import new_figure
 
 COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#4a5568")
-LEAST = 1e-4
-"""Smallest value that is drawn: on a scale of powers of ten 0 has no place."""
+LEAST = 1e-5
+"""Smallest KL that is drawn: on a scale of powers of ten 0 has no place."""
 
 
 class Point(NamedTuple):
@@ -25,10 +25,11 @@ def picture(points: Sequence[Point]) -> Any:
     """KL and recall against the share of a bfloat16 cache."""
     kinds = list(dict.fromkeys(point.kind for point in points))
     figure, left, right = new_figure(3.4, (0.12, 0.14, 0.37, 0.74), (0.6, 0.14, 0.37, 0.74))
+    points = [point._replace(kl=point.kl and max(point.kl, LEAST)) for point in points]
     for axes, field in ((left, "kl"), (right, "found")):
         for color, kind in zip(COLORS, kinds, strict=False):
             of_kind = [(point.share, getattr(point, field)) for point in points if point.kind == kind]
-            values = sorted((share, max(value, LEAST)) for share, value in of_kind if value is not None)
+            values = sorted(place for place in of_kind if place[1] is not None)
             if values:
                 axes.plot(*zip(*values, strict=True), "o-", color=color, label=kind, markersize=4)
         axes.set_xlabel("% of a bfloat16 cache", labelpad=1)

@@ -193,6 +193,7 @@ def test_the_default_is_hardly_heavier_than_its_teacher(smollm2_gguf):
     assert plan.parameters_after <= 1.035 * plan.parameters_before
     one_more = planned(rank=rank + 1)
     of_a_rank = one_more.parameters_after - plan.parameters_after
+    assert of_a_rank == sum(plan.placement.weights_of_a_rank(plan.config).values())
     assert rank * of_a_rank <= RANK_SHARE * plan.parameters_before
     assert rank == MEAN_RANK or (rank + 1) * of_a_rank > RANK_SHARE * plan.parameters_before
     unfitted = planned(align="none", window=32, attention_layers="none")

@@ -217,6 +217,19 @@ def test_what_is_traced_computes_the_same():
 
 
 @torch.no_grad()
+def test_pytorchs_default_type_changes_nothing():
+    layer = make_layer()
+    hidden_states = torch.randn(2, LENGTH, HIDDEN)
+    [expected] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        [found] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
 def test_without_functions_for_prompts_pytorch_computes_them(monkeypatch):
     """Where those for tokens were compiled before, and the compiler is gone."""
     layer = make_layer()

@@ -186,4 +186,4 @@ def test_few_bits_need_no_flag(tmp_path):
     trainer.train()
     learned = torch.cat([ids, torch.tensor([[2]])], dim=1)  # TRL ends a text
     loss = model(learned, labels=learned).loss.item()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, abs=1e-3)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, abs=2e-4)

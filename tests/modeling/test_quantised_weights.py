@@ -28,7 +28,7 @@ def load_quanto(folder, student):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=QuantoConfig(weights="int8"))
 
 
-def replace_by_hqq(folder, student):
+def load_hqq(folder, student):
     """Quantise with the library itself, since transformers 5.23 loads nothing with HqqConfig."""
     hqq = pytest.importorskip("hqq.core.quantize")
     hqq.HQQLinear.set_backend(hqq.HQQBackend.PYTORCH)
@@ -64,7 +64,7 @@ def unpacked_weight(module):
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("pattern", ["beside", "shared", "every", "attention"])
-@pytest.mark.parametrize("quantise", [load_torchao, load_quanto, replace_by_hqq, load_bitsandbytes])
+@pytest.mark.parametrize("quantise", [load_torchao, load_quanto, load_hqq, load_bitsandbytes])
 @torch.no_grad()
 def test_quantised_weights_beside_a_cache_in_few_bits(quantise, pattern, bits, tmp_path):
     """Weights in 8 bits: the same as these weights unpacked, by steps as in one pass."""
@@ -100,6 +100,6 @@ def test_quantised_weights_beside_a_cache_in_few_bits(quantise, pattern, bits, t
         return
     # a product that differs in its last digit may round a key to the next code
     assert (whole - expected).norm() < (1e-5 if bits == 16 else 5e-3) * expected.norm()
-    tolerance = 1e-3 if quantise is replace_by_hqq and bits == 8 else 1e-4
+    tolerance = 1e-3 if quantise is load_hqq and bits == 8 else 1e-4
     torch.testing.assert_close(by_steps, whole, rtol=tolerance, atol=tolerance)
     assert torch.equal(generated, plain.generate(ids, max_new_tokens=5, **GREEDY))

@@ -128,6 +128,11 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     assert f"{figures['kl']:.4f}" in report
     assert max(line.count("|") for line in report.splitlines()) == 9
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    drawn = comparison.points(found["methods"])
+    assert [point.kind for point in drawn] == [row["kind"] for row in found["methods"][1:]]
+    of_hybrid = drawn[list(rows).index("hybrid") - 1]
+    recall = [rows[name]["recall"]["needle"] for name in ("hybrid", "teacher")]
+    assert of_hybrid.found == (pytest.approx(100 * recall[0] / recall[1]) if recall[1] else None)
 
     def refuse(*arguments):
         raise ValueError("computed again")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from recipes.evaluation.figures import PAGES, ROOT, SOURCE, TABLE, entries, render, rendered
+from recipes.evaluation.figures import PAGES, ROOT, SOURCE, TABLE, entries, points_of_shares, render, rendered
 
 TABLES = re.compile(r"^\|.*\n\|[-:|]+\n(?:\|.*\n)+", re.M)
 FIGURE = re.compile(r"\d[.,]\d|\d %")
@@ -47,3 +47,13 @@ def test_a_figure_is_shown_as_it_is_written():
     assert str(quality["default/web, window alone, 15 %/256–512"]["value"]) == "0.000"
     assert "| needles found | default, 8 % | 85 % | 86 % | 77 % |" in render("quality", "recall")
     assert "| the teacher, 8 bits | 56.6 % | 0.0 | 99.7 % |" in render("readme", "compare")
+
+
+def test_points_are_the_rows_of_the_table():
+    """Needles are those of all distances over the teacher's, at 6 % over those that the teacher found of the same."""
+    points = {(point.kind, point.share): point for point in points_of_shares()}
+    assert points["hybrid", 6].found == pytest.approx(100 * (82 + 79 + 85 + 71) / (85 + 92 + 86 + 73))
+    assert points["window, 8 bits", 8].found == pytest.approx(100 * (87 + 88) / (88 + 90 + 81 + 70))
+    assert points["window, 8 bits", 15].found is None
+    assert points["teacher, 8 to 2 bits", 32].kl == pytest.approx((0.0046 + 0.0040 + 0.0072) / 3)
+    assert len(points) == len(points_of_shares())

@@ -244,7 +244,7 @@ def test_smaller_pieces_are_the_same_fit(saved_teacher):
 
 
 def ranks_of_mean(errors, mean):
-    """Ranks that cost the same in all layers."""
+    """`ranks_within` where a rank costs the same in all layers."""
     return ranks_within(errors, dict.fromkeys(errors, 7), 7 * mean * len(errors))
 
 
