@@ -256,13 +256,13 @@ def test_a_prefix_that_is_shared_is_read_once(name, pages, engine, models, promp
     beginning = prompts[longest][:520]
     greedy(llm, [beginning])
     (other,) = greedy(llm, [beginning + [7] * 60])
+    outputs = greedy(llm, [prompts[longest], prompts[longest]])
+    assert all(output.num_cached_tokens >= 128 for output in (other, *outputs))
+    assert_equal(outputs, [expected(models, name)[longest]] * 2)
     llm.reset_prefix_cache()
     (again,) = greedy(llm, [beginning + [7] * 60])
     assert again.num_cached_tokens == 0
     assert again.outputs[0].token_ids == other.outputs[0].token_ids
-    outputs = greedy(llm, [prompts[longest], prompts[longest]])
-    assert all(output.num_cached_tokens >= 128 for output in (other, *outputs))
-    assert_equal(outputs, [expected(models, name)[longest]] * 2)
 
 
 def test_a_third_question_about_a_text_reads_it_no_more(engine, models, prompts):
