@@ -30,6 +30,8 @@ BLOCK = 16
 FULL_BITS, WINDOW_BITS = (6, 4), 8
 """Bits of keys and of values in full attention, and of both in windows, if a budget decides. Far keys need more than
 values, and near tokens more than far ones (docs/results/bits.md)."""
+SMALL_SHARE, SMALL_FULL_BITS = 0.05, (4, 4)
+"""Share of the teacher's cache up to which more heads with keys of fewer bits are better, and those bits."""
 SHARE = 0.5
 """Share of the layers that keep attention if the user gives neither layers nor a share."""
 
@@ -139,7 +141,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
     heads, num_heads = _kept_heads(options, weights, own)
     alignment = dataclasses.replace(options.alignment, sequence_length=options.sequence_length)
     rank = placement.rank
-    bits = _bits(options, choice, math.gcd(*config.head_widths))
+    bits = _bits(options, choice, config)
     if rank is None and alignment.method == "none":
         rank = 0
     resolved = Resolved(
@@ -236,25 +238,33 @@ def refuse_heads_of(bounded: Collection[int], heads: Heads) -> None:
         )
 
 
-def _bits(options: ConversionOptions, choice: str, head_dim: int) -> CacheBits:
+def _bits(options: ConversionOptions, choice: str, config: PreTrainedConfig) -> CacheBits:
     """Choose the bits of a number in the cache: few if a budget decides the contents of the cache."""
     asked = options.placement.bits
     if asked is not None:
         return CacheBits((asked, asked), (asked, asked))
-    if choice == "budget":
-        return few_bits(head_dim)
-    return CacheBits()
+    if choice != "budget":
+        return CacheBits()
+    share = options.cache
+    if isinstance(share, str):
+        share = parse_size(share) / teacher_bytes(config, options.placement.context)
+    full = SMALL_FULL_BITS if share is not None and share <= SMALL_SHARE else FULL_BITS
+    return few_bits(math.gcd(*config.head_widths), full)
 
 
-def few_bits(head_dim: int) -> CacheBits:
+def few_bits(head_dim: int, full: tuple[int, int] = FULL_BITS) -> CacheBits:
     """Return the bits of a number in the cache if a budget decides: as few as heads of multiples of this size
-    allow."""
+    allow.
+
+    Args:
+        full: bits of keys and of values in full attention.
+    """
     if head_dim % 2:
         return CacheBits()
     window = (WINDOW_BITS, WINDOW_BITS)
     if head_dim % 16:
         return CacheBits(window, window)
-    return CacheBits(FULL_BITS, window)
+    return CacheBits(full, window)
 
 
 def _cache_bytes(options: ConversionOptions, weights: TeacherWeights, bits: CacheBits) -> int | None:
@@ -326,6 +336,8 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
         reasons["choice"] = "layers, heads and windows are chosen together within the cache"
         if placement.bits is None:
             reasons["bits"] = "far keys need more than values, near tokens more than far ones"
+            if resolved.bits.full == SMALL_FULL_BITS:
+                reasons["bits"] = "in so small a cache more heads with full attention are worth more than exact keys"
     if resolved.share is not None and placement.attention_layers is None:
         reasons["share"] = "half of the layers by default, since neither layers nor a share was given"
     if isinstance(options.cache, float | int):

@@ -10,7 +10,7 @@ from convert.cli import main
 from convert.dry_run import plan_conversion
 from convert.layout.cache import cache_bytes
 from convert.layout.config import mixer_fields
-from convert.layout.placement import Hybrid, Mixer
+from convert.layout.placement import CacheBits, Hybrid, Mixer
 from convert.options import MixerOptions, make_options
 from convert.plan import describe_decided, make_plan
 from convert.resolve import resolve
@@ -86,6 +86,17 @@ def test_the_cache_is_counted_in_bytes(saved_teacher):
         own, held = (vectors * width for width in (plan.config.head_dim * 2, plan.config.head_dim + 2))
         assert resolved(folder).cache_bytes == int(held + 0.08 * (whole - own))
         assert ("its own windows" in resolved(folder).reasons["cache_bytes"]) == bool(own)
+
+
+def test_keys_have_fewer_bits_in_a_small_cache(saved_teacher):
+    folder = saved_teacher("llama-mqa-wide-heads")
+    whole, _ = cache_bytes(plan_conversion(make_options(str(folder), "o", attention_layers="all")).config, 4096)
+    for cache, keys in ((0.05, 4), (str(whole // 20), 4), (0.06, 6), (str(whole // 16), 6), (None, 6)):
+        options = {} if cache is None else {"cache": cache}
+        found = resolved(folder, **options)
+        assert found.bits == CacheBits((keys, 4), (8, 8)), cache
+        assert ("so small a cache" in found.reasons["bits"]) == (keys == 4)
+    assert resolved(folder, cache=0.05, bits=8).bits == CacheBits((8, 8), (8, 8))
 
 
 def test_a_teachers_configuration_stays_as_it_was_read(saved_teacher, tmp_path):
