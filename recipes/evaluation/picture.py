@@ -25,7 +25,7 @@ def picture(points: Sequence[Point]) -> Any:
     """KL and recall against the share of a bfloat16 cache."""
     kinds = list(dict.fromkeys(point.kind for point in points))
     figure, left, right = new_figure(3.4, (0.12, 0.14, 0.37, 0.74), (0.6, 0.14, 0.37, 0.74))
-    points = [point._replace(kl=point.kl and max(point.kl, LEAST)) for point in points]
+    points = [point if point.kl is None else point._replace(kl=max(point.kl, LEAST)) for point in points]
     for axes, field in ((left, "kl"), (right, "found")):
         for color, kind in zip(COLORS, kinds, strict=False):
             of_kind = [(point.share, getattr(point, field)) for point in points if point.kind == kind]
