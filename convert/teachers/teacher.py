@@ -124,9 +124,11 @@ def read_tokenizer(
             return gguf_tokenizer(Path(folder), gguf_file)
         return AutoTokenizer.from_pretrained(folder, **options)
     except Exception as error:  # the tokenizers library raises no other kind
+        way_out = "check the spelling, or the network"
+        if Path(folder).exists():
+            way_out = "mend the files of its tokenizer, or move them away"
         raise ValueError(
-            f"{name} has no tokenizer that can be read ({first_line(error)[:200]}); mend the files of its tokenizer, "
-            "or move them away."
+            f"{name} has no tokenizer that can be read ({first_line(error)[:200]}); {way_out}."
         ) from error
 
 
