@@ -477,6 +477,9 @@ class HybridConfig(PreTrainedConfig):
         for rope in (self.rope_parameters, self.local_rope_parameters):
             if rope is not None:
                 self._validate_rope(rope)
+        rotated = set(layers) != {"none"} and set(self.layer_types) - {"linear_attention", RECURRENT}
+        if rotated and self.rope_parameters is not None and 2 * self.rotary_planes > self.head_dim:
+            raise ValueError(f"head_dim must be even where a rotary embedding turns all of it, not {self.head_dim}.")
 
     @staticmethod
     def _validate_rope(rope: dict[str, Any]) -> None:
