@@ -248,7 +248,7 @@ def _bits(options: ConversionOptions, choice: str, config: PreTrainedConfig) -> 
     share = options.cache
     if isinstance(share, str):
         share = parse_size(share) / teacher_bytes(config, options.placement.context)
-    full = SMALL_FULL_BITS if share is not None and share <= SMALL_SHARE else FULL_BITS
+    full = SMALL_FULL_BITS if share <= SMALL_SHARE else FULL_BITS
     return few_bits(math.gcd(*config.head_widths), full)
 
 

@@ -46,13 +46,13 @@ FORMAT_VERSION = 2
 """Version of the weights and the configuration of a hybrid. In version 1 hybrid layers had a projection for the first
 tokens and evicted token by token."""
 LARGEST_SIZE = 2**31 - 1
-# smallest and largest value of every number in a configuration, this one's or a teacher's; whole where they are whole
 SIZES_OF_STATES = (
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
     "mamba_expand", "mamba_chunk_size", "conv_L_cache",
 )  # fmt: skip
 """Sizes of a teacher's own module with a state."""
+# smallest and largest value of every number in a configuration, this one's or a teacher's; whole where they are whole
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys((*SIZES, "sliding_window", "hybrid_sink_reach", "mixer_dt_rank"), (1, LARGEST_SIZE)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "mixer_norm_eps"), (0.0, 1.0)),

@@ -1,7 +1,6 @@
 """Caches that functions in C wrote, in float32, through all that generation does: as in float64 without C."""
 
 import copy
-import functools
 import io
 
 import pytest
@@ -65,10 +64,13 @@ def test_a_cache_that_c_wrote(pattern, bits, do, monkeypatch):
     if not can_run_on_cpu(torch.device("cpu"), torch.float32, "auto"):
         pytest.skip("no compiler")
     called = set()
+
+    def counted(name):
+        function = getattr(library(), name)
+        return lambda *inputs: called.add(name) or function(*inputs)
+
     for name in ("mix_one", "open_rows"):
-        of_library = getattr(library(), name)
-        counted = functools.partial(lambda name, function, *inputs: called.add(name) or function(*inputs), name)
-        monkeypatch.setattr(library(), name, functools.partial(counted, of_library))
+        monkeypatch.setattr(library(), name, counted(name))
     few_bits = dict(window_bits=bits, full_attention_bits=bits)
     exact = make_student(pattern=pattern, head_dim=16, mixer_d_state=16, **few_bits)
     before = random_ids(ROWS, BEFORE)
