@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from convert.checkpoint.load import load_config, load_model, prompt_tokenizer
 from convert.checkpoint.tokenizer import differing_text
+from convert.fit.probes import plain_tokens
 from convert.io.folder import write_beside
 from convert.io.students import STUDENTS, tensor_shapes
 from convert.io.writer import human_bytes
@@ -43,7 +44,7 @@ from .evaluation.other_caches import (
     window_of_bytes,
 )
 from .evaluation.picture import Point, picture
-from .evaluation.recall import NEEDLE, hits, questions, scores
+from .evaluation.recall import NEEDLE, hits, needle_distances, needles_probe, questions
 from .evaluation.results import ResultsFolder
 from .evaluation.ruler import TASKS, generators, ruler
 from .evaluation.speed import speed
@@ -59,8 +60,8 @@ ROUNDED = {
     "int2 cache": OtherCache(2, whole=128),
 }
 """Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
-RECALL_ROWS, NEEDLE_DEPTH = 4, 0.2
-"""Number of texts of each probe of recall; place of the needle, from 0 (the beginning) to 1."""
+COPIED_ROWS = 4
+"""Number of rows of random tokens that are to be copied."""
 SPEED_TOKENS, LONG = 8, 1024
 """Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
@@ -118,7 +119,7 @@ class Comparison:
         """KVzip's scores of a context, which it computes once."""
         known: dict[bytes, Scores] = {}
         o = self.options
-        count = o.rows * (len(o.text) * len(range(o.first, o.length, o.first)) + 4)
+        count = o.rows * len(o.text) * len(range(o.first, o.length, o.first)) + COPIED_ROWS + o.needle_rows
 
         def scores_of(context: torch.Tensor) -> Scores:
             key = context.cpu().numpy().tobytes()
@@ -195,20 +196,29 @@ class Comparison:
         everywhere = None if method.kind in EVICTED else summary(found, range(o.first, o.length - 1))
         return {"rows": len(ids), "everywhere": everywhere, "after_contexts": summary(found, after)}
 
-    def recall(self, method: Method) -> dict[str, float]:
-        """Share of random tokens that are found again, copied and hidden in text; the question comes after all."""
-        prose = self.sources[0].rows(self.tokenizer, self.options.length // 2, RECALL_ROWS)
-        asked = questions(prose, self.tokenizer, self.teacher.config.vocab_size, [NEEDLE_DEPTH], seed=0)
-        asked = [question for question in asked if question.name in ("copy", "needle")]
-        found = {}
-        for done, question in enumerate(asked, 1):
-            # a copy is asked for by one token, a needle by its first half: neither is part of the context
-            asking = NEEDLE // 2 if question.name == "needle" else 1
-            end = question.probe.answers[0].nonzero()[0].item() - asking
-            said = hits(method.reader([end]), question.probe, 1, self.teacher.device)
-            found[question.name] = scores(question, said)[0]["model"]
-            self.progress(f"{method.name}, recall", done, len(asked))
-        return found
+    def recall(self, method: Method) -> dict[str, Any]:
+        """Share of random tokens that are found again, copied and hidden in text; all questions come at the end."""
+        source, length = self.sources[0], self.options.length
+        vocabulary_size = self.teacher.config.vocab_size
+        short = source.rows(self.tokenizer, length // 2, COPIED_ROWS)
+        copied = questions(short, self.tokenizer, vocabulary_size, [], seed=0)[0].probe
+        distances = needle_distances(length)
+        prose = source.rows(self.tokenizer, length, self.options.needle_rows)
+        needles = needles_probe(prose, plain_tokens(vocabulary_size), distances, seed=0)
+        found = []
+        # a copy is asked for by one token, a needle by its first half: neither is part of the context
+        for probe, asking in ((copied, 1), (needles, NEEDLE // 2)):
+            end = probe.answers[0].nonzero()[0].item() - asking
+            said = hits(method.reader([end]), probe, 1, self.teacher.device)
+            found.append(said[probe.answers].view(len(probe.ids), -1).double())
+            self.progress(f"{method.name}, recall", len(found), 2)
+        by_distance = found[1].view(len(prose), len(distances), -1).mean((0, 2)).tolist()
+        return {
+            "copy": found[0].mean().item(),
+            "needle": found[1].mean().item(),
+            "needles": dict(zip(map(str, distances), by_distance, strict=True)),
+            "needle_rows": len(prose),
+        }
 
     def ruler(self, method: Method, length: int) -> dict[str, float]:
         """Scores of RULER's tasks at one length; each row alone, since other caches count from the first token."""
@@ -294,7 +304,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     common = {
         "teacher": [options.teacher, fingerprint(options.teacher, None, options.trust_remote_code)],
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
-    } | {name: getattr(options, name) for name in ("length", "rows", "first", "dtype", "device")}
+    } | {name: getattr(options, name) for name in ("length", "rows", "first", "needle_rows", "dtype", "device")}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}}
     folder = ResultsFolder(Path(options.output), {"common": common, "method": {}} | parts)
     if options.ruler:
@@ -349,7 +359,7 @@ def markdown(found: dict[str, Any]) -> str:
     def shown(value: float | None, form: str = ".4f") -> str:
         return "–" if value is None else format(value, form)
 
-    quality, texts, memory = [], [], []
+    quality, texts, needles, memory = [], [], [], []
     for row in methods:
         kl = [shown(mean_of(row, "everywhere", name)) for name in ("kl", "kl_median", "kl_999")]
         share = f"{row['share']:.1%}"
@@ -360,11 +370,13 @@ def markdown(found: dict[str, Any]) -> str:
         texts.append([row["name"]])
         for of_text in row["text"].values():
             texts[-1].append(f"{of_text[where]['kl']:.4f}, {of_text[where]['perplexity']:.2f}")
+        needles.append([row["name"], *(f"{share:.0%}" for share in row["recall"]["needles"].values())])
         sizes = row["cache_bytes"].values()
         memory.append([row["name"], *map(human_bytes, sizes), human_bytes(row["weight_bytes"])])
         memory[-1] += [human_bytes(size + row["weight_bytes"]) for size in sizes]
     labels = list(methods[0]["text"]) if methods else []
     shown_at = list(methods[0]["cache_bytes"]) if methods else []
+    recall = methods[0]["recall"] if methods else {"needles": {}, "needle_rows": 0}
     where = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
     first, tokens = settings["first"], f"{settings['length']:,}"
     lines = [
@@ -374,8 +386,8 @@ def markdown(found: dict[str, Any]) -> str:
         f"share is of a cache in bfloat16 at {tokens} tokens. KL from the teacher, in nats per token, is a mean over "
         f"{', '.join(labels)}: from position {first} on, and on the {min(AFTER, first)} tokens after each of the "
         f"contexts of {first}, {2 * first}, ... tokens, where alone eviction is judged; what follows comes on "
-        f"top of its bytes. Recall of random tokens: copied, {settings['length'] // 4:,} back, and hidden in text, "
-        f"about {round((1 - NEEDLE_DEPTH) * settings['length'] / 2):,} back.",
+        f"top of its bytes. Recall of random tokens: copied, {settings['length'] // 4:,} back, and needles, hidden in "
+        f"text (a mean over all distances).",
         "",
         *table(["cache", "share", "KL", "median", "99.9 %", "KL after contexts", "top-1 agreement", "recall"],
                quality),
@@ -383,6 +395,10 @@ def markdown(found: dict[str, Any]) -> str:
         "KL and perplexity by text:",
         "",
         *table(["cache", *labels], texts),
+        "",
+        f"Needles found, by distance in tokens, with {recall['needle_rows'] * NEEDLE // 2} answers each:",
+        "",
+        *table(["cache", *recall["needles"]], needles),
         "",
         "One sequence, with weights in bfloat16:",
         "",

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from convert.fit.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
+from convert.fit.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens, random_tokens
 from convert.fit.text import beginning_of_text
 
 from .metrics import Reader
 
 NEEDLE = 8
+NEEDLE_DISTANCES = (100, 400, 1500, 3500, 7500)
+"""Tokens between the needles of one text and the questions for them."""
 DIGITS = 5
 TOLD = " The pass key is {key}. Remember it: {key} is the pass key."
 ASKED = " What is the pass key? The pass key is"
@@ -66,6 +68,31 @@ def questions(
         probe, distance = passkey_probe(prose, tokenizer, depth, seed)
         found.append(Question("passkey", length, distance, probe, whole=True))
     return found
+
+
+def needle_distances(length: int) -> list[int]:
+    """Distances at which needles are hidden in rows of this length: all that fit, or half a row where none does."""
+    most = length - NEEDLE * len(NEEDLE_DISTANCES)
+    return [distance for distance in NEEDLE_DISTANCES if distance <= most] or [length // 2]
+
+
+def needles_probe(prose: torch.Tensor, vocabulary: range, distances: list[int], seed: int) -> Probe:
+    """Hide a needle at each distance, and ask for all of them at the end, the nearest first.
+
+    Args:
+        prose: (B, L) token ids of text, which needles and questions replace in place of L's own tokens.
+    """
+    rows, length = prose.shape
+    ids = prose.clone()
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    for i, distance in enumerate(distances):
+        needle = random_tokens(vocabulary, rows, NEEDLE, seed + i)
+        question = length - NEEDLE * (len(distances) - i)
+        place = question - distance
+        ids[:, place : place + NEEDLE] = needle
+        ids[:, question : question + NEEDLE] = needle
+        answers[:, question + NEEDLE // 2 : question + NEEDLE] = True
+    return Probe(ids, answers)
 
 
 def _after(first: list[int], probe: Probe) -> Probe:

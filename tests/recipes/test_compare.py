@@ -39,6 +39,7 @@ from recipes.evaluation.other_caches import (
     round_groups,
     window_of_bytes,
 )
+from recipes.evaluation.recall import NEEDLE, needle_distances, needles_probe
 from recipes.evaluation.texts import PYTHON_CODE, TextSource
 from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 from tests.helpers.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
@@ -133,6 +134,8 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     of_hybrid = drawn[list(rows).index("hybrid") - 1]
     recall = [rows[name]["recall"]["needle"] for name in ("hybrid", "teacher")]
     assert of_hybrid.found == (pytest.approx(100 * recall[0] / recall[1]) if recall[1] else None)
+    needles = rows["hybrid"]["recall"]["needles"]
+    assert sum(needles.values()) / len(needles) == pytest.approx(recall[0])
 
     def refuse(*arguments):
         raise ValueError("computed again")
@@ -169,6 +172,20 @@ def test_no_context_holds_what_asks(folder, monkeypatch):
             assert len(places) == 2, "once in the context, and once to ask"
             assert places[1] == end, "nothing that asks comes before"
     assert len(probes) == 2
+
+
+def test_needles_lie_as_far_back_as_they_are_said_to():
+    """Each needle is in the text once, at its distance from its question, whose second half is to be answered."""
+    distances = needle_distances(512)
+    assert distances == [100, 400]
+    assert needle_distances(128) == [64], "half a row, where none fits"
+    probe = needles_probe(random_ids(3, 512) % 50, range(50, 500), distances, seed=0)
+    for ids, answers in zip(probe.ids.tolist(), probe.answers.tolist(), strict=True):
+        for question, distance in zip((512 - 2 * NEEDLE, 512 - NEEDLE), distances, strict=True):
+            needle = ids[question : question + NEEDLE]
+            assert [i for i in range(512) if ids[i : i + NEEDLE] == needle] == [question - distance, question]
+            assert answers[question : question + NEEDLE] == [False] * (NEEDLE // 2) + [True] * (NEEDLE // 2)
+        assert sum(answers) == NEEDLE
 
 
 def test_what_was_finished_is_kept(folder, tmp_path, monkeypatch):
