@@ -5,12 +5,13 @@
     checkpoint.restore(cache)               # as if it had not
 
 Windows, salient caches and states have a constant size and are copied. Keys and values that grow with the text, those
-of attention layers and kept heads, are not: going back cuts them to their former length. So a checkpoint takes the
-same few bytes after any number of tokens, and is good for a cache that has gone on from it. A copy that stands for
+of attention layers and kept heads, are not: going back cuts them to their former length. So a checkpoint takes as many
+bytes after any number of tokens, and is good for a cache that has gone on from it. A copy that stands for
 itself is `copy.deepcopy(cache)`, a file `torch.save(cache, path)`.
 """
 
 import copy
+import uuid
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class CacheCheckpoint:
             raise ValueError("A static cache has no checkpoints: keep copy.deepcopy(cache).")
         self.layers = [_saved(layer) for layer in cache.layers]
         self.seen_tokens = getattr(cache, "seen_tokens", None)
+        self.name = uuid.uuid4().hex
+        # the cache names what it has gone on from: in a first layer, equal keys need not follow equal tokens
+        cache.checkpoints = [*getattr(cache, "checkpoints", ()), self.name]
 
     def restore(self, cache: Cache) -> None:
         """Take back the cache, which has gone on from the checkpoint; as often as is wanted.
@@ -43,8 +47,10 @@ class CacheCheckpoint:
             ValueError: this cache has not gone on from the checkpoint.
         """
         pairs = list(zip(self.layers, cache.layers, strict=True))
-        if not all(saved.precedes(layer) for saved, layer in pairs):
+        passed = getattr(cache, "checkpoints", [])
+        if self.name not in passed or not all(saved.precedes(layer) for saved, layer in pairs):
             raise ValueError(WENT_BACK)
+        cache.checkpoints = passed[: passed.index(self.name) + 1]
         cache.layers = [saved.back(layer) for saved, layer in pairs]
         if self.seen_tokens is not None:
             cache.seen_tokens = self.seen_tokens

@@ -218,12 +218,22 @@ def from_server(prompts: list[Prompt], known: Answers, arguments: SeqKDArguments
     sampling = arguments.max_new_tokens, arguments.temperature
     with ThreadPoolExecutor(arguments.concurrency) as pool:
         asked = {pool.submit(server.answer, prompts[i].turns, *sampling, seed_of(arguments, i)): i for i in left}
+        failed = None
         try:
-            for done in as_completed(asked):
-                yield {asked[done]: done.result()}
+            for done in as_completed(list(asked)):
+                failed = done.exception()
+                if failed is not None:
+                    break
+                yield {asked.pop(done): done.result()}
         finally:
             # or leaving the pool would wait for answers to all questions that are still queued
             pool.shutdown(cancel_futures=True)
+    if failed is None:
+        return
+    for done, i in asked.items():
+        if not done.cancelled() and done.exception() is None:
+            yield {i: done.result()}
+    raise failed
 
 
 def seed_of(arguments: SeqKDArguments, number: int) -> int:

@@ -57,25 +57,29 @@ class Conversation:
         self, said: str, max_new_tokens: int, temperature: float, on_text: Callable[[str], None] = lambda piece: None
     ) -> str:
         """The model's answer to what the user says next; each piece of it goes to `on_text` as it is decoded."""
-        self.messages.append({"role": "user", "content": said})
-        ids = self._tokens(self.messages)
+        messages = [*self.messages, {"role": "user", "content": said}]
+        ids = self._tokens(messages)
         self._go_back(ids)
-        if self.marks.maxlen:
-            self._read_with_marks(ids)
         inputs = torch.tensor([ids], device=self.model.device)
-        made = self.model.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            past_key_values=self.cache,
-            **sampling(temperature),
-            max_new_tokens=max_new_tokens,
-            streamer=PieceStreamer(self.tokenizer, on_text),
-            return_dict_in_generate=True,
-        )
+        try:
+            if self.marks.maxlen:
+                self._read_with_marks(messages, ids)
+            made = self.model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                past_key_values=self.cache,
+                **sampling(temperature),
+                max_new_tokens=max_new_tokens,
+                streamer=PieceStreamer(self.tokenizer, on_text),
+                return_dict_in_generate=True,
+            )
+        except BaseException:
+            self._forget()  # nobody knows how far the cache was read
+            raise
         self.cache = made.past_key_values
         self.held = made.sequences[0, :-1].tolist()
         answer = self.tokenizer.decode(made.sequences[0, len(ids) :], skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
     def answer_again(
@@ -108,19 +112,24 @@ class Conversation:
         while self.marks and self.marks[-1].length > common:
             self.marks.pop()
         if not self.marks:
-            self.cache = None
-            self.held = []
+            self._forget()
             return
         self.marks[-1].checkpoint.restore(self.cache)
         self.held = ids[: self.marks[-1].length]
 
-    def _read_with_marks(self, ids: list[int]) -> None:
+    def _forget(self) -> None:
+        """Begin anew, with no token read."""
+        self.cache = None
+        self.held = []
+        self.marks.clear()
+
+    def _read_with_marks(self, turns: list[dict[str, str]], ids: list[int]) -> None:
         """Read the tokens up to where this turn's question begins, and up to where its answer does; keep both."""
         # an answer and a question that begin unlike the real ones, so that only what any would follow is shared
-        other = "B" if self.messages[-1]["content"].startswith("A") else "A"
+        other = "B" if turns[-1]["content"].startswith("A") else "A"
         question = {"role": "user", "content": other}
-        conversations = [self.messages[:-1] + [question]]
-        conversations.append([*self.messages, {"role": "assistant", "content": other}, question])
+        conversations = [turns[:-1] + [question]]
+        conversations.append([*turns, {"role": "assistant", "content": other}, question])
         for messages in conversations:
             length = min(shared_beginning(self._tokens(messages), ids), len(ids) - 1)
             if length > len(self.held):

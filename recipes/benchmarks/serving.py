@@ -1,8 +1,8 @@
 """A hybrid and its teacher in the same vLLM on a CPU: requests that fit in memory, and tokens per second.
 
 Both are in this process and take turns, so that whatever disturbs one disturbs the other; times are the process's CPU
-time on one thread, and those of a clock on several. Prompts are random tokens, flags vLLM's defaults but for prefix
-caching. `make bench-vllm` runs
+time on one thread, and those of a clock on several. Prompts are random tokens, of which 2,048 are read at once; prefix
+caching is off unless asked for. `make bench-vllm` runs
 
     python -m recipes.benchmarks.serving FOLDER --make     in the project's environment: FOLDER/teacher, FOLDER/hybrid
     python -m recipes.benchmarks.serving FOLDER            in that of `make test-vllm`
@@ -41,12 +41,12 @@ def now() -> float:
     return time.perf_counter()
 
 
-def read(engine, context: int, requests: int) -> float:
-    """Begin requests that decode from then on; the seconds that their prompts take."""
+def read(engine, context: int, requests: int, seed: int) -> float:
+    """Begin requests that decode from then on; the seconds that their prompts take, others for each seed."""
     import torch
     from vllm import SamplingParams
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     sampling = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True, detokenize=False)
     for i in range(requests):
         prompt = torch.randint(5, 40000, (context,), generator=generator).tolist()
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests; none: memory alone")
     parser.add_argument("--dtype", default="float32", help="type of the weights, and of the cache")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 halves the teacher's cache, and kept heads")
+    parser.add_argument("--prefix-caching", action="store_true", help="keep what prompts begin with")
     parser.add_argument("--threads", type=int, default=1, help="threads of both models")
     args = parser.parse_args()
     if args.make:
@@ -106,7 +107,7 @@ def main() -> None:
         "kv_cache_dtype": args.kv_cache_dtype,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": args.prefix_caching,
     }
     options |= {"skip_tokenizer_init": True, "max_model_len": max(FITTING), "enforce_eager": not args.cells}
     engines = {name: LLM(str(args.folder / name), **options).llm_engine for name in ("teacher", "hybrid")}
@@ -124,10 +125,10 @@ def main() -> None:
         context, requests = map(int, cell.split("x"))
         reading = {}
         for name, engine in engines.items():
-            read(engine, context, requests)  # compiles for so many requests
+            read(engine, context, requests, seed=0)  # compiles for so many requests
             engine.abort_request([str(i) for i in range(requests)])
             engine.step()
-            reading[name] = context * requests / read(engine, context, requests)
+            reading[name] = context * requests / read(engine, context, requests, seed=1)
         times = {name: [] for name in engines}
         for engine in engines.values():
             steps(engine, WARM_UP)

@@ -4,8 +4,9 @@ What a mixer holds, and a hybrid layer but for its kept heads, has a constant si
 another in a few pages that a request has from its first token to its last, each of which is the state of a Mamba layer
 to vLLM (`SlotPage`). The keys and values of all kept heads are rows of the checkpoint's own bits (rounding.py); those
 of some tokens are a page, to vLLM that of one attention layer (`HeadPages`). Both kinds have one size, and so come out
-of one pool. No page is larger than what the kept heads of a block of tokens take, and a request leaves at most a part
-of one empty.
+of one pool. Where there are kept heads alone, no page is larger than what they take for a block of tokens; attention
+layers need pages of 32 KiB at least, and a model without either one page of all slots. A request leaves at most a part
+of a page empty.
 
 Shapes: B batch (requests), L length, K key/value heads, W bytes of a row.
 """

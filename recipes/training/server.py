@@ -1,4 +1,4 @@
-"""A model behind a URL that speaks OpenAI's protocol: vLLM, SGLang, llama.cpp, or a service."""
+"""A model behind a URL that speaks OpenAI's protocol."""
 
 import os
 from typing import Any
@@ -7,6 +7,11 @@ from convert.teachers.teacher import first_line
 
 RETRIES = 5
 """Attempts of the client beside the first, with growing pauses, before a server counts as gone."""
+
+OWNERS = ("vllm", "sglang")
+PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Settings of sampling that servers of these owners otherwise take from the teacher's generation_config.json, and that
+other servers refuse."""
 
 
 class Server:
@@ -31,15 +36,13 @@ class Server:
         self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=RETRIES)
         self.lost = openai.APIConnectionError
         self.refused = openai.APIStatusError
-        self.model = self._served(model)
-
-    def _served(self, model: str | None) -> str:
-        served = [each.id for each in self._asked(self.client.models.list)]
-        if model is None and len(served) == 1:
-            return served[0]
-        if model not in served:
-            raise ValueError(f"{self.url} serves {', '.join(served) or 'nothing'}: give one of these to server_model.")
-        return model
+        owners = {each.id: getattr(each, "owned_by", None) for each in self._asked(self.client.models.list)}
+        if model is None and len(owners) == 1:
+            (model,) = owners
+        if model not in owners:
+            raise ValueError(f"{url} serves {', '.join(owners) or 'nothing'}: give one of these to server_model.")
+        self.model = model
+        self.plain = PLAIN if owners[model] in OWNERS else {}
 
     def answer(
         self, turns: list[dict[str, str]] | str, max_tokens: int, temperature: float, seed: int
@@ -50,6 +53,7 @@ class Server:
             ValueError: the server is gone, or refuses the question.
         """
         sampling = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        sampling["extra_body"] = self.plain
         if isinstance(turns, str):
             choice = self._asked(self.client.completions.create, prompt=turns, **sampling).choices[0]
             return {"text": choice.text, "finished": choice.finish_reason == "stop"}

@@ -10,13 +10,20 @@ class OpenAIServer:
 
     Args:
         models: the names that it lists. lost_after: so many questions are answered, the others as by a server that
-            was killed; None: all. wait: seconds that an answer takes.
+            was killed; None: all. wait: seconds that an answer takes. owner: the program that serves.
     """
 
-    def __init__(self, models: tuple[str, ...] = ("teacher",), lost_after: int | None = None, wait: float = 0.0):
+    def __init__(
+        self,
+        models: tuple[str, ...] = ("teacher",),
+        lost_after: int | None = None,
+        wait: float = 0.0,
+        owner: str = "someone",
+    ):
         self.models = models
         self.lost_after = lost_after
         self.wait = wait
+        self.owner = owner
         self.asked: list[dict] = []
         self.together = 0
         self._running = 0
@@ -60,7 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
     state: OpenAIServer
 
     def do_GET(self):
-        self._reply({"object": "list", "data": [{"id": name, "object": "model"} for name in self.state.models]})
+        served = [{"id": n, "object": "model", "owned_by": self.state.owner} for n in self.state.models]
+        self._reply({"object": "list", "data": served})
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

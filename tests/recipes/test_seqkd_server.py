@@ -107,6 +107,23 @@ def test_of_several_models_one_has_to_be_named(teacher, prompts, tmp_path):
 
 
 @needs_client
+def test_answers_under_way_when_another_failed_are_kept(teacher, prompts, tmp_path):
+    """Three at once, of which two are answered later than the third is lost."""
+    with OpenAIServer(lost_after=2, wait=0.5) as server, pytest.raises(ValueError, match="the same command goes on"):
+        answered(teacher, prompts, tmp_path / "out", server, "--concurrency", "3")
+    assert len((tmp_path / "out.work" / "answers.jsonl").read_text().splitlines()) == 2
+
+
+@needs_client
+def test_a_server_that_takes_a_teachers_own_settings_is_told_others(teacher, prompts, tmp_path):
+    """Greedy is greedy, without the penalties of a generation_config.json; others than vLLM may know no penalty."""
+    for owner, penalty in (("vllm", 1.0), ("someone", None)):
+        with OpenAIServer(owner=owner) as server:
+            answered(teacher, prompts, tmp_path / owner, server)
+        assert {asked.get("repetition_penalty") for asked in server.asked} == {penalty}
+
+
+@needs_client
 def test_nobody_is_there(teacher, prompts, tmp_path):
     with OpenAIServer() as server:
         pass

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -417,12 +418,18 @@ QUESTIONS = 40
 
 
 def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
-    """SeqKD: killed half-way, refused without a server, gone on with another; the answers that transformers gives."""
+    """SeqKD: killed half-way, refused without a server, gone on with another; the answers that transformers gives.
+
+    The teacher's own settings have a penalty, which greedy answers must not know.
+    """
+    shutil.copytree(models / "teacher", tmp_path / "teacher")
+    settings = tmp_path / "teacher" / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"repetition_penalty": 1.9}))
     rows = [{"instruction": f"w{10 + i} w{20 + i} w{30 + i}", "input": ""} for i in range(QUESTIONS)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [
         "--teacher_model_name_or_path",
-        str(models / "teacher"),
+        str(tmp_path / "teacher"),
         "--dataset_name",
         str(tmp_path / "prompts.jsonl"),
     ]
@@ -431,7 +438,7 @@ def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
     reference("recipes.seqkd", *command, str(tmp_path / "local"))
     command += [str(tmp_path / "served"), "--concurrency", "2", "--server"]
     answers = tmp_path / "served.work" / "answers.jsonl"
-    with serving(models, "teacher", tmp_path / "log") as client:
+    with serving(tmp_path, "teacher", tmp_path / "log") as client:
         url = str(client.base_url)
         process = start_reference("recipes.seqkd", *command, url)
         for _ in range(6000):
@@ -446,7 +453,7 @@ def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
     assert not (tmp_path / "served").exists()
     with pytest.raises(subprocess.CalledProcessError):
         reference("recipes.seqkd", *command, url)
-    with serving(models, "teacher", tmp_path / "log") as client:
+    with serving(tmp_path, "teacher", tmp_path / "log") as client:
         reference("recipes.seqkd", *command, str(client.base_url))
         (requests,) = re.findall(
             r"^vllm:request_success_total.*finished_reason=.length.* ([\d.]+)$", metrics(client), re.M

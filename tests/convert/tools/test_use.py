@@ -351,6 +351,25 @@ def test_a_template_that_drops_reasoning_reads_from_the_answer_on(chatting):
         assert turn(conversation.answer_again, said) == len(said.split()) + 2
 
 
+def test_a_turn_that_fails_is_no_turn(chatting):
+    """The next answer is that of a conversation in which nothing failed, though the cache had read on."""
+
+    def fail(piece):
+        raise OSError("closed")
+
+    conversation, turn = talking(chatting)
+    turn(conversation.answer, LINES[0])
+    before = list(conversation.messages)
+    with pytest.raises(OSError, match="closed"):
+        conversation.answer("w50 w51", LIMIT, 0.0, fail)
+    assert conversation.messages == before
+    turn(conversation.answer, LINES[1])
+    other, turn = talking(chatting)
+    for said in LINES[:2]:
+        turn(other.answer, said)
+    assert conversation.messages == other.messages
+
+
 def test_turns_further_back_than_checkpoints_are_read_anew(chatting):
     conversation, turn = talking(chatting, checkpoints=2)
     for said in LINES:
