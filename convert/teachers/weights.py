@@ -8,7 +8,7 @@ tensors then become the mixer's (`io/mapping.py`).
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -141,15 +141,22 @@ def expand_templates(family: TeacherFamily, num_layers: int) -> dict[str, str | 
     return table
 
 
-def row_orders(family: TeacherFamily, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Tensor of the teacher -> the rows of its heads in their order in the hybrid, where that is another."""
-    width, planes = config.head_dim, config.rotary_planes
+def adjacent_rows(width: int, planes: int) -> tuple[int, ...]:
+    """Rows of a head that turns pairs of neighbours, in their order in the hybrid."""
+    return (*range(0, 2 * planes, 2), *range(1, 2 * planes, 2), *range(2 * planes, width))
+
+
+def distant_rows(width: int, planes: int) -> tuple[int, ...]:
+    """Rows of a head that turns pairs half a head apart, in their order in the hybrid."""
     half = width // 2
-    adjacent = (*range(0, 2 * planes, 2), *range(1, 2 * planes, 2), *range(2 * planes, width))
-    distant = (*range(planes), *range(half, half + planes), *range(planes, half), *range(half + planes, width))
+    return (*range(planes), *range(half, half + planes), *range(planes, half), *range(half + planes, width))
+
+
+def row_orders(family: TeacherFamily, config: PreTrainedConfig) -> dict[str, Callable[[int, int], tuple[int, ...]]]:
+    """Tensor of the teacher -> the function that orders the rows of its heads, where the hybrid has another order."""
     return {
         template.format(i=i): order
-        for templates, order in ((family.adjacent_pairs, adjacent), (family.distant_pairs, distant))
+        for templates, order in ((family.adjacent_pairs, adjacent_rows), (family.distant_pairs, distant_rows))
         for template in templates
         for i in range(config.num_hidden_layers)
         if config.rope_of(i) == "main"
@@ -204,6 +211,7 @@ class _Search:
         layers = config.num_hidden_layers
         self.family = family
         self.head_dim = config.head_dim
+        self.planes = config.rotary_planes
         self.shapes = shapes
         self.copied = copied
         self.table = expand_templates(family, layers)
@@ -253,7 +261,9 @@ class _Search:
             known, quantisation_fault(name, info) or _place(name, info, present, self.shapes, self.sources, of_head)
         )
         if known in self.orders and present[0] in self.sources:
-            self.sources[present[0]] = self.sources[present[0]].in_order(self.orders[known])
+            # only now: the tensor's shape has shown that a head is as wide as the configuration says
+            order = self.orders[known](self.head_dim, self.planes)
+            self.sources[present[0]] = self.sources[present[0]].in_order(order)
 
     def _note(self, known: str, faults: list[str]) -> None:
         """Note the faults of a tensor, if it has any."""

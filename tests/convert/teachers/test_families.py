@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -363,6 +364,19 @@ def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, save
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | {field: value}))
     with pytest.raises(ValueError, match=f"has {field} {value}, which a hybrid cannot follow"):
         convert(str(tmp_path / "in"), tmp_path / "out", align="none")
+
+
+@pytest.mark.parametrize("name", ["ministral3", "glm4"])
+def test_a_head_that_no_tensor_has_takes_no_memory(name, saved_teacher, tmp_path):
+    """The fuzz found a width of a billion, for which the rows of a head were listed before they were compared."""
+    shutil.copytree(saved_teacher(name), tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"head_dim": 2 * 10**6}))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="where the configuration says"):
+        plan_conversion(make_options(str(tmp_path / "in"), "out"))
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen2-mixed-window", "gemma3"])
