@@ -5,8 +5,8 @@
     checkpoint.restore(cache)               # as if it had not
 
 Windows, salient caches and states have a constant size and are copied. Keys and values that grow with the text, those
-of attention layers and kept heads, are not: going back cuts them to their former length. So a checkpoint takes as many
-bytes after any number of tokens, and is good for a cache that has gone on from it. A copy that stands for
+of attention layers and kept heads, are not: going back cuts them to their former length. So the size of a checkpoint
+does not depend on the number of tokens, and it is good for a cache that has gone on from it. A copy that stands for
 itself is `copy.deepcopy(cache)`, a file `torch.save(cache, path)`.
 """
 
@@ -37,7 +37,8 @@ class CacheCheckpoint:
         self.layers = [_saved(layer) for layer in cache.layers]
         self.seen_tokens = getattr(cache, "seen_tokens", None)
         self.name = uuid.uuid4().hex
-        # the cache names what it has gone on from: in a first layer, equal keys need not follow equal tokens
+        # the last key of a layer shows that the cache has gone on from here, but for the first layer's, which depends
+        # on its own token alone: so the cache also lists the checkpoints that it has passed
         cache.checkpoints = [*getattr(cache, "checkpoints", ()), self.name]
 
     def restore(self, cache: Cache) -> None:

@@ -39,7 +39,7 @@ class CompareOptions:
     on."""
     needle_rows: PositiveInt = 4
     """Number of texts in which needles, random tokens that are asked for at the end, are hidden at several distances;
-    26 give an error of 4 percentage points."""
+    with 26 the standard error is 4 percentage points."""
     speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
     """Numbers of tokens at which speed is measured, with commas between them."""
     ruler: tuple[PositiveInt, ...] = ()

@@ -230,6 +230,7 @@ def from_server(prompts: list[Prompt], known: Answers, arguments: SeqKDArguments
             pool.shutdown(cancel_futures=True)
     if failed is None:
         return
+    # those that were under way when one failed
     for done, i in asked.items():
         if not done.cancelled() and done.exception() is None:
             yield {i: done.result()}

@@ -26,7 +26,7 @@ def plain_tokens(vocabulary_size: int) -> range:
 
 def copy_probe(vocabulary: range, rows: int, length: int, seed: int) -> Probe:
     """`length` random tokens, then the same again; the second half, but for its first token, is to be recalled."""
-    first = random_tokens(vocabulary, rows, length, seed)
+    first = _random(vocabulary, rows, length, seed)
     answers = torch.zeros(rows, 2 * length, dtype=torch.bool)
     answers[:, length + 1 :] = True
     return Probe(torch.cat([first, first], 1), answers)
@@ -34,7 +34,7 @@ def copy_probe(vocabulary: range, rows: int, length: int, seed: int) -> Probe:
 
 def associative_probe(vocabulary: range, rows: int, pairs: int, seed: int) -> Probe:
     """Key and value tokens in pairs, then every key again in another order with its value: recall the values."""
-    tokens = random_tokens(vocabulary, rows, 2 * pairs, seed).view(rows, pairs, 2)
+    tokens = _random(vocabulary, rows, 2 * pairs, seed).view(rows, pairs, 2)
     order = torch.stack([torch.randperm(pairs, generator=_generator(seed + 1 + i)) for i in range(rows)])
     asked = tokens.gather(1, order[..., None].expand(-1, -1, 2)).flatten(1)
     answers = torch.zeros(rows, 4 * pairs, dtype=torch.bool)
@@ -50,7 +50,7 @@ def needle_probe(prose: torch.Tensor, vocabulary: range, seed: int, width: int =
         width: tokens of the needle. place: where it begins; an eighth of the way by default.
     """
     rows, length = prose.shape
-    needle = random_tokens(vocabulary, rows, width, seed)
+    needle = _random(vocabulary, rows, width, seed)
     ids = prose.clone()
     place = length // 8 if place is None else place
     ids[:, place : place + width] = needle
@@ -95,7 +95,7 @@ def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) 
         halvings = max(length // 4 // SHORTEST_NEEDLE, 1).bit_length()
         count = 2 ** int(torch.randint(halvings, (), generator=generator))
         width = length // 4 // count
-        needles = random_tokens(vocabulary, 1, count * width, seed + 1 + i).view(count, width)
+        needles = _random(vocabulary, 1, count * width, seed + 1 + i).view(count, width)
         stretch = (length - count * width) // count
         for j, needle in enumerate(needles):
             place = j * stretch + int(torch.randint(stretch - width + 1, (), generator=generator))
@@ -104,7 +104,7 @@ def with_needles(ids: torch.Tensor, share: float, vocabulary: range, seed: int) 
     return changed
 
 
-def random_tokens(vocabulary: range, rows: int, length: int, seed: int) -> torch.Tensor:
+def _random(vocabulary: range, rows: int, length: int, seed: int) -> torch.Tensor:
     """Tokens without repetition within a row where the vocabulary allows it."""
     if len(vocabulary) < length:
         return torch.randint(vocabulary.start, vocabulary.stop, (rows, length), generator=_generator(seed))

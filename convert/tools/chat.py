@@ -74,7 +74,7 @@ class Conversation:
                 return_dict_in_generate=True,
             )
         except BaseException:
-            self._forget()  # nobody knows how far the cache was read
+            self._forget()  # the cache may have been read on, no matter how far
             raise
         self.cache = made.past_key_values
         self.held = made.sequences[0, :-1].tolist()

@@ -42,7 +42,7 @@ def now() -> float:
 
 
 def read(engine, context: int, requests: int, seed: int) -> float:
-    """Begin requests that decode from then on; the seconds that their prompts take, others for each seed."""
+    """Begin requests that decode from then on; return the seconds that their prompts, drawn by the seed, take."""
     import torch
     from vllm import SamplingParams
 
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests; none: memory alone")
     parser.add_argument("--dtype", default="float32", help="type of the weights, and of the cache")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 halves the teacher's cache, and kept heads")
-    parser.add_argument("--prefix-caching", action="store_true", help="keep what prompts begin with")
+    parser.add_argument("--prefix-caching", action="store_true", help="turn on vLLM's prefix caching")
     parser.add_argument("--threads", type=int, default=1, help="threads of both models")
     args = parser.parse_args()
     if args.make:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from convert.fit.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens, random_tokens
+from convert.fit.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 from convert.fit.text import beginning_of_text
 
 from .metrics import Reader
@@ -82,16 +82,15 @@ def needles_probe(prose: torch.Tensor, vocabulary: range, distances: list[int], 
     Args:
         prose: (B, L) token ids of text, which needles and questions replace in place of L's own tokens.
     """
-    rows, length = prose.shape
     ids = prose.clone()
     answers = torch.zeros_like(ids, dtype=torch.bool)
+    first_question = prose.shape[1] - NEEDLE * len(distances)
     for i, distance in enumerate(distances):
-        needle = random_tokens(vocabulary, rows, NEEDLE, seed + i)
-        question = length - NEEDLE * (len(distances) - i)
-        place = question - distance
-        ids[:, place : place + NEEDLE] = needle
-        ids[:, question : question + NEEDLE] = needle
-        answers[:, question + NEEDLE // 2 : question + NEEDLE] = True
+        question = first_question + NEEDLE * i
+        end = question + NEEDLE
+        one = needle_probe(ids[:, :end], vocabulary, seed + i, NEEDLE, question - distance)
+        ids[:, :end] = one.ids
+        answers[:, :end] |= one.answers
     return Probe(ids, answers)
 
 

@@ -9,9 +9,9 @@ RETRIES = 5
 """Attempts of the client beside the first, with growing pauses, before a server counts as gone."""
 
 OWNERS = ("vllm", "sglang")
+"""Servers, as their lists of models name them, that sample by the teacher's generation_config.json."""
 PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Settings of sampling that servers of these owners otherwise take from the teacher's generation_config.json, and that
-other servers refuse."""
+"""Settings that switch off what these servers read there. Other servers refuse some of them."""
 
 
 class Server:
@@ -52,8 +52,8 @@ class Server:
         Raises:
             ValueError: the server is gone, or refuses the question.
         """
-        sampling = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        sampling["extra_body"] = self.plain
+        sampling = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
+                    "extra_body": self.plain}  # fmt: skip
         if isinstance(turns, str):
             choice = self._asked(self.client.completions.create, prompt=turns, **sampling).choices[0]
             return {"text": choice.text, "finished": choice.finish_reason == "stop"}

@@ -634,7 +634,7 @@ def test_a_damaged_configuration_is_not_said_to_be_the_tokenizers(teacher):
     check_one_line_error(run_as_is("generate", teacher, "--prompt", "w1"), f"{teacher}/config.json is not valid JSON")
 
 
-def test_a_model_that_is_nowhere(monkeypatch):
+def test_a_model_that_is_nowhere():
     check_one_line_error(
         run_as_is("generate", "nowhere/at-all", "--prompt", "w1"), "check the spelling, or the network"
     )

@@ -115,8 +115,8 @@ def test_answers_under_way_when_another_failed_are_kept(teacher, prompts, tmp_pa
 
 
 @needs_client
-def test_a_server_that_takes_a_teachers_own_settings_is_told_others(teacher, prompts, tmp_path):
-    """Greedy is greedy, without the penalties of a generation_config.json; others than vLLM may know no penalty."""
+def test_penalties_of_the_teacher_are_switched_off_where_the_server_has_them(teacher, prompts, tmp_path):
+    """vLLM reads them from generation_config.json; other servers may refuse the setting."""
     for owner, penalty in (("vllm", 1.0), ("someone", None)):
         with OpenAIServer(owner=owner) as server:
             answered(teacher, prompts, tmp_path / owner, server)

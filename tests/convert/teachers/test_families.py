@@ -375,8 +375,9 @@ def test_a_head_that_no_tensor_has_takes_no_memory(name, saved_teacher, tmp_path
     tracemalloc.start()
     with pytest.raises(ValueError, match="where the configuration says"):
         plan_conversion(make_options(str(tmp_path / "in"), "out"))
-    assert tracemalloc.get_traced_memory()[1] < 2**24
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert peak < 2**24  # the rows of one head alone are 16 MB
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen2-mixed-window", "gemma3"])
