@@ -27,32 +27,72 @@ from .ssd import requested_backend
 MIN_ROOM = 128
 
 
-class SoftmaxAttention(nn.Module):
-    """Grouped-query attention with the options of the supported teachers."""
+class TeacherAttention(nn.Module):
+    """The teacher's attention but for what its heads attend to: projections, norms, gates, learned sinks."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
         config = config.of_kind(config.layer_types[layer_idx])
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling, self.softcap = config.score_scale, config.attn_logit_softcapping
-        self.attention_dropout = config.attention_dropout
+        # transformers' attention functions read these two of a module
         self.is_causal = True
-        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
-        self.sliding_window = config.sliding_window if is_sliding else None
-        bits = config.window_bits if is_sliding else config.full_attention_bits
-        self.roundings = Rounding.of_pair(bits, self.head_dim, config.mixer_backend)
-        q_size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
+        self.num_key_value_groups = heads // kv_heads
+        self.scaling = config.score_scale
+        self.softcap = config.attn_logit_softcapping
+        q_size = heads * self.head_dim
+        kv_size = kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_out_bias)
-        self.q_norm, self.k_norm, self.v_norm = head_norms(config)
-        self.gate_proj = gate_projection(config)
-        self.sinks = learned_sinks(config)
+        norm = config.qk_norm, config.head_dim
+        self.q_norm = head_norm(*norm, heads, config.norm_eps, config.norm_unit_offset)
+        self.k_norm = head_norm(*norm, kv_heads, config.norm_eps, config.norm_unit_offset)
+        self.v_norm = self.gate_proj = self.sinks = None
+        if config.value_norm:
+            self.v_norm = nn.RMSNorm(config.head_dim, config.norm_eps, elementwise_affine=False)
+        if config.attention_gate:
+            self.gate_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
+        if config.learned_sinks:  # scores (H,) of attention to no token
+            self.sinks = nn.Parameter(torch.zeros(heads))
+
+    @property
+    def dropout(self) -> float:
+        """Share of attention's probabilities that is dropped: 0 outside of training."""
+        if self.training:
+            return self.config.attention_dropout
+        return 0.0
+
+    def project_heads(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Query (B, H, L, P), key and value (B, K, L, P) of hidden states (B, L, D), normed but not yet rotated."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape)
+        key = self.k_proj(hidden_states).view(shape)
+        value = self.v_proj(hidden_states).view(shape)
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        if self.v_norm is not None:
+            value = self.v_norm(value)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def head_gates(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Gates (B, L, H, P) on what the heads return."""
+        return torch.sigmoid(self.gate_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+
+
+class SoftmaxAttention(TeacherAttention):
+    """Grouped-query attention with the options of the supported teachers."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if is_sliding else None
+        bits = config.window_bits if is_sliding else config.full_attention_bits
+        self.roundings = Rounding.of_pair(bits, self.head_dim, config.mixer_backend)
 
     def forward(
         self,
@@ -63,7 +103,7 @@ class SoftmaxAttention(nn.Module):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, D) -> (B, L, D) and the probabilities (B, H, L, L) when the backend returns them."""
-        query, key, value = project_heads(self, hidden_states)
+        query, key, value = self.project_heads(hidden_states)
         query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         store = None
         if past_key_values is not None:
@@ -76,7 +116,7 @@ class SoftmaxAttention(nn.Module):
             key,
             value,
             attention_mask=attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=self.dropout,
             scaling=self.scaling,
             softcap=self.softcap,
             sinks=self.sinks,
@@ -84,37 +124,8 @@ class SoftmaxAttention(nn.Module):
             **kwargs,
         )
         if self.gate_proj is not None:
-            output = output * head_gates(self, hidden_states)
+            output = output * self.head_gates(hidden_states)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), probabilities
-
-
-def project_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Query (B, H, L, P), key and value (B, K, L, P) of hidden states (B, L, D), normed but not yet rotated.
-
-    Args:
-        attention: a module with q_proj, k_proj, v_proj, q_norm, k_norm, v_norm and head_dim.
-    """
-    shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
-    query = attention.q_proj(hidden_states).view(shape)
-    key = attention.k_proj(hidden_states).view(shape)
-    value = attention.v_proj(hidden_states).view(shape)
-    if attention.q_norm is not None:
-        query = attention.q_norm(query)
-        key = attention.k_norm(key)
-    if attention.v_norm is not None:
-        value = attention.v_norm(value)
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-
-def gate_projection(config) -> nn.Linear | None:
-    """The projection to a gate on what the heads return; None where the teacher has none."""
-    size = config.num_attention_heads * config.head_dim
-    return nn.Linear(config.hidden_size, size, bias=config.attention_bias) if config.attention_gate else None
-
-
-def learned_sinks(config) -> nn.Parameter | None:
-    """A score of each head that attention to no token has; None where the teacher has none."""
-    return nn.Parameter(torch.zeros(config.num_attention_heads)) if config.learned_sinks else None
 
 
 def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -123,11 +134,6 @@ def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Ten
         return scores.softmax(-1)
     learned = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, learned], dim=-1).softmax(-1)[..., :-1]
-
-
-def head_gates(attention: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Gates (B, L, H, P) on what the heads return."""
-    return torch.sigmoid(attention.gate_proj(hidden_states)).unflatten(-1, (-1, attention.head_dim))
 
 
 DECODED = 2**27
@@ -292,14 +298,6 @@ def attend_beside_sinks(
         scores = scores + attention_mask
     weights = nn.functional.dropout(probabilities(scores, s_aux), p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-def head_norms(config) -> list[nn.Module | None]:
-    """The norms on queries, on keys and on values, each a module or None."""
-    heads = config.num_attention_heads, config.num_key_value_heads
-    norms = [head_norm(config.qk_norm, config.head_dim, n, config.norm_eps, config.norm_unit_offset) for n in heads]
-    of_values = nn.RMSNorm(config.head_dim, config.norm_eps, elementwise_affine=False) if config.value_norm else None
-    return [*norms, of_values]
 
 
 def score_options(softcap: float | None, sinks: torch.Tensor | None) -> dict[str, Any]:

@@ -57,15 +57,11 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .attention import (
     FUSED_ON_CPU,
+    TeacherAttention,
     append_keys,
     attend_rounded,
     fuses_on_cpu,
-    gate_projection,
-    head_gates,
-    head_norms,
     hiding,
-    learned_sinks,
-    project_heads,
 )
 from .block_layout import Blocks, Layout
 from .cpu_kernels import can_run_on_cpu, mix_one_on_cpu
@@ -189,7 +185,7 @@ def theory_mass(config, layer: int) -> torch.Tensor:
     return mass
 
 
-class HybridAttention(nn.Module):
+class HybridAttention(TeacherAttention):
     """A hybrid layer; the module's docstring has its equations.
 
     Parameters beside the teacher's: salience (D,), a buffer, since no gradient reaches it; mass (H', 2 + F' + F);
@@ -197,26 +193,10 @@ class HybridAttention(nn.Module):
     """
 
     def __init__(self, config, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+        super().__init__(config, layer_idx)
         self.shape = BlockShape.of(config, layer_idx)
-        heads = config.num_attention_heads
         kv_heads = config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.shared = heads // kv_heads
-        # transformers' attention functions read these two of a module
-        self.is_causal = True
-        self.num_key_value_groups = self.shared
-        self.scaling = config.score_scale
-        self.softcap = config.attn_logit_softcapping
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_out_bias)
-        self.q_norm, self.k_norm, self.v_norm = head_norms(config)
-        self.gate_proj = gate_projection(config)
-        self.sinks = learned_sinks(config)
+        self.shared = self.num_key_value_groups
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.mixer_backend)
@@ -229,13 +209,6 @@ class HybridAttention(nn.Module):
             if rank:
                 self.down = nn.Linear(features, rank, bias=False)
                 self.up = nn.Linear(rank, config.hidden_size, bias=False)
-
-    @property
-    def dropout(self) -> float:
-        """Share of attention's probabilities that is dropped: 0 outside of training."""
-        if self.training:
-            return self.config.attention_dropout
-        return 0.0
 
     def forward(
         self,
@@ -265,7 +238,7 @@ class HybridAttention(nn.Module):
 
     def project(self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs) -> Projected:
         """Queries, keys and values of hidden states (B, L, D)."""
-        query, key, value = project_heads(self, hidden_states)
+        query, key, value = self.project_heads(hidden_states)
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = rotate_queries(query, inputs.sink_rotary)
@@ -348,7 +321,7 @@ class HybridAttention(nn.Module):
         """
         if self.gate_proj is None:
             return output, of_kept, features
-        gates = head_gates(self, hidden_states).transpose(1, 2)
+        gates = self.head_gates(hidden_states).transpose(1, 2)
         of_windowed = _of_heads(gates, self.windowed, self.shared).transpose(1, 2)
         if of_kept is not None:
             of_kept = of_kept * _of_heads(gates, self.kept, self.shared).transpose(1, 2)

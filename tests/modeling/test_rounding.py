@@ -5,7 +5,6 @@ import torch
 from transformers import StaticCache
 
 from modeling_llamba import attention
-from modeling_llamba.attention import project_heads
 from modeling_llamba.hybrid_config import CACHE_BITS
 from modeling_llamba.naive import _rounded
 from modeling_llamba.rotary import rotate_keys, rotate_queries
@@ -85,7 +84,7 @@ def test_softmax_attention_against_each_token_written_out(index, window, bits):
     layer.register_forward_hook(lambda module, arguments, output: calls.append((*arguments[:2], output[0])))
     model(random_ids(1, 30))
     ((hidden_states, rotary, output),) = calls
-    query, key, value = project_heads(layer, hidden_states)
+    query, key, value = layer.project_heads(hidden_states)
     query, key = rotate_queries(query, rotary)[0], rotate_keys(key, rotary)[0]
     held = [
         torch.stack([torch.stack([_rounded(vector, of) for vector in head]) for head in vectors])
