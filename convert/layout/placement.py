@@ -208,7 +208,7 @@ def _pair(bits: int | list[int]) -> tuple[int, int]:
     return keys, values
 
 
-Undecided = Literal["layers", "heads", "windows"]
+Undecided = Literal["layers", "heads", "windows", "bits"]
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Decision:
 
     @property
     def needs_scores(self) -> bool:
-        """True if scores would choose other layers, heads or windows."""
+        """True if scores would choose other layers, heads, windows or bits."""
         return bool(self.undecided)
 
 

@@ -1,5 +1,6 @@
 """Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,19 +48,41 @@ def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decisi
 
 
 def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
-    """Choose layers, heads and windows together."""
+    """Choose layers, heads, windows and bits together."""
     undecided: tuple[Undecided, ...] = ()
     ranked: list[KVHead] = []
     if budget.resolved.num_heads != 0:
         ranked = _ranked(budget, aligner)
         undecided = ("heads",)
-    placement = budget.placement([pair for pair in ranked if pair not in budget.given_heads])
-    fitted = placement.hybrid is not None and placement.hybrid.state
-    if fitted and budget.resolved.window is None:
+    ranked = [pair for pair in ranked if pair not in budget.given_heads]
+    placement = budget.placement(ranked)
+    if placement.hybrid is None or not placement.hybrid.state:
+        return Decision(placement, undecided)
+    placements = [placement]
+    if budget.resolved.window is None:
         undecided = (*undecided, "windows")
-        if aligner is not None:
-            placement = _spread(placement, budget, aligner)
+    if (rounded_more := _with_fewer_bits(placement, ranked, budget)) is not None:
+        undecided = (*undecided, "bits")
+        placements.append(rounded_more)
+    if aligner is not None and {"windows", "bits"}.intersection(undecided):
+        placement = _of_least_error(placements, budget, aligner)
     return Decision(placement, undecided)
+
+
+def _with_fewer_bits(placement: Placement, ranked: list[KVHead], budget: Budget) -> Placement | None:
+    """Return the placement within the same budget if full attention has fewer bits; None if that is not to be tried.
+
+    The errors of layers that keep all of their attention are not measured, so they must have the same bits in both.
+    """
+    fewer_bits = budget.resolved.fewer_bits
+    if fewer_bits is None:
+        return None
+    other = dataclasses.replace(budget, resolved=dataclasses.replace(budget.resolved, bits=fewer_bits))
+    rounded_more = other.placement(ranked)
+    bounded = set(budget.resolved.bounded)
+    if any(bounded.symmetric_difference(of.attention_layers) for of in (placement, rounded_more)):
+        return None
+    return rounded_more if rounded_more.full_heads else None
 
 
 def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
@@ -124,15 +147,25 @@ def with_mean_rank(placement: Placement, config: PreTrainedConfig, resolved: Res
     return placement.with_ranks(dict.fromkeys(placement.windows, rank))
 
 
-def _spread(placement: Placement, budget: Budget, aligner: "Aligner") -> Placement:
-    """Give layers with a larger error a wider window, within the same total."""
-    from .layer_costs import layer_errors, spread_windows
+def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Aligner") -> Placement:
+    """Return the placement whose layers have the least sum of errors, once layers with a larger error have a wider
+    window, within the same total."""
+    from .layer_costs import errors_at, layer_errors, spread_windows
 
-    errors = layer_errors(aligner, placement)
-    aligner.report["window_errors"] = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
-    heads = budget.windowed_heads(placement)
-    columns = budget.columns(placement)
-    return placement.with_windows(spread_windows(columns, errors, heads, budget.longest_window, budget.block))
+    aligner.report["layer_errors"] = report = []
+    found = []
+    for placement in placements:
+        errors = layer_errors(aligner, placement)
+        if budget.resolved.window is None:
+            heads = budget.windowed_heads(placement)
+            columns = budget.columns(placement)
+            windows = spread_windows(columns, errors, heads, budget.longest_window, budget.block)
+            errors = errors_at(windows, errors, placement.windows)
+            placement = placement.with_windows(windows)
+        shown = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
+        report.append(placement.bits.config_fields() | {"errors": shown})
+        found.append((sum(errors.values()), placement))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _ranked(budget: Budget, aligner: "Aligner | None") -> list[KVHead]:

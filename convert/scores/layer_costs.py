@@ -176,6 +176,11 @@ def cheapest_by_kl(
     return gone, alone
 
 
+def errors_at(windows: dict[int, int], errors: dict[int, float], before: dict[int, int]) -> dict[int, float]:
+    """Estimate each layer's error with a window of another width from that with the one before."""
+    return {layer: error * (windows[layer] / before[layer]) ** -POWER for layer, error in errors.items()}
+
+
 def spread_windows(
     columns: int, errors: dict[int, float], heads: dict[int, int], longest: int, block: int
 ) -> dict[int, int]:

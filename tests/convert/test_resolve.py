@@ -88,15 +88,17 @@ def test_the_cache_is_counted_in_bytes(saved_teacher):
         assert ("its own windows" in resolved(folder).reasons["cache_bytes"]) == bool(own)
 
 
-def test_keys_have_fewer_bits_in_a_small_cache(saved_teacher):
+def test_bits_are_open_where_errors_can_choose_them(saved_teacher):
     folder = saved_teacher("llama-mqa-wide-heads")
-    whole, _ = cache_bytes(plan_conversion(make_options(str(folder), "o", attention_layers="all")).config, 4096)
-    for cache, keys in ((0.05, 4), (str(whole // 20), 4), (0.06, 6), (str(whole // 16), 6), (None, 6)):
-        options = {} if cache is None else {"cache": cache}
+    for options in ({}, {"cache": 0.05}, {"cache": 0.05, "mixer": "none"}, {"cache": 0.05, "attention_layers": [1]}):
         found = resolved(folder, **options)
-        assert found.bits == CacheBits((keys, 4), (8, 8)), cache
-        assert ("so small a cache" in found.reasons["bits"]) == (keys == 4)
-    assert resolved(folder, cache=0.05, bits=8).bits == CacheBits((8, 8), (8, 8))
+        assert found.bits == CacheBits((6, 4), (8, 8))
+        is_open = not options.keys() & {"mixer", "attention_layers"}
+        assert found.fewer_bits == (CacheBits((4, 4), (8, 8)) if is_open else None)
+        assert ("smaller errors" in found.reasons["bits"]) == is_open
+        assert (found.decided()["bits"]["value"] is None) == is_open
+    found = resolved(folder, cache=0.05, bits=8)
+    assert (found.bits, found.fewer_bits) == (CacheBits((8, 8), (8, 8)), None)
 
 
 def test_a_teachers_configuration_stays_as_it_was_read(saved_teacher, tmp_path):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from convert.options import evicted_tokens, make_options
 from convert.pipeline import run
 from convert.plan import describe, make_plan
 from convert.resolve import resolve
+from convert.scores import decide, layer_costs
 from convert.scores.budget import LONG_SEQUENCE, WIDE, Budget, lengthen_sequences
 from convert.scores.decide import decide_placement
 from convert.scores.layer_costs import POWER, spread_windows
@@ -310,6 +312,64 @@ def test_windows_of_layers_with_fewer_heads_cost_less(block, columns):
     assert spent <= columns
     assert all(width == 320 or spent + block * heads[layer] > columns for layer, width in windows.items())
     assert windows[0] >= windows[1]
+
+
+EVENLY = [(layer, kv) for kv in range(SHAPE[1]) for layer in range(SHAPE[0])]
+NEVER_WHOLE = EVENLY[: SHAPE[0]]
+
+
+@pytest.mark.parametrize("better", [(6, 4), (4, 4)])
+@pytest.mark.parametrize("window", [None, 32])
+def test_bits_are_those_of_the_smaller_errors(better, window, saved_teacher, monkeypatch):
+    """Within one budget: fewer bits leave room for more heads, or else for wider windows."""
+    monkeypatch.setattr(decide, "_ranked", lambda *args: NEVER_WHOLE)
+    measured = []
+
+    def layer_errors(aligner, placement):
+        measured.append(placement)
+        return dict.fromkeys(placement.windows, 1.0 if placement.bits.full == better else 1.2)
+
+    monkeypatch.setattr(layer_costs, "layer_errors", layer_errors)
+    options = dict(cache=0.4) if window is None else dict(cache=0.3, window=window)
+    spent = budget(saved_teacher("qwen3"), sequence_length=128, **options)
+    aligner = SimpleNamespace(report={})
+    placement = decide_placement(spent, aligner).placement
+    assert placement.bits == CacheBits(better, (8, 8))
+    assert [of.bits.full for of in measured] == [(6, 4), (4, 4)]
+    heads, columns = ([size(of) for of in measured] for size in (lambda p: len(p.full_heads), spent.columns))
+    assert heads[1] > heads[0] or columns[1] > columns[0]
+    for of in (*measured, placement):
+        assert cache_bytes(hybrid_config(spent.weights, of, spent.resolved.mixer), CONTEXT)[1] <= spent.nbytes
+    assert [entry["full_attention_bits"] for entry in aligner.report["layer_errors"]] == [[6, 4], 4]
+    shown = decide_placement(spent)
+    assert "bits" in shown.undecided
+    assert shown.placement.bits == CacheBits((6, 4), (8, 8))
+
+
+@pytest.mark.parametrize(
+    "said, ranked",
+    [
+        (dict(bits=8), NEVER_WHOLE),
+        (dict(mixer="none"), NEVER_WHOLE),
+        (dict(attention_layers=[2]), NEVER_WHOLE),
+        ({}, [(0, 0), (0, 1), (1, 0)]),  # layer 0 keeps all of its attention, whose error is not measured
+    ],
+)
+def test_bits_are_not_chosen_by_errors_that_are_not_measured(said, ranked, saved_teacher, monkeypatch):
+    monkeypatch.setattr(decide, "_ranked", lambda *args: ranked)
+    decision = decide_placement(budget(saved_teacher("qwen3"), sequence_length=128, **dict(cache=0.4) | said))
+    assert decision.placement.full_heads
+    assert "bits" not in decision.undecided
+    assert decision.placement.bits.full == ((8, 8) if said == dict(bits=8) else (6, 4))
+
+
+def test_a_conversion_records_the_errors_that_chose_its_bits(saved_teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(decide, "_ranked", lambda *args: NEVER_WHOLE)
+    plan = convert(str(saved_teacher("qwen3")), tmp_path / "out", **SEARCH)
+    found = json.loads((tmp_path / "out" / "alignment.json").read_text())["layer_errors"]
+    sums = {str(entry["full_attention_bits"]): sum(entry["errors"].values()) for entry in found}
+    assert sums.keys() == {"[6, 4]", "4"}
+    assert str(plan.config.full_attention_bits) == min(sums, key=sums.get)
 
 
 def test_a_budget_reads_longer_sequences(saved_teacher, monkeypatch):
