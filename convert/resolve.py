@@ -30,8 +30,8 @@ BLOCK = 16
 FULL_BITS, WINDOW_BITS = (6, 4), 8
 """Bits of keys and of values in full attention, and of both in windows, if a budget decides. Far keys need more than
 values, and near tokens more than far ones (docs/results/bits.md)."""
-FEWER_FULL_BITS = (4, 4)
-"""Bits in full attention that leave room for more heads, tried as well if scores are computed."""
+OTHER_FULL_BITS = (4, 4), (8, 4), (8, 8)
+"""Bits in full attention that a run compares with FULL_BITS by the errors of the layers."""
 SHARE = 0.5
 """Share of the layers that keep attention if the user gives neither layers nor a share."""
 
@@ -71,8 +71,8 @@ class Resolved:
     """Mean rank of the output maps; None if it is as high as a share of the teacher's weights allows."""
     bits: CacheBits
     """Bits of a number in the cache."""
-    fewer_bits: CacheBits | None
-    """Bits that are used instead if the layers' errors are smaller with them; None if there is nothing to choose."""
+    other_bits: tuple[CacheBits, ...]
+    """Bits that are used instead if the layers' errors are smaller with them; empty if there is nothing to choose."""
     mixer: dict[str, Any]
     """Fields of the hybrid's configuration that say what the mixers are."""
     initial_decay: float
@@ -116,7 +116,7 @@ class Resolved:
         """Return the values that the user did not give, each with its reason, as plain data."""
         values = vars(self) | self.mixer
         values |= {"sequence_length": self.sequence_length, "dtype": str(self.dtype).removeprefix("torch.")}
-        values |= {"bits": str(self.bits) if self.fewer_bits is None else None}
+        values |= {"bits": None if self.other_bits else str(self.bits)}
         return {name: {"value": values[name], "reason": reason} for name, reason in self.reasons.items()}
 
 
@@ -143,7 +143,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
     heads, num_heads = _kept_heads(options, weights, own)
     alignment = dataclasses.replace(options.alignment, sequence_length=options.sequence_length)
     rank = placement.rank
-    bits, fewer_bits = _bits(options, choice, config)
+    bits, other_bits = _bits(options, choice, config)
     if rank is None and alignment.method == "none":
         rank = 0
     resolved = Resolved(
@@ -162,7 +162,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
         salient=options.salient,
         rank=rank,
         bits=bits,
-        fewer_bits=fewer_bits,
+        other_bits=other_bits,
         mixer=mixer_fields(config, options.mixer),
         initial_decay=options.mixer.initial_decay,
         export_ready=options.mixer.export_ready,
@@ -241,20 +241,20 @@ def refuse_heads_of(bounded: Collection[int], heads: Heads) -> None:
         )
 
 
-def _bits(options: ConversionOptions, choice: str, config: PreTrainedConfig) -> tuple[CacheBits, CacheBits | None]:
-    """Return `bits` and `fewer_bits` of `Resolved`: few if a budget decides the contents of the cache."""
+def _bits(
+    options: ConversionOptions, choice: str, config: PreTrainedConfig
+) -> tuple[CacheBits, tuple[CacheBits, ...]]:
+    """Return `bits` and `other_bits` of `Resolved`: few if a budget decides the contents of the cache."""
     asked = options.placement.bits
     if asked is not None:
-        return CacheBits((asked, asked), (asked, asked)), None
+        return CacheBits((asked, asked), (asked, asked)), ()
     if choice != "budget":
-        return CacheBits(), None
+        return CacheBits(), ()
     head_dim = math.gcd(*config.head_widths)
     bits = few_bits(head_dim)
-    # errors are compared in layers with a state alone, not in those that keep all of their attention
-    measured = options.mixer.kind != "none" and not options.names_layers
-    if bits.full != FULL_BITS or not measured:
-        return bits, None
-    return bits, few_bits(head_dim, FEWER_FULL_BITS)
+    if bits.full != FULL_BITS or options.mixer.kind == "none":
+        return bits, ()
+    return bits, tuple(few_bits(head_dim, full) for full in OTHER_FULL_BITS)
 
 
 def few_bits(head_dim: int, full: tuple[int, int] = FULL_BITS) -> CacheBits:
@@ -341,7 +341,7 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
         reasons["choice"] = "layers, heads and windows are chosen together within the cache"
         if placement.bits is None:
             reasons["bits"] = "far keys need more than values, near tokens more than far ones"
-            if resolved.fewer_bits is not None:
+            if resolved.other_bits:
                 reasons["bits"] = "exact keys, or room for more heads and tokens, whichever leaves the smaller errors"
     if resolved.share is not None and placement.attention_layers is None:
         reasons["share"] = "half of the layers by default, since neither layers nor a share was given"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from modeling_llamba.hybrid_attention import HybridAttention
 
@@ -137,7 +136,7 @@ def on_host(t: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def held_out_error(mixer: nn.Module, data: LayerData) -> torch.Tensor:
+def held_out_error(mixer: Callable, data: LayerData) -> torch.Tensor:
     """||mixer(u) - y||^2 / ||y||^2 over the sequences kept out of the fit, of a hybrid layer behind its window; one
     number, on the device."""
     error = 0.0

@@ -1,5 +1,6 @@
 """Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -56,33 +57,35 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
         undecided = ("heads",)
     ranked = [pair for pair in ranked if pair not in budget.given_heads]
     placement = budget.placement(ranked)
-    if placement.hybrid is None or not placement.hybrid.state:
+    if not budget.resolved.has_state:
         return Decision(placement, undecided)
-    placements = [placement]
-    if budget.resolved.window is None:
+    placements = [placement, *_in_other_bits(placement, ranked, budget)]
+    if budget.resolved.window is None and placement.windows:
         undecided = (*undecided, "windows")
-    if (rounded_more := _with_fewer_bits(placement, ranked, budget)) is not None:
+    if len(placements) > 1:
         undecided = (*undecided, "bits")
-        placements.append(rounded_more)
     if aligner is not None and {"windows", "bits"}.intersection(undecided):
         placement = _of_least_error(placements, budget, aligner)
     return Decision(placement, undecided)
 
 
-def _with_fewer_bits(placement: Placement, ranked: list[KVHead], budget: Budget) -> Placement | None:
-    """Return the placement within the same budget if full attention has fewer bits; None if that is not to be tried.
+def _in_other_bits(placement: Placement, ranked: list[KVHead], budget: Budget) -> list[Placement]:
+    """Return the placements within the same budget if full attention has other bits.
 
-    The errors of layers that keep all of their attention are not measured, so they must have the same bits in both.
+    More bits are tried only if layers keep all of their attention, where rounding is the only error; elsewhere they
+    never had the smaller errors (docs/results/bits.md).
     """
-    fewer_bits = budget.resolved.fewer_bits
-    if fewer_bits is None:
-        return None
-    other = dataclasses.replace(budget, resolved=dataclasses.replace(budget.resolved, bits=fewer_bits))
-    rounded_more = other.placement(ranked)
-    bounded = set(budget.resolved.bounded)
-    if any(bounded.symmetric_difference(of.attention_layers) for of in (placement, rounded_more)):
-        return None
-    return rounded_more if rounded_more.full_heads else None
+    resolved = budget.resolved
+    is_whole = bool(set(placement.attention_layers).difference(resolved.bounded))
+    if not is_whole and not placement.full_heads:
+        return []
+    found = []
+    for bits in resolved.other_bits:
+        if is_whole or bits.full < resolved.bits.full:
+            other = dataclasses.replace(budget, resolved=dataclasses.replace(resolved, bits=bits))
+            with contextlib.suppress(ValueError):  # heads that the user gave may not fit in more bits
+                found.append(other.placement(ranked))
+    return found
 
 
 def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
@@ -154,13 +157,13 @@ def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Align
 
     aligner.report["layer_errors"] = report = []
     found = []
-    for placement in placements:
-        errors = layer_errors(aligner, placement)
-        if budget.resolved.window is None:
+    for placement, errors in zip(placements, layer_errors(aligner, placements), strict=True):
+        if budget.resolved.window is None and placement.windows:
             heads = budget.windowed_heads(placement)
             columns = budget.columns(placement)
-            windows = spread_windows(columns, errors, heads, budget.longest_window, budget.block)
-            errors = errors_at(windows, errors, placement.windows)
+            by_layer = {layer: errors[layer] for layer in placement.windows}
+            windows = spread_windows(columns, by_layer, heads, budget.longest_window, budget.block)
+            errors |= errors_at(windows, by_layer, placement.windows)
             placement = placement.with_windows(windows)
         shown = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
         report.append(placement.bits.config_fields() | {"errors": shown})

@@ -11,12 +11,15 @@ everything after it, so the divergence of the whole model is measured (figures: 
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from modeling_llamba.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid_model import finish_logits
+from modeling_llamba.rotary import Rotary
+from modeling_llamba.rounding import WHOLE, Rounding
 
 from ..fit.activations import ActivationStream
 from ..fit.aligner import Aligner
@@ -27,7 +30,7 @@ from ..fit.layer_data import LayerData, Pieces, held_out_error
 from ..fit.probes import Probe, copy_probe, plain_tokens
 from ..fit.teacher_model import TeacherModel, replaced
 from ..io.writer import Progress
-from ..layout.config import mixer_fields
+from ..layout.config import hybrid_config, mixer_fields
 from ..layout.placement import Hybrid, Mixer, Placement, everywhere
 from ..options import SALIENT, MixerOptions, PlacementOptions, parse_size
 from ..resolve import block_of
@@ -51,31 +54,41 @@ STEPS = 16
 
 
 @torch.no_grad()
-def layer_errors(aligner: Aligner, placement: Placement, mixer: dict[str, Any] | None = None) -> dict[int, float]:
-    """Return the relative squared error of each hybrid layer under this placement before a fit, on held-out rows.
+def layer_errors(
+    aligner: Aligner, placements: Sequence[Placement], mixer: dict[str, Any] | None = None
+) -> list[dict[int, float]]:
+    """Return the relative squared errors of layers under each placement before a fit, on held-out rows.
 
-    The mass is that of keys that are all alike (`theory_mass`), and there is no output map. The error after a fit is
-    roughly in proportion, but takes ten times as long to find.
+    They are those of hybrid layers and of layers that keep full attention in few bits. The mass is that of keys that
+    are all alike (`theory_mass`), and there is no output map. The error after a fit is roughly in proportion, but
+    takes ten times as long to find.
 
     Args:
         mixer: fields of the mixers' configuration; by default those of the conversion.
     """
-    aligner.follow(placement, mixer)
+    configs = [hybrid_config(aligner.weights, of, mixer or aligner.resolved.mixer) for of in placements]
     memory = parse_size(aligner.resolved.alignment.activation_memory)
     rows = aligner.ids[-ROWS:]
     if not aligner.resolved.has_windows:  # with windows the aligner's rows ask for recall already
         rows = aligner.with_recall(rows)
-    errors = {}
+    errors: list[dict[int, float]] = [{} for _ in placements]
     pieces = Pieces()
-    layers = range(max(placement.windows) + 1)
+    layers = range(aligner.model.num_layers)
     # one half of the rows is for the fit of the salience, the other to measure on
     with contextlib.closing(ActivationStream(aligner.model, rows, len(rows) // 2, memory, aligner.work)) as stream:
         for layer in layers:
             aligner.progress("measuring layers", layer, len(layers))
             data = stream.attention_data(layer)
-            if layer in placement.windows:
-                measured = functools.partial(_error_before_fit, aligner.model.mixer(layer), data)
-                errors[layer], pieces = within_memory(measured, pieces)
+            for config, of_placement in zip(configs, errors, strict=True):
+                if config.layer_types[layer] == "hybrid":
+                    aligner.model.follow(config)
+                    measured = functools.partial(_error_before_fit, aligner.model.mixer(layer), data)
+                elif config.layer_types[layer] == "full_attention" and config.full_attention_bits != WHOLE:
+                    roundings = Rounding.of_pair(config.full_attention_bits, config.head_dim)
+                    measured = functools.partial(_error_of_rounding, aligner.model, layer, roundings, data)
+                else:
+                    continue
+                of_placement[layer], pieces = within_memory(measured, pieces)
     aligner.progress("measuring layers", len(layers), len(layers))
     return errors
 
@@ -87,6 +100,24 @@ def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -
         inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
         fit_salience(layer, inputs, data.rotary, pieces.queries)
     return held_out_error(layer, data).item()
+
+
+def _error_of_rounding(
+    teacher: TeacherModel, layer: int, roundings: tuple[Rounding, Rounding], data: LayerData, pieces: Pieces
+) -> float:
+    """Return the held-out error of the teacher's attention where keys and values are rounded."""
+    attention = teacher.block(layer).attention
+    exact = attention.roundings
+
+    def attend(u: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        masks = teacher.block_inputs(u)["masks"]
+        return attention(u, rotary, masks[teacher.config.layer_types[layer]])[0]
+
+    try:
+        attention.roundings = roundings
+        return held_out_error(attend, dataclasses.replace(data, pieces=pieces)).item()
+    finally:
+        attention.roundings = exact
 
 
 def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:
@@ -106,7 +137,7 @@ def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:
         window = min(WINDOW, quarter)
         beside = Hybrid(window, block_of(window), PlacementOptions.sinks, salient=min(SALIENT, quarter))
         placement = everywhere(beside, len(layers)).keeping(resolved.bounded)
-        errors = layer_errors(aligner, placement, mixer_fields(aligner.weights.config, MixerOptions()))
+        (errors,) = layer_errors(aligner, [placement], mixer_fields(aligner.weights.config, MixerOptions()))
         # on text the heads that look up distant tokens seldom show
         scores = retrieval_scores(aligner.model, aligner.ids, resolved.seed, aligner.progress).mean(1).tolist()
         costs = {layer: error + LOOKING_UP * scores[layer] for layer, error in errors.items()}

@@ -93,12 +93,12 @@ def test_bits_are_open_where_errors_can_choose_them(saved_teacher):
     for options in ({}, {"cache": 0.05}, {"cache": 0.05, "mixer": "none"}, {"cache": 0.05, "attention_layers": [1]}):
         found = resolved(folder, **options)
         assert found.bits == CacheBits((6, 4), (8, 8))
-        is_open = not options.keys() & {"mixer", "attention_layers"}
-        assert found.fewer_bits == (CacheBits((4, 4), (8, 8)) if is_open else None)
+        is_open = "mixer" not in options
+        assert bool(found.other_bits) == is_open
         assert ("smaller errors" in found.reasons["bits"]) == is_open
         assert (found.decided()["bits"]["value"] is None) == is_open
     found = resolved(folder, cache=0.05, bits=8)
-    assert (found.bits, found.fewer_bits) == (CacheBits((8, 8), (8, 8)), None)
+    assert (found.bits, found.other_bits) == (CacheBits((8, 8), (8, 8)), ())
 
 
 def test_a_teachers_configuration_stays_as_it_was_read(saved_teacher, tmp_path):

@@ -160,7 +160,7 @@ def test_scores_are_taken_in_smaller_pieces(teacher, monkeypatch):
             aligner.model.whole()
             torch.cuda.reset_peak_memory_stats()
             device.books[0].limit = found["peak of layers"] - lower if lower else 2**33
-            errors = layer_costs.layer_errors(aligner, placement)
+            (errors,) = layer_costs.layer_errors(aligner, [placement])
         if not lower:
             found["peak of layers"] = device.peak()
         found[name] = heads, torch.tensor(list(errors.values()))

@@ -325,9 +325,9 @@ def test_bits_are_those_of_the_smaller_errors(better, window, saved_teacher, mon
     monkeypatch.setattr(decide, "_ranked", lambda *args: NEVER_WHOLE)
     measured = []
 
-    def layer_errors(aligner, placement):
-        measured.append(placement)
-        return dict.fromkeys(placement.windows, 1.0 if placement.bits.full == better else 1.2)
+    def layer_errors(aligner, placements):
+        measured.extend(placements)
+        return [dict.fromkeys(of.windows, 1.0 if of.bits.full == better else 1.2) for of in placements]
 
     monkeypatch.setattr(layer_costs, "layer_errors", layer_errors)
     options = dict(cache=0.4) if window is None else dict(cache=0.3, window=window)
@@ -347,20 +347,42 @@ def test_bits_are_those_of_the_smaller_errors(better, window, saved_teacher, mon
 
 
 @pytest.mark.parametrize(
-    "said, ranked",
+    "said, ranked, tried",
     [
-        (dict(bits=8), NEVER_WHOLE),
-        (dict(mixer="none"), NEVER_WHOLE),
-        (dict(attention_layers=[2]), NEVER_WHOLE),
-        ({}, [(0, 0), (0, 1), (1, 0)]),  # layer 0 keeps all of its attention, whose error is not measured
+        (dict(bits=8), NEVER_WHOLE, []),
+        (dict(mixer="none"), NEVER_WHOLE, []),
+        (dict(attention_heads=0), [], []),
+        ({}, NEVER_WHOLE, [(4, 4)]),
+        ({}, [(0, 0), (0, 1), (1, 0)], [(4, 4), (8, 4), (8, 8)]),  # layer 0 keeps all of its attention
+        (dict(attention_layers=[2], attention_heads="1:0", window=32, cache=0.25), [], [(4, 4), (8, 4)]),
     ],
 )
-def test_bits_are_not_chosen_by_errors_that_are_not_measured(said, ranked, saved_teacher, monkeypatch):
+def test_more_bits_are_tried_where_rounding_is_the_only_error(said, ranked, tried, saved_teacher, monkeypatch):
     monkeypatch.setattr(decide, "_ranked", lambda *args: ranked)
-    decision = decide_placement(budget(saved_teacher("qwen3"), sequence_length=128, **dict(cache=0.4) | said))
-    assert decision.placement.full_heads
-    assert "bits" not in decision.undecided
-    assert decision.placement.bits.full == ((8, 8) if said == dict(bits=8) else (6, 4))
+    measured = []
+    monkeypatch.setattr(layer_costs, "layer_errors", lambda aligner, of: measured.extend(of) or [{0: 1.0}] * len(of))
+    options = dict(cache=0.4) | said
+    spent = budget(saved_teacher("qwen3"), sequence_length=128, **options)
+    assert ("bits" in decide_placement(spent).undecided) == bool(tried)
+    if tried:  # with windows of one width these are not spread, which takes errors
+        fixed = dataclasses.replace(spent, resolved=dataclasses.replace(spent.resolved, window=32))
+        decide_placement(fixed, SimpleNamespace(report={}))
+        assert [of.bits.full for of in measured[1:]] == tried
+
+
+def test_the_error_of_rounding_is_that_of_the_layer(saved_teacher):
+    """More bits, less error; layers with a window in the teacher are not measured."""
+    spent = budget(saved_teacher("gemma3"), text="sampled", tokens=320, sequence_length=32)
+    aligner = Aligner(spent.weights, spent.resolved)
+    aligner.ids = random_ids(8, 32)
+    teacher = everywhere(Attention(), SHAPE[0])
+    placements = [dataclasses.replace(teacher, bits=CacheBits(full, (8, 8))) for full in ((4, 4), (8, 4), (8, 8))]
+    found = layer_costs.layer_errors(aligner, [teacher, *placements])
+    whole = [i for i, kind in enumerate(spent.weights.config.layer_types) if kind == "full_attention"]
+    assert [list(errors) for errors in found] == [[], whole, whole, whole]
+    for layer in whole:
+        four, mixed, eight = (errors[layer] for errors in found[1:])
+        assert 1e-2 > four > mixed > eight > 1e-8
 
 
 def test_a_conversion_records_the_errors_that_chose_its_bits(saved_teacher, tmp_path, monkeypatch):
