@@ -22,12 +22,12 @@ from .resolve import Resolved
 from .teachers.teacher import Teacher, declared_layer_types
 from .teachers.weights import TeacherWeights
 
-EVENLY = "which {} keep their attention is decided by scores during the run; as many are shown here, evenly placed"
+EVENLY = "which {} keep their attention is decided by scores during the run; they are shown evenly placed here"
 UNDECIDED: dict[Undecided, str] = {
     "layers": EVENLY.format("layers"),
     "heads": EVENLY.format("heads"),
     "windows": "the width of each layer's window is chosen during the run; the mean width is shown here for all",
-    "bits": "the bits of full attention are chosen during the run, and with them the number of heads",
+    "bits": "the bits of full attention are chosen during the run, and with them heads or windows",
 }
 """Note for each part of a placement that scores choose during a run."""
 
@@ -126,9 +126,16 @@ class Plan:
                 for name, length in contexts(self.config).items()
             },
             "break_even": {f"{bits} bits": break_even(self.config, self.more_weights, bits) for bits in (16, 8)},
-            "decided": self.resolved.decided(),
+            "decided": self.decided(),
             "notes": list(self.notes),
         }
+
+    def decided(self) -> dict[str, dict[str, Any]]:
+        """Return the values that the user did not give, each with its reason, as plain data."""
+        found = self.resolved.decided()
+        if "bits" in found:
+            found["bits"]["value"] = str(self.placement.bits)
+        return found
 
     def expected_peak_memory(self) -> int:
         """Bytes above the interpreter's own: buffers for reading, and a mixer's projections in float32."""
@@ -363,7 +370,7 @@ def break_even_in_words(break_even: dict[str, int | None]) -> str:
 def describe_decided(plan: Plan) -> str:
     """Describe the plan and each value that the user did not give, with the reason, for a dry run."""
     lines = []
-    for name, found in plan.resolved.decided().items():
+    for name, found in plan.decided().items():
         if found["value"] is not None:  # some follow from the placement
             name += f" {found['value']}"
         lines.append(f"decided     {name}: {found['reason']}")

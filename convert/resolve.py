@@ -1,8 +1,9 @@
 """Every value that a conversion uses, decided once from the options and the teacher.
 
 Most options are None unless the user gives them. Their values follow from other options and from the teacher; they
-are decided here, with the reason, and no later step reads the options again. One value waits for the sizes of a
-placement: `lengthen_sequences` (scores/budget.py) decides the length of calibration rows.
+are decided here, with the reason, and no later step reads the options again. Two values wait for the sizes of a
+placement: the length of calibration rows, which `lengthen_sequences` decides (scores/budget.py), and which of several
+bits full attention has (scores/decide.py).
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ FULL_BITS, WINDOW_BITS = (6, 4), 8
 """Bits of keys and of values in full attention, and of both in windows, if a budget decides. Far keys need more than
 values, and near tokens more than far ones (docs/results/bits.md)."""
 OTHER_FULL_BITS = (4, 4), (8, 4), (8, 8)
-"""Bits in full attention that a run compares with FULL_BITS by the errors of the layers."""
+"""Bits in full attention that a run compares with FULL_BITS by the layers' errors; keys have 8 only if layers keep all
+of their attention."""
 SHARE = 0.5
 """Share of the layers that keep attention if the user gives neither layers nor a share."""
 
@@ -116,7 +118,7 @@ class Resolved:
         """Return the values that the user did not give, each with its reason, as plain data."""
         values = vars(self) | self.mixer
         values |= {"sequence_length": self.sequence_length, "dtype": str(self.dtype).removeprefix("torch.")}
-        values |= {"bits": None if self.other_bits else str(self.bits)}
+        values |= {"bits": str(self.bits)}
         return {name: {"value": values[name], "reason": reason} for name, reason in self.reasons.items()}
 
 
@@ -250,26 +252,21 @@ def _bits(
         return CacheBits((asked, asked), (asked, asked)), ()
     if choice != "budget":
         return CacheBits(), ()
-    head_dim = math.gcd(*config.head_widths)
-    bits = few_bits(head_dim)
+    bits = few_bits(math.gcd(*config.head_widths))
     if bits.full != FULL_BITS or options.mixer.kind == "none":
         return bits, ()
-    return bits, tuple(few_bits(head_dim, full) for full in OTHER_FULL_BITS)
+    return bits, tuple(dataclasses.replace(bits, full=full) for full in OTHER_FULL_BITS)
 
 
-def few_bits(head_dim: int, full: tuple[int, int] = FULL_BITS) -> CacheBits:
+def few_bits(head_dim: int) -> CacheBits:
     """Return the bits of a number in the cache if a budget decides: as few as heads of multiples of this size
-    allow.
-
-    Args:
-        full: bits of keys and of values in full attention.
-    """
+    allow."""
     if head_dim % 2:
         return CacheBits()
     window = (WINDOW_BITS, WINDOW_BITS)
     if head_dim % 16:
         return CacheBits(window, window)
-    return CacheBits(full, window)
+    return CacheBits(FULL_BITS, window)
 
 
 def _cache_bytes(options: ConversionOptions, weights: TeacherWeights, bits: CacheBits) -> int | None:
@@ -342,7 +339,7 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
         if placement.bits is None:
             reasons["bits"] = "far keys need more than values, near tokens more than far ones"
             if resolved.other_bits:
-                reasons["bits"] = "exact keys, or room for more heads and tokens, whichever leaves the smaller errors"
+                reasons["bits"] += "; a run compares the errors of others in full attention"
     if resolved.share is not None and placement.attention_layers is None:
         reasons["share"] = "half of the layers by default, since neither layers nor a share was given"
     if isinstance(options.cache, float | int):

@@ -82,13 +82,9 @@ class Aligner:
         self.report: dict[str, Any] = {}
         self._caches: list[FitCache] = []
 
-    def follow(self, placement: Placement, mixer: dict[str, Any] | None = None) -> None:
-        """Make mixers for this placement from now on, on the same text.
-
-        Args:
-            mixer: fields of the mixers' configuration; by default those of the conversion.
-        """
-        self.model.follow(hybrid_config(self.weights, placement, mixer or self.resolved.mixer))
+    def follow(self, placement: Placement) -> None:
+        """Make mixers for this placement from now on, on the same text."""
+        self.model.follow(hybrid_config(self.weights, placement, self.resolved.mixer))
 
     @functools.cached_property
     def ids(self) -> torch.Tensor:

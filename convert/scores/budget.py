@@ -51,7 +51,7 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
     longest = min(resolved.context, weights.config.max_position_embeddings, enough)
     budget = Budget(weights, resolved)
     # in any order: how wide a window may be depends on how many heads are kept, and hardly on which
-    hybrid = budget.placement([pair for pair in budget.every_head if pair not in budget.given_heads]).hybrid
+    hybrid = budget.placements([pair for pair in budget.every_head if pair not in budget.given_heads])[0].hybrid
     if hybrid is None or hybrid.window <= WIDE * resolved.sequence_length or longest < LONG_SEQUENCE:
         return resolved
     alignment = dataclasses.replace(alignment, sequence_length=LONG_SEQUENCE)
@@ -148,6 +148,27 @@ class Budget:
         """The narrowest window, of two blocks."""
         return 2 * self.block
 
+    def placements(self, ranked: list[KVHead]) -> list[Placement]:
+        """The largest placement within the budget for each number of bits that full attention may have.
+
+        Args:
+            ranked: as in `placement`.
+
+        Raises:
+            ValueError: the budget is too small in any number of bits.
+        """
+        found = []
+        refused = None
+        for bits in (self.resolved.bits, *self.resolved.other_bits):
+            budget = dataclasses.replace(self, resolved=dataclasses.replace(self.resolved, bits=bits))
+            try:
+                found.append(budget.placement(ranked))
+            except ValueError as error:
+                refused = refused or error
+        if not found:
+            raise refused
+        return found
+
     def placement(self, ranked: list[KVHead]) -> Placement:
         """The largest placement within the budget.
 
@@ -176,7 +197,8 @@ class Budget:
             )
         if resolved.num_heads is None and resolved.window is None and window == self.longest_window:
             # the window is as wide as it may be: heads take what is left
-            count = self._most_heads(ranked, window, self.nbytes)
+            # a kept head may take fewer bytes than a wide window, so what the search finds may be fewer heads
+            count = max(count, self._most_heads(ranked, window, self.nbytes))
         return self._placed(ranked[:count], window)
 
     def _most_heads(self, ranked: list[KVHead], window: int, limit: float) -> int:

@@ -1,7 +1,5 @@
 """Decide what every layer holds: what the user says, a published preset, or what scores find within a cache budget."""
 
-import contextlib
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,7 +24,7 @@ def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decisi
 
     Args:
         aligner: fits the layers that are scored, and has the text. Without one (a dry run, or no alignment) layers and
-            heads that scores would choose are placed evenly: their number and bytes are the same.
+            heads that scores would choose are placed evenly: their number and bytes are the same in the same bits.
 
     Raises:
         ValueError: layers or heads that the teacher does not have, or nothing that keeps within the cache.
@@ -56,11 +54,11 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
         ranked = _ranked(budget, aligner)
         undecided = ("heads",)
     ranked = [pair for pair in ranked if pair not in budget.given_heads]
-    placement = budget.placement(ranked)
-    if not budget.resolved.has_state:
+    placements = _worth_comparing(budget.placements(ranked), budget)
+    placement = placements[0]
+    if not budget.resolved.has_state or placement.hybrid is None:
         return Decision(placement, undecided)
-    placements = [placement, *_in_other_bits(placement, ranked, budget)]
-    if budget.resolved.window is None and placement.windows:
+    if budget.resolved.window is None:
         undecided = (*undecided, "windows")
     if len(placements) > 1:
         undecided = (*undecided, "bits")
@@ -69,23 +67,24 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
     return Decision(placement, undecided)
 
 
-def _in_other_bits(placement: Placement, ranked: list[KVHead], budget: Budget) -> list[Placement]:
-    """Return the placements within the same budget if full attention has other bits.
+def _worth_comparing(placements: list[Placement], budget: Budget) -> list[Placement]:
+    """Return the placements of which any may be the best.
 
-    More bits are tried only if layers keep all of their attention, where rounding is the only error; elsewhere they
-    never had the smaller errors (docs/results/bits.md).
+    That is the one in most bits if every layer can keep all of its attention. Otherwise more bits than usual are left
+    out unless layers keep all of theirs, where rounding is the only error.
     """
-    resolved = budget.resolved
-    is_whole = bool(set(placement.attention_layers).difference(resolved.bounded))
-    if not is_whole and not placement.full_heads:
-        return []
-    found = []
-    for bits in resolved.other_bits:
-        if is_whole or bits.full < resolved.bits.full:
-            other = dataclasses.replace(budget, resolved=dataclasses.replace(resolved, bits=bits))
-            with contextlib.suppress(ValueError):  # heads that the user gave may not fit in more bits
-                found.append(other.placement(ranked))
-    return found
+
+    def whole_layers(of: Placement) -> set[int]:
+        return set(of.attention_layers).difference(budget.resolved.bounded)
+
+    if all_kept := [of for of in placements if of.hybrid is None]:
+        return [max(all_kept, key=lambda of: of.bits.full)]
+    usual, *others = placements
+    compared = [usual]
+    for of in others:
+        if whole_layers(of) or (of.full_heads and of.bits.full < usual.bits.full):
+            compared.append(of)
+    return compared
 
 
 def _by_share(budget: Budget, aligner: "Aligner | None") -> Decision:
@@ -152,7 +151,10 @@ def with_mean_rank(placement: Placement, config: PreTrainedConfig, resolved: Res
 
 def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Aligner") -> Placement:
     """Return the placement whose layers have the least sum of errors, once layers with a larger error have a wider
-    window, within the same total."""
+    window, within the same total.
+
+    A fit reduces the errors of hybrid layers and not those of rounding, so the sum favours exact windows a little.
+    """
     from .layer_costs import errors_at, layer_errors, spread_windows
 
     aligner.report["layer_errors"] = report = []
@@ -166,7 +168,7 @@ def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Align
             errors |= errors_at(windows, by_layer, placement.windows)
             placement = placement.with_windows(windows)
         shown = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
-        report.append(placement.bits.config_fields() | {"errors": shown})
+        report.append(placement.bits.config_fields() | {"windows": placement.windows, "errors": shown})
         found.append((sum(errors.values()), placement))
     return min(found, key=lambda pair: pair[0])[1]
 

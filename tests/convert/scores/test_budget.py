@@ -370,6 +370,32 @@ def test_more_bits_are_tried_where_rounding_is_the_only_error(said, ranked, trie
         assert [of.bits.full for of in measured[1:]] == tried
 
 
+@pytest.mark.parametrize("context, cache", [(512, 0.4), (512, 0.46), (512, 0.52), (700, 0.37)])
+def test_all_bits_keep_within_the_budget(context, cache, saved_teacher):
+    """Also where a window takes more bytes than a kept head, so that more heads leave more room."""
+    spent = budget(saved_teacher("qwen3"), context=context, cache=cache)
+    placements = spent.placements(spent.every_head)
+    assert [of.bits.full for of in placements] == [(6, 4), (4, 4), (8, 4), (8, 8)]
+    for of in placements:
+        assert of.full_heads
+        assert cache_bytes(hybrid_config(spent.weights, of, spent.resolved.mixer), context)[1] <= spent.nbytes
+
+
+def test_what_fits_in_fewer_bits_alone_is_not_refused(saved_teacher):
+    """Heads that are named, and heads that are chosen."""
+    named = "0:0,0:2,1:0,1:2,2:0"
+    spent = budget(saved_teacher("qwen3"), attention_heads=named, cache=0.24)
+    assert lengthen_sequences(spent.weights, spent.resolved).bits == spent.resolved.bits
+    assert decide_placement(spent).placement.bits.full == (4, 4)
+    with pytest.raises(ValueError, match="too little"):
+        decide_placement(budget(saved_teacher("qwen3"), attention_heads=named, cache=0.22))
+    chosen = budget(saved_teacher("qwen3"), cache=0.12, sequence_length=128)
+    usual, fewer, *_ = chosen.placements(chosen.every_head)
+    assert not usual.full_heads
+    assert fewer.full_heads
+    assert "bits" in decide_placement(chosen).undecided
+
+
 def test_the_error_of_rounding_is_that_of_the_layer(saved_teacher):
     """More bits, less error; layers with a window in the teacher are not measured."""
     spent = budget(saved_teacher("gemma3"), text="sampled", tokens=320, sequence_length=32)
