@@ -127,9 +127,7 @@ def points_of_shares() -> list[Point]:
     for row in rows:
         share, name = row["labels"]
         kl, needles = row["value"][:3], row["value"][3:]
-        recall = None
-        if None not in needles:
-            recall = float(100 * sum(needles) / sum(row.get("teacher", teacher["value"][3:])))
+        recall = float(100 * sum(needles) / sum(row.get("teacher", teacher["value"][3:])))
         kind = "teacher, 8 to 2 bits" if name.startswith("teacher") else name
         found.append(Point(kind, float(share.strip("* %")), float(sum(kl) / len(kl)), recall))
     return found
