@@ -5,6 +5,7 @@ leaves out the reasoning of earlier answers) is read from the last checkpoint on
 are two in each turn: where its question begins, and where its answer does, whatever either says.
 """
 
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -98,8 +99,13 @@ class Conversation:
             raise ValueError("There is no turn yet to take back; say something first.")
         if said is None:
             said = self.messages[-2]["content"]
-        del self.messages[-2:]
-        return self.answer(said, max_new_tokens, temperature, on_text)
+        before = self.messages
+        self.messages = before[:-2]
+        try:
+            return self.answer(said, max_new_tokens, temperature, on_text)
+        except BaseException:
+            self.messages = before
+            raise
 
     def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
         return encode_chats(self.tokenizer, [messages])["input_ids"][0].tolist()
@@ -177,12 +183,14 @@ def _take_turn(conversation: Conversation, said: str, options: ChatOptions) -> N
     """Print the answer to a line, or to what a command makes of the last one."""
     how = options.max_new_tokens, options.temperature, print_piece
     command, _, text = said.partition(" ")
-    again = said == "/retry" or command == "/edit"
-    if again and (not conversation.messages or (command == "/edit" and not text.strip())):
+    again = said == "/retry" or (command == "/edit" and text.strip())
+    if again and not conversation.messages:
         sys.stderr.write("/retry and /edit TEXT are about the last line, so that there has to be one.\n")
     elif again:
         conversation.answer_again(text.strip() or None, *how)
         print_piece("\n")
+    elif re.fullmatch("/[a-z]+", command):
+        sys.stderr.write(f"{command} is no command as it stands here; there are /retry and /edit TEXT.\n")
     else:
         conversation.answer(said, *how)
         print_piece("\n")

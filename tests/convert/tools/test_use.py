@@ -360,9 +360,10 @@ def test_a_turn_that_fails_is_no_turn(chatting):
     conversation, turn = talking(chatting)
     turn(conversation.answer, LINES[0])
     before = list(conversation.messages)
-    with pytest.raises(OSError, match="closed"):
-        conversation.answer("w50 w51", LIMIT, 0.0, fail)
-    assert conversation.messages == before
+    for take_turn in (conversation.answer, conversation.answer_again):
+        with pytest.raises(OSError, match="closed"):
+            take_turn("w50 w51", LIMIT, 0.0, fail)
+        assert conversation.messages == before
     turn(conversation.answer, LINES[1])
     other, turn = talking(chatting)
     for said in LINES[:2]:
@@ -386,16 +387,20 @@ def test_chat_takes_turns_back(chatting, monkeypatch, capsys):
     done = capsys.readouterr()
     first, again, other, further = done.out.splitlines()
     assert first == again
-    assert done.err.count("there has to be one") == 3
+    assert done.err.count("there has to be one") == 2
+    assert done.err.count("/edit is no command as it stands here") == 1
     monkeypatch.setattr("sys.stdin", io.StringIO("w12 w13\nw12\n"))
     main(["chat", str(chatting), "--max-new-tokens", "3"])
     assert capsys.readouterr().out.splitlines() == [other, further]
 
 
 def test_chat_answers_every_line_until_the_input_ends(chatting, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("w9 w10\nw12\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("w9 w10\n/quit\n/retry w9\n/w9/w10\n"))
     main(["chat", str(chatting), "--max-new-tokens", "3"])
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    done = capsys.readouterr()
+    assert len(done.out.splitlines()) == 2
+    for command in ("/quit", "/retry"):
+        assert f"{command} is no command as it stands here" in done.err
 
 
 def test_chat_wants_a_chat_template(checkpoints):
