@@ -23,8 +23,8 @@ def plan_conversion(options: ConversionOptions) -> Plan:
     """Plan what `run` would do, from the files beside the weights and from the weights' headers.
 
     Weights are read only from local files, and only a stored head and the embedding that it is tied to. Layers and
-    heads that only scores can choose are placed evenly; their numbers and bytes are right, if the
-    bits of full attention turn out to be those shown.
+    heads that only scores can choose are placed evenly; their numbers and bytes are right if the bits of full
+    attention turn out to be those shown.
     """
     with during(f"reading {options.model}"):
         weights, _ = open_teacher(options, with_weights=False)

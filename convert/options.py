@@ -109,8 +109,8 @@ class PlacementOptions:
     and at most 32."""
     bits: CacheBit | None = None
     """Bits of each number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if
-    --cache decides the windows, 6 for keys and 4 for values where heads attend to all tokens (4 or 8 if errors are
-    smaller then), and 8 in windows; otherwise 16."""
+    --cache decides the windows, 6 for keys and 4 for values where heads attend to all tokens (4 or 8 instead if
+    the layers' errors are smaller then), and 8 in windows; otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep attention to all tokens in layers whose other heads attend to a window of latest tokens: query
     heads as layer:head (16:3,18:0), a JSON file of them, or a total of key/value heads (8, or a share such as 0.02).

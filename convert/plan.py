@@ -27,7 +27,7 @@ UNDECIDED: dict[Undecided, str] = {
     "layers": EVENLY.format("layers"),
     "heads": EVENLY.format("heads"),
     "windows": "the width of each layer's window is chosen during the run; the mean width is shown here for all",
-    "bits": "the bits of full attention are chosen during the run, and with them heads or windows",
+    "bits": "the bits of full attention are chosen during the run, and with them numbers of heads or widths",
 }
 """Note for each part of a placement that scores choose during a run."""
 

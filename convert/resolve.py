@@ -253,6 +253,7 @@ def _bits(
     if choice != "budget":
         return CacheBits(), ()
     bits = few_bits(math.gcd(*config.head_widths))
+    # without a state windows are all of one width, so that no errors are measured
     if bits.full != FULL_BITS or options.mixer.kind == "none":
         return bits, ()
     return bits, tuple(dataclasses.replace(bits, full=full) for full in OTHER_FULL_BITS)
@@ -339,7 +340,7 @@ def _reasons(resolved: Resolved, options: ConversionOptions, config: PreTrainedC
         if placement.bits is None:
             reasons["bits"] = "far keys need more than values, near tokens more than far ones"
             if resolved.other_bits:
-                reasons["bits"] += "; a run compares the errors of others in full attention"
+                reasons["bits"] += "; a run compares the errors with other bits in full attention"
     if resolved.share is not None and placement.attention_layers is None:
         reasons["share"] = "half of the layers by default, since neither layers nor a share was given"
     if isinstance(options.cache, float | int):

@@ -196,8 +196,8 @@ class Budget:
                 f"takes {human_bytes(least)} at least; give more, or fix less (window, heads, layers, mixer)."
             )
         if resolved.num_heads is None and resolved.window is None and window == self.longest_window:
-            # the window is as wide as it may be: heads take what is left
-            # a kept head may take fewer bytes than a wide window, so what the search finds may be fewer heads
+            # the window is as wide as it may be: heads take what is left; the search finds too few where a kept head
+            # takes fewer bytes than such a window
             count = max(count, self._most_heads(ranked, window, self.nbytes))
         return self._placed(ranked[:count], window)
 

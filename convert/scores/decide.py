@@ -74,16 +74,15 @@ def _worth_comparing(placements: list[Placement], budget: Budget) -> list[Placem
     out unless layers keep all of theirs, where rounding is the only error.
     """
 
-    def whole_layers(of: Placement) -> set[int]:
-        return set(of.attention_layers).difference(budget.resolved.bounded)
-
-    if all_kept := [of for of in placements if of.hybrid is None]:
-        return [max(all_kept, key=lambda of: of.bits.full)]
+    if all_kept := [placement for placement in placements if placement.hybrid is None]:
+        return [max(all_kept, key=lambda placement: placement.bits.full)]
     usual, *others = placements
     compared = [usual]
-    for of in others:
-        if whole_layers(of) or (of.full_heads and of.bits.full < usual.bits.full):
-            compared.append(of)
+    for placement in others:
+        whole_layers = set(placement.attention_layers).difference(budget.resolved.bounded)
+        has_fewer_bits = placement.bits.full < usual.bits.full
+        if whole_layers or (placement.full_heads and has_fewer_bits):
+            compared.append(placement)
     return compared
 
 
@@ -153,7 +152,8 @@ def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Align
     """Return the placement whose layers have the least sum of errors, once layers with a larger error have a wider
     window, within the same total.
 
-    A fit reduces the errors of hybrid layers and not those of rounding, so the sum favours exact windows a little.
+    Errors of hybrid layers are those before a fit, which reduces them; those of rounding are final. So the former
+    count more than they should.
     """
     from .layer_costs import errors_at, layer_errors, spread_windows
 
@@ -163,9 +163,9 @@ def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Align
         if budget.resolved.window is None and placement.windows:
             heads = budget.windowed_heads(placement)
             columns = budget.columns(placement)
-            by_layer = {layer: errors[layer] for layer in placement.windows}
-            windows = spread_windows(columns, by_layer, heads, budget.longest_window, budget.block)
-            errors |= errors_at(windows, by_layer, placement.windows)
+            of_windows = {layer: errors[layer] for layer in placement.windows}
+            windows = spread_windows(columns, of_windows, heads, budget.longest_window, budget.block)
+            errors |= errors_at(windows, of_windows, placement.windows)
             placement = placement.with_windows(windows)
         shown = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
         report.append(placement.bits.config_fields() | {"windows": placement.windows, "errors": shown})

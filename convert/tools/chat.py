@@ -75,7 +75,7 @@ class Conversation:
                 return_dict_in_generate=True,
             )
         except BaseException:
-            self._forget()  # the cache may have been read on, no matter how far
+            self._forget()  # the cache may hold more tokens than `held` says
             raise
         self.cache = made.past_key_values
         self.held = made.sequences[0, :-1].tolist()
@@ -183,11 +183,12 @@ def _take_turn(conversation: Conversation, said: str, options: ChatOptions) -> N
     """Print the answer to a line, or to what a command makes of the last one."""
     how = options.max_new_tokens, options.temperature, print_piece
     command, _, text = said.partition(" ")
-    again = said == "/retry" or (command == "/edit" and text.strip())
+    text = text.strip()
+    again = said == "/retry" or (command == "/edit" and text != "")
     if again and not conversation.messages:
         sys.stderr.write("/retry and /edit TEXT are about the last line, so that there has to be one.\n")
     elif again:
-        conversation.answer_again(text.strip() or None, *how)
+        conversation.answer_again(text or None, *how)
         print_piece("\n")
     elif re.fullmatch("/[a-z]+", command):
         sys.stderr.write(f"{command} is no command as it stands here; there are /retry and /edit TEXT.\n")
