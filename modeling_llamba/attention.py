@@ -99,15 +99,15 @@ class SoftmaxAttention(TeacherAttention):
         hidden_states: torch.Tensor,
         position_embeddings: Rotary,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, D) -> (B, L, D) and the probabilities (B, H, L, L) when the backend returns them."""
         query, key, value = self.project_heads(hidden_states)
         query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         store = None
-        if past_key_values is not None:
-            store = functools.partial(update_keys, past_key_values, self.layer_idx)
+        if cache is not None:
+            store = functools.partial(update_keys, cache, self.layer_idx)
         output, probabilities = attend_rounded(
             self,
             self.roundings,

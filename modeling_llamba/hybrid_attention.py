@@ -215,7 +215,7 @@ class HybridAttention(TeacherAttention):
         hidden_states: torch.Tensor,
         position_embeddings: Rotary,
         inputs: HybridInputs | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor:
         """(B, L, D) -> (B, L, D).
@@ -226,7 +226,7 @@ class HybridAttention(TeacherAttention):
         """
         if inputs is None:
             inputs = unpadded(hidden_states)
-        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        layer = None if cache is None else cache.layers[self.layer_idx]
         projected = self.project(hidden_states, position_embeddings, inputs)
         of_kept = self.attend_kept(projected, inputs.causal_mask, layer, **kwargs) if self.kept else None
         projected = self.select_windowed(projected)

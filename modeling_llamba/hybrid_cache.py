@@ -437,6 +437,11 @@ class RecurrentCache(DynamicCache):
         """Number of tokens, padding included."""
         return super().get_seq_length(layer_idx) if has_attention_layer(self) else self.seen_tokens
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """False where no layer counts tokens: `generate` would read the tokens of a cache of such layers again."""
+        return super().is_linear if has_attention_layer(self) else [False] * len(self.layers)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, as many as `-tokens_to_remove`."""
         super().crop(tokens_to_remove)
@@ -476,7 +481,7 @@ def fit_cache(cache: Cache | None, config) -> None:
     if cache is None:
         return
     if not isinstance(getattr(cache, "layers", None), list):
-        raise ValueError(f"past_key_values must be a DynamicCache or a StaticCache, not {type(cache).__name__}.")
+        raise ValueError(f"A hybrid's cache must be a DynamicCache or a StaticCache, not {type(cache).__name__}.")
     own = {"hybrid": HybridLayer, "linear_attention": MixerLayer, RECURRENT: RecurrentLayer}
     replaced = own.keys() & set(config.layer_types)
     fits = len(cache.layers) == config.num_hidden_layers
@@ -486,7 +491,7 @@ def fit_cache(cache: Cache | None, config) -> None:
         cache.__class__, cache.layers = RecurrentCache, cache.layers or DynamicCache(config=config).layers
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
-            "This model's layers need a cache made for them: pass the past_key_values that the model itself returned, "
+            "This model's layers need a cache made for them: pass the cache that the model itself returned, "
             "DynamicCache(config=model.config), or none."
         )
     for i, kind in enumerate(config.layer_types):

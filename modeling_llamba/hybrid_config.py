@@ -178,7 +178,7 @@ class HybridConfig(PreTrainedConfig):
         conversion: where the weights come from; written by convert-to-hybrid.
     """
 
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     ignore_keys_at_rope_validation = {"llama_4_scaling_beta"}
 
     vocab_size: int = 32000

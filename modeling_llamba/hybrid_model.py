@@ -3,8 +3,10 @@
 A family subclasses these and defines its blocks.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +19,6 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
@@ -25,6 +26,14 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import SoftmaxAttention
 from .cache_checkpoint import CacheCheckpoint
+from .compatibility import (
+    CACHE_NAME,
+    HybridCausalLMOutput,
+    HybridOutput,
+    cache_of,
+    one_cache,
+    renamed_cache,
+)
 from .hybrid_attention import HybridAttention, HybridInputs, theory_mass
 from .hybrid_cache import (
     RecurrentCache,
@@ -48,6 +57,12 @@ from .ssd import sequence_starts
 logger = logging.get_logger(__name__)
 # rotary embeddings whose angles depend on the longest position in the call; a sink cannot be moved nearer under them
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
+
+
+# keyword arguments of transformers that this model follows, and those that change nothing in it: TRL asks it to keep a
+# part of the logits, which it has none of
+FOLLOWED = ("cu_seq_lens_q", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
+WITHOUT_EFFECT = ("cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "logits_to_keep")
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
@@ -75,19 +90,19 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         masks: dict[str, torch.Tensor | None],
         position_embeddings: dict[str, Rotary],
         seq_idx: torch.Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         **kwargs,
     ) -> torch.Tensor:
         """The sequence mixer's output (B, L, D) for its input (B, L, D)."""
         mask = masks[self.layer_type]
         position_embeddings = position_embeddings[self.rope]
         if self.layer_type == RECURRENT:
-            return self.recurrent(hidden_states, mask, seq_idx, past_key_values)[0]
+            return self.recurrent(hidden_states, mask, seq_idx, cache)[0]
         if self.layer_type == "linear_attention":
-            return self.mixer(hidden_states, position_embeddings, mask, seq_idx, past_key_values)
+            return self.mixer(hidden_states, position_embeddings, mask, seq_idx, cache)
         if self.layer_type == "hybrid":
-            return self.mixer(hidden_states, position_embeddings, mask.of_layer(self.rope), past_key_values, **kwargs)
-        return self.self_attn(hidden_states, position_embeddings, mask, past_key_values, **kwargs)[0]
+            return self.mixer(hidden_states, position_embeddings, mask.of_layer(self.rope), cache, **kwargs)
+        return self.self_attn(hidden_states, position_embeddings, mask, cache, **kwargs)[0]
 
 
 class HybridPreTrainedModel(PreTrainedModel):
@@ -95,7 +110,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -178,7 +193,7 @@ def packed_sequence_ids(
     cu_seqlens: torch.Tensor | None,
     batch_shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
 ) -> torch.Tensor | None:
     """(B, L) ids of the packed sequences, from whichever of the three forms was given; None when nothing is packed.
 
@@ -187,9 +202,9 @@ def packed_sequence_ids(
     Raises:
         ValueError: `cu_seqlens` does not describe this batch, or a packed batch comes with a cache.
     """
-    if past_key_values is not None:
+    if cache is not None:
         if seq_idx is not None or cu_seqlens is not None:
-            raise ValueError("Packed sequences leave no single state to continue from: pass no past_key_values.")
+            raise ValueError("Packed sequences leave no single state to continue from: pass no cache.")
         return None
     if seq_idx is not None:
         return seq_idx.expand(batch_shape)
@@ -265,29 +280,32 @@ class HybridModel(HybridPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         seq_idx: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs,
-    ) -> MoeModelOutputWithPast:
+    ) -> HybridOutput:
         """Hidden states after the final norm.
 
         Args:
             input_ids: (B, L); or inputs_embeds: (B, L, D).
             attention_mask: (B, past + L), 0 at padding; or what `generate` prepared.
             position_ids: (B, L) or (1, L). Where they restart without a mask or a past, sequences are packed.
-            past_key_values: cache to continue from; `use_cache` makes one when there is none.
+            cache: cache to continue from; `use_cache` makes one when there is none. past_key_values: its older name.
             seq_idx: (B, L) ids of packed sequences. cu_seqlens: (number of sequences + 1,) their offsets; the
                 `cu_seq_lens_q` of transformers' flattening collator is read the same way.
 
             output_attentions: return the probabilities of the layers that keep their attention, in order.
 
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds were given, or attention probabilities are asked
-                of a model that has none.
+            ValueError: both or neither of input_ids and inputs_embeds were given; attention probabilities are asked
+                of a model that has none; or an argument is given that the model does not follow.
         """
+        cache = one_cache(cache, past_key_values)
+        self._check_keywords(kwargs, cache)
         if kwargs.get("output_attentions") or self.config.output_attentions:
             self._check_attentions()
         if (input_ids is None) == (inputs_embeds is None):
@@ -301,16 +319,16 @@ class HybridModel(HybridPreTrainedModel):
             mask_2d = attention_mask
         if cu_seqlens is None:
             cu_seqlens = kwargs.get("cu_seq_lens_q")
-        seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, mask_2d, past_key_values)
-        if use_cache and past_key_values is None and seq_idx is None:
-            past_key_values = new_cache(self.config)
-        fit_cache(past_key_values, self.config)
-        past_length = cache_length(past_key_values)
+        seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, mask_2d, cache)
+        if use_cache and cache is None and seq_idx is None:
+            cache = new_cache(self.config)
+        fit_cache(cache, self.config)
+        past_length = cache_length(cache)
         if position_ids is None and seq_idx is not None:
             position_ids = positions_in_sequence(seq_idx)
         elif position_ids is None:
             position_ids = torch.arange(shape[1], device=inputs_embeds.device)[None] + past_length
-        masks = self._masks(inputs_embeds, attention_mask, mask_2d, past_key_values, position_ids, seq_idx)
+        masks = self._masks(inputs_embeds, attention_mask, mask_2d, cache, position_ids, seq_idx)
         position_embeddings = self.rotary(inputs_embeds, position_ids)
         hidden_states = self.embed_dropout(inputs_embeds)
         for layer in self.layers:
@@ -319,12 +337,31 @@ class HybridModel(HybridPreTrainedModel):
                 masks=masks,
                 position_embeddings=position_embeddings,
                 seq_idx=seq_idx,
-                past_key_values=past_key_values,
+                cache=cache,
                 position_ids=position_ids,
                 **kwargs,
             )
-        note_length(past_key_values, past_length + shape[1])
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        note_length(cache, past_length + shape[1])
+        return HybridOutput(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+
+    def _check_keywords(self, given: dict[str, Any], cache: Cache | None) -> None:
+        """Refuse what would change a result and is not followed: arguments by name, and a cache filled twice.
+
+        Raises:
+            ValueError: naming the argument.
+        """
+        unknown = [name for name in given if name not in (*FOLLOWED, *WITHOUT_EFFECT) and given[name] is not None]
+        if given.get("is_causal") is True:
+            unknown.remove("is_causal")
+        if unknown:
+            raise ValueError(f"This model does not follow {', '.join(unknown)}; leave it out.")
+        if given.get("cu_seq_lens_k") is not None and given.get("cu_seq_lens_q") is None:
+            raise ValueError("cu_seq_lens_k packs sequences only beside cu_seq_lens_q; pass both.")
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "With gradient checkpointing layers are computed twice and would enter their tokens into the cache "
+                "twice; pass no cache, or call gradient_checkpointing_disable()."
+            )
 
     def _check_attentions(self) -> None:
         """Warn that layers have no attention probabilities to return; refuse where none has.
@@ -358,10 +395,16 @@ class HybridModel(HybridPreTrainedModel):
             found["main"] = (*found["main"], scale)
         return found
 
-    def _masks(self, inputs_embeds, attention_mask, mask_2d, past_key_values, position_ids, seq_idx):
+    def _masks(self, inputs_embeds, attention_mask, mask_2d, cache, position_ids, seq_idx):
         """One mask per layer type that occurs."""
         if isinstance(attention_mask, dict):
             return attention_mask
+        replaced = {"linear_attention", "hybrid", RECURRENT} & set(self.config.layer_types)
+        if attention_mask is not None and mask_2d is None and replaced:
+            raise ValueError(
+                "Layers with a state cannot follow an attention mask of 4 dimensions; pass a mask (B, L) of padding, "
+                "and position_ids, seq_idx or cu_seqlens for packed sequences."
+            )
         padding_mask = None
         given_positions = position_ids
         if mask_2d is not None and {"linear_attention", RECURRENT} & set(self.config.layer_types):
@@ -383,21 +426,21 @@ class HybridModel(HybridPreTrainedModel):
                 config=self.config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 position_ids=position_ids,
+                **{CACHE_NAME: cache},
             )
             for layer_type, make in makers.items()
             if layer_type in self.config.layer_types or (layer_type == "full_attention" and full_heads)
         }
         masks |= dict.fromkeys(("linear_attention", RECURRENT), padding_mask)
         if "hybrid" in self.config.layer_types:
-            index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, past_key_values, inputs_embeds.device)
-            past = cache_length(past_key_values)
+            index = token_index(inputs_embeds.shape[:2], mask_2d, seq_idx, cache, inputs_embeds.device)
+            past = cache_length(cache)
             start = None
             certain = isinstance(past, int) and (past == 0 or not is_torchdynamo_compiling())
             if mask_2d is None and seq_idx is None and certain:
                 start = past
-            columns = index.shape[1] + (past if isinstance(past, int) else past_key_values.get_max_length())
+            columns = index.shape[1] + (past if isinstance(past, int) else cache.get_max_length())
             sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index, columns)
             masks["hybrid"] = HybridInputs(index, start, seq_idx, sink_rotary, masks.get("full_attention"))
         return masks
@@ -417,7 +460,7 @@ class HybridModel(HybridPreTrainedModel):
         return self.rotary(inputs_embeds, position_ids - too_far)
 
 
-def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tensor:
+def token_index(shape, mask_2d, seq_idx, cache, device) -> torch.Tensor:
     """(B, L) index of each token in its own sequence, what the cache has seen included; -1 at padding."""
     if seq_idx is not None:
         if mask_2d is None:
@@ -428,7 +471,7 @@ def token_index(shape, mask_2d, seq_idx, past_key_values, device) -> torch.Tenso
         return (before - at_start).masked_fill(real == 0, -1)
     if mask_2d is not None:
         return (mask_2d.long().cumsum(1) - 1).masked_fill(mask_2d == 0, -1)[:, -shape[1] :]
-    return (torch.arange(shape[1], device=device) + cache_length(past_key_values)).expand(tuple(shape))
+    return (torch.arange(shape[1], device=device) + cache_length(cache)).expand(tuple(shape))
 
 
 def _may_ask(t: torch.Tensor) -> bool:
@@ -480,13 +523,14 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,
         **kwargs,
-    ) -> MoeCausalLMOutputWithPast:
+    ) -> HybridCausalLMOutput:
         """Logits (B, L or logits_to_keep, vocab), and the shifted cross entropy when `labels` (B, L) are given.
 
         The other arguments are those of the base model; labels of -100 are ignored.
@@ -495,7 +539,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=one_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -510,19 +554,29 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             aux_loss = self.router_loss(outputs.router_logits, attention_mask)
         if aux_loss is not None and loss is not None:
             loss = loss + self.config.router_aux_loss_coef * aux_loss
-        return MoeCausalLMOutputWithPast(
+        return HybridCausalLMOutput(
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
+            **{CACHE_NAME: cache_of(outputs)},
         )
 
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, **renamed_cache(kwargs))
+
     def prepare_inputs_for_generation(
-        self, input_ids, next_sequence_length=None, past_key_values=None, *args, **kwargs
-    ):
+        self,
+        input_ids: torch.LongTensor,
+        next_sequence_length: int | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> dict[str, Any]:
         """Prepare a step of `generate`; the one that leaves LongRoPE's short factors reads all tokens again.
 
         As transformers' Phi-3 does, padding counted. The cache is emptied in place, and records on if it did.
@@ -530,7 +584,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: these tokens are needed, and `input_ids` has the new ones alone.
         """
-        past = cache_length(past_key_values)
+        cache = one_cache(cache, past_key_values)
+        past = cache_length(cache)
         given = input_ids.shape[1]
         length = past + (given if next_sequence_length is None else next_sequence_length)
         for rope in (self.config.rope_parameters, self.config.local_rope_parameters):
@@ -542,10 +597,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                         f"LongRoPE has other factors from {length} tokens on, which reads all of them again; pass all "
                         "as input_ids, with a cache or without, and no prefill_chunk_size."
                     )
-                past_key_values.reset()
+                cache.reset()
                 past = 0
                 next_sequence_length = None
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, past_key_values, *args, **kwargs)
+        kwargs |= {"next_sequence_length": next_sequence_length, "inputs_embeds": inputs_embeds, CACHE_NAME: cache}
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if generation_config.cache_implementation == "quantized":
@@ -554,24 +610,29 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 f"(full_attention_bits {self.config.full_attention_bits}, window_bits {self.config.window_bits}); "
                 "leave it out."
             )
-        given = model_kwargs.get("past_key_values")
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "assistant_early_exit: a hybrid's cache has all of its layers, so it cannot draft with the first; "
+                "use prompt_lookup_num_tokens or an assistant_model."
+            )
+        given = model_kwargs.get(CACHE_NAME)
         if isinstance(given, Cache):
             fit_cache(given, self.config)
             if given.layers and not has_attention_layer(given) and not isinstance(given, RecurrentCache):
                 raise ValueError(
                     f"This model has no attention layer, and {type(given).__name__} cannot count tokens without one; "
-                    "pass the past_key_values that the model itself returned, a DynamicCache, or none."
+                    "pass the cache that the model itself returned, a DynamicCache, or none."
                 )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        # transformers calls the cache of any class with "mamba" in its name `cache_params`; ours has one name.
+        # before 5.24 transformers calls the cache of any class with "mamba" in its name `cache_params`
         if "cache_params" in model_kwargs:
             prepared = model_kwargs.pop("cache_params")
-            model_kwargs.setdefault("past_key_values", prepared)
-        cache = model_kwargs.get("past_key_values")
+            model_kwargs.setdefault(CACHE_NAME, prepared)
+        cache = model_kwargs.get(CACHE_NAME)
         if not isinstance(cache, Cache) or cache is given:
             return
         if cache.layers and not has_attention_layer(cache):
-            cache = model_kwargs["past_key_values"] = self.new_cache()
+            cache = model_kwargs[CACHE_NAME] = self.new_cache()
         fit_cache(cache, self.config)  # before `generate` asks whether it can be compiled
         if generation_config.is_assistant:
             cache.activate_past_recording()

@@ -56,7 +56,7 @@ class Mamba1(nn.Module):
         position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """x, dt (B, L, I), B, C (B, L, I / N, N) and the gate (B, L, I)."""
         z, x, B, C, dt = self.in_proj(hidden_states).split(self.sizes, dim=-1)
@@ -64,7 +64,7 @@ class Mamba1(nn.Module):
         if padding_mask is not None:
             padding_mask = padding_mask[..., None].to(x.dtype)
             x = x * padding_mask
-        x = convolve_with_cache(self.conv1d, x, seq_idx, past_key_values, self.layer_idx)
+        x = convolve_with_cache(self.conv1d, x, seq_idx, cache, self.layer_idx)
         dt = self.dt_proj(dt)
         dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32)))
         if padding_mask is not None:  # a step of size zero neither decays the state nor adds to it
@@ -87,20 +87,20 @@ class Mamba1(nn.Module):
         position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """(B, L, D) -> (B, L, D); arguments as in `SSDMixer.forward`."""
-        x, dt, B, C, z = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
+        x, dt, B, C, z = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, cache)
         A = -self.A_log.to(dt.dtype).exp()
-        state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
-        record(past_key_values, self.layer_idx, state, (x, dt, B), partial(_replay, A=A))
+        state = None if cache is None else recurrent_state(cache, self.layer_idx)
+        record(cache, self.layer_idx, state, (x, dt, B), partial(_replay, A=A))
         if state is not None and x.shape[1] == 1 and seq_idx is None:
             y, state = selective_step(state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])
             y = y[:, None]
         else:
             y, state = selective_scan(x, dt, A, B, C, state, seq_idx)
-        if past_key_values is not None:
-            past_key_values.update_recurrent_state(state, self.layer_idx)
+        if cache is not None:
+            cache.update_recurrent_state(state, self.layer_idx)
         return self.finish(y + self.D.to(y.dtype) * x.to(y.dtype), z)
 
     def finish(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

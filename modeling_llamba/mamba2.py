@@ -34,10 +34,10 @@ class DiscreteMamba2(SSDMixer):
         if config.mixer_decay_bias:
             self.A_log_bias = nn.Parameter(torch.zeros(self.num_states))
 
-    def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
+    def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, cache=None):
         sizes = [self.conv_size, self.inner_size, self.num_states]
         xBC, z, A_log = self.in_proj(hidden_states).split(sizes, dim=-1)
-        x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
+        x, BC = self._convolve(xBC, padding_mask, seq_idx, cache)
         B, C = self._norm_and_rotate(BC, position_embeddings)
         A_log = A_log.to(torch.promote_types(A_log.dtype, torch.float32))
         if self.A_log_bias is not None:
@@ -53,10 +53,10 @@ class Mamba2(SSDMixer):
         self.A_log = nn.Parameter(torch.zeros(self.num_states))
         self.dt_bias = nn.Parameter(torch.zeros(self.num_states))
 
-    def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, past_key_values=None):
+    def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, cache=None):
         sizes = [self.inner_size, self.conv_size, self.num_states]
         z, xBC, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
-        x, BC = self._convolve(xBC, padding_mask, seq_idx, past_key_values)
+        x, BC = self._convolve(xBC, padding_mask, seq_idx, cache)
         B, C = self._norm_and_rotate(BC, position_embeddings)
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
         dt = F.softplus(dt + self.dt_bias.to(dt.dtype))

@@ -94,7 +94,7 @@ class SSDMixer(nn.Module):
         position_embeddings: Rotary | None = None,
         padding_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """Mix along the sequence.
 
@@ -102,23 +102,23 @@ class SSDMixer(nn.Module):
             hidden_states: (B, L, D).
             position_embeddings: the layer's rotary embedding; used when `config.mixer_rotary`.
             padding_mask: (B, L), 0 at padding, or None. seq_idx: (B, L) ids of packed sequences, or None.
-            past_key_values: the cache to continue from and to update, or None.
+            cache: the cache to continue from and to update, or None.
 
         Returns:
             (B, L, D).
         """
-        streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, past_key_values)
-        state = None if past_key_values is None else recurrent_state(past_key_values, self.layer_idx)
+        streams = self.project(hidden_states, position_embeddings, padding_mask, seq_idx, cache)
+        state = None if cache is None else recurrent_state(cache, self.layer_idx)
         stepped = self.stepped(streams)
         x, B = stepped
-        if record(past_key_values, self.layer_idx, state, (x, streams.log_a, B), _replay) and state is not None:
+        if record(cache, self.layer_idx, state, (x, streams.log_a, B), _replay) and state is not None:
             state = state.clone()  # a step works in place, and the recording holds what there was
         y, new_state = self.mix(streams, state, seq_idx, stepped)
         # a step works in place, and transformers would copy the state onto itself
-        if past_key_values is not None and new_state is not state:
-            past_key_values.update_recurrent_state(new_state, self.layer_idx)
-        elif past_key_values is not None:
-            past_key_values.layers[self.layer_idx].recurrent_states[0] = new_state
+        if cache is not None and new_state is not state:
+            cache.update_recurrent_state(new_state, self.layer_idx)
+        elif cache is not None:
+            cache.layers[self.layer_idx].recurrent_states[0] = new_state
         return self.finish(y, streams.gate)
 
     def mix(
@@ -180,11 +180,11 @@ class SSDMixer(nn.Module):
         matrix = matrix + torch.diag_embed(self.D.to(matrix.dtype)[:, None].expand(-1, matrix.shape[-1]))
         return matrix, repeat_groups(streams.x, self.num_heads).transpose(1, 2)
 
-    def _convolve(self, xBC, padding_mask, seq_idx, past_key_values):
+    def _convolve(self, xBC, padding_mask, seq_idx, cache):
         """The short convolution over [x, B, C] with its cached inputs; padding stays zero before and after."""
         if padding_mask is not None:
             xBC = xBC * padding_mask[..., None].to(xBC.dtype)
-        xBC = convolve_with_cache(self.conv1d, xBC, seq_idx, past_key_values, self.layer_idx)
+        xBC = convolve_with_cache(self.conv1d, xBC, seq_idx, cache, self.layer_idx)
         if padding_mask is not None:
             xBC = xBC * padding_mask[..., None].to(xBC.dtype)
         x, BC = xBC.split([self.x_size, self.B_size + self.C_size], dim=-1)

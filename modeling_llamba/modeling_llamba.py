@@ -9,6 +9,7 @@ gpt-oss's in place of the MLP, Gemma 4's beside it.
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
@@ -177,7 +178,7 @@ class LlambaModel(LlambaPreTrainedModel, HybridModel):
     layer_class, make_norm = LlambaDecoderLayer, staticmethod(make_norm)
 
 
-class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM):
+class LlambaForCausalLM(LlambaPreTrainedModel, HybridForCausalLM, GenerationMixin):
     model_class = LlambaModel
 
     def router_loss(

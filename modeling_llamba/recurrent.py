@@ -10,6 +10,8 @@ from transformers import AutoConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
+from .compatibility import CACHE_NAME, STATE_CACHE_NAME
+
 
 def module_class(model_type: str) -> type[nn.Module]:
     """Class of the module with a state in a teacher of this type."""
@@ -46,14 +48,14 @@ class RecurrentMixer(nn.Module):
         model_type = config.recurrent["model_type"]
         of_teacher = AutoConfig.for_model(**fields, **config.recurrent)
         self.module = module_class(model_type)(of_teacher, layer_idx)
-        self.cache_argument = "past_key_values" if model_type == "lfm2" else "cache_params"
+        self.cache_name = CACHE_NAME if model_type == "lfm2" else STATE_CACHE_NAME
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         padding_mask: torch.Tensor | None,
         seq_idx: torch.Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> tuple[torch.Tensor, None]:
         """(B, L, D) -> (B, L, D), and None in place of attention's probabilities.
 
@@ -61,8 +63,7 @@ class RecurrentMixer(nn.Module):
             padding_mask: (B, L), 0 at padding. seq_idx: (B, L) ids of packed sequences, which are computed one by one.
         """
         if seq_idx is None:
-            cache = {self.cache_argument: past_key_values}
-            return self.module(hidden_states, attention_mask=padding_mask, **cache), None
+            return self.module(hidden_states, attention_mask=padding_mask, **{self.cache_name: cache}), None
         rows = []
         for row in range(len(seq_idx)):
             lengths = seq_idx[row].unique_consecutive(return_counts=True)[1].tolist()

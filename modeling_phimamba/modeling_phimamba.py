@@ -5,6 +5,7 @@ h + mixer(u) + mlp(u) with u = LayerNorm(h), as in Phi (1, 1.5, 2) and Phi-Mamba
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 
 from modeling_llamba.hybrid_model import (
@@ -64,7 +65,7 @@ class PhiMambaModel(PhiMambaPreTrainedModel, HybridModel):
         return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
-class PhiMambaForCausalLM(PhiMambaPreTrainedModel, HybridForCausalLM):
+class PhiMambaForCausalLM(PhiMambaPreTrainedModel, HybridForCausalLM, GenerationMixin):
     model_class = PhiMambaModel
 
 

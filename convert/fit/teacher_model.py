@@ -141,7 +141,7 @@ class TeacherModel:
             "masks": self.model.model._masks(hidden, None, None, None, None, None) | {"hybrid": unpadded(hidden)},
             "position_embeddings": self._rotary(hidden.shape[1]),
             "seq_idx": None,
-            "past_key_values": None,
+            "cache": None,
         }
 
     def _loaded(self, name: str) -> nn.Module:

@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from modeling_llamba.cache_checkpoint import CacheCheckpoint
+from modeling_llamba.compatibility import CACHE_NAME, cache_of
 
 from ..checkpoint.load import encode_chats, load_model, prompt_tokenizer
 from ..errors import during
@@ -68,7 +69,7 @@ class Conversation:
             made = self.model.generate(
                 input_ids=inputs,
                 attention_mask=torch.ones_like(inputs),
-                past_key_values=self.cache,
+                **{CACHE_NAME: self.cache},
                 **sampling(temperature),
                 max_new_tokens=max_new_tokens,
                 streamer=PieceStreamer(self.tokenizer, on_text),
@@ -77,7 +78,7 @@ class Conversation:
         except BaseException:
             self._forget()  # the cache may hold more tokens than `held` says
             raise
-        self.cache = made.past_key_values
+        self.cache = cache_of(made)
         self.held = made.sequences[0, :-1].tolist()
         answer = self.tokenizer.decode(made.sequences[0, len(ids) :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
@@ -147,8 +148,8 @@ class Conversation:
     def _read(self, ids: list[int], length: int) -> None:
         """Let the cache hold the first `length` of these tokens."""
         new = torch.tensor([ids[len(self.held) : length]], device=self.model.device)
-        read = self.model(input_ids=new, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache = read.past_key_values
+        read = self.model(input_ids=new, use_cache=True, logits_to_keep=1, **{CACHE_NAME: self.cache})
+        self.cache = cache_of(read)
         self.held = ids[:length]
 
 

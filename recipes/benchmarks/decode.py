@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from convert.checkpoint.load import load_model
 from convert.pipeline import convert
 from convert.teachers.teacher import embedded_teacher
+from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.ssd import ssd_step
 
@@ -74,7 +75,7 @@ def filled_cache(model: PreTrainedModel, context: int, batch: int) -> Cache:
     """A cache as after `context` tokens, made up beyond the first few."""
     ids = torch.randint(model.config.vocab_size, (batch, SHORT))
     empty = model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
-    cache = model(ids, past_key_values=empty, use_cache=True).past_key_values
+    cache = cache_of(model(ids, use_cache=True, **{CACHE_NAME: empty}))
     fill_cache(cache, context)
     assert cache.get_seq_length() == context
     return cache
@@ -86,8 +87,8 @@ def generating(model: PreTrainedModel, cache: Cache, batch: int) -> Callable[[],
     def run() -> torch.Tensor:
         ids = torch.full((batch, cache.get_seq_length() + 1), 100)
         return model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW_TOKENS,
-            do_sample=False, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
+            **{CACHE_NAME: cache},
         )  # fmt: skip
 
     return run

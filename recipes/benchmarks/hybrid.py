@@ -22,6 +22,7 @@ from convert.layout.presets import query_heads
 from convert.pipeline import convert
 from convert.resolve import few_bits
 from convert.teachers.teacher import embedded_teacher
+from modeling_llamba.compatibility import CACHE_NAME
 
 from ..evaluation.speed import fill_cache
 from .measure import Report, Table, Timing, in_own_process, interleaved, peak_bytes
@@ -66,7 +67,8 @@ def cache_after(model: nn.Module, length: int, batch: int) -> Cache:
     """A cache as after `length` tokens, read up to FILLED and made up beyond."""
     first = min(length, FILLED + length % 16)
     cache = model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
-    model(torch.zeros(batch, first, dtype=torch.long), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    ids = torch.zeros(batch, first, dtype=torch.long)
+    model(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
     if length > first:
         fill_cache(cache, length)
     return cache
@@ -78,7 +80,7 @@ def decoding(model: nn.Module, cache: Cache, batch: int) -> Callable[[], object]
 
     def run() -> None:
         for _ in range(STEPS):
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, use_cache=True, **{CACHE_NAME: cache})
 
     return run
 

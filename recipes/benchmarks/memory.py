@@ -17,6 +17,7 @@ from convert.memory import return_free_memory
 from convert.pipeline import convert
 from convert.resolve import few_bits
 from convert.teachers.teacher import embedded_teacher
+from modeling_llamba.compatibility import CACHE_NAME, cache_of
 
 from ..evaluation.speed import fill_cache
 from . import hybrid
@@ -55,11 +56,11 @@ def resident_bytes(model: str, context: int) -> int:
     return_free_memory()
     forget_peak()
     ids = torch.arange(CHUNK)[None] % loaded.config.vocab_size
-    cache = loaded(ids, use_cache=True, logits_to_keep=1).past_key_values
+    cache = cache_of(loaded(ids, use_cache=True, logits_to_keep=1))
     fill_cache(cache, context - CHUNK)
-    loaded(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    loaded(ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
     for token in ids[:, :STEPS].split(1, dim=1):
-        loaded(token, past_key_values=cache, use_cache=True)
+        loaded(token, use_cache=True, **{CACHE_NAME: cache})
     return status_bytes("VmHWM") - before
 
 

@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_llamba.attention import probabilities
+from modeling_llamba.compatibility import cache_of
 
 from .metrics import Reader
 
@@ -117,7 +118,7 @@ def read_with(model: PreTrainedModel, own: Reader, attend: Attend) -> Reader:
 def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     """Sizes of the cache that a model fills, layer by layer."""
     probe = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    cache = model(probe, use_cache=True, logits_to_keep=1).past_key_values
+    cache = cache_of(model(probe, use_cache=True, logits_to_keep=1))
     return [_layer_shape(layer) for layer in cache.layers]
 
 

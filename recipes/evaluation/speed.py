@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from modeling_llamba.hybrid_cache import HybridLayer, cache_nbytes
 
 
@@ -48,10 +49,10 @@ def run_once(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> tuple[floa
     out = model(ids, use_cache=True, logits_to_keep=1)
     token = out.logits[:, -1:].argmax(-1)
     read = now(ids.device)
-    nbytes = cache_nbytes(out.past_key_values)
+    nbytes = cache_nbytes(cache_of(out))
     before = now(ids.device)
     for _ in range(new_tokens):
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        out = model(token, use_cache=True, **{CACHE_NAME: cache_of(out)})
         token = out.logits[:, -1:].argmax(-1)
     return read - started, now(ids.device) - before, nbytes
 
@@ -63,12 +64,13 @@ def decoding_rates(models: dict[str, nn.Module], context: int, steps: int = 8, f
     seconds = {which: [] for which in models}
     for which, model in models.items():
         ids = torch.arange(filled, device=model.device)[None] % model.config.vocab_size
-        caches[which] = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        caches[which] = cache_of(model(ids, use_cache=True, logits_to_keep=1))
         fill_cache(caches[which], context)
     for _ in range(steps + 1):  # in turns; the first of each does not count
         for which, model in models.items():
             started = now(model.device)
-            model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=caches[which])
+            token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            model(token, **{CACHE_NAME: caches[which]})
             seconds[which].append(now(model.device) - started)
     return {which: 1 / statistics.median(of_model[1:]) for which, of_model in seconds.items()}
 

@@ -248,7 +248,7 @@ class MixerSlots(SlotLayer):
 
     def _mix(self, inputs: list[torch.Tensor], output: torch.Tensor, cache: MixerCache | None) -> None:
         *rotary, hidden_states = inputs
-        output.copy_(self.mixer(hidden_states, rotary, past_key_values=cache))
+        output.copy_(self.mixer(hidden_states, rotary, cache=cache))
         if cache is not None:
             cache.write()
 

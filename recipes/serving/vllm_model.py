@@ -139,9 +139,7 @@ class ServedModel(nn.Module):
         masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
         masks["hybrid"] = HybridInputs(index, sink_rotary=of_sinks)
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states, masks=masks, position_embeddings=rotary, seq_idx=None, past_key_values=None
-            )
+            hidden_states = layer(hidden_states, masks=masks, position_embeddings=rotary, seq_idx=None, cache=None)
         return self.norm(hidden_states)[0]
 
     def _angles(self, like: torch.Tensor, index: torch.Tensor) -> dict[str, Rotary]:

@@ -75,7 +75,7 @@ def test_plan_figures_are_right(saved_teacher):
     model = LlambaForCausalLM(plan.config)
     assert plan.parameters_after == sum(p.numel() for p in model.parameters())
     assert plan.parameters_before == sum(p.numel() for p in make_teacher("llama-gqa").parameters())
-    cache = model(random_ids(1, 50), use_cache=True).past_key_values
+    cache = model(random_ids(1, 50), use_cache=True).cache
     held = 0
     for layer in cache.layers:
         tensors = (

@@ -103,7 +103,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_cache(mixer, salient, heads, win
     """Of a text longer than the window, and of a shorter one."""
     options = dict(window=window, sinks=2, attention_heads=heads, mixer=mixer, salient=salient)
     hybrid, plan = converted(saved_teacher("llama-gqa"), tmp_path / "out", **options)
-    cache = hybrid(random_ids(1, LENGTH)).past_key_values
+    cache = hybrid(random_ids(1, LENGTH)).cache
     assert cache_nbytes(cache) == cache_bytes(plan.config, LENGTH, torch.float32)[1]
     heads_with_a_state = (8 if heads is None else 6) if mixer != "none" else 0
     assert plan.summary()["state_bytes"] == heads_with_a_state * (8 + 1) * (4 + 1) * 4

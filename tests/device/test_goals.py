@@ -47,7 +47,7 @@ def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
         check(f"prompt, {pattern}, {len(model.model.layers)} layers", counts, 0, of_prompt)
         for _ in range(3):  # of which one opens a block
             with device.counting() as counts:
-                model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+                model(ids[:, :1], cache=out.cache, use_cache=True)
             check(f"token, {pattern}", counts, 0, of_token)
         mask = torch.ones_like(ids)
         with device.counting() as counts:
@@ -58,7 +58,7 @@ def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
             out = model(ids, attention_mask=mask, use_cache=True)
         check(f"padded prompt, {pattern}", counts, 3)
         with device.counting() as counts:
-            model(ids[:, :1], attention_mask=F.pad(mask, (0, 1), value=1), past_key_values=out.past_key_values)
+            model(ids[:, :1], attention_mask=F.pad(mask, (0, 1), value=1), cache=out.cache)
         check(f"padded token, {pattern}", counts, 3)
 
 
@@ -85,10 +85,10 @@ def test_a_token_by_one_launch_a_layer(dtype, of_token, of_opening, monkeypatch)
     monkeypatch.setattr(HybridAttention, "step", one_launch)
     with device:
         model, ids = model.cuda(), ids.cuda()
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True).cache
         for what, most in (("a block opens", of_opening), ("else", of_token)):
             with device.counting() as counts:
-                model(ids[:, :1], past_key_values=cache, use_cache=True)
+                model(ids[:, :1], cache=cache, use_cache=True)
             assert counts.kernels["mix_one"] == 2
             check(f"token, one launch a step, {what}, {dtype}"[:40], counts, 0, most)
 

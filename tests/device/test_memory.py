@@ -250,9 +250,9 @@ def test_memory_of_decoding_on_paper(M, H, K, D, bits, kept, sequences, at_once,
     ids = torch.randint(7, 100, (sequences, 2048))
     with StandIn() as device:
         model = load_model(str(tmp_path / "hybrid"), "bfloat16", "cuda")
-        cache = model(ids.cuda(), use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(ids.cuda(), use_cache=True, logits_to_keep=1).cache
         token = ids[:, :1].cuda()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(4):
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, cache=cache, use_cache=True)
     assert memory.decoding_bytes(model.config, sequences, 2050) == pytest.approx(device.peak(), rel=0.1)

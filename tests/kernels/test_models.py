@@ -7,6 +7,7 @@ from transformers import StaticCache
 
 import modeling_llamba.ssd as ssd
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
+from modeling_llamba.compatibility import cache_of
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
@@ -59,7 +60,7 @@ def logits(model, ids):
     out = model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
     found = [out.logits[0], out.logits[1, 5:]]
     for end in range(PROMPT + 1, PROMPT + STEPS + 1):
-        out = model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=out.past_key_values)
+        out = model(ids[:, end - 1 : end], attention_mask=mask[:, :end], cache=out.cache)
         found.append(out.logits[:, 0])
     return torch.cat(found)
 
@@ -98,8 +99,8 @@ def test_padding_between_tokens_is_never_seen(monkeypatch, gap):
         out = model(tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
         steps = []
         for end in range(PROMPT + 1, PROMPT + STEPS + 1):
-            token, past = tokens[:, end - 1 : end], out.past_key_values
-            out = model(token, attention_mask=mask[:, :end], past_key_values=past)
+            token, past = tokens[:, end - 1 : end], out.cache
+            out = model(token, attention_mask=mask[:, :end], cache=past)
             steps.append(out.logits[:, 0] * mask[:, end - 1, None])
         found[backend, tokens is other] = torch.cat(steps)
     expected = found["torch", False]
@@ -116,12 +117,12 @@ def test_static_steps_compile_into_one_graph(monkeypatch, family, name):
         plainly.setenv(ssd.BACKEND_VARIABLE, "torch")
         expected = model(ids).logits
     cache = StaticCache(config=model.config, max_cache_len=32)
-    model(ids[:, :prompt], past_key_values=cache)
+    model(ids[:, :prompt], cache=cache)
     counter = CompileCounterWithBackend("aot_eager" if INTERPRETED else "inductor")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for t in range(prompt, ids.shape[1]):
         position = torch.full((1, 1), t, device=DEVICE)
-        step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=position, use_cache=True)
+        step = compiled(ids[:, t : t + 1], cache=cache, position_ids=position, use_cache=True)
         torch.testing.assert_close(step.logits[:, 0], expected[:, t], **CLOSE)
     assert counter.frame_count == 1
     launched = [
@@ -139,7 +140,7 @@ def test_generate_with_a_static_cache(launches):
     options = dict(max_new_tokens=4, eos_token_id=None, do_sample=False, disable_compile=True)
     options |= dict(return_dict_in_generate=True)
     static = model.generate(ids, cache_implementation="static", **options)
-    assert static.past_key_values.is_compileable
+    assert cache_of(static).is_compileable
     assert launches["layer"] == 2 * 3
     assert torch.equal(static.sequences, model.generate(ids, **options).sequences)
     mask = torch.ones_like(ids)

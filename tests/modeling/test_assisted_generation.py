@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import modeling_llamba.hybrid_cache as hybrid_cache
+from modeling_llamba.compatibility import cache_of
 from tests.helpers.students import make_student
 from tests.helpers.teachers import TINY, random_ids
 
@@ -97,8 +98,8 @@ def test_the_returned_cache_goes_on(name):
     model, ids = MODELS[name](), random_ids(1, 9)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None)
     out = model.generate(ids, assistant_model=near(model), return_dict_in_generate=True, **options)
-    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
-    logits = model(out.sequences[:, -1:], past_key_values=out.past_key_values).logits
+    assert cache_of(out).get_seq_length() == out.sequences.shape[1] - 1
+    logits = model(out.sequences[:, -1:], cache=cache_of(out)).logits
     torch.testing.assert_close(logits[:, -1], model(out.sequences).logits[:, -1], rtol=0, atol=1e-11)
 
 

@@ -128,7 +128,7 @@ def test_a_cache_that_records_can_be_cropped_after_it_came_back():
 @torch.no_grad()
 def test_a_checkpoint_takes_as_much_after_any_number_of_tokens():
     model = make_student(pattern="beside")
-    sizes = {CacheCheckpoint(model(random_ids(1, n), use_cache=True).past_key_values).nbytes() for n in (30, 300)}
+    sizes = {CacheCheckpoint(model(random_ids(1, n), use_cache=True).cache).nbytes() for n in (30, 300)}
     assert len(sizes) == 1
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_takes_as_much_after_any_number_of_tokens():
 def test_a_static_cache_is_refused():
     model = make_student(pattern="beside")
     cache = StaticCache(config=model.config, max_cache_len=32)
-    model(random_ids(1, 4), past_key_values=cache)
+    model(random_ids(1, 4), cache=cache)
     with pytest.raises(ValueError, match="copy.deepcopy"):
         CacheCheckpoint(cache)
 

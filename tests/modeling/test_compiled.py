@@ -129,11 +129,11 @@ def test_decoding_steps(options, cached, graphs):
     """One graph with a static cache, else a second for any number of tokens that went before."""
     model, ids = make_student(**options), random_ids(1, 26)
     cache = None if cached is None else cached(config=model.config, max_cache_len=32)
-    cache = model(ids[:, :20], past_key_values=cache, use_cache=True).past_key_values
+    cache = model(ids[:, :20], cache=cache, use_cache=True).cache
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for t in range(20, 26):
-        step = compiled(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.tensor([[t]]), use_cache=True)
+        step = compiled(ids[:, t : t + 1], cache=cache, position_ids=torch.tensor([[t]]), use_cache=True)
         torch.testing.assert_close(step.logits[:, 0], model(ids[:, : t + 1]).logits[:, -1], rtol=1e-4, atol=1e-5)
     assert counter.frame_count == graphs
 
@@ -153,7 +153,7 @@ def test_flex_attention_is_not_compiled_for_every_length(monkeypatch):
         with monkeypatch.context() as on_cuda:
             on_cuda.setattr(hybrid_attention, "can_flex", lambda *inputs: True)
             out = model(ids[:, :140], use_cache=True)
-            found = torch.cat([out.logits, model(ids[:, 140:], past_key_values=out.past_key_values).logits], dim=1)
+            found = torch.cat([out.logits, model(ids[:, 140:], cache=out.cache).logits], dim=1)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         frames.append(counter.frame_count)
     assert 0 < frames[-3] == frames[-1], frames

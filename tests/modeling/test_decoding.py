@@ -161,10 +161,10 @@ def test_a_plain_dynamic_cache_made_by_the_caller_grows_in_place():
     model, ids = make_student(pattern="hybrid"), random_ids(1, 30)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
+        model(ids[:, :10], cache=cache)
         places = set()
         for t in range(10, 30):
-            logits = model(ids[:, t : t + 1], past_key_values=cache).logits
+            logits = model(ids[:, t : t + 1], cache=cache).logits
             places.add(cache.layers[1].keys.data_ptr())
         assert len(places) == 1
         torch.testing.assert_close(logits[:, -1], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)

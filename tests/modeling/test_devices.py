@@ -89,9 +89,9 @@ def test_nothing_waits_for_the_device(family, mixer, pattern):
     with Watch().watching() as watch:
         out = model(ids, use_cache=True)
         for new in (ids, ids[:, :1], ids[:, :1]):
-            out = model(new, past_key_values=out.past_key_values)
+            out = model(new, cache=out.cache)
     assert out.logits.shape[:2] == (2, 1)
-    assert out.past_key_values.get_seq_length() == 2 * LENGTH + 2
+    assert out.cache.get_seq_length() == 2 * LENGTH + 2
     assert watch.waits == []
 
 

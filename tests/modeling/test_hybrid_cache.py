@@ -7,6 +7,7 @@ import torch
 
 import modeling_llamba.hybrid_cache as hybrid_cache
 from convert.layout.cache import cache_bytes
+from modeling_llamba.compatibility import cache_of
 from modeling_llamba.hybrid_cache import HybridLayer, cache_length, cache_nbytes, fit_cache, new_cache
 from tests.helpers.students import MIXERS, make_student, student_config
 from tests.helpers.teachers import random_ids
@@ -38,7 +39,7 @@ def in_parts(model, parts, cache=None, **options):
     for part in parts:
         begin, end = end, end + part.shape[1]
         of_part = {name: t[:, :end] if name == "attention_mask" else t[:, begin:end] for name, t in options.items()}
-        logits.append(model(part, past_key_values=cache, **of_part).logits)
+        logits.append(model(part, cache=cache, **of_part).logits)
     return torch.cat(logits, dim=1)
 
 
@@ -169,12 +170,12 @@ def test_rows_change_places(variant, change):
     cache, (act, rows) = model.new_cache(), CHANGES[change]
     expected = in_parts(model, ids.split([25, 15], dim=1), **told)[rows, 25:]
     begin = {name: t[:, :25] for name, t in told.items()}
-    model(ids[:, :25], past_key_values=cache, **begin)
+    model(ids[:, :25], cache=cache, **begin)
     act(cache)
     logits = []
     for t in range(25, LENGTH):
         mask, positions = told["attention_mask"][rows, : t + 1], told["position_ids"][rows, t, None]
-        of_step = dict(attention_mask=mask, position_ids=positions, past_key_values=cache)
+        of_step = dict(attention_mask=mask, position_ids=positions, cache=cache)
         logits.append(model(ids[rows, t, None], **of_step).logits)
     later = real[rows, 25:]
     torch.testing.assert_close(torch.cat(logits, dim=1)[later], expected[later], **EXACT)
@@ -184,7 +185,7 @@ def test_rows_change_places(variant, change):
 def test_a_copy_of_a_cache_goes_its_own_way():
     model, ids = student("salient tokens, planes, a kept head"), random_ids(1, LENGTH)
     cache = model.new_cache()
-    model(ids[:, :20], past_key_values=cache)
+    model(ids[:, :20], cache=cache)
     other = copy.deepcopy(cache)
     in_parts(model, random_ids(1, 20, seed=1).split(1, dim=1), other)
     later = in_parts(model, ids[:, 20:].split(1, dim=1), cache)
@@ -200,7 +201,7 @@ def test_bytes_are_those_of_the_plan(variant, dtype):
     model = make_student(pattern="beside-only", dtype=dtype, conversion=teacher, **VARIANTS[variant])
     cache, ids, sizes = model.new_cache(), random_ids(1, 60), []
     for part in ids.split([12] + [1] * 48, dim=1):
-        model(part, past_key_values=cache)
+        model(part, cache=cache)
         sizes.append(cache_nbytes(cache))
         assert sizes[-1] == cache_bytes(model.config, cache.get_seq_length(), dtype)[1]
     if model.config.hybrid_full_heads is None:
@@ -244,10 +245,10 @@ def test_a_static_cache_generates_the_same(variant):
     )  # fmt: skip
     assert torch.equal(static.sequences, plain.sequences)
     torch.testing.assert_close(torch.stack(static.logits), torch.stack(plain.logits), rtol=0, atol=1e-5)
-    assert all(layer.is_compileable and type(layer) is HybridLayer for layer in static.past_key_values.layers)
-    cache = static.past_key_values
+    assert all(layer.is_compileable and type(layer) is HybridLayer for layer in cache_of(static).layers)
+    cache = cache_of(static)
     cache.reset()
-    again = model.generate(ids, past_key_values=cache, disable_compile=True, **options)
+    again = model.generate(ids, cache=cache, disable_compile=True, **options)
     assert torch.equal(again, plain.sequences)
 
 
@@ -306,14 +307,14 @@ def test_one_crop_after_another(name):
     """States of mixers go back to the last crop at most, as transformers then drops inputs of their convolutions."""
     model, cache = recording_student(name)
     ids, wrong = random_ids(2, 20), random_ids(2, 5, seed=1)
-    model(torch.cat([ids[:, :12], wrong], dim=1), past_key_values=cache)
+    model(torch.cat([ids[:, :12], wrong], dim=1), cache=cache)
     cache.crop(-3)
     if {"linear_attention", "sliding_attention"} & set(model.config.layer_types):
         with pytest.raises((ValueError, RuntimeError)):
             cache.crop(-2)
         return
     cache.crop(-2)
-    logits = model(ids[:, 12:], past_key_values=cache).logits
+    logits = model(ids[:, 12:], cache=cache).logits
     torch.testing.assert_close(logits, model(ids).logits[:, 12:], **EXACT)
 
 
@@ -322,7 +323,7 @@ def test_one_crop_after_another(name):
 def test_everything_is_taken_back(name):
     model, cache = recording_student(name)
     ids = random_ids(1, 12)
-    model(random_ids(1, 7, seed=1), past_key_values=cache)
+    model(random_ids(1, 7, seed=1), cache=cache)
     cache.crop(-7)
     assert cache_length(cache) == 0
     logits = in_parts(model, ids.split([1, 1, 6, 4], dim=1), cache)
@@ -337,7 +338,7 @@ def test_as_many_tokens_as_promised_are_taken_back(name):
     ids = random_ids(1, 3 * promised)
     in_parts(model, ids.split([2 * promised, promised], dim=1), cache)
     cache.crop(-promised)
-    logits = model(ids[:, 2 * promised :], past_key_values=cache).logits
+    logits = model(ids[:, 2 * promised :], cache=cache).logits
     torch.testing.assert_close(logits, model(ids).logits[:, 2 * promised :], **EXACT)
 
 
@@ -347,13 +348,13 @@ def test_a_crop_after_rows_changed_places(name):
     """What came before the change is no longer there to be cropped; what came after it is."""
     model, cache = recording_student(name)
     ids, wrong = random_ids(2, 20), random_ids(2, 20, seed=1)
-    model(ids[:, :12], past_key_values=cache)
+    model(ids[:, :12], cache=cache)
     cache.reorder_cache(torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="crop"):
         cache.crop(-1)
-    model(wrong[:, :3], past_key_values=cache)
+    model(wrong[:, :3], cache=cache)
     cache.crop(-3)
-    logits = model(ids[[1, 1], 12:], past_key_values=cache).logits
+    logits = model(ids[[1, 1], 12:], cache=cache).logits
     torch.testing.assert_close(logits, model(ids[[1, 1]]).logits[:, 12:], **EXACT)
 
 
@@ -362,12 +363,12 @@ def test_a_crop_after_rows_changed_places(name):
 def test_tokens_that_were_not_recorded_are_not_taken_back(name):
     pattern, options = CROPPED[name]
     model, ids = make_student(pattern=pattern, **options), random_ids(1, 12)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True).cache
     assert not cache.is_croppable
     with pytest.raises(ValueError, match="activate_past_recording"):
         cache.crop(-1)
     cache.activate_past_recording()
-    model(ids[:, :2], past_key_values=cache)
+    model(ids[:, :2], cache=cache)
     with pytest.raises(ValueError, match="cannot be cropped by 3 tokens: it recorded 2"):
         cache.crop(-3)
 
@@ -379,9 +380,9 @@ def test_a_cache_made_before_recording_records_when_it_is_fitted():
     plain = hybrid_cache.DynamicCache(config=model.config)
     plain.activate_past_recording()
     fit_cache(plain, model.config)
-    model(torch.cat([ids[:, :10], random_ids(1, 5, seed=1)], dim=1), past_key_values=plain)
+    model(torch.cat([ids[:, :10], random_ids(1, 5, seed=1)], dim=1), cache=plain)
     plain.crop(-5)
-    logits = model(ids[:, 10:], past_key_values=plain).logits
+    logits = model(ids[:, 10:], cache=plain).logits
     torch.testing.assert_close(logits, model(ids).logits[:, 10:], **EXACT)
 
 
@@ -391,11 +392,11 @@ def test_a_cache_made_before_recording_records_when_it_is_fitted():
 def test_caches_of_other_models_are_refused():
     model = make_student(pattern="beside-only")
     with pytest.raises(ValueError, match="cache made for them"):
-        model(random_ids(1, 4), past_key_values=new_cache(student_config(pattern="beside")))
+        model(random_ids(1, 4), cache=new_cache(student_config(pattern="beside")))
     other = make_student(pattern="attention")
-    begun = other(random_ids(1, 4), use_cache=True).past_key_values
+    begun = other(random_ids(1, 4), use_cache=True).cache
     with pytest.raises(ValueError, match="keys of another model"):
-        model(random_ids(1, 1), past_key_values=begun)
+        model(random_ids(1, 1), cache=begun)
     ids = random_ids(1, 9)
     for fresh in (hybrid_cache.DynamicCache(config=model.config), new_cache(model.config)):
-        torch.testing.assert_close(model(ids, past_key_values=fresh).logits, model(ids).logits)
+        torch.testing.assert_close(model(ids, cache=fresh).logits, model(ids).logits)

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert import convert
 from convert.tools.chat import Conversation
+from modeling_llamba.compatibility import cache_of
 from tests.helpers.padding import left_padded
 from tests.helpers.students import make_student
 from tests.helpers.teachers import LONGROPE, make_teacher, random_ids
@@ -80,15 +81,15 @@ def test_a_static_cache_stays_one():
     plain, logits, _ = generated(model, ids)
     static, found, _ = generated(model, ids, cache_implementation="static", disable_compile=True)
     torch.testing.assert_close(found, logits, **EXACT)
-    assert all(layer.is_compileable for layer in static.past_key_values.layers)
+    assert all(layer.is_compileable for layer in cache_of(static).layers)
 
 
 @torch.no_grad()
 def test_new_tokens_alone_cannot_be_read_again():
     model, ids = longrope_student("every"), random_ids(1, 30)
-    cache = model(ids[:, :20], use_cache=True).past_key_values
+    cache = model(ids[:, :20], use_cache=True).cache
     with pytest.raises(ValueError, match="pass all as input_ids"):
-        model.generate(ids[:, 20:], attention_mask=torch.ones_like(ids), past_key_values=cache, **NEW)
+        model.generate(ids[:, 20:], attention_mask=torch.ones_like(ids), cache=cache, **NEW)
     with pytest.raises(ValueError, match="no prefill_chunk_size"):
         model.generate(ids, prefill_chunk_size=8, **NEW)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from modeling_llamba.compatibility import cache_of
 from modeling_llamba.hybrid_cache import RecurrentCache
 from tests.helpers.padding import left_padded
 from tests.helpers.students import FAMILIES, MIXERS, PATTERNS, make_student
@@ -39,13 +40,13 @@ def test_prefill_chunks_and_single_tokens_agree(family, mixer, pattern):
     whole = model(ids, use_cache=False).logits
     out, parts = None, []
     for part in ids.split([17, 3, 1, 1, 13, 1, 4], dim=1):
-        out = model(part, past_key_values=None if out is None else out.past_key_values, use_cache=True)
+        out = model(part, cache=None if out is None else out.cache, use_cache=True)
         parts.append(out.logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
     steps, cache = [], None
     for token in ids.split(1, dim=1):
-        out = model(token, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(token, cache=cache, use_cache=True)
+        cache = out.cache
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1), whole, **CLOSE)
 
@@ -60,13 +61,13 @@ def test_left_padding_does_not_change_logits(family, mixer, pattern):
     torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 6:], whole, **CLOSE)
     steps, cache = [], None  # padding arrives one token at a time, too
     for t in range(padded.shape[1]):
-        out = model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache, use_cache=True)
+        cache = out.cache
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1)[:, 6:], whole, **CLOSE)
     # padding inside the second of two prefill chunks would otherwise leak through the state
     first = model(padded[:, :4], attention_mask=mask[:, :4], use_cache=True)
-    second = model(padded[:, 4:], attention_mask=mask, past_key_values=first.past_key_values)
+    second = model(padded[:, 4:], attention_mask=mask, cache=first.cache)
     torch.testing.assert_close(second.logits[:, 2:], whole, **CLOSE)
 
 
@@ -80,8 +81,8 @@ def test_capped_scores_padded_and_token_by_token():
     assert not torch.allclose(whole, make_student(pattern="gemma", dtype=torch.float32)(ids).logits, atol=1e-2)
     torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 6:], whole, rtol=1e-3, atol=1e-4)
     for t in range(padded.shape[1]):
-        out = model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache, use_cache=True)
+        cache = out.cache
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, 1)[:, 6:], whole, rtol=1e-3, atol=1e-4)
 
@@ -127,9 +128,9 @@ def test_packed_and_padded_rows_do_not_leak(family, mixer, pattern):
 
 def test_packing_with_a_cache_is_refused():
     model = make_student()
-    cache = model(random_ids(1, 4), use_cache=True).past_key_values
+    cache = model(random_ids(1, 4), use_cache=True).cache
     with pytest.raises(ValueError, match="no single state"):
-        model(random_ids(1, 8), seq_idx=torch.arange(8)[None] // 4, past_key_values=cache)
+        model(random_ids(1, 8), seq_idx=torch.arange(8)[None] // 4, cache=cache)
 
 
 def test_packing_that_does_not_fit_the_batch_is_refused():
@@ -213,7 +214,7 @@ def test_generation_continues_from_a_returned_cache(family, pattern):
     options = dict(max_new_tokens=5, eos_token_id=None, do_sample=False)
     first = model.generate(ids, return_dict_in_generate=True, **options)
     options["attention_mask"] = torch.ones_like(first.sequences)  # or a token that is also the padding would be hidden
-    second = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    second = model.generate(first.sequences, cache=cache_of(first), **options)
     options["attention_mask"] = torch.ones_like(ids)
     assert torch.equal(second, model.generate(ids, **options | {"max_new_tokens": 10}))
 
@@ -222,20 +223,20 @@ def test_generation_continues_from_a_returned_cache(family, pattern):
 def test_caches_are_transformers_own():
     hybrid, pure = make_student(), make_student(pattern="pure")
     ids = random_ids(2, 7)
-    cache = hybrid(ids, use_cache=True).past_key_values
+    cache = hybrid(ids, use_cache=True).cache
     assert type(cache) is DynamicCache
     assert cache.get_seq_length() == 7
-    cache = pure(ids, use_cache=True).past_key_values
+    cache = pure(ids, use_cache=True).cache
     assert isinstance(cache, RecurrentCache | DynamicCache)
     assert cache.get_seq_length() == 7
     plain = DynamicCache(config=pure.config)
-    first = pure(ids, past_key_values=plain, use_cache=True)
-    second = pure(ids, past_key_values=plain, use_cache=True)
+    first = pure(ids, cache=plain, use_cache=True)
+    second = pure(ids, cache=plain, use_cache=True)
     expected = pure(torch.cat([ids, ids], 1)).logits
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), expected, **CLOSE)
     text = torch.cat([ids, ids, ids], 1)
     options = dict(max_new_tokens=2, do_sample=False, eos_token_id=None)
-    assert torch.equal(pure.generate(text, past_key_values=plain, **options), pure.generate(text, **options))
+    assert torch.equal(pure.generate(text, cache=plain, **options), pure.generate(text, **options))
 
 
 @torch.no_grad()
@@ -245,9 +246,9 @@ def test_positions_count_on_through_a_cache():
         model = make_student(pattern=pattern)
         ids = random_ids(1, 20)
         out = model(ids[:, :12], use_cache=True)
-        implied = model(ids[:, 12:], past_key_values=out.past_key_values).logits
+        implied = model(ids[:, 12:], cache=out.cache).logits
         out = model(ids[:, :12], use_cache=True)
-        told = model(ids[:, 12:], past_key_values=out.past_key_values, position_ids=torch.arange(12, 20)[None]).logits
+        told = model(ids[:, 12:], cache=out.cache, position_ids=torch.arange(12, 20)[None]).logits
         torch.testing.assert_close(implied, told)
 
 
@@ -259,10 +260,10 @@ def test_state_stays_float32_in_half_precision(mixer, dtype):
     ids = random_ids(1, 30)
     out = model(ids[:, :20], use_cache=True)
     for token in ids[:, 20:].split(1, dim=1):
-        out = model(token, past_key_values=out.past_key_values)
+        out = model(token, cache=out.cache)
     assert out.logits.dtype == dtype
     assert out.logits.isfinite().all()
-    assert out.past_key_values.layers[0].recurrent_states[0].dtype == torch.float32
+    assert out.cache.layers[0].recurrent_states[0].dtype == torch.float32
 
 
 @every_case

@@ -40,11 +40,11 @@ def test_a_dynamic_cache_made_by_hand(pattern, configured):
     model, ids = make_student(pattern=pattern), random_ids(2, 30)
     config = model.config if configured else None
     cache = DynamicCache(config=config)
-    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split([20, 1, 9], dim=1)]
+    parts = [model(part, cache=cache, use_cache=True).logits for part in ids.split([20, 1, 9], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
     assert cache_length(cache) == 30
     expected = model.generate(ids, max_new_tokens=6, **GREEDY)
-    made = model.generate(ids, max_new_tokens=6, past_key_values=DynamicCache(config=config), **GREEDY)
+    made = model.generate(ids, max_new_tokens=6, cache=DynamicCache(config=config), **GREEDY)
     assert torch.equal(made, expected)
 
 
@@ -54,23 +54,23 @@ def test_caches_of_other_kinds_are_refused(pattern):
     of_two = EncoderDecoderCache(DynamicCache(), DynamicCache())
     for call in (model, model.generate):
         with pytest.raises(ValueError, match="must be a DynamicCache or a StaticCache, not EncoderDecoderCache"):
-            call(ids, past_key_values=of_two)
+            call(ids, cache=of_two)
     with pytest.raises(ValueError, match="not tuple"):
-        model(ids, past_key_values=((torch.zeros(1), torch.zeros(1)),))
+        model(ids, cache=((torch.zeros(1), torch.zeros(1)),))
     if pattern == "pure":
         with pytest.raises(ValueError, match="StaticCache cannot count tokens"):
-            model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=9))
+            model.generate(ids, cache=StaticCache(config=model.config, max_cache_len=9))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_rows_of_a_cache_are_selected_and_repeated(pattern):
     model, ids = make_student(pattern=pattern), random_ids(3, 24)
-    one = model(ids[:, :20], use_cache=True).past_key_values
+    one = model(ids[:, :20], use_cache=True).cache
     one.batch_select_indices(torch.tensor([2, 0]))
     one.batch_repeat_interleave(2)
     rows = ids[[2, 2, 0, 0]]
-    torch.testing.assert_close(model(rows[:, 20:], past_key_values=one).logits, model(rows).logits[:, 20:])
+    torch.testing.assert_close(model(rows[:, 20:], cache=one).logits, model(rows).logits[:, 20:])
 
 
 def test_nothing_to_select_before_the_first_token():

@@ -87,8 +87,8 @@ def test_quantised_weights_beside_a_cache_in_few_bits(quantise, pattern, bits, t
     cache = None
     parts = []
     for part in ids.split([20, 1, 1, 18], dim=1):
-        output = quantised(part, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = quantised(part, cache=cache, use_cache=True)
+        cache = output.cache
         parts.append(output.logits)
     by_steps = torch.cat(parts, 1)
     generated = quantised.generate(ids, max_new_tokens=5, **GREEDY)

@@ -68,8 +68,8 @@ def test_a_prompt_is_its_steps_and_its_chunks():
     for sizes in ([1] * 45, [45], [20, 1, 13, 11]):
         cache, found = None, []
         for part in ids.split(sizes, dim=1):
-            output = model(part, past_key_values=cache)
-            cache = output.past_key_values
+            output = model(part, cache=cache)
+            cache = output.cache
             found.append(output.logits)
         torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
@@ -116,9 +116,9 @@ def test_heads_are_taken_out_of_their_rows_in_parts(implementation, monkeypatch)
 
     def run():
         read.clear()
-        cache = model(ids[:, :45], attention_mask=mask[:, :45], use_cache=True).past_key_values
+        cache = model(ids[:, :45], attention_mask=mask[:, :45], use_cache=True).cache
         asked = implementation == "eager"
-        out = model(ids[:, 45:], attention_mask=mask, past_key_values=cache, output_attentions=asked)
+        out = model(ids[:, 45:], attention_mask=mask, cache=cache, output_attentions=asked)
         return len(read), [out.logits, *(out.attentions or ())]
 
     calls, whole = run()
@@ -137,7 +137,7 @@ def test_a_static_cache_holds_rows_too(recording):
     cache = StaticCache(config=model.config, max_cache_len=64)
     with torch.set_grad_enabled(recording):
         expected = model(ids, use_cache=False).logits
-        found = [model(part, past_key_values=cache).logits for part in ids.split(20, dim=1)]
+        found = [model(part, cache=cache).logits for part in ids.split(20, dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), expected)
     assert cache.layers[0].keys.dtype == torch.uint8
 

@@ -87,8 +87,8 @@ def test_lora_on_the_projections(family, mixer):
         # one token at a time takes another path through the mixer; the adapter must be on it, too
         cache, steps = None, []
         for token in ids.split(1, dim=1):
-            out = merged(token, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = merged(token, cache=cache, use_cache=True)
+            cache = out.cache
             steps.append(out.logits)
         torch.testing.assert_close(torch.cat(steps, 1), changed, rtol=1e-4, atol=1e-5)
 
@@ -195,7 +195,7 @@ def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer, patt
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(ids, labels=ids, use_cache=True)
     out.loss.backward()
-    first = out.past_key_values.layers[0]
+    first = out.cache.layers[0]
     state = first.held.state if pattern == "beside" else first.recurrent_states[0]
     assert state.dtype == torch.float32
     assert abs(out.loss.item() - loss.item()) < 0.05 * loss.item()

@@ -9,6 +9,7 @@ import recipes.benchmarks.gpu as gpu
 import recipes.benchmarks.hybrid as bench_hybrid
 import recipes.benchmarks.memory as bench_memory
 import recipes.benchmarks.run as bench
+from modeling_llamba.compatibility import CACHE_NAME
 from modeling_llamba.hybrid_cache import cache_nbytes
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache, step_timings
 from recipes.benchmarks.measure import Report, Table, in_own_process, interleaved, peak_bytes
@@ -33,7 +34,7 @@ def test_a_made_up_cache_is_as_long_as_it_says(pattern):
     model = make_student(pattern=pattern, dtype=torch.float32)
     cache = filled_cache(model, 300, 2)
     sizes = cache_nbytes(cache)
-    out = model(torch.tensor([[5], [6]]), past_key_values=cache)
+    out = model(torch.tensor([[5], [6]]), **{CACHE_NAME: cache})
     assert out.logits.shape[:2] == (2, 1)
     assert cache.get_seq_length() == 301
     config = model.config

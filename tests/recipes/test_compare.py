@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from convert.checkpoint.load import load_model
 from convert.layout.cache import cache_bytes
 from convert.options import documented
+from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from recipes import compare as comparison
 from recipes.cli import COMPARE, CompareOptions, main
 from recipes.demo import won_and_lost
@@ -328,14 +329,14 @@ def test_decoding_sees_what_one_pass_sees(model, cache):
     with torch.no_grad(), attending(model, cache.attend):
         whole = model(ids).logits
         held = DynamicCache(config=model.config)
-        parts = [model(part, past_key_values=held).logits for part in (ids[:, :70], *ids[:, 70:].split(1, 1))]
+        parts = [model(part, **{CACHE_NAME: held}).logits for part in (ids[:, :70], *ids[:, 70:].split(1, 1))]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-3, atol=1e-3)
 
 
 def test_bytes(model):
     shapes = layer_shapes(model)
     with torch.no_grad():
-        held = model(random_ids(1, 50)).past_key_values
+        held = cache_of(model(random_ids(1, 50)))
     numbers = sum(t.numel() for layer in held.layers for t in (layer.keys, layer.values))
     assert OtherCache().nbytes(shapes, 50) == 2 * numbers
     wide = [LayerShape(heads=3, key_dim=64, value_dim=64, limit=None)] * 2
@@ -409,12 +410,12 @@ def test_what_follows_a_context_sees_what_is_kept_of_it(model):
         torch.testing.assert_close(both[1:, :20], whole[:, :20], rtol=1e-4, atol=1e-4)
         for end, stop in zip(ends, (40, 60), strict=True):
             held = DynamicCache(config=model.config)
-            model(ids[:, :end], past_key_values=held)
+            model(ids[:, :end], **{CACHE_NAME: held})
             for layer, keep in zip(held.layers, kept[end], strict=True):
                 layer.keys, layer.values = (t[:, keep].view(1, 2, 8, -1) for t in (layer.keys, layer.values))
             length = stop - end
             mask = torch.full((length, 8 + length), -torch.inf).triu(9)[None, None]
-            expected = model(ids[:, end:stop], past_key_values=held, attention_mask=mask,
+            expected = model(ids[:, end:stop], **{CACHE_NAME: held}, attention_mask=mask,
                              position_ids=torch.arange(end, stop)[None]).logits  # fmt: skip
             torch.testing.assert_close(both[1:, end:stop], expected, rtol=1e-4, atol=1e-4)
 

@@ -34,7 +34,7 @@ def assert_logits(model, expected):
     torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
     parts = [model(IDS[:, :18], use_cache=True)]
     for t in range(18, IDS.shape[1]):
-        parts.append(model(IDS[:, t : t + 1], past_key_values=parts[-1].past_key_values))
+        parts.append(model(IDS[:, t : t + 1], cache=parts[-1].cache))
     torch.testing.assert_close(torch.cat([part.logits for part in parts], 1), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -29,6 +29,7 @@ from convert.teachers.teacher import find_teacher, teacher_layer_types
 from convert.teachers.weights import TeacherWeights
 from convert.train.mohawk.layerwise import run_key
 from modeling_llamba import LlambaConfig
+from modeling_llamba.compatibility import cache_of
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
 from tests.helpers.teachers import TEACHERS, random_ids
@@ -157,12 +158,12 @@ def test_the_teachers_own_windows_stay(name, cache, saved_teacher, tmp_path):
     assert plan.placement.full_heads.keys() <= others
     assert plan.placement.hybrid.window > 8
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    seen = model(random_ids(1, CONTEXT)).past_key_values
+    seen = model(random_ids(1, CONTEXT)).cache
     taken = cache_bytes(plan.config, CONTEXT)
     kept = 0 if cache else 2 * attention_bytes(plan.config, "sliding_attention", CONTEXT)
     assert cache_nbytes(seen) == taken[1] <= share * (taken[0] - kept) + kept
     whole = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
-    whole = whole(random_ids(1, CONTEXT), use_cache=True).past_key_values
+    whole = cache_of(whole(random_ids(1, CONTEXT), use_cache=True))
     assert cache_nbytes(whole) == taken[0]
 
 
@@ -249,8 +250,8 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = random_ids(1, 40)
     with torch.no_grad():
-        cache = model(ids[:, :30], use_cache=True).past_key_values
-        stepped = model(ids[:, 30:], past_key_values=cache).logits
+        cache = model(ids[:, :30], use_cache=True).cache
+        stepped = model(ids[:, 30:], cache=cache).logits
         torch.testing.assert_close(stepped, model(ids).logits[:, 30:], rtol=1e-4, atol=1e-4)
 
 
@@ -579,7 +580,7 @@ def test_windows_with_heads_of_their_own_stay_whatever_their_width(name, saved_t
         assert "hides nothing" not in describe(plan)
         teacher, hybrid = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path, output))
         ids = random_ids(1, 200)
-        held = [cache_nbytes(model(ids, use_cache=True).past_key_values) for model in (teacher, hybrid)]
+        held = [cache_nbytes(cache_of(model(ids, use_cache=True))) for model in (teacher, hybrid)]
         assert held == list(cache_bytes(plan.config, 200, torch.float32))
         of_window, of_whole = 4 * (16 + 16) * min(width - 1, 200), plan.config.num_key_value_heads * (32 + 32) * 200
         assert held[0] == 4 * 2 * (of_window + of_whole)

@@ -98,7 +98,7 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "some", attention_heads="1:0,1:1,3:2", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "some").eval()
     ids = random_ids(2, 40)
-    cache = model(ids).past_key_values
+    cache = model(ids).cache
     assert cache_nbytes(cache) == 2 * cache_bytes(plan.config, 40, torch.float32)[1]
     assert plan.summary()["attention_heads"] == {1: [0, 1], 3: [2, 3]}
     (tmp_path / "heads.json").write_text('{"1": [0, 1], "3": [3]}')

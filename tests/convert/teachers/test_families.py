@@ -117,8 +117,8 @@ def test_in_float64(name, saved_teacher, tmp_path):
     torch.testing.assert_close(packed.view_as(whole), whole, **close)
     pieces, cache = [], None
     for piece in ids.split([9, 1, 1, 8, 5], dim=1):
-        out = hybrid(piece, past_key_values=cache, use_cache=True)
-        pieces, cache = [*pieces, out.logits], out.past_key_values
+        out = hybrid(piece, cache=cache, use_cache=True)
+        pieces, cache = [*pieces, out.logits], out.cache
     torch.testing.assert_close(torch.cat(pieces, 1), whole, **close)
     generated = hybrid.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(hybrid(generated[:, 5:], use_cache=False).logits[:, 23:-1].argmax(-1), generated[:, 29:])

@@ -21,6 +21,7 @@ from convert.options import make_options
 from convert.plan import describe
 from convert.teachers.teacher import read_config
 from convert.tools.inspect import inspect_model
+from modeling_llamba.compatibility import cache_of
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
 from tests.helpers.padding import left_padded
@@ -46,9 +47,9 @@ def test_a_share_is_one_of_the_layers_that_grow(name, saved_teacher, tmp_path):
     teacher, hybrid = cache_bytes(plan.config, CONTEXT)
     states = kinds.count(RECURRENT) * recurrent_bytes(plan.config, torch.bfloat16)
     assert 0 < states < hybrid <= states + 0.4 * (teacher - states)
-    of_float32 = cache_nbytes(model(random_ids(1, CONTEXT)).past_key_values)
+    of_float32 = cache_nbytes(model(random_ids(1, CONTEXT)).cache)
     assert of_float32 == cache_bytes(plan.config, CONTEXT, torch.float32)[1]
-    whole = make_teacher(name)(random_ids(1, CONTEXT), use_cache=True).past_key_values
+    whole = cache_of(make_teacher(name)(random_ids(1, CONTEXT), use_cache=True))
     assert cache_nbytes(whole) == cache_bytes(plan.config, CONTEXT, torch.float32)[0]
 
 
@@ -101,7 +102,7 @@ def test_a_state_that_cannot_be_taken_back_is_not(name, saved_teacher, tmp_path)
         model.generate(random_ids(1, 20), max_new_tokens=4, prompt_lookup_num_tokens=2)
     cache = model.new_cache()
     cache.activate_past_recording()
-    model(random_ids(1, 20), past_key_values=cache)
+    model(random_ids(1, 20), cache=cache)
     with pytest.raises(ValueError, match="cannot be cropped; begin with a new cache"):
         cache.crop(-2)
     with pytest.raises(ValueError, match="heads of layer 0, which has a sliding window or a state in the teacher"):
@@ -117,12 +118,12 @@ def test_beams_and_several_answers(name, saved_teacher, tmp_path):
     asked = dict(max_new_tokens=8, num_beams=3, num_return_sequences=2, do_sample=False, eos_token_id=None)
     ids = random_ids(2, 12)
     assert torch.equal(model.generate(ids, **asked), teacher.generate(ids, **asked))
-    cache = model(ids).past_key_values
+    cache = model(ids).cache
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 3]))
     new = random_ids(2, 1, seed=1)
     expected = model(torch.cat([ids, new], 1)).logits[:, -1]
-    torch.testing.assert_close(model(new, past_key_values=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(new, cache=cache).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3-5", "granite4", "olmo-hybrid"])

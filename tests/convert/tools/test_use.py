@@ -64,7 +64,7 @@ def test_inspected_cache_is_the_caches_own(checkpoints):
     """All attention: keys and values of every layer."""
     sizes = inspect_model(str(checkpoints / "found"))["cache_bytes"]["4k"]
     assert sizes["all_attention"] == 2 * 2 * 4096 * 2 * 8 * 2
-    cache = LlambaForCausalLM.from_pretrained(checkpoints / "found")(random_ids(1, 9), use_cache=True).past_key_values
+    cache = LlambaForCausalLM.from_pretrained(checkpoints / "found")(random_ids(1, 9), use_cache=True).cache
     states = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
     held = sum(2 * layer.conv_states[0].numel() + 4 * layer.recurrent_states[0].numel() for layer in states)
     assert sizes["this_model"] == sizes["all_attention"] // 2 + held

@@ -1,0 +1,60 @@
+"""Differences between the versions of transformers that this code runs on; no other file asks for a version.
+
+transformers 5.24 renamed a model's cache: `past_key_values`, and `cache_params` of models with a state, are `cache`
+there. Here it is `cache` everywhere, and a model takes both names in every version.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.utils import ModelOutput
+
+OLD_CACHE_NAME = "past_key_values"
+CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else OLD_CACHE_NAME
+"""Name of a model's cache in transformers' own functions, models and outputs."""
+STATE_CACHE_NAME = "cache" if CACHE_NAME == "cache" else "cache_params"
+"""Name of the cache in transformers' modules with a state."""
+
+
+def cache_of(outputs: ModelOutput) -> Cache | None:
+    """The cache that a model or `generate` returned."""
+    return getattr(outputs, CACHE_NAME)
+
+
+def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache that a caller gave by either name.
+
+    Raises:
+        ValueError: both names are used, for different caches.
+    """
+    if cache is None or cache is past_key_values:
+        return past_key_values
+    if past_key_values is not None:
+        raise ValueError("cache and past_key_values are two names of one argument; pass one of them.")
+    return cache
+
+
+def renamed_cache(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in which the cache, given by either name, has the name that transformers uses.
+
+    Raises:
+        ValueError: as `one_cache`.
+    """
+    others = {name: value for name, value in arguments.items() if name not in ("cache", OLD_CACHE_NAME)}
+    cache = one_cache(arguments.get("cache"), arguments.get(OLD_CACHE_NAME))
+    return others if cache is None else others | {CACHE_NAME: cache}
+
+
+def with_both_names(name: str, output_class: type[ModelOutput]) -> type[ModelOutput]:
+    """A class of outputs whose cache is found as `cache` in older versions, too; newer ones answer to both names."""
+    if CACHE_NAME == "cache":
+        return output_class
+    return dataclass(type(name, (output_class,), {"cache": property(cache_of), "__module__": __name__}))
+
+
+HybridOutput = with_both_names("HybridOutput", MoeModelOutputWithPast)
+HybridCausalLMOutput = with_both_names("HybridCausalLMOutput", MoeCausalLMOutputWithPast)
