@@ -372,7 +372,7 @@ class ConversionOptions:
         named = self.searches_budget and self.names_layers
         if placement.cache is not None and placement.attention_layers is not None and not named:
             raise ValueError(
-                "cache chooses how many layers keep attention, and attention_layers says which; give one."
+                "cache already sets how many layers keep attention; give attention_layers as a list, or drop one."
             )
         if placement.window is None and not self.searches_budget:
             if placement.attention_heads is not None:

@@ -22,10 +22,9 @@ from .resolve import Resolved
 from .teachers.teacher import Teacher, declared_layer_types
 from .teachers.weights import TeacherWeights
 
-EVENLY = "which {} keep their attention is decided by scores during the run; they are shown evenly placed here"
 UNDECIDED: dict[Undecided, str] = {
-    "layers": EVENLY.format("layers"),
-    "heads": EVENLY.format("heads"),
+    "layers": "the layers with attention shown are placeholders; the run chooses them by scores",
+    "heads": "the run chooses the heads that keep full attention by scores",
     "windows": "the width of each layer's window is chosen during the run; the mean width is shown here for all",
     "bits": "the bits of full attention are chosen during the run, and with them numbers of heads or widths",
 }
@@ -319,7 +318,10 @@ def describe(plan: Plan) -> str:
     if s["mixer_layers"]:
         lines.append(f"bits        {plan.placement.bits}")
         lines.append(f"memory      {break_even_in_words(s['break_even'])}")
-    if heads:
+    if heads and UNDECIDED["heads"] in plan.notes:
+        number = sum(map(len, s["attention_heads"].values()))
+        lines.append(f"full heads  {number} query heads, which the run chooses")
+    elif heads:
         lines.append(f"full heads  {heads}  (layer:query heads that keep full attention)")
     lines += [f"dropped     {text}" for text in dropped_in_words(plan)]
     lines += [f"note        {note}" for note in plan.notes]

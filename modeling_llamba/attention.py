@@ -91,8 +91,7 @@ class SoftmaxAttention(TeacherAttention):
         super().__init__(config, layer_idx)
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
-        bits = config.window_bits if is_sliding else config.full_attention_bits
-        self.roundings = Rounding.of_pair(bits, self.head_dim, config.mixer_backend)
+        self.roundings = Rounding.of_attention(config, layer_idx)
 
     def forward(
         self,

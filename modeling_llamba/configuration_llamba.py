@@ -36,6 +36,7 @@ class LlambaConfig(HybridConfig):
     """
 
     model_type = "llamba"
+    attribute_map = {"norm_eps": "rms_norm_eps"}
 
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-5
@@ -110,11 +111,6 @@ class LlambaConfig(HybridConfig):
                 raise ValueError(
                     f"num_experts_per_tok {self.num_experts_per_tok} is more than there are: {self.num_experts}."
                 )
-
-    @property
-    def norm_eps(self) -> float:
-        """Epsilon of every norm."""
-        return self.rms_norm_eps
 
 
 __all__ = ["LlambaConfig"]

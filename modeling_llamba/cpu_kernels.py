@@ -666,6 +666,10 @@ FLAGS = (
 )
 ARCHITECTURES = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 """Options for the instructions that PyTorch itself uses on this machine, by its name for them."""
+LIBRARIES = Path(HF_MODULES_CACHE) / "hybrid_kernels"
+"""Folder in which compiled libraries are kept, below transformers' own for remote code."""
+COMPILE_VARIABLE = "HYBRID_COMPILE_C"
+"""Environment variable that keeps a hybrid from compiling, with 0."""
 TYPES = {torch.float32: 32, torch.bfloat16: 16}
 """Types of a model that is computed here, and their bits."""
 SPAN = 512
@@ -688,59 +692,71 @@ def compilers() -> list[str]:
 
 @functools.cache
 def library(more: str = "") -> ctypes.CDLL | None:
-    """The compiled functions; None where they cannot be compiled, which is said once.
+    """The compiled functions; None where they cannot be compiled, which is said once, or must not be.
 
     Args:
         more: source of functions that belong to another module and call these.
     """
+    if os.environ.get(COMPILE_VARIABLE) == "0":
+        return None
     text = SOURCE + more
     flags = FLAGS + ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability(), ())
     # OpenMP's functions are PyTorch's own, which are in the process already if they are those of this compiler
     variants = [(found, (*flags, *openmp)) for found in compilers() for openmp in (("-fopenmp",), ())]
     for _, options in variants:
-        kept = _place_of(text, options)
+        kept = LIBRARIES / _name_of(text, options)
         if kept.is_file():
             with contextlib.suppress(OSError):  # of another C library: then it is made once more
                 return ctypes.CDLL(str(kept))
-    problem = "there is no C compiler"
+    problem = "there is no C compiler; install gcc"
     for found, options in variants:
         try:
             return _compiled(text, found, options)
-        except OSError as error:
-            problem = f"{found}: {error}"
-        except subprocess.CalledProcessError as error:
-            problem = f"{found}: {error.stderr.decode(errors='replace').strip().partition(chr(10))[0]}"
-    logger.warning(f"A hybrid is slower on a CPU: its functions in C could not be compiled ({problem}). Install gcc.")
+        except (OSError, subprocess.CalledProcessError) as error:
+            problem = _cause(found, error)
+    logger.warning(
+        f"A hybrid is slower on a CPU without its functions in C ({problem}). Set {COMPILE_VARIABLE}=0 to do without."
+    )
     return None
 
 
-def _place_of(text: str, options: tuple[str, ...]) -> Path:
-    """File in which a library is kept that was made of this source with these options for such a machine."""
+def _name_of(text: str, options: tuple[str, ...]) -> str:
+    """File name of a library that was made of this source with these options for such a machine."""
     made_of = "\n".join([text, *options, sys.platform, platform.machine()])
-    return Path(HF_MODULES_CACHE) / "hybrid_kernels" / f"{hashlib.sha256(made_of.encode()).hexdigest()}.so"
+    return f"{hashlib.sha256(made_of.encode()).hexdigest()}.so"
 
 
 def _compiled(text: str, found: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile a source into a library and load it; keep it where that can be written to.
+    """Compile a source into a library and load it, in the folder where it is kept or else in a temporary one.
 
     Raises:
         OSError, subprocess.CalledProcessError: it cannot be compiled, or cannot be loaded.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.ExitStack() as folders:
+        try:
+            LIBRARIES.mkdir(parents=True, exist_ok=True)
+            scratch = folders.enter_context(tempfile.TemporaryDirectory(dir=LIBRARIES))
+        except OSError as error:
+            logger.info(f"The library is compiled anew in every process: {error}")
+            scratch = folders.enter_context(tempfile.TemporaryDirectory())
         source, compiled, linked = (Path(scratch) / name for name in ("kernels.c", "kernels.o", "kernels.so"))
         source.write_text(text)
         for arguments in ([*options, "-c", source, "-o", compiled], ["-shared", compiled, "-o", linked, "-lm"]):
             subprocess.run([found, *map(str, arguments)], check=True, capture_output=True)
         loaded = ctypes.CDLL(str(linked))
-        kept = _place_of(text, options)
-        part = kept.with_suffix(f".{os.getpid()}")
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(linked, part)
-            os.replace(part, kept)
-        except OSError as error:
-            logger.info(f"The library is compiled anew in every process: {error}")
-    return loaded
+        if Path(scratch).parent == LIBRARIES:
+            os.replace(linked, LIBRARIES / _name_of(text, options))  # another process may do the same
+        return loaded
+
+
+def _cause(found: str, error: OSError | subprocess.CalledProcessError) -> str:
+    """The reason for which compiling or loading failed, in one line."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{found}: {error.stderr.decode(errors='replace').strip().partition(chr(10))[0]}"
+    if "failed to map segment" in str(error) or "Operation not permitted" in str(error):
+        folder = Path(str(error).partition(":")[0]).parent.parent
+        return f"nothing in {folder} may be run, by its mount option noexec; set HF_HOME to another folder"
+    return f"{found}: {error}"
 
 
 def can_run_on_cpu(device: torch.device, dtype: torch.dtype, backend: str, more: str = "") -> bool:

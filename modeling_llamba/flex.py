@@ -9,7 +9,8 @@ from importlib.util import find_spec
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.utils import is_torchdynamo_compiling
 
 from .ssd import requested_backend
@@ -24,6 +25,8 @@ RECOMPILES = 256
 def can_flex(query: torch.Tensor, backend: str) -> bool:
     """Return True if flex_attention is a kernel here, for queries (B, H', L, P); backend: `mixer_backend`."""
     if not query.is_cuda or query.shape[2] < MIN_QUERIES or requested_backend(backend) == "torch":
+        return False
+    if not hasattr(flex, "AuxRequest"):  # before torch 2.9 it returns no log-sum-exp
         return False
     return query.dtype != torch.float64 and query.shape[-1] >= 16 and find_spec("triton") is not None
 
@@ -59,7 +62,7 @@ def attend_by_flex(
     output, aux = attend(
         *(t.to(values.dtype) for t in (query, keys, values)),  # autocast leaves them unlike
         None if softcap is None else cap, mask,
-        scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
+        scale=scale, enable_gqa=True, return_aux=flex.AuxRequest(lse=True),
     )  # fmt: skip
     return output, aux.lse.clamp(min=torch.finfo(aux.lse.dtype).min)
 

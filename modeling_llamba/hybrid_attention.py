@@ -188,7 +188,7 @@ def theory_mass(config, layer: int) -> torch.Tensor:
 class HybridAttention(TeacherAttention):
     """A hybrid layer; the module's docstring has its equations.
 
-    Parameters beside the teacher's: salience (D,), a buffer, since no gradient reaches it; mass (H', 2 + F' + F);
+    Parameters beside the teacher's: salience (D,), which gets no gradient; mass (H', 2 + F' + F);
     down (rank, 3 H' P) and up (D, rank). H' counts the query heads that are not kept.
     """
 
@@ -200,7 +200,9 @@ class HybridAttention(TeacherAttention):
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.mixer_backend)
-        self.register_buffer("salience", torch.zeros(config.hidden_size) if config.hybrid_salient else None)
+        # no buffer, since accelerate leaves buffers out where it offloads weights to a disk
+        salience = torch.zeros(config.hidden_size) if config.hybrid_salient else None
+        self.register_parameter("salience", None if salience is None else nn.Parameter(salience, requires_grad=False))
         self.mass = self.down = self.up = None
         if self.shape.slow is not None:
             self.mass = nn.Parameter(theory_mass(config, layer_idx))
@@ -250,7 +252,7 @@ class HybridAttention(TeacherAttention):
         if self.salience is None:
             salience = torch.full(inputs.index.shape, -torch.inf, dtype=wide, device=hidden_states.device)
         else:
-            salience = (hidden_states.detach().to(wide) * self.salience.to(wide)).sum(-1)
+            salience = (hidden_states.detach().to(wide) * self.salience.detach().to(wide)).sum(-1)
         if inputs.start is not None and inputs.start >= self.shape.sinks:
             return salience
         salience = salience.masked_fill(inputs.index < self.shape.sinks, torch.inf)

@@ -10,7 +10,7 @@ and prompt lookup (`activate_past_recording`), and from then on a layer keeps wh
 those tokens fed it (`Recording`): multi-step verification as in Wang et al. 2024, The Mamba in the Llama. A crop
 replays the tokens that stay.
 
-Shapes: B batch, L length, E block, n whole blocks, C columns of the window, S places.
+Shapes: B batch, L length, E block, n whole blocks, C columns of the window, S places, K key/value heads, P head dim.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,9 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     LinearAttentionLayer,
+    StaticCache,
     StaticLayer,
+    StaticSlidingWindowLayer,
 )
 from transformers.utils import is_torchdynamo_compiling
 
@@ -30,6 +32,7 @@ from .cpu_kernels import can_open_on_cpu, open_on_cpu
 from .eviction import BlockShape, Held, NewTokens, advance, open_block, open_blocks
 from .hybrid_config import RECURRENT
 from .hybrid_step_kernel import write_one
+from .rounding import Rounding
 
 CROPPABLE = 128
 """Tokens by which a cache that records can be cropped at least."""
@@ -37,6 +40,16 @@ CROPPABLE = 128
 NOT_RECORDED = "Call activate_past_recording() on the cache before the tokens that may be cropped."
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+def check_crop(tokens_to_remove: int) -> None:
+    """Refuse a length to keep, as older versions of transformers took it.
+
+    Raises:
+        ValueError: the number is positive.
+    """
+    if tokens_to_remove > 0:
+        raise ValueError(f"Pass crop the tokens to forget as a negative number, such as crop(-{tokens_to_remove}).")
 
 
 class Recording:
@@ -88,6 +101,42 @@ class Recording:
 
     def _columns(self, start: int, length: int) -> Tensors:
         return tuple(t.narrow(axis, start, length) for t, axis in zip(self.tokens, self.axes, strict=True))
+
+
+class StaticRows(StaticLayer):
+    """A static layer that holds keys and values in few bits, also if it is made before its first key.
+
+    transformers does that (`StaticCache.early_initialization`) with keys of the model's own type.
+    """
+
+    roundings: tuple[Rounding, Rounding]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for rows of bytes, given rows or vectors (B, K, L, P)."""
+        rows = []
+        for rounding, t in zip(self.roundings, (key_states, value_states), strict=True):
+            if rounding.rounds and t.is_floating_point():
+                t = t.new_zeros(*t.shape[:-1], rounding.width(t.dtype), dtype=torch.uint8)
+            rows.append(t)
+        super().lazy_initialization(*rows)
+
+    @classmethod
+    def fit(cls, layer: StaticLayer, roundings: tuple[Rounding, Rounding]) -> None:
+        """Let a layer of transformers hold rows, in place.
+
+        Raises:
+            ValueError: it holds keys of another model.
+        """
+        layer.__class__ = StaticSlidingRows if isinstance(layer, StaticSlidingWindowLayer) else cls
+        layer.roundings = roundings
+        if layer.is_initialized:
+            if not is_torchdynamo_compiling() and int(layer.get_seq_length()):
+                raise ValueError("The cache holds keys of another model; pass an empty one, or none.")
+            layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
+
+
+class StaticSlidingRows(StaticRows, StaticSlidingWindowLayer):
+    """A static layer of sliding attention that holds keys and values in few bits."""
 
 
 class HybridLayer(CacheLayerMixin):
@@ -261,6 +310,7 @@ class HybridLayer(CacheLayerMixin):
         Raises:
             ValueError: nothing was recorded, or not so many tokens.
         """
+        check_crop(tokens_to_remove)
         if tokens_to_remove == 0:
             return
         if self.recording is None:
@@ -366,6 +416,7 @@ class RecurrentLayer(LinearAttentionLayer):
         Raises:
             ValueError: there is a token to forget.
         """
+        check_crop(tokens_to_remove)
         if tokens_to_remove:
             raise ValueError("The state of a teacher's own layer cannot be cropped; begin with a new cache.")
 
@@ -400,6 +451,7 @@ class MixerLayer(RecurrentLayer):
         Raises:
             ValueError: nothing was recorded since, or not so many tokens.
         """
+        check_crop(tokens_to_remove)
         if self.conv_states[0] is None or not (tokens_to_remove or self.record_past):
             return
         if tokens_to_remove:
@@ -444,6 +496,7 @@ class RecurrentCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, as many as `-tokens_to_remove`."""
+        check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self.seen_tokens += tokens_to_remove
 
@@ -482,6 +535,8 @@ def fit_cache(cache: Cache | None, config) -> None:
         return
     if not isinstance(getattr(cache, "layers", None), list):
         raise ValueError(f"A hybrid's cache must be a DynamicCache or a StaticCache, not {type(cache).__name__}.")
+    if isinstance(cache, StaticCache):
+        _fit_static_rows(cache, config)
     own = {"hybrid": HybridLayer, "linear_attention": MixerLayer, RECURRENT: RecurrentLayer}
     replaced = own.keys() & set(config.layer_types)
     fits = len(cache.layers) == config.num_hidden_layers
@@ -510,6 +565,15 @@ def fit_cache(cache: Cache | None, config) -> None:
             cache.layers[i] = own[kind]()
         if getattr(layer, "record_past", False):
             cache.layers[i].activate_past_recording()
+
+
+def _fit_static_rows(cache: StaticCache, config) -> None:
+    """Let the layers of a static cache hold rows of bytes where attention has few bits."""
+    for i, kind in enumerate(config.layer_types[: len(cache.layers)]):
+        if kind in ("full_attention", "sliding_attention") and not isinstance(cache.layers[i], StaticRows):
+            roundings = Rounding.of_attention(config, i)
+            if any(rounding.rounds for rounding in roundings):
+                StaticRows.fit(cache.layers[i], roundings)
 
 
 def new_cache(config) -> DynamicCache:

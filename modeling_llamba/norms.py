@@ -55,3 +55,8 @@ def head_norm(kind: str | None, size: int, heads: int, eps: float, unit_offset: 
     if kind == "all_heads":
         return AllHeadsNorm(heads * size, eps, unit_offset=unit_offset)
     return RMSNorm(size, eps, unit_offset=unit_offset)
+
+
+def make_norm(config) -> RMSNorm:
+    """A norm over the residual stream."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, unit_offset=config.norm_unit_offset)

@@ -56,6 +56,13 @@ class Rounding(NamedTuple):
         keys, values = bits
         return cls(keys, dim, backend), cls(values, dim, backend)
 
+    @classmethod
+    def of_attention(cls, config, layer: int) -> "tuple[Rounding, Rounding]":
+        """Roundings of the keys and values that a layer with full or sliding attention caches."""
+        kind = config.layer_types[layer]
+        bits = config.window_bits if kind == "sliding_attention" else config.full_attention_bits
+        return cls.of_pair(bits, config.of_kind(kind).head_dim, config.mixer_backend)
+
     @property
     def rounds(self) -> bool:
         """True if vectors are rounded at all."""

@@ -16,17 +16,13 @@ class PhiMambaConfig(HybridConfig):
     """
 
     model_type = "phimamba"
+    attribute_map = {"norm_eps": "layer_norm_eps"}
 
     hidden_act: str = "gelu_new"
     layer_norm_eps: float = 1e-5
     lm_head_bias: bool = True
     attention_bias: bool = True
     attention_out_bias: bool = True
-
-    @property
-    def norm_eps(self) -> float:
-        """Epsilon of every norm."""
-        return self.layer_norm_eps
 
 
 __all__ = ["PhiMambaConfig"]

@@ -349,7 +349,7 @@ def test_interrupted_half_way(teacher, tmp_path):
         (["--attention-layers", "1.5"], ["between 0 and 1"]),
         (["--attention-layers", "MX"], ["'MX' is neither", "a pattern of M (mixer) and A (attention)"]),
         (["--attention-layers", "MMMMA"], ["5 letters", "4 layers"]),
-        (["--attention-layers", "1", "--cache", "0.5"], ["cache chooses how many layers", "give one"]),
+        (["--attention-layers", "1", "--cache", "0.5"], ["cache already sets how many layers", "drop one"]),
         (["--cache", "1.5"], ["cache 1.5 is no share"]),
         (["--cache", "lots"], ["'lots' is not a size"]),
         (["--cache", "8%"], ["'8%' is not a size", "a share of 8 % is 0.08"]),

@@ -44,17 +44,18 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     done = dry("--align", "none")
     assert "MAMA" in done.stderr
     assert done.stdout == ""
-    assert "decided by scores" not in done.stderr, "nothing is fitted, so they are evenly placed"
+    assert "by scores" not in done.stderr, "nothing is fitted, so they are evenly placed"
     done = dry()
     assert "salient tokens and a state" in done.stderr
-    assert "which heads keep their attention is decided by scores" in done.stderr
-    assert "decided by scores" not in dry("--cache", "0.9", "--attention-heads", "1:0").stderr, "the user has decided"
+    assert "the run chooses the heads that keep full attention" in done.stderr
+    assert "query heads, which the run chooses" in dry("--cache", "0.7").stderr
+    assert "by scores" not in dry("--cache", "0.9", "--attention-heads", "1:0").stderr, "the user has decided"
     done = dry("--attention-layers", "0.5")
-    assert "which layers keep their attention is decided by scores" in done.stderr
-    assert "which heads" not in done.stderr
+    assert "the layers with attention shown are placeholders" in done.stderr
+    assert "the run chooses the heads" not in done.stderr
     window = ("--window", "8", "--attention-heads", "1", "--attention-layers", "none")
     done = dry(*window)
-    assert "which heads keep their attention is decided by scores" in done.stderr
+    assert "the run chooses the heads that keep full attention" in done.stderr
     assert "which layers" not in done.stderr
     done = dry(*window[:2], "--mixer", "none", "--align", "none")
     assert "2 hybrid)" in done.stderr

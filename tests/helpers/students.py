@@ -86,7 +86,12 @@ def make_student(
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-        for name, buffer in model.named_buffers():
+        for name, parameter in model.named_parameters():
             if name.endswith("salience"):
-                buffer.copy_(0.3 * torch.randn_like(buffer))
+                parameter.copy_(0.3 * torch.randn_like(parameter))
     return model
+
+
+def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters that get a gradient."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

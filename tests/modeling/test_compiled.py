@@ -13,7 +13,7 @@ import modeling_llamba.flex as flex
 import modeling_llamba.hybrid_attention as hybrid_attention
 from modeling_llamba.selective_scan import selective_scan
 from tests.helpers.scans import selective_inputs
-from tests.helpers.students import MIXERS, make_student
+from tests.helpers.students import MIXERS, make_student, trained_parameters
 from tests.helpers.teachers import random_ids
 
 
@@ -65,7 +65,7 @@ def test_one_graph_of_a_layer_for_three_lengths(name, backend):
         hidden = torch.randn(2, length, model.config.hidden_size, dtype=torch.float64)
         rotary = model.model.rotary_emb(hidden, torch.arange(length)[None])
         inputs.append((of_any_length(hidden, lengths), [of_any_length(t, lengths) for t in rotary]))
-    compare(layer, list(layer.parameters()), inputs, [1, 1, 1], backend)
+    compare(layer, trained_parameters(layer), inputs, [1, 1, 1], backend)
 
 
 def test_one_graph_of_the_selective_scan_for_three_lengths():
@@ -83,7 +83,7 @@ def test_one_graph_of_a_model_for_three_lengths():
     """Of every kind of layer."""
     model, lengths = make_student(pattern="every"), (20, 25, 30)
     inputs = [(of_any_length(random_ids(2, length), lengths),) for length in lengths]
-    compare(lambda ids: model(ids, use_cache=False).logits, list(model.parameters()), inputs, [1, 1, 1], "eager")
+    compare(lambda ids: model(ids, use_cache=False).logits, trained_parameters(model), inputs, [1, 1, 1], "eager")
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_packed_rows_are_compiled_in_parts():
         results = []
         for call in (model, compiled):
             logits = call(ids, position_ids=position_ids.expand(2, -1), use_cache=False).logits
-            results.append((logits, *torch.autograd.grad(logits.logsumexp(-1).sum(), list(model.parameters()))))
+            results.append((logits, *torch.autograd.grad(logits.logsumexp(-1).sum(), trained_parameters(model))))
         torch.testing.assert_close(results[1], results[0], rtol=1e-7, atol=1e-9)
 
 
@@ -106,7 +106,7 @@ def test_a_layer_and_its_gradients(name):
     model = make_student(pattern="beside-only", **ONE_LAYER | LAYERS[name][0])
     layer, hidden = model.model.layers[0].mixer, torch.randn(2, 20, model.config.hidden_size, dtype=torch.float64)
     rotary = model.model.rotary_emb(hidden, torch.arange(20)[None])
-    compare(layer, list(layer.parameters()), [(hidden, rotary)], [1], "aot_eager")
+    compare(layer, trained_parameters(layer), [(hidden, rotary)], [1], "aot_eager")
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
 """What C computes on a CPU: against the same in float64, and against PyTorch's operations."""
 
 import itertools
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,7 +287,7 @@ def test_a_home_that_is_not_to_be_written_to(monkeypatch, tmp_path):
 
 
 def test_a_library_that_is_broken_is_made_once_more(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_kernels, "HF_MODULES_CACHE", tmp_path)
+    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path)
     assert cpu_kernels.library.__wrapped__() is not None
     (kept,) = tmp_path.rglob("*.so")
     whole = kept.read_bytes()
@@ -292,6 +296,49 @@ def test_a_library_that_is_broken_is_made_once_more(monkeypatch, tmp_path):
     assert cpu_kernels.library.__wrapped__() is not None
     assert kept.read_bytes()[:4] == whole[:4]
     assert len([*kept.parent.iterdir()]) == 1
+
+
+def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+    """The library is made in a temporary folder then, and the home keeps nothing."""
+    (tmp_path / "home").write_text("no folder")
+    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path / "home" / "libraries")
+    assert cpu_kernels.library.__wrapped__() is not None
+
+
+def test_it_is_built_where_it_is_kept(monkeypatch, tmp_path):
+    """A temporary folder that nothing may be run in is not needed."""
+    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(cpu_kernels.tempfile, "tempdir", "/nowhere")
+    assert cpu_kernels.library.__wrapped__() is not None
+
+
+def test_the_true_cause_is_named(monkeypatch, tmp_path):
+    def refuse(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    said = []
+    monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
+    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path / "libraries")
+    monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", refuse)
+    assert cpu_kernels.library.__wrapped__() is None
+    assert len(said) == 1
+    assert f"{tmp_path / 'libraries'} may be run, by its mount option noexec; set HF_HOME" in said[0]
+    assert "install gcc" not in said[0]
+
+
+def test_a_variable_keeps_a_hybrid_from_compiling(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path)
+    monkeypatch.setenv("HYBRID_COMPILE_C", "0")
+    assert cpu_kernels.library.__wrapped__() is None
+    assert not [*tmp_path.iterdir()]
+
+
+def test_two_processes_compile_at_once(tmp_path):
+    code = "from modeling_llamba.cpu_kernels import library; assert library() is not None"
+    options = dict(env=os.environ | {"HF_MODULES_CACHE": str(tmp_path)}, cwd=Path(__file__).parents[2])
+    both = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert len([*tmp_path.rglob("hybrid_kernels/*")]) == 1
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
@@ -303,7 +350,7 @@ def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_pat
     expected = token_by_token(layer, hidden_states, index, None, True)
     said = []
     monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
-    monkeypatch.setattr(cpu_kernels, "HF_MODULES_CACHE", tmp_path)
+    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path / "libraries")
     for name in ("cc", "gcc", "clang", "false"):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)

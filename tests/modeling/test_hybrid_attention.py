@@ -17,7 +17,7 @@ from modeling_llamba.eviction import State, outer_products, salient_before
 from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
 from modeling_llamba.naive import naive_hybrid_attention
 from modeling_llamba.rotary import rotary_embedding
-from tests.helpers.students import make_student, student_config
+from tests.helpers.students import make_student, student_config, trained_parameters
 from tests.helpers.teachers import LLAMA3_ROPE, MINISTRAL_ROPE, random_ids
 
 LENGTH = 83
@@ -150,7 +150,7 @@ def test_the_first_window_is_the_teachers_attention(name):
 
 
 def test_without_a_state_there_are_the_teachers_parameters_alone():
-    names = {name for name, _ in example("no state")[0].named_parameters()}
+    names = {name for name, p in example("no state")[0].named_parameters() if p.requires_grad}
     assert names == {f"{letter}_proj.weight" for letter in "qkvo"}
 
 
@@ -173,7 +173,7 @@ def gradients_of_the_equations(name):
     sink_rotary = tuple(t[0] for t in rotary_embedding(layer.config)(hidden, near))
     naive = naive_hybrid_attention.__wrapped__  # without no_grad
     total = sum((naive(layer, *pair, own, sink_rotary) * w).sum() for *pair, w in zip(hidden, weights, strict=True))
-    return weights, torch.autograd.grad(total, list(layer.parameters()))
+    return weights, torch.autograd.grad(total, trained_parameters(layer))
 
 
 @pytest.mark.parametrize("way", ["with gradients", "in segments", "gathered"])
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_the_equations(name, way, monkeypatch, window_by)
     layer, given, _ = example(name)
     weights, expected = gradients_of_the_equations(name)
     total = (computed(way, layer, given, monkeypatch, gradients=True) * weights).sum()
-    names, parameters = zip(*layer.named_parameters(), strict=True)
+    names, parameters = zip(*((name, p) for name, p in layer.named_parameters() if p.requires_grad), strict=True)
     for name, got, wanted in zip(names, torch.autograd.grad(total, parameters), expected, strict=True):
         assert wanted.abs().max() > 1e-6, name
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
@@ -195,7 +195,7 @@ def test_gradients_are_differences_of_outputs():
     )  # fmt: skip
     layer, hidden = model.model.layers[0].mixer, torch.randn(1, 9, 4, dtype=torch.float64, requires_grad=True)
     rotary = model.model.rotary_emb(hidden, torch.arange(9)[None])
-    parameters = dict(layer.named_parameters())
+    parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
 
     def output(hidden, *values):
         changed = dict(zip(parameters, values, strict=True))
@@ -220,7 +220,7 @@ def test_extreme_masses_have_finite_gradients(dtype, shift, window_by):
     output = layer(hidden, [t.to(dtype) for t in rotary], inputs) * real
     torch.testing.assert_close(output.double(), wide, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.2)
     output.square().sum().backward()
-    gradients = {name: p.grad for name, p in layer.named_parameters()} | {"input": hidden.grad}
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad} | {"input": hidden.grad}
     assert [name for name, gradient in gradients.items() if not gradient.isfinite().all()] == []
     assert shift or [name for name, gradient in gradients.items() if not gradient.any()] == []
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from convert.checkpoint.code import NEEDED
 from modeling_llamba import LlambaConfig
 from modeling_llamba.ship_code import code_files, ship_code
 from modeling_phimamba import PhiMambaConfig
+from tests.helpers.students import make_student
 
 ROOT = Path(__file__).parents[2]
 RANKS = {"modeling_llamba": 0, "modeling_phimamba": 1, "convert": 2, "recipes": 3, "tests": 4}
@@ -48,9 +50,27 @@ def test_shared_files_have_one_owner():
 
     assert files("modeling_phimamba") == {"__init__.py", "configuration_phimamba.py", "modeling_phimamba.py"}
     of_package = {"__init__.py", "registration.py", "naive.py"}  # the last is what tests compare with
-    shared = files("modeling_llamba") - {*of_package, "configuration_llamba.py", "modeling_llamba.py"}
+    of_llamba = {"mlp.py", "experts.py", "experts_beside_mlp.py", "experts_clamped.py"}
+    shared = files("modeling_llamba") - {*of_package, *of_llamba, "configuration_llamba.py", "modeling_llamba.py"}
     for package, config_class in MODELING.items():
         assert set(code_files(config_class)) == shared | files(package) - of_package, "a file does not ship"
+
+
+def test_a_plain_hybrid_loads_no_other_familys_files(tmp_path):
+    """Of transformers, so that nothing that is renamed there can break it."""
+    make_student(pattern="beside").save_pretrained(tmp_path)
+    others = ("gemma4", "gpt_oss", "qwen3_moe", "qwen3_next", "lfm2", "olmo_hybrid", "granitemoehybrid")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({[f"transformers.models.{name}.modeling_{name}" for name in others]}))
+from transformers import AutoModelForCausalLM
+import torch
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)
+print(model(torch.arange(3, 40)[None], labels=torch.arange(3, 40)[None]).loss.item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 0
 
 
 @pytest.mark.parametrize("package", RANKS)

@@ -191,13 +191,17 @@ class DistilledSFTTrainer(SFTTrainer):
         return self.optimizer
 
 
+FIXED = ("salience", "layer_scalar")
+"""Parameters through which no gradient passes."""
+
+
 def is_mixer(name: str) -> bool:
     """Return True if a parameter of this name belongs to a mixer."""
     return ".mixer." in name
 
 
 def buffers_to_parameters(model: nn.Module) -> None:
-    """Make the buffers that a checkpoint holds, as a hybrid layer's salience, frozen parameters of the same names.
+    """Make the buffers that a checkpoint holds, as Gemma 4's scalars of layers, frozen parameters of the same names.
 
     What one process has read reaches the others through accelerate, which sends parameters alone. As such they are
     rounded with the weights in a mixed precision.
@@ -218,7 +222,9 @@ def set_trainable(model: nn.Module, what: Trainable) -> None:
         ValueError: "beyond-window", and a replaced layer has no state beside a window.
     """
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_mixer(name) or what == "all" or (what == "all-but-mlp" and ".mlp." not in name))
+        if not name.endswith(FIXED):
+            chosen = is_mixer(name) or what == "all" or (what == "all-but-mlp" and ".mlp." not in name)
+            parameter.requires_grad_(chosen)
     if what == "beyond-window":
         for mixer in (layer.mixer for layer in model.base_model.layers if hasattr(layer, "mixer")):
             if getattr(mixer, "mass", None) is None:

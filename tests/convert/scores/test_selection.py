@@ -240,7 +240,7 @@ def test_work_dir_resumes(said, two_layer_teacher, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "said, expected",
     [
-        (dict(cache="1MB", attention_layers=0.5), "give one"),
+        (dict(cache="1MB", attention_layers=0.5), "drop one"),
         (dict(device="tpu9", attention_layers=0.5), "device tpu9 cannot be used here"),
         (dict(align="mohawk", mixer="mamba1", alignment={"matrix_orientation": {"tokens": 9}}), "leave stage 1"),
     ],
