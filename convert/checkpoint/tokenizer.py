@@ -96,32 +96,67 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
             f"The tokenizer of {teacher.name} cannot read a text ({first_line(error)}); mend or replace its files."
         ) from error
     check_chat_template(tokenizer, folder / (teacher.gguf_file or ""))
-    if files and _gives(files, tokenizer, model_type, trust_remote_code):
+    if files and _are_alike(_loaded(files, model_type, trust_remote_code), tokenizer):
         return files, ()
     kind = type(tokenizer).__name__
-    note = f"the tokenizer is saved anew as {kind}: the teacher's files give another one beside a {model_type} model"
-    notes = ()
+    notes = []
     if files:
-        notes = (note,)
+        notes.append(
+            f"the tokenizer is saved anew as {kind}: the teacher's files give another one beside a {model_type} model"
+        )
     files |= _saved(tokenizer)
-    if _gives(files, tokenizer, model_type, trust_remote_code):
-        return files, notes
+    found = _loaded(files, model_type, trust_remote_code)
+    if _are_alike(found, tokenizer):
+        return files, tuple(notes)
+    if teacher.gguf_file is not None and _takes_normaliser(tokenizer, found):
+        rule = type(found.backend_tokenizer.normalizer).__name__
+        return files, (f"the tokenizer normalises text by {rule}, as a {kind} does; GGUF files do not say so",)
+    # a class of a family may bring rules of its own, where the files alone say them all
+    settings = json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
+    if _are_alike(_loaded(files, model_type, trust_remote_code), tokenizer):
+        return files, tuple(notes)
     raise ValueError(
         f"The tokenizer of {teacher.name} ({kind}) loads as another one beside a model of type "
         f"{model_type}; save it as a tokenizer.json of its own (AutoTokenizer.from_pretrained(...).save_pretrained)."
     )
 
 
-def _gives(files: SideFiles, wanted: PreTrainedTokenizerBase, model_type: str, trust_remote_code: bool) -> bool:
-    """Return True if a checkpoint with these files and this model type has the tokenizer that is wanted."""
+def _loaded(files: SideFiles, model_type: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint with these files and this model type; None where it has none."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_side_files(files, folder)
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
         try:
-            found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception:  # the tokenizers library raises no other kind
-            return False
+            return None
+
+
+def _takes_normaliser(tokenizer: PreTrainedTokenizerBase, found: PreTrainedTokenizerBase | None) -> bool:
+    """Give a tokenizer that was read from GGUF the normaliser of its class, which transformers' reader leaves out.
+
+    Args:
+        found: the same tokenizer, saved and loaded again, which has the normaliser.
+
+    Returns:
+        True if nothing else was missing; otherwise it is as it was.
+    """
+    rules = [getattr(one, "backend_tokenizer", None) for one in (tokenizer, found)]
+    if None in rules or rules[0].normalizer is not None or rules[1].normalizer is None:
+        return False
+    rules[0].normalizer = rules[1].normalizer
+    if _are_alike(found, tokenizer):
+        return True
+    rules[0].normalizer = None
+    return False
+
+
+def _are_alike(found: PreTrainedTokenizerBase | None, wanted: PreTrainedTokenizerBase) -> bool:
+    """Return True if a tokenizer is the one that is wanted."""
+    if found is None:
+        return False
     if found.get_vocab() != wanted.get_vocab() or found.chat_template != wanted.chat_template:
         return False
     rules = [getattr(tokenizer, "backend_tokenizer", None) for tokenizer in (found, wanted)]

@@ -46,6 +46,8 @@ LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 SIDE_FILES = [*TOKENIZER_FILES, "*.json", "*.txt", "README.md", *LICENCE_FILES]
 """Patterns of the files beside the weights that are downloaded from a repository."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Names of the parts of a split file, as llama.cpp wants them."""
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -393,6 +395,11 @@ def declared_layer_types(config: PreTrainedConfig) -> list[str]:
 def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:
     if not (folder / gguf_file).is_file():
         raise ValueError(f"{folder} has no file {gguf_file}.")
+    if part := GGUF_PART.fullmatch(gguf_file):
+        raise ValueError(
+            f"{gguf_file} is part {int(part[2])} of {int(part[3])} of a model; join them by llama.cpp's "
+            f"`llama-gguf-split --merge {part[1]}-00001-of-{part[3]}.gguf {part[1]}.gguf` and convert {part[1]}.gguf."
+        )
     if importlib.util.find_spec("gguf") is None:
         raise ValueError("Reading GGUF needs the package gguf: pip install 'convert-to-hybrid[gguf]'.")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -1,6 +1,7 @@
 """Tiny teachers as GGUF files."""
 
 from gguf import GGUFWriter
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -30,8 +31,12 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def write_gguf(path, name, **said):
-    """A teacher in a GGUF file as llama.cpp writes it: gate and up of all experts apart, Gemma's norms plus 1."""
+def write_gguf(path, name, tokenizer=None, **said):
+    """A teacher in a GGUF file as llama.cpp writes it: gate and up of all experts apart, Gemma's norms plus 1.
+
+    Args:
+        tokenizer: "llama" for SentencePiece, or the name in llama.cpp of the rule that splits text before BPE.
+    """
     architecture, taken_for_granted = ARCHITECTURES[name]
     teacher = make_teacher(name, layers=2, **taken_for_granted)
     writer = GGUFWriter(path, architecture)
@@ -46,6 +51,10 @@ def write_gguf(path, name, **said):
     for key, value in said.items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint32
         add(f"{architecture}.{key}", value)
+    if tokenizer == "llama":
+        add_sentencepiece(writer)
+    elif tokenizer is not None:
+        add_bpe(writer, tokenizer)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
     tensors = teacher.state_dict()
     for stored, ours in get_gguf_hf_weights_map(teacher, processor, architecture).items():
@@ -65,3 +74,35 @@ def write_gguf(path, name, **said):
     writer.write_tensors_to_file()
     writer.close()
     return teacher
+
+
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+"""Kinds of tokens in a GGUF file."""
+
+
+def add_bpe(writer, split):
+    """A tokenizer of bytes and a few merges."""
+    merges = ["Ġ t", "Ġt h", "Ġth e", "h e", "i n", "Ġ a"]
+    tokens = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in merges)]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list([*tokens, *special])
+    writer.add_token_types([NORMAL] * len(tokens) + [CONTROL] * len(special))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(len(tokens))
+    writer.add_eos_token_id(len(tokens) + 2)
+    writer.add_pad_token_id(len(tokens))
+
+
+def add_sentencepiece(writer):
+    """A tokenizer of bytes and a few pieces."""
+    pieces = ["▁", "t", "h", "e", "▁t", "▁th", "▁the", "he", "i", "n", "in", "a", "▁a"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*tokens, *pieces])
+    writer.add_token_types([UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)])
+    writer.add_token_scores([0.0] * len(tokens) + [-float(i) for i in range(len(pieces))])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)

@@ -3,13 +3,17 @@
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from convert.checkpoint.tokenizer import read_tokenizer, write_side_files
+from convert.dry_run import plan_conversion
 from convert.fit.teacher_model import TeacherModel
+from convert.options import ConversionOptions, PublishedOutputOptions
 from convert.teachers import FAMILIES
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
 from tests.helpers.gguf_file import ARCHITECTURES, write_gguf
+from tests.helpers.index_teachers import QWEN_05B, index_teacher
 from tests.helpers.teachers import TEACHERS, random_ids
 
 
@@ -58,3 +62,37 @@ def test_a_family_that_transformers_reads_and_no_test_does_is_refused(architectu
 def test_what_is_said_to_be_tested_is():
     tested = {TEACHERS[name][1].model_type for name in ARCHITECTURES}
     assert {name for name, family in FAMILIES.items() if family.gguf} == tested
+
+
+@pytest.mark.parametrize("tokenizer", ["llama", "default", "qwen2", "llama-bpe", "smollm"])
+@pytest.mark.parametrize("name", sorted({of[0]: name for name, of in ARCHITECTURES.items()}.values()))
+def test_the_tokenizer_of_every_architecture_is_carried_over(name, tokenizer, tmp_path):
+    """With the rules of its class where these alone are missing: a Qwen2Tokenizer composes letters and accents."""
+    write_gguf(tmp_path / "teacher.gguf", name, tokenizer)
+    teacher = find_teacher(str(tmp_path / "teacher.gguf"))
+    files, notes = read_tokenizer(teacher, False, "llamba")
+    composes = name.startswith("qwen") and tokenizer == "qwen2"
+    assert bool(notes) == composes
+    write_side_files(files, tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llamba"}')
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (found("cafe\u0301").input_ids == found("caf\u00e9").input_ids) == composes
+    assert found.decode(found("in the heat").input_ids, skip_special_tokens=True).strip() == "in the heat"
+
+
+def test_a_part_of_a_model_is_told_how_to_be_joined(tmp_path):
+    part = tmp_path / "big-00002-of-00003.gguf"
+    write_gguf(part, "llama-gqa")
+    with pytest.raises(ValueError, match="part 2 of 3 .* --merge big-00001-of-00003.gguf big.gguf"):
+        find_teacher(str(part))
+
+
+@pytest.mark.slow
+def test_a_real_qwen_is_planned():
+    path = index_teacher(QWEN_05B)
+    teacher = find_teacher(str(path))
+    files, notes = read_tokenizer(teacher, False, "llamba")
+    assert "NFC" in notes[0]
+    assert "tokenizer.json" in files
+    plan = plan_conversion(ConversionOptions(model=str(path), output=PublishedOutputOptions(folder="unused")))
+    assert plan.parameters_before == 630_167_424
