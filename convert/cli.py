@@ -46,6 +46,7 @@ from .options import (
     InspectOptions,
     MohawkOptions,
     OptionParser,
+    UpdateOptions,
 )
 
 Switches = Mapping[str, bool]
@@ -146,6 +147,14 @@ def inspect_command(options: InspectOptions, switches: Switches) -> None:
     _print_report(inspect_model(options.model, options.revision), describe_model, switches["json"])
 
 
+def update_command(options: UpdateOptions, switches: Switches) -> None:
+    from .tools.update import update
+
+    before, after = update(options.folder)
+    if not switches["quiet"]:
+        console.print(f"[green]updated[/] {escape(printable(options.folder))}: code of {before}, now of {after}")
+
+
 def env_command(options: EnvOptions, switches: Switches) -> None:
     from .tools.env import describe_environment, environment
 
@@ -199,6 +208,7 @@ COMMANDS = {
         {**DRY_TRANSFER, **QUIET},
     ),
     "inspect": Command(InspectOptions, inspect_command, {"MODEL": "model"}, flags_of("revision"), AS_JSON),
+    "update": Command(UpdateOptions, update_command, {"FOLDER": "folder"}, {}, QUIET),
     "env": Command(EnvOptions, env_command, {}, {}, AS_JSON),
     "families": Command(FamiliesOptions, families_command, {}, {}, AS_JSON),
     "generate": Command(

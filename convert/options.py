@@ -626,6 +626,14 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """Put today's code into a hybrid's folder, which then runs with newer versions of transformers."""
+
+    folder: str | None = None
+    """Folder of a hybrid that an earlier version of this project wrote. Its weights stay as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectOptions:
     """Describe a hybrid's layers, mixers, sizes, cache and origin, without loading its weights."""
 

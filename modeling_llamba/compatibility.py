@@ -5,19 +5,35 @@ there. Here it is `cache` everywhere, and a model takes both names in every vers
 """
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
+
+logger = logging.get_logger(__name__)
+TESTED = "5.24.0"
+"""Newest version of transformers that this code was tested with."""
 
 OLD_CACHE_NAME = "past_key_values"
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else OLD_CACHE_NAME
 """Name of a model's cache in transformers' own functions, models and outputs."""
 STATE_CACHE_NAME = "cache" if CACHE_NAME == "cache" else "cache_params"
 """Name of the cache in transformers' modules with a state."""
+
+
+def warn_if_newer(version: str = transformers.__version__) -> None:
+    """Say once that a version of transformers is newer than the code of this checkpoint knows."""
+    installed, known = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, TESTED))
+    if installed > known:
+        logger.warning_once(
+            f"This hybrid's code was tested with transformers {TESTED} at most, and {version} is installed. If it "
+            f"fails, run `convert-to-hybrid update FOLDER` of a newer convert-to-hybrid, or install {TESTED}."
+        )
 
 
 def cache_of(outputs: ModelOutput) -> Cache | None:

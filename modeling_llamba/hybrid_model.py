@@ -33,6 +33,7 @@ from .compatibility import (
     cache_of,
     one_cache,
     renamed_cache,
+    warn_if_newer,
 )
 from .hybrid_attention import HybridAttention, HybridInputs, theory_mass
 from .hybrid_cache import (
@@ -129,6 +130,7 @@ class HybridPreTrainedModel(PreTrainedModel):
             self._supports_flash_attn = False  # of which some versions leave them out without a word
         if RECURRENT in config.layer_types:
             self._is_stateful = True  # such a state cannot be cropped, and assisted generation is refused
+        warn_if_newer()
         super().__init__(config, *args, **kwargs)
 
     @staticmethod

@@ -31,6 +31,18 @@ def code_files(config_class: type) -> dict[str, str]:
     return files
 
 
+def code_in(folder: Path, auto_map: dict[str, str]) -> set[str]:
+    """Names of the code files in a checkpoint's folder that its configuration refers to, directly or by imports."""
+    waiting = [f"{reference.partition('.')[0]}.py" for reference in auto_map.values()]
+    found = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (folder / name).is_file():
+            found.add(name)
+            waiting += [f"{module}.py" for module in RELATIVE_IMPORT.findall((folder / name).read_text("utf-8"))]
+    return found
+
+
 def ship_code(config_class: type, folder: str | os.PathLike) -> None:
     """Write the code of a family into a checkpoint's folder."""
     for name, content in code_files(config_class).items():

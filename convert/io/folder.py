@@ -132,14 +132,8 @@ class OutputFolder:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             check_output(self.output, self.overwrite)
-            if not _exchange(folder, self.output):  # a kill in between is mended by the next run's `_sweep`
-                replaced = self.output.with_name(f".{self.output.name}.replaced-{uuid.uuid4().hex[:8]}")
-                self.output.rename(replaced)
-                try:
-                    folder.rename(self.output)
-                except BaseException:
-                    replaced.rename(self.output)
-                    raise
+            replaced = swap(folder, self.output)
+            if replaced != folder:
                 remove_made(replaced)
 
     def _sweep(self) -> None:
@@ -152,6 +146,21 @@ class OutputFolder:
                 stale.rename(self.output)
             else:
                 remove_made(stale)
+
+
+def swap(folder: Path, output: Path) -> Path:
+    """Put a folder in the place of another, in one step where the system can; returns where that one lies now."""
+    if _exchange(folder, output):
+        return folder
+    # a kill in between is mended by the next run's `_sweep`
+    replaced = output.with_name(f".{output.name}.replaced-{uuid.uuid4().hex[:8]}")
+    output.rename(replaced)
+    try:
+        folder.rename(output)
+    except BaseException:
+        replaced.rename(output)
+        raise
+    return replaced
 
 
 def check_output(output: Path, overwrite: bool) -> None:

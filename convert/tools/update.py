@@ -1,0 +1,75 @@
+"""Put the code of today into the folder of a hybrid that an earlier version wrote."""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from modeling_llamba.ship_code import code_in
+
+from ..checkpoint.code import NEEDED, versions
+from ..checkpoint.load import load_config
+from ..errors import during
+from ..io.folder import MARKER, mark, swap
+from ..io.reader import read_json
+from ..io.students import STUDENTS
+
+NEEDS = re.compile(r"(It loads with `)[^`]*(`)")
+"""Sentence of a card on the versions that load the model."""
+
+
+def update(folder: str) -> tuple[str, str]:
+    """Replace code, configuration and the card's sentence on versions; weights and all other files stay as they are.
+
+    The folder is written anew beside itself, with links to the files that stay, and then takes its own place.
+
+    Returns:
+        The version of this project that wrote the folder's code, and today's.
+
+    Raises:
+        ValueError: it is no hybrid's folder, or has weights of a format that this code does not read.
+    """
+    output = Path(os.path.realpath(Path(folder).expanduser()))
+    written = read_json(output / "config.json")
+    if written is None or written.get("model_type") not in STUDENTS or "auto_map" not in written:
+        raise ValueError(f"{folder} is not the folder of a hybrid that carries its code; there is nothing to update.")
+    config = load_config(str(output))
+    before = _last_versions(config.conversion or {}).get("convert-to-hybrid", "an earlier version")
+    after = versions()
+    config.conversion = (config.conversion or {}) | {"updated_with": after}
+    staged = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
+    replaced = staged
+    try:
+        with during(f"updating {output}"):
+            old_code = code_in(output, written["auto_map"])
+            leave_out = shutil.ignore_patterns("config.json", "README.md", MARKER)
+            shutil.copytree(output, staged, symlinks=True, ignore=leave_out, copy_function=_link)
+            for name in old_code:
+                (staged / name).unlink()
+            card = output / "README.md"
+            if card.is_file():
+                (staged / card.name).write_text(NEEDS.sub(rf"\g<1>{NEEDED}\2", card.read_text()))
+            config.save_pretrained(staged)
+            if (output / MARKER).is_file():
+                made = set(json.loads((output / MARKER).read_text())["files"]) - old_code
+                new_code = code_in(staged, config.auto_map)
+                mark(staged, made | new_code)
+            replaced = swap(staged, output)
+    finally:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return before, after["convert-to-hybrid"]
+
+
+def _last_versions(conversion: dict[str, Any]) -> dict[str, str]:
+    return conversion.get("updated_with") or conversion.get("versions") or {}
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it where the file system has no links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
