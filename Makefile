@@ -37,6 +37,14 @@ test-slow: install ## what takes longer, such as the real teacher
 test-versions: ## what depends on transformers, in an environment for each of its versions; VERSIONS="5.16.1 newest"
 	$(PYTHON) tests/versions.py $(VERSIONS)
 
+test-install: install ## the README's lines, in a new environment without constraints: a quarter of an hour
+	$(BIN)/python -m tests.install
+
+test-peers: install ## the common model tests of transformers and PEFT's decoder tests on our models
+	$(BIN)/python -m tests.peers.fetch
+	PEERS=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/peers -o addopts='-ra --timeout 300' \
+		--numprocesses 2 --disable-warnings
+
 test-kernels: $(KERNELS)/.installed ## the GPU kernels of fla and mamba-ssm in Triton's interpreter, without a GPU
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/kernels -m kernels --confcutdir tests/kernels
 

@@ -666,7 +666,7 @@ FLAGS = (
 )
 ARCHITECTURES = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 """Options for the instructions that PyTorch itself uses on this machine, by its name for them."""
-LIBRARIES = Path(HF_MODULES_CACHE) / "hybrid_kernels"
+LIBRARY_FOLDER = Path(HF_MODULES_CACHE) / "hybrid_kernels"
 """Folder in which compiled libraries are kept, below transformers' own for remote code."""
 COMPILE_VARIABLE = "HYBRID_COMPILE_C"
 """Environment variable that keeps a hybrid from compiling, with 0."""
@@ -704,7 +704,7 @@ def library(more: str = "") -> ctypes.CDLL | None:
     # OpenMP's functions are PyTorch's own, which are in the process already if they are those of this compiler
     variants = [(found, (*flags, *openmp)) for found in compilers() for openmp in (("-fopenmp",), ())]
     for _, options in variants:
-        kept = LIBRARIES / _name_of(text, options)
+        kept = LIBRARY_FOLDER / _name_of(text, options)
         if kept.is_file():
             with contextlib.suppress(OSError):  # of another C library: then it is made once more
                 return ctypes.CDLL(str(kept))
@@ -734,8 +734,8 @@ def _compiled(text: str, found: str, options: tuple[str, ...]) -> ctypes.CDLL:
     """
     with contextlib.ExitStack() as folders:
         try:
-            LIBRARIES.mkdir(parents=True, exist_ok=True)
-            scratch = folders.enter_context(tempfile.TemporaryDirectory(dir=LIBRARIES))
+            LIBRARY_FOLDER.mkdir(parents=True, exist_ok=True)
+            scratch = folders.enter_context(tempfile.TemporaryDirectory(dir=LIBRARY_FOLDER))
         except OSError as error:
             logger.info(f"The library is compiled anew in every process: {error}")
             scratch = folders.enter_context(tempfile.TemporaryDirectory())
@@ -744,8 +744,8 @@ def _compiled(text: str, found: str, options: tuple[str, ...]) -> ctypes.CDLL:
         for arguments in ([*options, "-c", source, "-o", compiled], ["-shared", compiled, "-o", linked, "-lm"]):
             subprocess.run([found, *map(str, arguments)], check=True, capture_output=True)
         loaded = ctypes.CDLL(str(linked))
-        if Path(scratch).parent == LIBRARIES:
-            os.replace(linked, LIBRARIES / _name_of(text, options))  # another process may do the same
+        if Path(scratch).parent == LIBRARY_FOLDER:
+            os.replace(linked, LIBRARY_FOLDER / _name_of(text, options))  # another process may do the same
         return loaded
 
 

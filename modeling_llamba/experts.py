@@ -3,23 +3,17 @@
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeExperts,
+    Qwen3MoeSparseMoeBlock,
+    Qwen3MoeTopKRouter,
+)
 
 from .configuration_llamba import LlambaConfig
 from .mlp import LlambaMLP
 
 
-class ExpertBlock(Qwen3MoeSparseMoeBlock):
-    """A choice of experts."""
-
-    @torch.no_grad()
-    def initialise(self, std: float) -> None:
-        """Draw the weights that no Linear holds."""
-        for parameter in (*self.experts.parameters(), *self.gate.parameters()):
-            init.normal_(parameter, mean=0.0, std=std)
-
-
-class SharedExpertBlock(ExpertBlock):
+class SharedExpertBlock(Qwen3MoeSparseMoeBlock):
     """A choice of experts, and one for every token beside them."""
 
     def __init__(self, config: LlambaConfig):
@@ -34,3 +28,18 @@ class SharedExpertBlock(ExpertBlock):
         if self.shared_expert_gate is not None:
             shared = torch.sigmoid(self.shared_expert_gate(hidden_states)) * shared
         return super().forward(hidden_states) + shared
+
+
+def make_experts(config: LlambaConfig) -> nn.Module:
+    """The experts of a layer."""
+    if config.shared_expert_intermediate_size is not None:
+        return SharedExpertBlock(config)
+    return Qwen3MoeSparseMoeBlock(config)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float) -> None:
+    """Draw the weights of experts and routers, which no Linear holds."""
+    if isinstance(module, Qwen3MoeExperts | Qwen3MoeTopKRouter):
+        for parameter in module.parameters():
+            init.normal_(parameter, mean=0.0, std=std)

@@ -25,10 +25,18 @@ class ExpertsBesideMLP(nn.Module):
         of_experts = self.experts(self.input_norm(tokens), chosen, weights).view_as(hidden_states)
         return self.mlp_norm(of_mlp) + self.output_norm(of_experts)
 
-    @torch.no_grad()
-    def initialise(self, std: float) -> None:
-        """Draw the experts, and let the router scale nothing."""
-        init.ones_(self.router.scale)
-        init.ones_(self.router.per_expert_scale)
-        for parameter in self.experts.parameters():
+
+def make_experts(config: LlambaConfig) -> nn.Module:
+    """The experts of a layer."""
+    return ExpertsBesideMLP(config)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float) -> None:
+    """Draw the experts, and let the router scale nothing."""
+    if isinstance(module, Gemma4TextRouter):
+        init.ones_(module.scale)
+        init.ones_(module.per_expert_scale)
+    if isinstance(module, Gemma4TextExperts):
+        for parameter in module.parameters():
             init.normal_(parameter, mean=0.0, std=std)

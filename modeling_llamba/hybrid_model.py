@@ -28,6 +28,7 @@ from .attention import SoftmaxAttention
 from .cache_checkpoint import CacheCheckpoint
 from .compatibility import (
     CACHE_NAME,
+    OLD_CACHE_NAME,
     HybridCausalLMOutput,
     HybridOutput,
     cache_of,
@@ -531,11 +532,13 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: Cache | None = None,
+        shift_labels: torch.LongTensor | None = None,
         **kwargs,
     ) -> HybridCausalLMOutput:
         """Logits (B, L or logits_to_keep, vocab), and the shifted cross entropy when `labels` (B, L) are given.
 
-        The other arguments are those of the base model; labels of -100 are ignored.
+        The other arguments are those of the base model; labels of -100 are ignored, and `shift_labels` are labels that
+        are shifted already.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -550,8 +553,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             logits_to_keep = slice(-logits_to_keep, None)
         logits = finish_logits(self.lm_head(outputs.last_hidden_state[:, logits_to_keep]), self.config)
         loss = aux_loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if labels is not None or shift_labels is not None:
+            kwargs |= {"shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
+            loss = self.loss_function(logits=logits, labels=labels, **kwargs)
         if outputs.router_logits:
             aux_loss = self.router_loss(outputs.router_logits, attention_mask)
         if aux_loss is not None and loss is not None:
@@ -603,7 +607,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 past = 0
                 next_sequence_length = None
         kwargs |= {"next_sequence_length": next_sequence_length, "inputs_embeds": inputs_embeds, CACHE_NAME: cache}
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        if CACHE_NAME in inputs:
+            # PEFT 0.21 looks for it by this name, or else puts a learned prompt before each token
+            inputs[OLD_CACHE_NAME] = inputs.pop(CACHE_NAME)
+        return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if generation_config.cache_implementation == "quantized":

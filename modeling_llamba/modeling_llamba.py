@@ -7,6 +7,8 @@ Llama has the inner norms, OLMo the outer ones, Gemma both. The experts are tran
 gpt-oss's in place of the MLP, Gemma 4's beside it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import GenerationMixin
@@ -25,17 +27,23 @@ from .mlp import LlambaMLP
 from .norms import make_norm
 
 
+def experts_of(config: LlambaConfig) -> tuple[Callable, Callable]:
+    """Functions that make a model's experts and draw their weights, from files that import one family's each."""
+    if config.experts_beside_mlp:
+        from .experts_beside_mlp import initialise, make_experts
+    elif config.swiglu_limit is not None:
+        from .experts_clamped import initialise, make_experts
+    else:
+        from .experts import initialise, make_experts
+    return make_experts, initialise
+
+
 def make_mlp(config: LlambaConfig, layer_idx: int) -> nn.Module:
-    """The MLP of a layer, or its experts, whose files of transformers only a model with experts imports."""
+    """The MLP of a layer, or its experts."""
     if not config.has_experts(layer_idx):
         return LlambaMLP(config, config.intermediate_size)
-    if config.swiglu_limit is not None:
-        from .experts_clamped import ClampedExpertBlock
-
-        return ClampedExpertBlock(config)
-    from .experts import ExpertBlock, SharedExpertBlock
-
-    return ExpertBlock(config) if config.shared_expert_intermediate_size is None else SharedExpertBlock(config)
+    make_experts, _ = experts_of(config)
+    return make_experts(config)
 
 
 def norm_at(place: str, config: LlambaConfig, layer_idx: int) -> nn.Module:
@@ -57,9 +65,7 @@ class LlambaDecoderLayer(HybridDecoderLayer):
         self.mlp_out_norm = norm_at("after", config, layer_idx)
         self.beside_mlp = None
         if config.experts_beside_mlp:
-            from .experts_beside_mlp import ExpertsBesideMLP
-
-            self.beside_mlp = ExpertsBesideMLP(config)
+            self.beside_mlp = experts_of(config)[0](config)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         self.multiplier = config.residual_multiplier
         # the teacher's buffer: accelerate leaves buffers out where it offloads weights to a disk
@@ -100,15 +106,26 @@ class LlambaPreTrainedModel(HybridPreTrainedModel):
         """transformers looks for the experts in this file, but they are imported."""
         return True
 
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """transformers' own for a model with experts; without them, there is nothing to choose.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        if self.config.num_experts is not None:
+            return super().get_correct_experts_implementation(requested_experts)
+        if requested_experts not in (None, "eager"):
+            raise ValueError("This model has no experts; leave experts_implementation out.")
+        return "eager"
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, LlambaDecoderLayer) and module.layer_scalar is not None:
             init.ones_(module.layer_scalar)
-        if isinstance(module, LlambaDecoderLayer):
-            for block in (module.mlp, module.beside_mlp):
-                if hasattr(block, "initialise"):
-                    block.initialise(self.config.initializer_range)
+        if self.config.num_experts is not None:
+            _, initialise = experts_of(self.config)
+            initialise(module, self.config.initializer_range)
 
 
 class LlambaModel(LlambaPreTrainedModel, HybridModel):

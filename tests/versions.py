@@ -20,7 +20,7 @@ OLDER_TORCH = "2.13.0"
 TESTS = (
     "tests/modeling", "tests/convert/test_cli.py", "tests/convert/test_dry_run.py", "tests/convert/formats",
     "tests/convert/tools/test_update.py", "tests/convert/tools/test_use.py", "tests/convert/checkpoint",
-    "tests/recipes/test_sft.py", "tests/recipes/test_dpo.py",
+    "tests/repository/test_upstream.py", "tests/recipes/test_sft.py", "tests/recipes/test_dpo.py",
 )  # fmt: skip
 """Models, checkpoints of earlier versions among them, commands on tiny teachers, import and export, SFT and DPO."""
 

@@ -34,6 +34,9 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 {{ alignment_note }}
 
+On a CPU its code compiles functions in C with the machine's compiler when it first runs, and keeps the library in
+transformers' cache of modules, `hybrid_kernels`; with `HYBRID_COMPILE_C=0` PyTorch computes instead.
+
 | | |
 |---|---|
 {{ figure_rows }}

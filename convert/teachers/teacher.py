@@ -47,7 +47,7 @@ SIDE_FILES = [*TOKENIZER_FILES, "*.json", "*.txt", "README.md", *LICENCE_FILES]
 """Patterns of the files beside the weights that are downloaded from a repository."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""Names of the parts of a split file, as llama.cpp wants them."""
+"""Pattern of the name of a part of a split GGUF file."""
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

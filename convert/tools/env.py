@@ -10,7 +10,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from modeling_llamba.cpu_kernels import compilers, library
+from modeling_llamba.cpu_kernels import COMPILE_VARIABLE, LIBRARY_FOLDER, compilers, library
 from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend, fla_gradient_problem
 
 LIBRARIES = (
@@ -84,9 +84,11 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     conv = choose("causal_conv1d", "causal-conv1d")
     read = choose("triton", "triton")
     window = choose("flex_attention", "triton")
-    on_cpu = {"runs": "C", "why": "compiled here"}
+    on_cpu = {"runs": "C", "why": f"compiled at first use into {LIBRARY_FOLDER}; {COMPILE_VARIABLE}=0 forbids it"}
     if library() is None:
         problem = f"{' and '.join(compilers())}: compiled nothing" if compilers() else "no C compiler"
+        if os.environ.get(COMPILE_VARIABLE) == "0":
+            problem = f"{COMPILE_VARIABLE}=0 forbids it"
         on_cpu = {"runs": "torch", "why": problem}
     if asked := os.environ.get(BACKEND_VARIABLE):
         try:

@@ -287,7 +287,7 @@ def test_a_home_that_is_not_to_be_written_to(monkeypatch, tmp_path):
 
 
 def test_a_library_that_is_broken_is_made_once_more(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path)
     assert cpu_kernels.library.__wrapped__() is not None
     (kept,) = tmp_path.rglob("*.so")
     whole = kept.read_bytes()
@@ -301,13 +301,13 @@ def test_a_library_that_is_broken_is_made_once_more(monkeypatch, tmp_path):
 def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
     """The library is made in a temporary folder then, and the home keeps nothing."""
     (tmp_path / "home").write_text("no folder")
-    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path / "home" / "libraries")
+    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "home" / "libraries")
     assert cpu_kernels.library.__wrapped__() is not None
 
 
 def test_it_is_built_where_it_is_kept(monkeypatch, tmp_path):
     """A temporary folder that nothing may be run in is not needed."""
-    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path)
     monkeypatch.setattr(cpu_kernels.tempfile, "tempdir", "/nowhere")
     assert cpu_kernels.library.__wrapped__() is not None
 
@@ -318,7 +318,7 @@ def test_the_true_cause_is_named(monkeypatch, tmp_path):
 
     said = []
     monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
-    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path / "libraries")
+    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "libraries")
     monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", refuse)
     assert cpu_kernels.library.__wrapped__() is None
     assert len(said) == 1
@@ -327,7 +327,7 @@ def test_the_true_cause_is_named(monkeypatch, tmp_path):
 
 
 def test_a_variable_keeps_a_hybrid_from_compiling(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path)
     monkeypatch.setenv("HYBRID_COMPILE_C", "0")
     assert cpu_kernels.library.__wrapped__() is None
     assert not [*tmp_path.iterdir()]
@@ -350,7 +350,7 @@ def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_pat
     expected = token_by_token(layer, hidden_states, index, None, True)
     said = []
     monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
-    monkeypatch.setattr(cpu_kernels, "LIBRARIES", tmp_path / "libraries")
+    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "libraries")
     for name in ("cc", "gcc", "clang", "false"):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)

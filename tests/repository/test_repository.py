@@ -266,7 +266,7 @@ def test_packages_are_listed_by_name():
     assert listed == present - {"recipes.benchmarks", "recipes.studies"}
     assert project["project"]["scripts"] == {"convert-to-hybrid": "convert_to_hybrid:main"}
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    assert pins["torch"] == "2.13.0"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pins["torch"]), "pip finds the CPU wheel of an exact version only"
 
 
 def test_readme_commands_exist(tmp_path):

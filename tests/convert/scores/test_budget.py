@@ -494,7 +494,7 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
     text, shown = describe(plan), plan.summary()
     assert "window" in text
     assert "full heads" in text
-    assert "is decided by scores" in text
+    assert "the run chooses" in text
     assert shown["window"] > 1
     assert shown["attention_heads"]
     teacher, hybrid = cache_bytes(plan.config, CONTEXT)
@@ -504,9 +504,9 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
 @pytest.mark.parametrize(
     "said, expected",
     [
-        (dict(attention_layers=0.5), "cache chooses how many layers keep attention"),
+        (dict(attention_layers=0.5), "cache already sets how many layers keep attention"),
         (dict(cache=1.5), "cache 1.5 is no share"),
-        (dict(attention_layers=[1], align="none"), "cache chooses how many layers keep attention"),
+        (dict(attention_layers=[1], align="none"), "cache already sets how many layers keep attention"),
         (dict(cache=0.0001), "too little"),
         (dict(cache="1KB"), "too little"),
         (dict(window=5000, mixer="none"), "too little"),

@@ -1,0 +1,36 @@
+"""Names of torch and transformers that the code in a checkpoint imports."""
+
+import ast
+from collections import defaultdict
+
+from modeling_llamba import LlambaConfig
+from modeling_llamba.ship_code import code_files
+from modeling_phimamba import PhiMambaConfig
+
+
+def upstream_page() -> str:
+    """docs/upstream.md."""
+    found = defaultdict(lambda: defaultdict(set))
+    for config_class in (LlambaConfig, PhiMambaConfig):
+        for file, text in code_files(config_class).items():
+            for node in ast.walk(ast.parse(text)):
+                if (
+                    isinstance(node, ast.ImportFrom)
+                    and node.level == 0
+                    and node.module.startswith(("torch", "transformers"))
+                ):
+                    found[node.module][file] |= {alias.name for alias in node.names}
+    lines = [
+        "# Names of torch and transformers that a checkpoint's code imports",
+        "",
+        "`python -c 'from tests.helpers.upstream import upstream_page; print(upstream_page(), end=\"\")'` makes this page,",
+        "and a test compares them. Files named `experts*` and `recurrent.py` import other families' modules, and only in a",
+        "model that has such layers.",
+        "",
+        "| module | names | files |",
+        "|---|---|---|",
+    ]
+    for module, files in sorted(found.items()):
+        names = ", ".join(f"`{name}`" for name in sorted(set().union(*files.values())))
+        lines.append(f"| `{module}` | {names} | {', '.join(sorted(files))} |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,24 @@
+"""Names of torch and transformers that a checkpoint's code needs: listed on one page, and there in what is installed."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.upstream import upstream_page
+
+PAGE = Path(__file__).parents[2] / "docs" / "upstream.md"
+ROWS = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", PAGE.read_text(), re.MULTILINE)
+
+
+def test_the_page_lists_them():
+    assert PAGE.read_text() == upstream_page()
+    assert len(ROWS) > 20
+
+
+@pytest.mark.parametrize("module, names", ROWS, ids=lambda text: text.split("`")[0])
+def test_they_are_there(module, names):
+    found = importlib.import_module(module)
+    absent = [name for name in re.findall(r"`(\w+)`", names) if not hasattr(found, name)]
+    assert not absent
