@@ -14,18 +14,14 @@ def upstream_page() -> str:
     for config_class in (LlambaConfig, PhiMambaConfig):
         for file, text in code_files(config_class).items():
             for node in ast.walk(ast.parse(text)):
-                if (
-                    isinstance(node, ast.ImportFrom)
-                    and node.level == 0
-                    and node.module.startswith(("torch", "transformers"))
-                ):
-                    found[node.module][file] |= {alias.name for alias in node.names}
+                module = node.module if isinstance(node, ast.ImportFrom) and node.level == 0 else ""
+                if module.startswith(("torch", "transformers")):
+                    found[module][file] |= {alias.name for alias in node.names}
     lines = [
         "# Names of torch and transformers that a checkpoint's code imports",
         "",
-        "`python -c 'from tests.helpers.upstream import upstream_page; print(upstream_page(), end=\"\")'` makes this page,",
-        "and a test compares them. Files named `experts*` and `recurrent.py` import other families' modules, and only in a",
-        "model that has such layers.",
+        "Made by `upstream_page()` of tests/helpers/upstream.py; a test compares them. Files named `experts*` and",
+        "`recurrent.py` import other families' modules, and only in a model that has such layers.",
         "",
         "| module | names | files |",
         "|---|---|---|",

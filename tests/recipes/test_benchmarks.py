@@ -167,7 +167,7 @@ def test_topics_come_together_in_one_report(monkeypatch, tmp_path, capsys):
     assert bench.main(tmp_path, ("decode", "conversion", "hybrid")) == 1, "one of them failed"
     assert {path.stem for path in tmp_path.glob("*.json")} == {"decode", "conversion"}
     report = json.loads((tmp_path / "decode.json").read_text())
-    assert report["machine"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["machine"]["torch"])
     assert report["targets"] == [{"name": "decode: time over a peer", "value": 0.5, "limit": 1.0}]
     text = (tmp_path / "results.md").read_text()
     assert "| decode: time over a peer | 0.5 | 1 | yes |" in text

@@ -158,7 +158,7 @@ def test_a_hybrid_of_an_older_format_is_refused_in_one_line(command, tmp_path):
 
 def test_env_says_which_code_runs_and_why():
     report = environment()
-    assert report["versions"]["torch"] == torch.__version__.partition("+")[0] or "+" in report["versions"]["torch"]
+    assert torch.__version__.startswith(report["versions"]["torch"])
     assert report["versions"]["transformers"]
     scan = report["backends"]["SSD scan (discrete_mamba2, mamba2)"]
     kernels = ("fla", "fla-core"), ("mamba_ssm", "mamba-ssm")
