@@ -4,6 +4,10 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
+from huggingface_hub.errors import HfHubHTTPError
+
+HTTPError = HfHubHTTPError.__mro__[1]
+"""Base of all errors of the library that huggingface_hub talks HTTP with: httpx before version 2, httpx2 since."""
 KEPT = "what is done so far is kept"
 """Beginning of the note that an exception carries if the work folder is kept and the next run resumes from it."""
 DISK_IS_FULL = ("No space left on device", "PytorchStreamWriter failed writing")

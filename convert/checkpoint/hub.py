@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
+from ..errors import HTTPError
 from ..io.folder import MARKER
 
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
@@ -58,11 +58,11 @@ def push_errors(repository: str) -> Iterator[None]:
     """Turn the Hub client's errors into a ValueError of one line."""
     try:
         yield
-    except (HfHubHTTPError, httpx2.HTTPError) as error:
+    except (HfHubHTTPError, HTTPError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"The Hub did not take {repository}: {reason}") from error
     except RuntimeError as error:  # how the client reports a large file that did not get through
-        if not isinstance(error.__cause__, (HfHubHTTPError, httpx2.HTTPError, OSError)):
+        if not isinstance(error.__cause__, (HfHubHTTPError, HTTPError, OSError)):
             raise
         reason = " ".join(f"{error} {error.__cause__}".split())
         raise ValueError(f"The upload of {repository} broke off; `hf upload` goes on: {reason}") from error

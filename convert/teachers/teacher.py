@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -30,6 +29,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from modeling_llamba.hybrid_config import RECURRENT, check_numbers
 
+from ..errors import HTTPError
 from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json, unpacked
 from . import get_family
 from .base import COMMON_FIELDS, TeacherFamily
@@ -230,7 +230,7 @@ def download_model(
     with _hub_errors(model, revision):
         try:
             info = HfApi().model_info(model, revision=revision)
-        except (OfflineModeIsEnabled, httpx2.HTTPError) as error:
+        except (OfflineModeIsEnabled, HTTPError) as error:
             # the Hub was reached, and its answer is the user's to know
             if isinstance(error, HfHubHTTPError):
                 raise
@@ -281,7 +281,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
         raise ValueError(f"{model!r} is neither a local folder nor a valid Hub id.") from error
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise ValueError(f"{model}: {first_line(error)}") from error
-    except (HfHubHTTPError, httpx2.HTTPError) as error:
+    except (HfHubHTTPError, HTTPError) as error:
         raise ValueError(f"The Hub did not answer for {model}: {first_line(error)}") from error
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import httpx2
 import torch
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
@@ -22,6 +21,7 @@ from transformers.integrations import is_fsdp_enabled
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 from convert.checkpoint.load import prompt_tokenizer, read_model
+from convert.errors import HTTPError
 from convert.io.students import STUDENTS
 from convert.teachers.teacher import first_line, read_tokenizer, recorded_teacher
 from convert.train.distillation.trainer import check_vocabulary_sizes
@@ -80,7 +80,7 @@ def side_files(name: str, revision: str | None = None) -> Path:
         return folder
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.md"]))
-    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, HFValidationError, HTTPError, OSError, ValueError) as error:
         raise ValueError(f"{name} does not load: {first_line(error)}") from error
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import peft.utils.constants as peft_constants
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import modeling_llamba  # noqa: F401  registers the classes
@@ -14,3 +15,10 @@ collect_ignore_glob = [] if os.environ.get("PEERS") else ["test_*.py"]
 # the suite knows base models, which have no loss, by these names
 MODEL_MAPPING_NAMES |= {"llamba": "LlambaModel", "phimamba": "PhiMambaModel"}
 sys.path += [str(FOLDER), str(FOLDER / "site")]
+
+# PEFT has no default targets for these models; Llama's, and the projections of mixers
+for name, targets in vars(peft_constants).items():
+    if name.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in targets:
+        of_llama = targets["llama"]
+        more = ["in_proj"] if "q_proj" in of_llama and isinstance(of_llama, list) else []
+        targets |= dict.fromkeys(("llamba", "phimamba"), of_llama + more if more else of_llama)
