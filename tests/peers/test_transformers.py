@@ -7,7 +7,7 @@ from transformers_suite.test_modeling_common import ModelTesterMixin
 
 from tests.helpers.teachers import random_ids
 
-from .known import known_of
+from .known import TRANSFORMERS, known_of
 from .shapes import SHAPES, class_of, model_of
 
 
@@ -41,7 +41,7 @@ def suite_of(shape: str) -> type[unittest.TestCase]:
     attributes = {"all_model_classes": models, "setUp": set_up, "has_attentions": shape in ("attention", "experts")}
     made = type(f"Test_{shape}", (ModelTesterMixin, unittest.TestCase), attributes)
     for name in filter(lambda name: name.startswith("test_"), dir(made)):
-        if (reason := known_of(shape, name)) is not None:
+        if (reason := known_of(shape, name, TRANSFORMERS)) is not None:
             setattr(made, name, failing(getattr(made, name), reason))
     return made
 
