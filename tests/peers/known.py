@@ -27,7 +27,7 @@ PEFT: dict[str, dict[str, str]] = {
         r"test_merge_layers.*\[BeftConfig.*": "a bias has no place in layers without one; Llamas are left out by name",
     },
     "hybrid.*|.*mamba.*": {
-        r"test_\w+\[PrefixTuningConfig-config_kwargs2[12].*": "a window or a state has no place for keys without tokens",
+        r"test_\w+\[PrefixTuningConfig-config_kwargs2[12].*": "windows and states take no keys without tokens",
     },
 }
 """Shapes -> tests -> reason, of PEFT's decoder tests."""
