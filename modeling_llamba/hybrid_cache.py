@@ -322,7 +322,7 @@ class HybridLayer(CacheLayerMixin):
         self.held = held.copied() if held is base and held is not None else held
         self.readout = None
         self.length += tokens_to_remove
-        self.kept.crop(tokens_to_remove)
+        self._crop_kept(tokens_to_remove)
 
     def _crop_open_block(self, count: int) -> bool:
         """Forget the last tokens where no block was opened for any of them: they are then no longer counted."""
@@ -336,8 +336,12 @@ class HybridLayer(CacheLayerMixin):
         held.seen.sub_(count)
         self.recording.forget(count)
         self.length -= count
-        self.kept.crop(-count)
+        self._crop_kept(-count)
         return True
+
+    def _crop_kept(self, tokens_to_remove: int) -> None:
+        if self.kept.is_initialized:  # older versions of transformers fail on a layer that holds nothing
+            self.kept.crop(tokens_to_remove)
 
     def go_back(self, held: Held | None, length: int) -> None:
         """Hold what was held after so many tokens; the caller restores the kept heads' keys."""
