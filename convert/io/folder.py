@@ -114,10 +114,10 @@ class OutputFolder:
             ValueError: OUT appeared, or got files that are not this project's, while the block ran.
         """
         folder = self.output.with_name(f".{self.output.name}.partial-{uuid.uuid4().hex[:8]}")
-        folder.mkdir()
-        # what a killed run leaves has this marker, by which the next one knows that all in it may go
-        mark(folder, None)
         try:
+            folder.mkdir()
+            # what a killed run leaves has this marker, by which the next one knows that all in it may go
+            mark(folder, None)
             yield folder
             mark(folder, {str(path.relative_to(folder)) for path in _files_below(folder)})
             self._put_in_place(folder)
