@@ -36,6 +36,8 @@ def update(folder: str) -> tuple[str, str]:
     written = read_json(output / "config.json")
     if written is None or written.get("model_type") not in STUDENTS or "auto_map" not in written:
         raise ValueError(f"{folder} is not the folder of a hybrid that carries its code; there is nothing to update.")
+    if Path.cwd() == output or output in Path.cwd().parents:
+        raise ValueError(f"{output} is or contains the working directory; run update from another folder.")
     config = load_config(str(output))
     before = _last_versions(config.conversion or {}).get("convert-to-hybrid", "an earlier version")
     after = versions()
@@ -45,8 +47,12 @@ def update(folder: str) -> tuple[str, str]:
     try:
         with during(f"updating {output}"):
             old_code = code_in(output, written["auto_map"])
-            leave_out = shutil.ignore_patterns("config.json", "README.md", MARKER)
-            shutil.copytree(output, staged, symlinks=True, ignore=leave_out, copy_function=_link)
+
+            def written_anew(place: str, names: list[str]) -> set[str]:
+                """The files that are written below; those of the same names in folders of the user's stay."""
+                return {"config.json", "README.md", MARKER} & set(names) if Path(place) == output else set()
+
+            shutil.copytree(output, staged, symlinks=True, ignore=written_anew, copy_function=_link)
             for name in old_code:
                 (staged / name).unlink()
             card = output / "README.md"

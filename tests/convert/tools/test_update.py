@@ -75,6 +75,20 @@ def test_weights_stay_and_code_is_todays(folders, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_files_in_folders_of_the_user_stay(folders, monkeypatch):
+    inner = folders[0] / "checkpoint-500"
+    inner.mkdir()
+    for name in ("config.json", "README.md", "model.safetensors"):
+        (inner / name).write_text(f"the user's {name}")
+    before = contents(inner)
+    update(folders[0])
+    assert contents(inner) == before
+    monkeypatch.chdir(inner)
+    with pytest.raises(ValueError, match="working directory"):
+        update(folders[0])
+    assert contents(inner) == before
+
+
 def test_a_second_update_changes_nothing(folders):
     update(folders[0])
     first = contents(folders[0])
