@@ -67,6 +67,10 @@ FOLLOWED = ("cu_seq_lens_q", "output_attentions", "output_hidden_states", "outpu
 WITHOUT_EFFECT = ("cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "logits_to_keep")
 
 
+FIXED = ("salience", "layer_scalar")
+"""Names of parameters through which no gradient passes."""
+
+
 class HybridDecoderLayer(GradientCheckpointingLayer):
     """A block with attention (`self_attn`), or with a matrix mixer or a hybrid layer in its place (`mixer`)."""
 
@@ -134,6 +138,14 @@ class HybridPreTrainedModel(PreTrainedModel):
         warn_if_newer()
         super().__init__(config, *args, **kwargs)
 
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """transformers' own, which makes every parameter that it loads trainable, without those that are fixed."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        # with output_loading_info a report stands beside the model
+        freeze_fixed(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
     @staticmethod
     def create_masks_for_generate(config, attention_mask=None, **kwargs):
         """Masks that `generate` makes ahead, for static caches; the padding itself where hybrid layers need it."""
@@ -182,6 +194,13 @@ class HybridPreTrainedModel(PreTrainedModel):
             # rates 1, 2, ... N in each channel, as in the code of Mamba (S4D-real)
             states = torch.arange(1, module.d_state + 1, dtype=torch.float32, device=module.A_log.device)
             init.copy_(module.A_log, states.log().expand_as(module.A_log))
+
+
+def freeze_fixed(model: nn.Module) -> None:
+    """Let no gradient be wanted of the parameters through which none passes, which would stall a parallel training."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(FIXED):
+            parameter.requires_grad_(False)
 
 
 def _inverse_softplus_step(like: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from modeling_llamba import LlambaForCausalLM
 from tests.helpers.students import FAMILIES, MIXERS, make_student
 from tests.helpers.teachers import random_ids
 from tests.helpers.tokenizers import tokenizer
@@ -205,3 +206,13 @@ def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer, patt
         gradient = parameters[name].grad.float()
         assert gradient.isfinite().all(), name
         assert torch.nn.functional.cosine_similarity(gradient.flatten(), plain[name].flatten(), dim=0) > 0.9, name
+
+
+def test_what_gets_no_gradient_is_fixed_after_loading(tmp_path):
+    """A parallel training waits for the gradient of every parameter that wants one."""
+    make_student(pattern="beside", dtype=torch.float32).save_pretrained(tmp_path)
+    model = LlambaForCausalLM.from_pretrained(tmp_path).train()
+    assert not [n for n, p in model.named_parameters() if n.endswith("salience") and p.requires_grad]
+    ids = random_ids(2, 30)
+    model(ids, labels=ids).loss.backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]

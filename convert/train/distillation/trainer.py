@@ -17,6 +17,8 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from modeling_llamba.hybrid_model import freeze_fixed
+
 from ...memory import keep_free_memory
 from ...options import Trainable
 from .loss import STATISTICS, LossWeights, add_distillation_head, add_hidden_output, head_of
@@ -191,10 +193,6 @@ class DistilledSFTTrainer(SFTTrainer):
         return self.optimizer
 
 
-FIXED = ("salience", "layer_scalar")
-"""Parameters through which no gradient passes."""
-
-
 def is_mixer(name: str) -> bool:
     """Return True if a parameter of this name belongs to a mixer."""
     return ".mixer." in name
@@ -222,9 +220,9 @@ def set_trainable(model: nn.Module, what: Trainable) -> None:
         ValueError: "beyond-window", and a replaced layer has no state beside a window.
     """
     for name, parameter in model.named_parameters():
-        if not name.endswith(FIXED):
-            chosen = is_mixer(name) or what == "all" or (what == "all-but-mlp" and ".mlp." not in name)
-            parameter.requires_grad_(chosen)
+        chosen = is_mixer(name) or what == "all" or (what == "all-but-mlp" and ".mlp." not in name)
+        parameter.requires_grad_(chosen)
+    freeze_fixed(model)
     if what == "beyond-window":
         for mixer in (layer.mixer for layer in model.base_model.layers if hasattr(layer, "mixer")):
             if getattr(mixer, "mass", None) is None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
+from modeling_llamba.hybrid_model import freeze_fixed
+
 from ...errors import during
 from ...fit.probes import plain_tokens, with_needles
 from ...fit.teacher_model import TeacherModel
@@ -139,7 +141,7 @@ class Stages:
             [_ProgressCallback(self.progress, self.train.shape[1])],
             use_cpu=self.teacher.device.type == "cpu",
         )
-        self.student.requires_grad_(True)
+        freeze_fixed(self.student.requires_grad_(True))
         per_step = settings.sequences * self.train.shape[1] * int(os.environ.get("WORLD_SIZE", 1))
         seconds = next((entry["train_runtime"] for entry in outcome.log if "train_runtime" in entry), 0.0)
         return {
