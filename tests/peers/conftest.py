@@ -15,16 +15,17 @@ from .fetch import FOLDER
 from .known import PEFT, known_of
 
 collect_ignore_glob = [] if os.environ.get("PEERS") else ["test_*.py"]
-# the suite knows base models, which have no loss, by these names
-MODEL_MAPPING_NAMES |= {"llamba": "LlambaModel", "phimamba": "PhiMambaModel"}
-sys.path += [str(FOLDER), str(FOLDER / "site")]
+if os.environ.get("PEERS"):  # an ordinary run imports this file, too
+    # the suite knows base models, which have no loss, by these names
+    MODEL_MAPPING_NAMES |= {"llamba": "LlambaModel", "phimamba": "PhiMambaModel"}
+    sys.path += [str(FOLDER), str(FOLDER / "site")]
 
-# PEFT has no default targets for these models; Llama's, and the projections of mixers
-for name, targets in vars(peft_constants).items():
-    if name.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in targets:
-        of_llama = targets["llama"]
-        more = ["in_proj"] if "q_proj" in of_llama and isinstance(of_llama, list) else []
-        targets |= dict.fromkeys(("llamba", "phimamba"), of_llama + more if more else of_llama)
+    # PEFT has no default targets for these models; Llama's, and the projections of mixers
+    for name, targets in vars(peft_constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in targets:
+            of_llama = targets["llama"]
+            more = ["in_proj"] if "q_proj" in of_llama and isinstance(of_llama, list) else []
+            targets |= dict.fromkeys(("llamba", "phimamba"), of_llama + more if more else of_llama)
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -6,6 +6,7 @@ tests import and its distribution leaves out is replaced by empty classes; PEFT'
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -34,8 +35,8 @@ def fetch() -> None:
         with tarfile.open(FOLDER / f"{name}-{version}.tar.gz") as archive:
             archive.extractall(FOLDER, filter="data")
         tests = FOLDER / f"{name}_suite"
-        if not tests.exists():
-            (FOLDER / f"{name}-{version}" / "tests").rename(tests)
+        shutil.rmtree(tests, ignore_errors=True)  # of another version
+        (FOLDER / f"{name}-{version}" / "tests").rename(tests)
         (tests / "__init__.py").touch()
     for path, mixin in LEFT_OUT.items():
         module = FOLDER / "transformers_suite" / path
