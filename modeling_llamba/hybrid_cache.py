@@ -125,8 +125,10 @@ class StaticRows(StaticLayer):
         """Let a layer of transformers hold rows, in place.
 
         Raises:
-            ValueError: it holds keys of another model.
+            ValueError: it holds keys of another model, or is made for another kind of layer.
         """
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+            raise ValueError(f"The cache has a {type(layer).__name__} for attention; pass one made for this model.")
         layer.__class__ = StaticSlidingRows if isinstance(layer, StaticSlidingWindowLayer) else cls
         layer.roundings = roundings
         if layer.is_initialized:

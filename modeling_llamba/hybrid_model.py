@@ -140,7 +140,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """transformers' own, which makes every parameter that it loads trainable, without those that are fixed."""
+        """Load a model as transformers does, and freeze again what it has made trainable by loading."""
         loaded = super().from_pretrained(*args, **kwargs)
         # with output_loading_info a report stands beside the model
         freeze_fixed(loaded[0] if isinstance(loaded, tuple) else loaded)
@@ -197,7 +197,7 @@ class HybridPreTrainedModel(PreTrainedModel):
 
 
 def freeze_fixed(model: nn.Module) -> None:
-    """Let no gradient be wanted of the parameters through which none passes, which would stall a parallel training."""
+    """Freeze the parameters through which no gradient passes; parallel training would wait for theirs."""
     for name, parameter in model.named_parameters():
         if name.endswith(FIXED):
             parameter.requires_grad_(False)

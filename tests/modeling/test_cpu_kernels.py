@@ -312,6 +312,23 @@ def test_it_is_built_where_it_is_kept(monkeypatch, tmp_path):
     assert cpu_kernels.library.__wrapped__() is not None
 
 
+def test_a_kept_folder_that_nothing_may_be_run_from(monkeypatch, tmp_path):
+    """A temporary folder serves, and the process is not slower."""
+    load = cpu_kernels.ctypes.CDLL
+
+    def refuse_in_kept(path):
+        if path.startswith(str(tmp_path)):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return load(path)
+
+    said = []
+    monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
+    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "libraries")
+    monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", refuse_in_kept)
+    assert cpu_kernels.library.__wrapped__() is not None
+    assert not said
+
+
 def test_the_true_cause_is_named(monkeypatch, tmp_path):
     def refuse(path):
         raise OSError(f"{path}: failed to map segment from shared object")

@@ -59,4 +59,8 @@ def fetch() -> None:
 
 
 if __name__ == "__main__":
+    from .shapes import saved_shapes
+
     fetch()
+    shutil.rmtree(FOLDER / "models", ignore_errors=True)  # of other code
+    saved_shapes()

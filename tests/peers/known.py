@@ -1,4 +1,4 @@
-"""Tests of peers that our shapes do not pass, and why; one that passes after all fails here."""
+"""Tests of peers that our shapes do not pass, and why; one of transformers that passes after all fails."""
 
 import re
 

@@ -12,7 +12,7 @@ from .shapes import SHAPES, class_of, model_of
 
 
 class Tester:
-    """What the common tests ask of a model: its sizes, a configuration, inputs."""
+    """Sizes, a configuration and inputs of a shape, as the common tests ask for them."""
 
     batch_size, seq_length, is_training = 3, 13, True
 
