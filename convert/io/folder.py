@@ -76,7 +76,7 @@ class OutputFolder:
             locked = stack.enter_context(_lock(self.output))
             stack.enter_context(_terminations_interrupt())
             if locked:
-                self._sweep()
+                _sweep(self.output)
             stack.push(self._leave_work)
             self._stack = stack.pop_all()
         return self
@@ -132,23 +132,48 @@ class OutputFolder:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             check_output(self.output, self.overwrite)
-            replaced = swap(folder, self.output)
+            replaced = _swap(folder, self.output)
             if replaced != folder:
                 remove_made(replaced)
 
-    def _sweep(self) -> None:
-        """Remove what killed runs left, or put back the OUT that one had just taken away."""
-        for stale in self.output.parent.glob(f".{glob.escape(self.output.name)}.*"):
-            match = re.fullmatch(rf"\.{re.escape(self.output.name)}\.(partial|replaced)-[0-9a-f]{{8}}", stale.name)
-            if match is None or not _marked(stale):
-                continue
-            if match[1] == "replaced" and not self.output.exists():
-                stale.rename(self.output)
-            else:
-                remove_made(stale)
+
+def _sweep(output: Path) -> None:
+    """Remove what killed runs left, or put back the OUT that one had just taken away."""
+    for stale in output.parent.glob(f".{glob.escape(output.name)}.*"):
+        match = re.fullmatch(rf"\.{re.escape(output.name)}\.(partial|replaced)-[0-9a-f]{{8}}", stale.name)
+        if match is None or not _marked(stale):
+            continue
+        if match[1] == "replaced" and not output.exists():
+            stale.rename(output)
+        else:
+            remove_made(stale)
 
 
-def swap(folder: Path, output: Path) -> Path:
+@contextlib.contextmanager
+def rewriting(output: Path) -> Iterator[Path]:
+    """A folder beside OUT that takes its place, files of others included, when the block ends well.
+
+    The block marks the folder if OUT has a marker.
+
+    Raises:
+        ValueError: another run is writing OUT.
+    """
+    with _lock(output) as locked, _terminations_interrupt():
+        if locked:
+            _sweep(output)
+        folder = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
+        try:
+            folder.mkdir()
+            mark(folder, None)  # as in `staged`
+            yield folder
+            if _marked(folder) == {"files": None}:
+                (folder / MARKER).unlink()
+            folder = _swap(folder, output)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _swap(folder: Path, output: Path) -> Path:
     """Put a folder in the place of another, in one step where the system can; returns where that one lies now."""
     if _exchange(folder, output):
         return folder

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from modeling_llamba.ship_code import code_in
 from ..checkpoint.code import NEEDED, versions
 from ..checkpoint.load import load_config
 from ..errors import during
-from ..io.folder import MARKER, mark, swap
+from ..io.folder import MARKER, mark, rewriting
 from ..io.reader import read_json
 from ..io.students import STUDENTS
 
@@ -42,30 +41,23 @@ def update(folder: str) -> tuple[str, str]:
     before = _last_versions(config.conversion or {}).get("convert-to-hybrid", "an earlier version")
     after = versions()
     config.conversion = (config.conversion or {}) | {"updated_with": after}
-    staged = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
-    replaced = staged
-    try:
-        with during(f"updating {output}"):
-            old_code = code_in(output, written["auto_map"])
+    old_code = code_in(output, written["auto_map"])
 
-            def written_anew(place: str, names: list[str]) -> set[str]:
-                """The files that are written below; those of the same names in folders of the user's stay."""
-                return {"config.json", "README.md", MARKER} & set(names) if Path(place) == output else set()
+    def written_anew(place: str, names: list[str]) -> set[str]:
+        """Names of files that are written below; files of these names in folders inside stay."""
+        return {"config.json", "README.md", MARKER} & set(names) if Path(place) == output else set()
 
-            shutil.copytree(output, staged, symlinks=True, ignore=written_anew, copy_function=_link)
-            for name in old_code:
-                (staged / name).unlink()
-            card = output / "README.md"
-            if card.is_file():
-                (staged / card.name).write_text(NEEDS.sub(rf"\g<1>{NEEDED}\2", card.read_text()))
-            config.save_pretrained(staged)
-            if (output / MARKER).is_file():
-                made = set(json.loads((output / MARKER).read_text())["files"]) - old_code
-                new_code = code_in(staged, config.auto_map)
-                mark(staged, made | new_code)
-            replaced = swap(staged, output)
-    finally:
-        shutil.rmtree(replaced, ignore_errors=True)
+    with during(f"updating {output}"), rewriting(output) as staged:
+        shutil.copytree(output, staged, symlinks=True, ignore=written_anew, copy_function=_link, dirs_exist_ok=True)
+        for name in old_code:
+            (staged / name).unlink()
+        card = output / "README.md"
+        if card.is_file():
+            (staged / card.name).write_text(NEEDS.sub(rf"\g<1>{NEEDED}\2", card.read_text()))
+        config.save_pretrained(staged)
+        if (output / MARKER).is_file():
+            made = set(json.loads((output / MARKER).read_text())["files"]) - old_code
+            mark(staged, made | code_in(staged, config.auto_map))
     return before, after["convert-to-hybrid"]
 
 

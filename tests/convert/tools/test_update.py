@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from convert.tools import update as updating
+from convert.io import folder as folder_of_runs
 from convert.tools.update import update
 from modeling_llamba import LlambaConfig, compatibility
 from modeling_llamba.ship_code import code_files
@@ -100,12 +100,31 @@ def test_an_update_that_fails_leaves_the_folder(folders, monkeypatch):
     def fail(*folders):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(updating, "swap", fail)
+    monkeypatch.setattr(folder_of_runs, "_swap", fail)
     before = contents(folders[0])
     with pytest.raises(OSError, match="full"):
         update(folders[0])
     assert contents(folders[0]) == before
     assert {path.name for path in folders[0].parent.iterdir()} == set(FAMILIES)
+
+
+def test_one_run_at_a_time_and_after_a_kill(folders):
+    folder = folders[0]
+    stale = folder.with_name(f".{folder.name}.partial-01234567")
+    stale.mkdir()
+    folder_of_runs.mark(stale, None)
+    (stale / "model.safetensors").write_text("half a copy")
+    with folder_of_runs._lock(folder), pytest.raises(ValueError, match="Another run is writing"):
+        update(folder)
+    update(folder)
+    assert not stale.exists()
+
+
+def test_a_folder_without_a_marker_gets_none(folders):
+    """As one from the Hub has none."""
+    (folders[0] / ".convert-to-hybrid").unlink()
+    update(folders[0])
+    assert not (folders[0] / ".convert-to-hybrid").exists()
 
 
 def test_what_cannot_be_updated_is_refused(tmp_path):
