@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils import ModelOutput, logging
@@ -63,6 +63,15 @@ def renamed_cache(arguments: dict[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in arguments.items() if name not in ("cache", OLD_CACHE_NAME)}
     cache = one_cache(arguments.get("cache"), arguments.get(OLD_CACHE_NAME))
     return others if cache is None else others | {CACHE_NAME: cache}
+
+
+def forget_tokens(cache: Cache) -> None:
+    """Forget all tokens of a cache; before 5.18 `reset` leaves as many zeros."""
+    cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            layer.keys = layer.values = None
+            layer.is_initialized = False
 
 
 def with_both_names(name: str, output_class: type[ModelOutput]) -> type[ModelOutput]:

@@ -32,6 +32,7 @@ from .compatibility import (
     HybridCausalLMOutput,
     HybridOutput,
     cache_of,
+    forget_tokens,
     one_cache,
     renamed_cache,
     warn_if_newer,
@@ -622,7 +623,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                         f"LongRoPE has other factors from {length} tokens on, which reads all of them again; pass all "
                         "as input_ids, with a cache or without, and no prefill_chunk_size."
                     )
-                cache.reset()
+                forget_tokens(cache)
                 past = 0
                 next_sequence_length = None
         kwargs |= {"next_sequence_length": next_sequence_length, "inputs_embeds": inputs_embeds, CACHE_NAME: cache}

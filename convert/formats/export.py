@@ -315,6 +315,10 @@ def engine_notes(source: PreTrainedConfig, config: PreTrainedConfig) -> list[str
     notes = []
     if "linear_attention" not in source.layer_types:
         return notes
+    if config.mamba_n_groups > 1:
+        notes.append(
+            "transformers before 5.23 normalises all heads of a mixer at once in this class, which is wrong here"
+        )
     if config.model_type == "granitemoehybrid" and "full_attention" in source.layer_types:
         notes.append("llama.cpp takes the rotary embedding off hybrids of this architecture; use --to bamba for it")
     if config.mamba_expand != 2:

@@ -12,6 +12,7 @@ from modeling_llamba.hybrid_cache import StaticRows
 from modeling_llamba.hybrid_model import FOLLOWED, WITHOUT_EFFECT
 from tests.helpers.students import FAMILIES, make_student
 from tests.helpers.teachers import random_ids
+from tests.helpers.versions import KNOWS_WHAT_CAN_BE_CROPPED
 
 GREEDY = dict(do_sample=False, eos_token_id=None)
 PATTERNS = ["beside", "pure", "attention"]
@@ -105,6 +106,8 @@ def test_checkpointed_layers_fill_no_cache_twice():
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_a_crop_in_the_wrong_direction_changes_nothing(pattern, count):
+    if pattern == "attention" and not KNOWS_WHAT_CAN_BE_CROPPED:
+        pytest.skip("before 5.17 a positive number is how many tokens stay in transformers' own layers")
     model, ids = make_student(pattern=pattern), random_ids(1, 20)
     cache = model.new_cache()
     cache.activate_past_recording()

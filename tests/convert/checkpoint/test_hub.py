@@ -88,7 +88,9 @@ def test_the_recorded_teacher_is_that_of_its_commit(use, connected, tmp_path, mo
     connected.connect(monkeypatch, tmp_path / "another-cache")
     connected.requests.clear()
     use(tmp_path / "out", tmp_path / "results")
-    asked = [request.split("/")[4] for request in connected.requests if "/org/teacher/resolve/" in request]
+    # transformers 5.16 looks for an adapter in the newest commit, whichever it is asked for
+    requests = [request for request in connected.requests if "adapter_config.json" not in request]
+    asked = [request.split("/")[4] for request in requests if "/org/teacher/resolve/" in request]
     assert set(asked) == {COMMIT}
 
 

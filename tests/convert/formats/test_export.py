@@ -18,6 +18,7 @@ from tests.helpers.exportable import HOLDABLE
 from tests.helpers.students import make_student
 from tests.helpers.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 from tests.helpers.transfer import exporting, importing
+from tests.helpers.versions import grouped_norm
 
 VARIANTS = {
     "hybrid": {},
@@ -66,6 +67,7 @@ def assert_same(model, native):
     assert drawn[0].equal(drawn[1])
 
 
+@grouped_norm
 @pytest.mark.parametrize("to", NATIVE_CLASSES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_native_class_gives_the_same_logits_padded_and_generated(tmp_path, variant, to):
@@ -73,6 +75,7 @@ def test_native_class_gives_the_same_logits_padded_and_generated(tmp_path, varia
     assert_same(model, native)
 
 
+@grouped_norm
 def test_zero_heads_fill_up_a_wider_mixer(tmp_path):
     model, native, out = exported(tmp_path, "bamba", expand=2)
     assert native.config.mamba_n_heads == 8
@@ -81,6 +84,7 @@ def test_zero_heads_fill_up_a_wider_mixer(tmp_path):
     assert json.loads((out / "config.json").read_text())["attn_rotary_emb"] == 8
 
 
+@grouped_norm
 def test_bamba_holds_mlp_biases_and_partial_rotary(tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     model, native, out = exported(tmp_path, "bamba", mlp_bias=True, rope_parameters=rope)
@@ -157,6 +161,7 @@ def test_bad_input(saved_teacher, tmp_path):
         plan_export(exporting(tmp_path / "hybrid"))
 
 
+@grouped_norm
 def test_export_ready_conversion_and_the_command(saved_teacher, tmp_path):
     teacher = saved_teacher("llama-gqa")
     plan = convert(str(teacher), tmp_path / "hybrid", export_ready=True, align="none")
@@ -175,6 +180,7 @@ def test_export_ready_conversion_and_the_command(saved_teacher, tmp_path):
     check_one_line_error(run_as_is("export", tmp_path / "gone", tmp_path / "new"), "does not exist")
 
 
+@grouped_norm
 @pytest.mark.parametrize("name", [name for name in TEACHERS if name not in FIRST])
 def test_the_list_of_families_says_what_can_be_exported(name, saved_teacher, tmp_path):
     (listed,) = [of["export"] for of in families() if of["model_type"] == TEACHERS[name][1].model_type]
@@ -204,6 +210,7 @@ def test_export_ready_refuses_what_it_cannot_keep(saved_teacher, tmp_path):
     check_one_line_error(done, "no window beside it", "leave out the window, or mixer.activation")
 
 
+@grouped_norm
 def test_a_published_mamba2_hybrid_goes_all_the_way(tmp_path):
     """Mamba in the Llama v2 imported and exported gives the logits of the published equations."""
     config, tensors, mamba_config = published.mamba_in_llama(2)
