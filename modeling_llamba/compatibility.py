@@ -19,6 +19,9 @@ logger = logging.get_logger(__name__)
 TESTED = "5.24.0"
 """Newest version of transformers that this code was tested with."""
 
+DRAFTS_SINCE = "5.18.0"
+"""First version whose `generate` takes rejected drafts back from every kind of layer; 5.16 may go on with them."""
+
 OLD_CACHE_NAME = "past_key_values"
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else OLD_CACHE_NAME
 """Name of a model's cache in transformers' own functions, models and outputs."""
@@ -26,13 +29,30 @@ STATE_CACHE_NAME = "cache" if CACHE_NAME == "cache" else "cache_params"
 """Name of the cache in transformers' modules with a state."""
 
 
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version: "5.24.0" -> (5, 24)."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 def warn_if_newer(version: str = transformers.__version__) -> None:
     """Say once that a version of transformers is newer than the code of this checkpoint knows."""
-    installed, known = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (version, TESTED))
-    if installed > known:
+    if numbers_of(version) > numbers_of(TESTED):
         logger.warning_once(
             f"This hybrid's code was tested with transformers {TESTED} at most, and {version} is installed. If it "
             f"fails, run `convert-to-hybrid update FOLDER` of a newer convert-to-hybrid, or install {TESTED}."
+        )
+
+
+def check_drafts(version: str = transformers.__version__) -> None:
+    """Check that drafts can be taken back in this version of transformers.
+
+    Raises:
+        ValueError: it is too old for that.
+    """
+    if numbers_of(version) < numbers_of(DRAFTS_SINCE):
+        raise ValueError(
+            f"transformers {version} does not take all drafts back that a hybrid rejects: install {DRAFTS_SINCE} or "
+            "later, or leave out assistant_model and prompt_lookup_num_tokens."
         )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
 from transformers.masking_utils import (
     create_causal_mask,
     create_masks_for_generate,
@@ -32,6 +33,7 @@ from .compatibility import (
     HybridCausalLMOutput,
     HybridOutput,
     cache_of,
+    check_drafts,
     forget_tokens,
     one_cache,
     renamed_cache,
@@ -633,7 +635,9 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             inputs[OLD_CACHE_NAME] = inputs.pop(CACHE_NAME)
         return inputs
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            check_drafts()
         if generation_config.cache_implementation == "quantized":
             raise ValueError(
                 "A hybrid needs no cache_implementation='quantized': the bits of its cache are in its configuration "
@@ -653,7 +657,7 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                     f"This model has no attention layer, and {type(given).__name__} cannot count tokens without one; "
                     "pass the cache that the model itself returned, a DynamicCache, or none."
                 )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         # before 5.24 transformers calls the cache of any class with "mamba" in its name `cache_params`
         if "cache_params" in model_kwargs:
             prepared = model_kwargs.pop("cache_params")

@@ -31,6 +31,7 @@ def follow(teacher: Path, folder: Path, environment: dict[str, str], python: Pat
     (code,) = blocks("python")
     for line in commands.splitlines():
         command = line.partition("#")[0].strip().replace(MODEL, str(teacher))
+        command = command.replace("--teacher recorded", f"--teacher {teacher}")  # a local one is not recorded
         if command.startswith("convert-to-hybrid"):
             run(["bash", "-c", command], folder, environment, "w9 w8 w7\n")
     run([str(python), "-c", code], folder, environment)

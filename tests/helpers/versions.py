@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 
 KNOWS_WHAT_CAN_BE_CROPPED = hasattr(DynamicLayer, "is_croppable")  # from 5.17 on
@@ -14,8 +14,22 @@ grouped_norm = pytest.mark.skipif(
 )
 """For tests of these native classes."""
 
+TAKES_DRAFTS_BACK = "num_visible" in inspect.getsource(DynamicSlidingWindowLayer.update)  # from 5.18 on
+drafts = pytest.mark.skipif(not TAKES_DRAFTS_BACK, reason="before 5.18 drafts are refused")
+"""For tests of drafts."""
+
 recorded_windows = pytest.mark.skipif(
-    "num_visible" not in inspect.getsource(DynamicSlidingWindowLayer.update),
+    not TAKES_DRAFTS_BACK,
     reason="before 5.18 a sliding window that records returns more keys than its mask has after a second pass",
 )
 """For tests of several passes without a crop beside sliding windows."""
+
+phi3_reads_again = pytest.mark.skipif(
+    not KNOWS_WHAT_CAN_BE_CROPPED, reason="in 5.16 Phi-3 itself loses its cache where it reads all tokens again"
+)
+"""For tests that compare generation across the switch of LongRoPE with transformers' Phi-3."""
+
+states_before = pytest.mark.skipif(
+    not hasattr(Cache, "get_conv_state"), reason="the code of these checkpoints needs 5.21 or later"
+)
+"""For tests of checkpoints of format 1 that run the code that they carry."""

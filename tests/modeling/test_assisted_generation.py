@@ -10,6 +10,7 @@ import modeling_llamba.hybrid_cache as hybrid_cache
 from modeling_llamba.compatibility import cache_of
 from tests.helpers.students import make_student
 from tests.helpers.teachers import TINY, random_ids
+from tests.helpers.versions import drafts
 
 MODELS = {
     "hybrid": lambda: make_student(pattern="beside-only"),
@@ -23,6 +24,7 @@ MODELS = {
     "mamba1 and attention": lambda: make_student("phimamba", "mamba1", "hybrid"),
 }
 NEW = 24
+pytestmark = drafts
 
 
 def teacher():

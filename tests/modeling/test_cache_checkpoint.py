@@ -12,6 +12,7 @@ from modeling_llamba.hybrid_cache import cache_length
 from tests.helpers.reading import read
 from tests.helpers.students import MIXERS, make_student
 from tests.helpers.teachers import make_teacher, random_ids
+from tests.helpers.versions import TAKES_DRAFTS_BACK
 
 EXACT = dict(rtol=0, atol=1e-11)
 PATTERNS = ("beside", "beside-only", "pure", "window", "gemma", "every")
@@ -145,6 +146,8 @@ def test_a_static_cache_is_refused():
 @pytest.mark.parametrize("recording", [False, True])
 @torch.no_grad()
 def test_a_copy_stands_for_itself(pattern, recording):
+    if recording and pattern in ("window", "gemma") and not TAKES_DRAFTS_BACK:
+        pytest.skip("before 5.18 a sliding window that records returns more keys than its mask has")
     model = make_student(pattern=pattern)
     before = random_ids(2, 21)
     _, cache = read(model, before)

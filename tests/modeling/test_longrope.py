@@ -11,6 +11,7 @@ from tests.helpers.padding import left_padded
 from tests.helpers.students import make_student
 from tests.helpers.teachers import LONGROPE, make_teacher, random_ids
 from tests.helpers.tiny_chat import save_chat_teacher
+from tests.helpers.versions import drafts, phi3_reads_again
 
 SWITCH = 24
 ROPE = dict(LONGROPE) | {"original_max_position_embeddings": SWITCH}
@@ -31,6 +32,7 @@ def generated(model, ids, **options):
     return out, torch.stack(out.logits, dim=1), read
 
 
+@phi3_reads_again
 @pytest.mark.parametrize("options", [{}, dict(num_beams=3)], ids=["greedy", "beams"])
 @torch.no_grad()
 def test_a_hybrid_that_keeps_every_layer_generates_as_its_teacher(options, tmp_path):
@@ -65,6 +67,7 @@ def test_every_step_is_that_of_a_whole_pass(pattern, padding):
         torch.testing.assert_close(steps[:, t].double(), whole[:, -1], **EXACT)
 
 
+@drafts
 @pytest.mark.parametrize("pattern", ["beside", "pure"])
 @torch.no_grad()
 def test_drafts_are_taken_back_after_the_switch(pattern):

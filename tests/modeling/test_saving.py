@@ -15,6 +15,7 @@ from modeling_llamba.hybrid_config import FORMAT_VERSION
 from tests.helpers.before import BEFORE
 from tests.helpers.students import FAMILIES, make_student, student_config
 from tests.helpers.teachers import LONGROPE, random_ids
+from tests.helpers.versions import states_before
 
 MIXERS_ALONE = """
 import pathlib
@@ -111,7 +112,10 @@ def saved(tmp_path_factory):
         archive.extractall(root, filter="data")
     before = [root / family for family in FAMILIES]
     mixers_alone = [root / f"{family}-mixers" for family in FAMILIES]
-    for script, of in ((MIXERS_ALONE, before), (STRANGER, [*folders, *before, *mixers_alone])):
+    runs = [(STRANGER, folders)]
+    if not states_before.args[0]:
+        runs = [(MIXERS_ALONE, before), (STRANGER, [*folders, *before, *mixers_alone])]
+    for script, of in runs:
         done = subprocess.run([sys.executable, "-c", script, *map(str, of)], capture_output=True, text=True, cwd=root)
         assert done.returncode == 0, done.stderr[-2000:]
     return root, folders
@@ -185,6 +189,7 @@ def written(folder):
     return json.loads((folder / "config.json").read_text())
 
 
+@states_before
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixers_alone_from_before_still_load(saved, family, tmp_path):
     """A stranger has loaded them with the code they carry; here they load with today's."""
@@ -202,6 +207,7 @@ def test_mixers_alone_from_before_still_load(saved, family, tmp_path):
     assert "ship_code.py" in code_in(tmp_path / "now")
 
 
+@states_before
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hybrids_from_before_load_with_the_code_that_they_carry_alone(saved, family):
     """As a stranger has done; today's classes, which would misread them, say so in one line."""

@@ -148,6 +148,12 @@ def test_newer_versions_of_transformers_are_named_once(caplog, monkeypatch):
     assert "update FOLDER" in record.message
 
 
+def test_drafts_are_refused_by_versions_that_may_go_on_with_those_rejected():
+    compatibility.check_drafts("5.18.0")
+    with pytest.raises(ValueError, match=r"transformers 5.17.0 .* install 5.18.0 or later"):
+        compatibility.check_drafts("5.17.0")
+
+
 def test_the_sources_say_what_they_were_tested_with():
     """The version in constraints.txt is the newest that make test runs on."""
     constraints = (BEFORE.parents[2] / "constraints.txt").read_text()
