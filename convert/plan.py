@@ -153,7 +153,7 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
     assert not windows, f"layers that have a window in the teacher keep it: {windows}"
     config = hybrid_config(weights, placement, resolved.mixer)
     replaced = tuple(f"model.layers.{layer}.self_attn." for layer in placement.replaced_layers)
-    kept = {name: source for name, source in weights.sources.items() if not name.startswith(replaced)}
+    kept = {name: source for name, source in weights.sources_for(config).items() if not name.startswith(replaced)}
     rules = {name: rule_of(name, source) for name, source in kept.items()}
     for layer in placement.replaced_layers:
         rules |= {

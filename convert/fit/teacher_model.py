@@ -156,7 +156,9 @@ class TeacherModel:
     def _fill(self, name: str) -> None:
         owner, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        value = tensor_of(rule_of(name, self.weights.sources[name]), self.checkpoint).to(self.device, torch.float32)
+        # scaled, since layers are also tried with a rounded cache
+        source = self.weights.scaled_sources[name]
+        value = tensor_of(rule_of(name, source), self.checkpoint).to(self.device, torch.float32)
         if isinstance(getattr(module, leaf), nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         setattr(module, leaf, value)

@@ -104,6 +104,8 @@ class Source:
 
     parts: Parts
     shape: tuple[int, ...]
+    scale: Callable[[Checkpoint], torch.Tensor] | None = None
+    """Returns a factor for each row."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,15 +117,26 @@ class Source:
         """Kind of the tensor: whole values that are moved, values that differ, or constants alone."""
         if not self.names:
             return "initialised"
-        return "derived" if any(part.changes for part in self.parts) else "moved"
+        return "derived" if self.scale or any(part.changes for part in self.parts) else "moved"
 
     def in_order(self, order: tuple[int, ...] | None) -> "Source":
         """Return this source with the rows of each head read in another order."""
         assert all(isinstance(part, Part) for part in self.parts), "constants have no order"
-        return Source(tuple(dataclasses.replace(part, order=order) for part in self.parts), self.shape)
+        parts = tuple(dataclasses.replace(part, order=order) for part in self.parts)
+        return dataclasses.replace(self, parts=parts)
 
     def blocks(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
         """Yield the rows in blocks; each may reuse the memory of the block before it."""
+        blocks = self._unscaled(checkpoint)
+        if self.scale is None:
+            yield from blocks
+            return
+        factors = self.scale(checkpoint)
+        for rows in blocks:
+            of_rows, factors = factors[: len(rows)], factors[len(rows) :]
+            yield rows * of_rows.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+
+    def _unscaled(self, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
         for plain, parts in itertools.groupby(self.parts, lambda part: part.is_plain):
             if plain:  # one buffer serves them all
                 yield from checkpoint.blocks(*((part.source, part.start, part.stop) for part in parts))
@@ -136,7 +149,7 @@ class Source:
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
         """Read all of the rows at once."""
-        if self.parts[0].is_plain and len(self.parts) == 1:
+        if self.scale is None and self.parts[0].is_plain and len(self.parts) == 1:
             (part,) = self.parts
             return checkpoint.read(part.source, part.start, part.stop).view(self.shape)
         return torch.cat([block.clone() for block in self.blocks(checkpoint)]).view(self.shape)

@@ -8,6 +8,7 @@ tensors then become the mixer's (`io/mapping.py`).
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid_config import RECURRENT
+from modeling_llamba.rounding import Rounding
 
 from ..io.mapping import LayerMapping, fold_out_bias
+from ..io.planes import with_scaled_planes
 from ..io.reader import Checkpoint, TensorInfo, quantisation_fault
 from ..io.rules import Part, Rule, Source
 from ..io.students import STUDENTS, mixer_shapes, tensor_shapes
@@ -68,6 +71,17 @@ class TeacherWeights:
         sources, dropped = canonical_sources(teacher.family, config, checkpoint.tensors, tensor_shapes(config), copied)
         return cls(teacher, checkpoint, fields, config, sources, dropped)
 
+    @functools.cached_property
+    def scaled_sources(self) -> dict[str, Source]:
+        """The sources, with queries and keys scaled for rounding (io/planes.py): they make the same model."""
+        return with_scaled_planes(self.sources, self.config)
+
+    def sources_for(self, config: PreTrainedConfig) -> dict[str, Source]:
+        """The sources of a hybrid's tensors: scaled if it rounds its cache, else the teacher's own."""
+        bits = [config.full_attention_bits, config.window_bits]
+        rounds = any(Rounding.of_pair(of, config.head_dim)[0].rounds for of in bits)
+        return self.scaled_sources if rounds else self.sources
+
     def bounded(self, context: int) -> tuple[int, ...]:
         """Return the layers whose cache does not grow up to this context in the teacher, because they have a state, a
         window that hides tokens, or a window with heads of its own. A hybrid keeps them as they are."""
@@ -91,7 +105,7 @@ class TeacherWeights:
         """
         prefix = f"model.layers.{layer}."
         shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
-        mapping = LayerMapping(config, layer, self.sources, initial_decay, seed)
+        mapping = LayerMapping(config, layer, self.sources_for(config), initial_decay, seed)
         rules = mapping.rules(shapes)
         hybrid = config.layer_types[layer] == "hybrid"
         if not hybrid and f"{prefix}mixer.out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
