@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import StaticIndexedLayer
 from transformers.utils import TransformersKwargs
 
 from modeling_llamba.compatibility import CACHE_NAME
@@ -138,6 +139,26 @@ def test_static_rows_of_few_bits_that_are_made_early():
     cache.early_initialization(1, heads, model.config.head_dim, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(model(ids, cache=cache).logits, model(ids).logits)
     assert any(isinstance(layer, StaticRows) for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_static_caches_of_other_models_are_refused():
+    """One that holds keys already, and one whose layer for attention is of another kind."""
+    model, other = make_student(**FEW_BITS), make_student(**FEW_BITS | dict(window_bits=16, full_attention_bits=16))
+    cache = StaticCache(config=other.config, max_cache_len=60)
+    other(random_ids(1, 8), cache=cache)
+    with pytest.raises(ValueError, match="holds keys of another model"):
+        model(random_ids(1, 8), cache=cache)
+    cache = StaticCache(config=model.config, max_cache_len=60)
+    cache.layers[1] = StaticIndexedLayer(max_cache_len=60)
+    with pytest.raises(ValueError, match="has a StaticIndexedLayer for attention"):
+        model(random_ids(1, 8), cache=cache)
+
+
+def test_a_way_to_run_experts_is_refused_where_there_are_none(tmp_path):
+    make_student().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no experts"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="grouped_mm")
 
 
 def test_a_norms_epsilon_can_be_set():

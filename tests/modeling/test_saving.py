@@ -273,10 +273,12 @@ def test_resizing_the_vocabulary(family, tied):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_device_map_and_offload_to_disk(tmp_path):
-    model = make_student(dtype=torch.float32)
+@pytest.mark.parametrize("pattern", ["hybrid", "beside-only"])
+def test_device_map_and_offload_to_disk(pattern, tmp_path):
+    """Parameters without a gradient, such as a hybrid layer's salience, come from the disk, too."""
+    model = make_student(pattern=pattern, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
-    ids = random_ids(1, 8)
+    ids = random_ids(1, 30)
     everything = LlambaForCausalLM.from_pretrained(tmp_path / "model", device_map={"": "cpu"})
     torch.testing.assert_close(everything(ids).logits, model(ids).logits)
     device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
