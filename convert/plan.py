@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid_config import RECURRENT
 
 from .io.reader import BLOCK_BYTES, TensorInfo
-from .io.rules import Rule, rule_of
-from .io.students import layer_letters
+from .io.rules import Fill, Rule, Source, rule_of
+from .io.students import layer_letters, tensor_shapes
 from .io.writer import human_bytes
 from .layout.cache import break_even, cache_bytes, contexts, rounded_teacher_bytes
 from .layout.config import hybrid_config
@@ -159,6 +159,9 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
         rules |= {
             rule.target: rule for rule in weights.mixer_rules(config, layer, resolved.initial_decay, resolved.seed)
         }
+    for name, shape in tensor_shapes(config).items():
+        if name.endswith("self_attn.key_offset"):
+            rules[name] = rule_of(name, Source((Fill(shape[0]),), shape))
     if resolved.output.dtype == "auto":
         rules = {name: _in_own_type(rule, weights.checkpoint.tensors, resolved.dtype) for name, rule in rules.items()}
     used = {name for rule in rules.values() for name in rule.sources}

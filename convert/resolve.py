@@ -165,7 +165,7 @@ def resolve(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
         rank=rank,
         bits=bits,
         other_bits=other_bits,
-        mixer=mixer_fields(config, options.mixer),
+        mixer=mixer_fields(config, options.mixer, alignment.method != "none"),
         initial_decay=options.mixer.initial_decay,
         export_ready=options.mixer.export_ready,
         alignment=alignment,

@@ -352,19 +352,20 @@ static inline void add_weighted(const float *weights, const float *vectors, int 
 
 /* What `attend` does; inlined, so that P may be a constant. */
 static inline __attribute__((always_inline)) void attend_dims(
-    const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
-    const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased, float softcap,
-    int R, int P, float *output, float *highest, float *total)
+    const float *query, const float *sink_query, const float *sink_shift, int sinks, const uint8_t *keys,
+    Rounding of_keys, const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
+    float softcap, int R, int P, float *output, float *highest, float *total)
 {
     float score[R + TOGETHER][TILE], t[TILE * P];
     memset(score[R], 0, TOGETHER * sizeof score[0]);
     for (; first < last; first += TILE) {
         int columns = last - first < TILE ? last - first : TILE;
         for (int c = 0; c < columns; c++) {
-            const float *q = first + c < sinks ? sink_query : query;
+            int is_sink = first + c < sinks;
+            const float *q = is_sink ? sink_query : query;
             unpack(keys + (int64_t)(first + c) * of_keys.step, t, P, of_keys);
             for (int r = 0; r < R; r++) {
-                float sum = 0.0f;
+                float sum = is_sink ? sink_shift[r] : 0.0f;
                 for (int d = 0; d < P; d++)
                     sum += q[r * P + d] * t[d];
                 score[r][c] = sum;
@@ -398,15 +399,17 @@ static inline __attribute__((always_inline)) void attend_dims(
 /* Softmax attention of the queries of R heads to some columns, beside those before; the sum of values is not yet
    divided by `total`.
 
-   query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns.
+   query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns, to
+   whose scores sink_shift (R) is added.
    bias: added to the scores of the first `biased` columns, -inf where one is hidden. */
-static void attend(const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
-                   const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
-                   float softcap, int R, int P, float *output, float *highest, float *total)
+static void attend(const float *query, const float *sink_query, const float *sink_shift, int sinks,
+                   const uint8_t *keys, Rounding of_keys, const uint8_t *values, Rounding of_values, int first,
+                   int last, const float *bias, int biased, float softcap, int R, int P, float *output,
+                   float *highest, float *total)
 {
     /* loops over a number of dims that is known need no remainders, which takes a third of the time */
-    #define ATTEND(P) attend_dims(query, sink_query, sinks, keys, of_keys, values, of_values, first, last, bias, \
-                                  biased, softcap, R, P, output, highest, total)
+    #define ATTEND(P) attend_dims(query, sink_query, sink_shift, sinks, keys, of_keys, values, of_values, first, \
+                                  last, bias, biased, softcap, R, P, output, highest, total)
     if (P == 64)
         ATTEND(64);
     else if (P == 128)
@@ -449,7 +452,7 @@ void attend_to_rows(const float *query, const uint8_t *keys, const uint8_t *valu
             while (column < end) {
                 int before = column / block * block, last = before + block < end ? block : end - before;
                 int64_t page = table ? table[b * most + column / block] : b;
-                attend(t, t, 0, keys + page * strides[0] + k * strides[1], of_keys,
+                attend(t, t, 0, 0, keys + page * strides[0] + k * strides[1], of_keys,
                        values + page * strides[2] + k * strides[3], of_values, column - before, last,
                        bias ? bias + (int64_t)b * T : 0, bias ? T : 0, softcap, R, P, found, found + R * P,
                        found + R * P + R);
@@ -497,14 +500,15 @@ static int column_of(int64_t number, Layer layer)
 
 /* One token of a key/value head: the mixed outputs (R, P) and the features (R, 3, P).
 
-   rank: salience of the columns. sums: the state. mass: of the R heads. */
+   rank: salience of the columns. sums: the state. offset (P): what was taken off the keys, or none. mass: of the R
+   heads. */
 static void mix_head(const uint8_t *keys, Rounding of_keys, const uint8_t *values, Rounding of_values,
                      const float *rank, const float *sums, int64_t number, const float *query, const float *sink_query,
-                     const float *mass, float *output, float *features, Layer layer)
+                     const float *offset, const float *mass, float *output, float *features, Layer layer)
 {
     int R = layer.R, P = layer.P, N = layer.N, S = layer.S, planes = layer.planes, slow_planes = layer.slow_planes;
     int masses = 2 + N - slow_planes + P - planes, held_sinks = 0;
-    float near[R * P], highest[R], total[R], q[R * P], sink_q[R * P], bias[S + 1];
+    float near[R * P], highest[R], total[R], q[R * P], sink_q[R * P], bias[S + 1], sink_shift[R];
     for (int c = 0; c < S; c++)
         bias[c] = rank[c] == -INFINITY ? -INFINITY : 0.0f;
     scaled_query(query, q, R, P, layer.scale, of_keys);
@@ -512,10 +516,16 @@ static void mix_head(const uint8_t *keys, Rounding of_keys, const uint8_t *value
         while (held_sinks < layer.sinks && rank[held_sinks] == INFINITY)
             held_sinks++;
         scaled_query(sink_query, sink_q, R, P, layer.scale, of_keys);
+        /* all other scores lack q . offset, and those of sinks sink_q . offset */
+        for (int r = 0; r < R; r++) {
+            sink_shift[r] = 0.0f;
+            for (int d = 0; d < P && offset; d++)
+                sink_shift[r] += layer.scale * (sink_query[r * P + d] - query[r * P + d]) * offset[d];
+        }
     }
     begin(R, P, near, highest, total);
-    attend(q, sink_q, held_sinks, keys, of_keys, values, of_values, 0, column_of(number, layer) + 1, bias, S,
-           layer.softcap, R, P, near, highest, total);
+    attend(q, sink_q, sink_shift, held_sinks, keys, of_keys, values, of_values, 0, column_of(number, layer) + 1, bias,
+           S, layer.softcap, R, P, near, highest, total);
 
     const float *of_keys_sums = sums + P * (N + 1);
     float count = of_keys_sums[0], least = larger(count, 1.0f);
@@ -554,8 +564,8 @@ static void mix_head(const uint8_t *keys, Rounding of_keys, const uint8_t *value
 /* strides: of a row of the batch, in bytes of keys and of values, and in numbers of salience and of the state */
 void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, const float *state,
              const int64_t *seen, const int64_t *strides, const float *query, const float *sink_query,
-             const float *mass, float *output, float *features, const int *key_rounding, const int *value_rounding,
-             Layer layer, int B, int threads)
+             const float *offset, const float *mass, float *output, float *features, const int *key_rounding,
+             const int *value_rounding, Layer layer, int B, int threads)
 {
     Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
     Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
@@ -567,7 +577,8 @@ void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, 
                  values + b * strides[1] + (int64_t)k * layer.T * of_values.step, of_values, salience + b * strides[2],
                  state + b * strides[3] + (int64_t)k * (layer.P + 1) * (layer.N + 1), seen[b] > 0 ? seen[b] - 1 : 0,
                  query + (int64_t)n * size, sink_query ? sink_query + (int64_t)n * size : 0,
-                 mass + k * layer.R * masses, output + (int64_t)n * size, features + 3 * (int64_t)n * size, layer);
+                 offset ? offset + k * layer.P : 0, mass + k * layer.R * masses, output + (int64_t)n * size,
+                 features + 3 * (int64_t)n * size, layer);
     }
 }
 
@@ -893,6 +904,7 @@ def mix_one_on_cpu(
     seen: torch.Tensor,
     query: torch.Tensor,
     sink_query: torch.Tensor | None,
+    offset: torch.Tensor | None,
     mass: torch.Tensor,
     scale: float,
     softcap: float,
@@ -916,12 +928,12 @@ def mix_one_on_cpu(
     seen = seen.contiguous()
     queries = query.float().contiguous()
     mass = mass.float().contiguous()
-    sink_query = None if sink_query is None else sink_query.float().contiguous()
+    sink_query, offset = (None if t is None else t.float().contiguous() for t in (sink_query, offset))
     output, features = queries.new_empty(batch, 1, heads, P), queries.new_empty(batch, 1, 3 * heads * P)
     library().mix_one(
         *map(pointer, (keys, values, salience, state, seen)),
         int64s(*strides, salience.stride(0), state.stride(0)),
-        *map(pointer, (queries, sink_query, mass, output, features)),
+        *map(pointer, (queries, sink_query, offset, mass, output, features)),
         _rows_of(keys, key_bits, P), _rows_of(values, value_bits, P),
         Layer(
             kv_heads, heads // kv_heads, P, state.shape[-1] - 1, columns, block, sinks, places, planes, slow_planes,

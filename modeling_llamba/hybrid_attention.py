@@ -79,7 +79,7 @@ from .hybrid_prompt_kernel import (
     visible_tiles,
 )
 from .hybrid_step_kernel import can_run, mix_one, on_device_of
-from .rotary import Rotary, rotate_keys, rotate_queries
+from .rotary import Rotary, rotate_queries
 from .rounding import WHOLE, Rounding
 from .ssd import requested_backend
 
@@ -188,7 +188,7 @@ def theory_mass(config, layer: int) -> torch.Tensor:
 class HybridAttention(TeacherAttention):
     """A hybrid layer; the module's docstring has its equations.
 
-    Parameters beside the teacher's: salience (D,), which gets no gradient; mass (H', 2 + F' + F);
+    Parameters beside the teacher's: salience (D,) and key_offset (K, P), which get no gradient; mass (H', 2 + F' + F);
     down (rank, 3 H' P) and up (D, rank). H' counts the query heads that are not kept.
     """
 
@@ -200,6 +200,7 @@ class HybridAttention(TeacherAttention):
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.mixer_backend)
+        self.key_offset = self.key_offset_of(self.shape.key_rounding.rounds or self.kept_roundings[0].rounds)
         # no buffer, since accelerate leaves buffers out where it offloads weights to a disk
         salience = torch.zeros(config.hidden_size) if config.hybrid_salient else None
         self.register_parameter("salience", None if salience is None else nn.Parameter(salience, requires_grad=False))
@@ -244,7 +245,7 @@ class HybridAttention(TeacherAttention):
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = rotate_queries(query, inputs.sink_rotary)
-        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
+        query, key = rotate_queries(query, position_embeddings), self.rotated_keys(key, position_embeddings)
         return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
 
     def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
@@ -497,6 +498,7 @@ class HybridAttention(TeacherAttention):
             visible = layout.without_sinks(until, salience)
             sink_query = layout.queries(projected.sink_query, self.kv_groups)
             sinks = self._attend_sinks(sink_query, keys, values, salience, holders, layout)
+            sinks = self.in_one_gauge(sinks, query, sink_query, heads_axis=2)
         if self._by_flex(projected.query):
             output, log_mass = self._attend_by_flex(query, keys, values, visible, layout)
         else:
@@ -750,8 +752,8 @@ class HybridAttention(TeacherAttention):
             else:
                 layer.put(tokens, start)
             output, features = kernel(
-                *layer.held, query, projected.sink_query, self.mass, self.scaling, self.softcap or 0.0,
-                shape.block, shape.sinks, shape.places, *shape.slow,
+                *layer.held, query, projected.sink_query, self.windowed_offset, self.mass, self.scaling,
+                self.softcap or 0.0, shape.block, shape.sinks, shape.places, *shape.slow,
             )  # fmt: skip
             if is_early:
                 return output, None
@@ -768,8 +770,7 @@ class HybridAttention(TeacherAttention):
         rows = (t[:, :, first:last] for t in held[:2])
         keys, values = decoded(shape, *rows, query.dtype, rotated=True)
         if projected.sink_query is not None and not is_early:
-            sink_query = turn(projected.sink_query)
-            output, log_mass = self._attend_far_sinks(turn(query), sink_query, keys, values, held, bias)
+            output, log_mass = self._attend_far_sinks(query, projected.sink_query, keys, values, held, bias)
         else:
             output, log_mass = self._attend(turn(query), keys, values, bias)
         output = shape.value_rounding.rotate(output)
@@ -802,19 +803,46 @@ class HybridAttention(TeacherAttention):
         return None
 
     def _attend_far_sinks(self, query, sink_query, keys, values, held: Held, bias):
-        """`_attend` where the sinks, in the first places, are attended to by a query of their own."""
+        """`_attend` to keys and values as they are stored, where the sinks, in the first places, are attended to by a
+        query of their own."""
         sinks = self.shape.sinks
         sink_query = sink_query.unflatten(1, self.kv_groups).flatten(2, 3)
+        queries = query, sink_query
+        query, sink_query = (self.shape.key_rounding.rotate(t) for t in queries)
         if bias is None:  # all places are held, the first by sinks
             near = self._attend(query, keys[:, :, sinks:], values[:, :, sinks:], None)
             far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], None)
-            return merged(near, far)
+            return merged(near, self.in_one_gauge(far, *queries, heads_axis=1))
         is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
         others = bias.expand(len(keys), -1, -1, -1).clone()
         others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, torch.finfo(query.dtype).min)
         near = self._attend(query, keys, values, others)
         far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], hiding(~is_sink, query.dtype))
-        return merged(near, far)
+        return merged(near, self.in_one_gauge(far, *queries, heads_axis=1))
+
+    @property
+    def windowed_offset(self) -> torch.Tensor | None:
+        """Offset (K, P) of the keys of heads with a window; None where there is none."""
+        if self.key_offset is None:
+            return None
+        return _of_heads(self.key_offset.detach()[None], self.windowed)[0]
+
+    def in_one_gauge(
+        self, far: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, sink_query: torch.Tensor, heads_axis: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention to sinks by a query of their own, as it counts beside that to all others.
+
+        The scores of these lack the query's product with the offset, and those of sinks the sink query's.
+
+        Args:
+            far: output and log-sum-exp. query, sink_query: (..., P), key/value heads in `heads_axis`.
+        """
+        offset = self.windowed_offset
+        if offset is None:
+            return far
+        offset = offset.view(len(offset), *[1] * (query.ndim - heads_axis - 2), -1).to(query.dtype)
+        output, log_mass = far
+        return output, log_mass + ((sink_query - query) * offset).sum(-1) * self.scaling
 
 
 def causal_bias(query: torch.Tensor) -> torch.Tensor:

@@ -166,6 +166,7 @@ class HybridConfig(PreTrainedConfig):
             all of them by default. Dimensions that are not rotated are kept in any case.
         full_attention_bits: bits of a key's or value's number in the cache of full attention, that of kept heads
             included: 16 (the model's own type), 8, 6, 4 or 2; as a list, those of keys and those of values.
+        key_offsets: keys that are rounded are held less an offset of their head, which softmax does not notice.
         window_bits: the same for hybrid layers' windows, sinks and salient tokens, and for sliding attention.
         hybrid_rank: rank of the map that a hybrid layer adds to o_proj, 0 for none; a list, with an entry for every
             layer, where they differ.
@@ -244,6 +245,7 @@ class HybridConfig(PreTrainedConfig):
     hybrid_rank: int | list[int] = 0
     hybrid_full_heads: list[list[int]] | None = None
     full_attention_bits: int | list[int] = 16
+    key_offsets: bool = False
     window_bits: int | list[int] = 16
     mixer_chunk_size: int = 64
     mixer_backend: str = "auto"
@@ -413,6 +415,8 @@ class HybridConfig(PreTrainedConfig):
             self._validate_sliding_heads()
         for name in ("full_attention_bits", "window_bits"):
             self._validate_bits(name)
+        if self.key_offsets and (self.learned_sinks or self.attn_logit_softcapping is not None):
+            raise ValueError("Beside learned_sinks or attn_logit_softcapping scores change with key_offsets.")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
         if RECURRENT in self.layer_types and self.recurrent is None:

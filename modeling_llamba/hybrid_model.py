@@ -70,7 +70,7 @@ FOLLOWED = ("cu_seq_lens_q", "output_attentions", "output_hidden_states", "outpu
 WITHOUT_EFFECT = ("cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "logits_to_keep")
 
 
-FIXED = ("salience", "layer_scalar")
+FIXED = ("salience", "key_offset", "layer_scalar")
 """Names of parameters through which no gradient passes."""
 
 
@@ -179,6 +179,8 @@ class HybridPreTrainedModel(PreTrainedModel):
                 init.constant_(module.z_bias, OPEN_GATE)
         if isinstance(module, HybridAttention | SoftmaxAttention) and module.sinks is not None:
             init.normal_(module.sinks, mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, HybridAttention | SoftmaxAttention) and module.key_offset is not None:
+            init.zeros_(module.key_offset)
         if isinstance(module, HybridAttention):
             if module.mass is not None:
                 init.copy_(module.mass, theory_mass(module.config, module.layer_idx).to(module.mass))

@@ -114,10 +114,16 @@ class ActivationStream:
                 seen.clear()
         finally:
             handle.remove()
-        return LayerData(self.u, self.y, self._rotary(layer), self.held_out, finite=torch.stack(finite).all())
+        is_finite = torch.stack(finite).all()
+        return LayerData(
+            self.u, self.y, self._rotary(layer), self.held_out, finite=is_finite, positions=self._context(layer)
+        )
 
     def _rotary(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.teacher.rotary(self.length, layer)
+
+    def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self.teacher.rotary(self.teacher.context, layer)
 
     def gathered(self, data: LayerData, layer: int, owner: int) -> LayerData | None:
         """Return a layer's data of all sequences in the process that fits it; None in the others."""
@@ -130,7 +136,9 @@ class ActivationStream:
             self.whole = tuple(self._array(f"whole-{name}", self.shape, torch.bfloat16) for name in ("u", "y"))
         for number, part in enumerate((data.u, data.y)):
             self.team.gather(part, self.whole[number] if mine else None, owner, STREAM_SEQUENCES)
-        return LayerData(*self.whole, self._rotary(layer), self.held_out) if mine else None
+        if not mine:
+            return None
+        return LayerData(*self.whole, self._rotary(layer), self.held_out, positions=self._context(layer))
 
     def close(self) -> None:
         """Let go of the arrays and their file."""

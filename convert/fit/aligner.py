@@ -1,5 +1,6 @@
 """Alignment as a conversion uses it: fits of any layers under any placement, on one text."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..io.rules import Rule
+from ..io.students import tensor_shapes
 from ..io.version import project_version
 from ..io.writer import Progress
 from ..layout.config import hybrid_config
@@ -21,8 +24,10 @@ from ..plan import Plan
 from ..resolve import Resolved
 from ..teachers.teacher import public_name
 from ..teachers.weights import TeacherWeights
+from .activations import ActivationStream
 from .fit import FitCache, Fits, fit_for_first, fit_mixers
 from .hybrid_fit import cut_map, ranks_within
+from .key_offset import SEQUENCES, offset_on
 from .probes import plain_tokens, with_recall
 from .processes import ALONE, OVER, Team
 from .teacher_model import TeacherModel
@@ -51,6 +56,7 @@ class Alignment:
         return [aligned(rule) for rule in plan.rules]
 
 
+KEPT_OFFSET = "self_attn.key_offset"
 LARGEST_KEPT = 2**26
 """Bytes of a freed block that is kept. With 2**30 the default takes as long and a quarter more memory, with 2**24 a
 tenth longer."""
@@ -78,7 +84,9 @@ class Aligner:
         self.work = work
         self.team = team
         keep_free_memory(LARGEST_KEPT)
-        self.model = TeacherModel(weights, resolved.alignment.device, resolved.initial_decay, resolved.seed)
+        self.model = TeacherModel(
+            weights, resolved.alignment.device, resolved.initial_decay, resolved.seed, resolved.context
+        )
         self.report: dict[str, Any] = {}
         self._caches: list[FitCache] = []
 
@@ -171,8 +179,23 @@ class Aligner:
             f"model.layers.{layer}.mixer.{name}": tensor.detach().cpu()
             for layer, (mixer, _) in fits.items()
             for name, tensor in mixer.state_dict().items()
-        }
+        } | self.key_offsets(plan.config)
         return Alignment(tensors, placement, self.report)
+
+    def key_offsets(self, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+        """Measure the offsets of keys of the layers that keep their attention; tensors of the hybrid by name."""
+        names = {name: int(name.split(".")[2]) for name in tensor_shapes(config) if name.endswith(KEPT_OFFSET)}
+        offsets = {}
+        layers = range(max(names.values(), default=-1) + 1)
+        memory = parse_size(self.resolved.alignment.activation_memory)
+        rows = self.ids[: SEQUENCES + 1]  # one is held out, of which nothing is asked
+        with contextlib.closing(ActivationStream(self.model, rows, 1, memory, self.work)) as stream:
+            for layer in layers:
+                self.progress("measuring keys, layers", layer, len(layers))
+                data = stream.attention_data(layer)
+                if (name := f"model.layers.{layer}.{KEPT_OFFSET}") in names:
+                    offsets[name] = offset_on(self.model.block(layer).attention, data).cpu()
+        return offsets
 
     def finished(self) -> None:
         """Delete the fits that were kept for a resumption; call this once OUT is in place."""

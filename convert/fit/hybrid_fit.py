@@ -25,6 +25,7 @@ from modeling_llamba.ssd import repeat_groups
 
 from ..memory import return_free_memory
 from ..options import evicted_tokens
+from .key_offset import fit_key_offset
 from .layer_data import LayerData, LayerFit, Pieces, Unread, held_out_error
 
 GRAM_BLOCKS = 4
@@ -71,11 +72,12 @@ class Seen(NamedTuple):
 
 @torch.no_grad()
 def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> Unread:
-    """Fit a hybrid layer to (u, y) in place: salience, mass, and an output map of the highest rank judged.
+    """Fit a hybrid layer to (u, y) in place: the offset of keys, salience, mass, and an output map.
 
     Raises:
         ValueError: the sequences are hardly longer than the window.
     """
+    fit_key_offset(layer, data)
     if layer.salience is not None:
         inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SALIENCE_SEQUENCES]))
         fit_salience(layer, inputs, data.rotary, data.pieces.queries)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from modeling_llamba.hybrid_attention import HybridAttention
+from modeling_llamba.rotary import Rotary
 
 TINY = 1e-30  # an attention that is zero has no relative error
 FEWEST_QUERIES = 16
@@ -90,6 +91,8 @@ class LayerData:
     pieces: Pieces = Pieces()
     finite: torch.Tensor | None = None
     """True, on the device, if all numbers of u and y are finite; None before they were checked."""
+    positions: Rotary | None = None
+    """Rotary embedding of the positions of a context; None for those of the sequences."""
 
     def fewer(self, fitting: int) -> "LayerData":
         """Keep at most so many of the sequences to fit on."""

@@ -22,7 +22,7 @@ from modeling_llamba.rotary import Rotary, local_rotary_embedding, rotary_embedd
 from ..io.reader import Checkpoint
 from ..io.rules import Rule, rule_of
 from ..io.students import model_class
-from ..options import MixerOptions
+from ..options import MixerOptions, PlacementOptions
 from ..teachers.weights import TeacherWeights
 
 
@@ -45,6 +45,7 @@ class TeacherModel:
         weights: the teacher's tensors.
         device: the device to run on.
         initial_decay, seed: how tensors of mixers are initialised that the teacher says nothing about.
+        context: tokens of the texts that the hybrid is made for.
     """
 
     mixer_config: PreTrainedConfig | None = None
@@ -56,11 +57,13 @@ class TeacherModel:
         device: str = "cpu",
         initial_decay: float = MixerOptions.initial_decay,
         seed: int = 0,
+        context: int = PlacementOptions.context,
     ):
         self.device = usable_device(device)
         self.weights = weights
         self.initial_decay = initial_decay
         self.seed = seed
+        self.context = context
         self.checkpoint = weights.checkpoint
         self.config = weights.config
         self._is_whole = False

@@ -209,6 +209,7 @@ class LayerMapping:
                 "norm.weight": 1.0,
                 "D": 0.0,
                 "salience": 0.0,
+                "key_offset": 0.0,
                 "up.weight": 0.0,
                 "conv1d.bias": 0.0,
                 "out_proj.bias": 0.0,

@@ -29,17 +29,19 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str
     assert hybrid is None or hybrid.state == (mixer["mixer"] != "none"), f"{mixer['mixer']} beside {hybrid}"
     fields = copy.deepcopy(weights.fields) | mixer
     fields |= placement.config_fields(teacher_types)
+    fields["key_offsets"] &= placement.bits.rounds
     if hybrid is not None and hybrid.state:
         # for keys far away the slower half of the rotary frequencies suffices (docs/guide/normalised_read.md)
         fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
     return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
 
 
-def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, Any]:
+def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions, measured: bool = True) -> dict[str, Any]:
     """The mixer's part of the hybrid's configuration.
 
     Args:
         teacher: the configuration of the hybrid with every layer kept as attention.
+        measured: True if offsets of keys are measured.
     """
     head_dim = teacher.head_dim
     heads = teacher.num_attention_heads
@@ -60,7 +62,9 @@ def mixer_fields(teacher: PreTrainedConfig, mixer: MixerOptions) -> dict[str, An
         )
     if teacher.qk_norm and mixer.kind != "mamba1" and d_state != head_dim:
         raise ValueError(f"This teacher normalises queries and keys per head, so d_state must be {head_dim}.")
+    absolute = teacher.learned_sinks or teacher.attn_logit_softcapping is not None or mixer.export_ready
     return {
+        "key_offsets": measured and not absolute,
         "mixer": mixer.kind,
         "mixer_num_heads": heads,
         "mixer_num_kv_heads": kv_heads,

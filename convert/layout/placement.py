@@ -52,6 +52,11 @@ class CacheBits:
     window: tuple[int, int] = (16, 16)
     """Bits in windows: those of hybrid layers and those that the teacher has itself."""
 
+    @property
+    def rounds(self) -> bool:
+        """True if anything is rounded."""
+        return min(*self.full, *self.window) < 16
+
     def config_fields(self) -> dict[str, int | list[int]]:
         """The fields of the hybrid's configuration that store these bits."""
         pairs = {"full_attention_bits": self.full, "window_bits": self.window}

@@ -26,6 +26,7 @@ from ..fit.aligner import Aligner
 from ..fit.divergence import kl_of_hidden
 from ..fit.fit import within_memory
 from ..fit.hybrid_fit import fit_salience
+from ..fit.key_offset import fit_key_offset, offset_on
 from ..fit.layer_data import LayerData, Pieces, held_out_error
 from ..fit.probes import Probe, copy_probe, plain_tokens
 from ..fit.teacher_model import TeacherModel, replaced
@@ -85,7 +86,9 @@ def layer_errors(
                     measured = functools.partial(_error_before_fit, aligner.model.mixer(layer), data)
                 elif config.layer_types[layer] == "full_attention" and config.full_attention_bits != WHOLE:
                     roundings = Rounding.of_pair(config.full_attention_bits, config.head_dim)
-                    measured = functools.partial(_error_of_rounding, aligner.model, layer, roundings, data)
+                    attention = aligner.model.block(layer).attention
+                    offset = offset_on(attention, data) if config.key_offsets else None
+                    measured = functools.partial(_error_of_rounding, aligner.model, layer, roundings, offset, data)
                 else:
                     continue
                 of_placement[layer], pieces = within_memory(measured, pieces)
@@ -96,6 +99,7 @@ def layer_errors(
 def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -> float:
     """Return the held-out error of a layer of which only the salience, if it has any, is fitted."""
     data = dataclasses.replace(data, pieces=pieces)
+    fit_key_offset(layer, data)
     if layer.salience is not None:
         inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
         fit_salience(layer, inputs, data.rotary, pieces.queries)
@@ -103,9 +107,14 @@ def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -
 
 
 def _error_of_rounding(
-    teacher: TeacherModel, layer: int, roundings: tuple[Rounding, Rounding], data: LayerData, pieces: Pieces
+    teacher: TeacherModel,
+    layer: int,
+    roundings: tuple[Rounding, Rounding],
+    offset: torch.Tensor | None,
+    data: LayerData,
+    pieces: Pieces,
 ) -> float:
-    """Return the held-out error of the teacher's attention where keys and values are rounded."""
+    """Return the held-out error of the teacher's attention where keys, less their offset, and values are rounded."""
     attention = teacher.block(layer).attention
     exact = attention.roundings
 
@@ -114,10 +123,10 @@ def _error_of_rounding(
         return attention(u, rotary, masks[teacher.config.layer_types[layer]])[0]
 
     try:
-        attention.roundings = roundings
+        attention.roundings, attention.key_offset = roundings, offset
         return held_out_error(attend, dataclasses.replace(data, pieces=pieces)).item()
     finally:
-        attention.roundings = exact
+        attention.roundings, attention.key_offset = exact, None
 
 
 def costliest_layers(aligner: Aligner, count: int) -> tuple[int, ...]:

@@ -62,11 +62,12 @@ static void encode(const float *vector, uint8_t *row, int P, Rounding rounding)
 /* Write a token of each request into its slot and mix it.
 
    places: of salience, state, keys and values in a request's slots. heads: queries of R K heads, where there are any
-   those to sinks, keys and values of K heads. room: bytes of `scratch` for each key/value head. */
+   those to sinks, keys and values of K heads. offset (K, P): what was taken off the keys. room: bytes of `scratch`
+   for each key/value head. */
 void step_in_slots(uint8_t *memory, int64_t size, const int64_t *rows, int pages, const int64_t *places,
-                   const int64_t *number, const float *salience, const float *heads, int has_sinks, const float *mass,
-                   float *output, float *features, const int *key_rounding, const int *value_rounding, Layer layer,
-                   int B, uint8_t *scratch, int64_t room, int threads)
+                   const int64_t *number, const float *salience, const float *heads, int has_sinks,
+                   const float *offset, const float *mass, float *output, float *features, const int *key_rounding,
+                   const int *value_rounding, Layer layer, int B, uint8_t *scratch, int64_t room, int threads)
 {
     Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
     Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
@@ -100,8 +101,8 @@ void step_in_slots(uint8_t *memory, int64_t size, const int64_t *rows, int pages
                      held(slots, places[3] + k * value_bytes, value_bytes, for_values), of_values,
                      held(slots, places[0], 4 * layer.S, for_salience),
                      held(slots, places[1] + k * state_bytes, state_bytes, for_state), number[b], query,
-                     has_sinks ? query + K * group : 0, mass + k * R * masses, output + (int64_t)n * group,
-                     features + 3 * (int64_t)n * group, layer);
+                     has_sinks ? query + K * group : 0, offset ? offset + k * P : 0, mass + k * R * masses,
+                     output + (int64_t)n * group, features + 3 * (int64_t)n * group, layer);
         }
     }
 }
@@ -170,12 +171,14 @@ class SlotStep:
         rows, index, salience = rows.contiguous(), index.contiguous(), salience.contiguous()
         heads = heads.float().contiguous()
         mass = self.attention.mass.detach().float().contiguous()
+        offset = self.attention.windowed_offset
+        offset = None if offset is None else offset.float().contiguous()
         output, features = heads.new_empty(batch, 1, K * R, P), heads.new_empty(batch, 1, 3 * K * R * P)
         scratch = memory.new_empty(batch * K * self.room)
         library(SOURCE).step_in_slots(
             pointer(memory), ctypes.c_int64(memory.shape[1]), pointer(rows), rows.shape[1], self.places,
-            pointer(index), pointer(salience), pointer(heads), heads.shape[2] > K * (R + 2), pointer(mass),
-            pointer(output), pointer(features), *self.roundings, self.layer, batch, pointer(scratch),
+            pointer(index), pointer(salience), pointer(heads), heads.shape[2] > K * (R + 2),
+            *map(pointer, (offset, mass, output, features)), *self.roundings, self.layer, batch, pointer(scratch),
             ctypes.c_int64(self.room), torch.get_num_threads(),
         )  # fmt: skip
         return output.to(dtype), features.to(dtype)

@@ -24,6 +24,8 @@ def randomised(module: nn.Module) -> nn.Module:
                 projection.weight.mul_(1.5)
             if part.salience is not None:
                 part.salience.normal_()
+            if part.key_offset is not None:
+                part.key_offset.normal_()
             if part.mass is not None:
                 part.mass.add_(0.2 * torch.randn_like(part.mass))
     return module

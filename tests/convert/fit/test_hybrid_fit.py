@@ -292,7 +292,7 @@ def test_a_fit_knows_what_rounding_does(saved_teacher):
     error = held_out_error(layer, data)
     whole, of_whole = layer_and_data(folder, sequences=80)
     fit_hybrid_layer(whole, of_whole)
-    layer.load_state_dict(whole.state_dict())
+    layer.load_state_dict(whole.state_dict(), strict=False)  # which has no offset of keys
     assert error < 0.98 * held_out_error(layer, data)
 
 

@@ -1,0 +1,107 @@
+"""Offsets of keys: softmax does not notice them, and rounding loses less."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from convert import convert
+from convert.fit.hybrid_fit import fit_hybrid_layer
+from convert.fit.key_offset import FIRST, key_offset, offset_on
+from convert.layout.placement import CacheBits
+from modeling_llamba import LlambaConfig
+from modeling_llamba.rotary import rotate_keys
+from tests.convert.fit.test_hybrid_fit import layer_and_data
+from tests.helpers.students import make_student
+from tests.helpers.teachers import random_ids
+
+FEW_BITS = CacheBits(full=(8, 8), window=(8, 8))
+
+
+def model_positions(length):
+    """Rotary embedding of a context for heads of four planes."""
+    angles = torch.arange(length)[:, None] * 1e4 ** (-torch.arange(4) / 4)
+    return tuple(t.repeat(1, 2)[None] for t in (angles.cos(), angles.sin()))
+
+
+@pytest.mark.parametrize("types", [["full_attention"] * 2, ["hybrid"] * 2, ["sliding_attention", "hybrid"]])
+@torch.no_grad()
+def test_softmax_does_not_notice_an_offset(types):
+    """In the model's own type, at sinks that are far away, too; while a prompt is read and for each token after it."""
+    stateless = dict(mixer="none", mixer_decay_bias=False, hybrid_sink_reach=10, hybrid_full_heads=None)
+    model, ids = make_student(pattern="beside-only", layer_types=types, **stateless), random_ids(2, 40)
+    expected = model(ids, use_cache=False).logits
+    for module in model.modules():
+        if hasattr(module, "key_offset"):
+            shape = module.k_proj.out_features // module.head_dim, module.head_dim
+            module.key_offset = nn.Parameter(torch.randn(shape, dtype=torch.float64), requires_grad=False)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
+    cache = model.new_cache()
+    steps = [model(part, cache=cache).logits for part in ids.split([25, *[1] * 15], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+
+
+@torch.no_grad()
+def test_an_offset_is_the_mean_key_of_a_contexts_positions(saved_teacher):
+    layer, data = layer_and_data(saved_teacher("qwen2"), bits=FEW_BITS)
+    layer.k_proj.bias.add_(3.0)
+    data.positions = model_positions(200)
+    fit_hybrid_layer(layer, data)
+    keys = layer.project_heads(data.batch(data.fitting()[:2])[0])[1][:, :, FIRST:]
+    mean = keys.mean((0, 2))
+    length = data.positions[0].shape[1]
+    turned = rotate_keys(mean[None, :, None].expand(1, -1, length, -1), data.positions)[0].mean(1)
+    slow = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])  # two planes of four turn by 0.2 and 2 in 200 tokens
+    torch.testing.assert_close(layer.key_offset, turned * slow)
+    assert layer.key_offset[:, 3].abs().min() > 1
+    data.positions = model_positions(4000)
+    fit_hybrid_layer(layer, data)
+    assert not layer.key_offset[:, [2, 6]].any()
+
+
+@torch.no_grad()
+def test_rounding_loses_less(saved_teacher):
+    """Of keys with much in common."""
+    layer, data = layer_and_data(saved_teacher("qwen2"), bits=FEW_BITS)
+    u, rounding = data.batch(data.fitting()[:2])[0], layer.kept_roundings[0]
+    for dim in (3, 7):
+        layer.k_proj.bias.view(-1, 8)[:, dim] += 50.0
+    lost = []
+    data.positions = None
+    for offset in (torch.zeros_like(layer.key_offset), offset_on(layer, data)):
+        layer.key_offset.copy_(offset)
+        keys = layer.rotated_keys(layer.project_heads(u)[1], data.rotary)
+        lost.append((rounding.decode(rounding.encode(keys), keys.dtype) - keys).norm())
+    assert lost[1] < lost[0] / 5
+
+
+def test_a_conversion_writes_offsets_of_all_that_is_rounded(saved_teacher, tmp_path):
+    options = dict(text="sampled", tokens=2048, context=256, alignment={"sequence_length": 128})
+    convert(str(saved_teacher("qwen2")), tmp_path / "out", bits=8, cache=0.5, attention_layers="0", sinks=2, **options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    offsets = {name: p for name, p in model.named_parameters() if name.endswith("key_offset")}
+    assert len(offsets) == model.config.num_hidden_layers
+    assert all(offset.any() and not offset.requires_grad for offset in offsets.values())
+    assert "model.layers.0.self_attn.key_offset" in offsets
+    options.pop("context")
+    convert(str(saved_teacher("qwen2")), tmp_path / "whole", bits=16, window=8, sinks=2, **options)
+    assert not json.loads((tmp_path / "whole" / "config.json").read_text()).get("key_offsets", False)
+
+
+@pytest.mark.parametrize("field", [dict(learned_sinks=True), dict(attn_logit_softcapping=30.0)])
+def test_absolute_scores_have_no_offset(field, saved_teacher, tmp_path):
+    with pytest.raises(ValueError, match="scores change with key_offsets"):
+        LlambaConfig(key_offsets=True, **field)
+    name = "gpt-oss" if "learned_sinks" in field else "gemma2"
+    plan = convert(str(saved_teacher(name)), tmp_path / "out", bits=8, window=8, sinks=2, text="sampled", tokens=2048,
+                   alignment={"sequence_length": 128})  # fmt: skip
+    assert not plan.config.key_offsets
+
+
+def test_a_key_offset_needs_a_few_tokens_alone():
+    layer = make_student(key_offsets=True, window_bits=8, pattern="beside-only").model.layers[0].mixer
+    u = torch.randn(1, FIRST + 1, 32, dtype=torch.float64)
+    positions = (torch.ones(1, 5, 8, dtype=torch.float64), torch.zeros(1, 5, 8, dtype=torch.float64))
+    assert key_offset(layer, [u], positions).shape == layer.key_offset.shape
