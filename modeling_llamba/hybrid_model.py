@@ -638,8 +638,6 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            check_drafts()
         if generation_config.cache_implementation == "quantized":
             raise ValueError(
                 "A hybrid needs no cache_implementation='quantized': the bits of its cache are in its configuration "
@@ -651,6 +649,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
                 "assistant_early_exit: a hybrid's cache has all of its layers, so it cannot draft with the first; "
                 "use prompt_lookup_num_tokens or an assistant_model."
             )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            check_drafts()
         given = model_kwargs.get(CACHE_NAME)
         if isinstance(given, Cache):
             fit_cache(given, self.config)

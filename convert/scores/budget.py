@@ -213,6 +213,16 @@ class Budget:
 
         return self.block * self._most(bytes_of, self.nbytes, self.longest_window // self.block)
 
+    def windows_alone(self) -> Placement:
+        """Windows of one width in all layers, and no kept heads; narrow unless a width is given."""
+        window = self.resolved.window
+        if window is None:
+            eighth = self.resolved.sequence_length // 8 // self.block * self.block
+            window = min(max(eighth, self.narrowest_window), self.longest_window)
+        return everywhere(self.resolved.hybrid_layer(window), self.shape[0], self.resolved.bits).keeping(
+            self.resolved.bounded
+        )
+
     def windowed_heads(self, placement: Placement) -> dict[int, int]:
         """Key/value heads that have a window, by layer."""
         config = hybrid_config(self.weights, placement, self.resolved.mixer)

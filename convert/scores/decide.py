@@ -174,11 +174,17 @@ def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Align
 
 
 def _ranked(budget: Budget, aligner: "Aligner | None") -> list[KVHead]:
-    """Key/value heads, those that serve recall most first; without an aligner, evenly spread over the layers."""
+    """Key/value heads, the one to keep first in front; without an aligner, evenly spread over the layers.
+
+    A head counts by how much it serves recall, and by how much its layer's error falls if it is kept.
+    """
     if aligner is None:
         return budget.every_head
+    from .layer_costs import LOOKING_UP, head_gains
     from .retrieval import ranked_heads, retrieval_scores
 
     scores = retrieval_scores(aligner.model, aligner.ids, budget.resolved.seed, aligner.progress)
     aligner.report["retrieval_scores"] = [[round(score, 4) for score in of_layer] for of_layer in scores.tolist()]
-    return ranked_heads(scores, budget.shared)
+    gains = head_gains(aligner, budget.windows_alone(), budget.shared)
+    aligner.report["head_gains"] = [[round(gain, 4) for gain in of_layer] for of_layer in gains.tolist()]
+    return ranked_heads(LOOKING_UP * scores + gains.repeat_interleave(budget.shared, dim=1), budget.shared)

@@ -33,6 +33,7 @@ from ..fit.teacher_model import TeacherModel, replaced
 from ..io.writer import Progress
 from ..layout.config import hybrid_config, mixer_fields
 from ..layout.placement import Hybrid, Mixer, Placement, everywhere
+from ..layout.presets import query_heads
 from ..options import SALIENT, MixerOptions, PlacementOptions, parse_size
 from ..resolve import block_of
 from .retrieval import retrieval_scores
@@ -94,6 +95,42 @@ def layer_errors(
                 of_placement[layer], pieces = within_memory(measured, pieces)
     aligner.progress("measuring layers", len(layers), len(layers))
     return errors
+
+
+@torch.no_grad()
+def head_gains(aligner: Aligner, placement: Placement, shared: int) -> torch.Tensor:
+    """By how much each key/value head (layers, K) reduces its layer's error before a fit if it alone is kept.
+
+    Errors are relative, squared, and measured on held-out rows; layers without a window gain nothing.
+
+    Args:
+        placement: hybrid layers without kept heads. shared: query heads per key/value head.
+    """
+    model, resolved = aligner.model, aligner.resolved
+    kv_heads = model.config.num_key_value_heads
+    gains = torch.zeros(model.num_layers, kv_heads)
+    configs = []
+    for kept in (None, *range(kv_heads)):
+        heads = {} if kept is None else query_heads([(layer, kept) for layer in placement.windows], shared)
+        configs.append(hybrid_config(aligner.weights, placement.with_full_heads(heads), resolved.mixer))
+    memory = parse_size(resolved.alignment.activation_memory)
+    rows = aligner.ids[-ROWS:]
+    pieces = Pieces()
+    with contextlib.closing(ActivationStream(model, rows, len(rows) // 2, memory, aligner.work)) as stream:
+        for layer in range(model.num_layers):
+            aligner.progress("measuring heads, layers", layer, model.num_layers)
+            data = stream.attention_data(layer)
+            if layer not in placement.windows:
+                continue
+            errors = []
+            for config in configs:
+                model.follow(config)
+                measured = functools.partial(_error_before_fit, model.mixer(layer), data)
+                error, pieces = within_memory(measured, pieces)
+                errors.append(error)
+            gains[layer] = errors[0] - torch.tensor(errors[1:])
+    aligner.progress("measuring heads, layers", model.num_layers, model.num_layers)
+    return gains
 
 
 def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -> float:

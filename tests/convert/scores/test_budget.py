@@ -24,7 +24,7 @@ from convert.resolve import resolve
 from convert.scores import decide, layer_costs
 from convert.scores.budget import LONG_SEQUENCE, WIDE, Budget, lengthen_sequences
 from convert.scores.decide import decide_placement
-from convert.scores.layer_costs import POWER, spread_windows
+from convert.scores.layer_costs import LOOKING_UP, POWER, spread_windows
 from convert.teachers.teacher import find_teacher, teacher_layer_types
 from convert.teachers.weights import TeacherWeights
 from convert.train.mohawk.layerwise import run_key
@@ -228,8 +228,8 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
 
     options = make_options(str(saved_teacher("llama-gqa")), str(tmp_path / "out"), **SEARCH, rank=4, bits=16)
     plan = run(options, on_plan, progress)
-    assert doing == ["plan", "reading text, rows", "scoring heads, layers", "measuring layers", "plan",
-                     "aligning, layers", "writing, MB"]  # fmt: skip
+    measuring = ["scoring heads, layers", "measuring heads, layers", "measuring layers"]
+    assert doing == ["plan", "reading text, rows", *measuring, "plan", "aligning, layers", "writing, MB"]
     assert plans[0].notes
     assert not plan.notes
     assert plans[0].summary()["cache_bytes"] == plans[1].summary()["cache_bytes"] == plan.summary()["cache_bytes"]
@@ -241,8 +241,12 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
     assert Placement.of(LlambaConfig.from_pretrained(tmp_path / "out")) == plan.placement
     assert plan.placement.replaced_layers
     assert plan.placement.full_heads
-    scores = json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"]
-    best_of_kv = {(layer, kv): max(of[2 * kv : 2 * kv + 2]) for layer, of in enumerate(scores) for kv in range(2)}
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    best_of_kv = {
+        (layer, kv): LOOKING_UP * max(of[2 * kv : 2 * kv + 2]) + report["head_gains"][layer][kv]
+        for layer, of in enumerate(report["retrieval_scores"])
+        for kv in range(2)
+    }
     kept = kept_kv_heads(plan.placement)
     assert min(best_of_kv[pair] for pair in kept) >= max(best_of_kv[pair] for pair in best_of_kv.keys() - kept)
     teacher, hybrid = cache_bytes(plan.config, CONTEXT)

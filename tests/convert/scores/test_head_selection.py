@@ -7,11 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.dry_run import plan_conversion
+from convert.dry_run import open_teacher, plan_conversion, resolve_all
+from convert.fit.aligner import Aligner
 from convert.fit.probes import needle_probe
 from convert.layout.cache import cache_bytes
 from convert.layout.presets import counted_heads, kept_heads, query_heads, whole_groups
 from convert.options import make_options
+from convert.scores.budget import Budget
+from convert.scores.layer_costs import LOOKING_UP, head_gains
 from convert.scores.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
 from modeling_llamba.hybrid_cache import cache_nbytes
 from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
@@ -116,6 +119,27 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
     assert not torch.allclose(model(ids).logits, everything(ids).logits, atol=1e-2)
 
 
+def test_a_head_gains_what_its_layer_loses_without_it(saved_teacher, tmp_path):
+    """Next to nothing where no output depends on it; the salience that is fitted to fewer heads is another."""
+    teacher = make_teacher("llama-gqa")
+    with torch.no_grad():
+        teacher.model.layers[1].self_attn.o_proj.weight[:, 16:] = 0  # heads 2 and 3, which share a key/value head
+    teacher.save_pretrained(tmp_path / "teacher")
+    options = make_options(
+        str(tmp_path / "teacher"), "out", cache=0.4, context=64, text="sampled", tokens=640,
+        alignment={"sequence_length": 64}, attention_layers="0",
+    )  # fmt: skip
+    weights, _ = open_teacher(options)
+    resolved = resolve_all(options, weights)
+    budget = Budget(weights, resolved)
+    gains = head_gains(Aligner(weights, resolved), budget.windows_alone().keeping([0]), budget.shared)
+    assert gains.shape == (4, 2)
+    assert not gains[0].any()
+    assert gains[1, 0] > 0.01
+    assert abs(gains[1, 1]) < gains[1, 0] / 3
+    assert (gains[2:] > 0).all()
+
+
 def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
     """Three of four, so that one of the two layers keeps all of its heads, and with them its attention."""
     options = dict(
@@ -123,7 +147,9 @@ def test_counted_heads_are_chosen_while_aligning(saved_teacher, tmp_path):
         tokens=320, sequence_length=32, held_out_sequences=2,
     )  # fmt: skip
     plan = convert(str(saved_teacher("llama-gqa")), tmp_path / "out", **options)
-    scores = torch.tensor(json.loads((tmp_path / "out" / "alignment.json").read_text())["retrieval_scores"])
+    report = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    scores, gains = (torch.tensor(report[name]) for name in ("retrieval_scores", "head_gains"))
+    scores = LOOKING_UP * scores + gains.repeat_interleave(2, dim=1)
     best = [pair for pair in ranked_heads(scores, shared=2) if pair[0] in (0, 2)]
     expected = query_heads(best[:3], 2)
     assert plan.summary()["attention_heads"] == {i: list(of) for i, of in expected.items() if len(of) == 2}
