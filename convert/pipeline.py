@@ -169,8 +169,8 @@ def _plan(opened: Opened, aligner: Aligner | None, on_plan: Callable[[Plan], Non
 
 
 def _fit(plan: Plan, aligner: Aligner | None) -> tuple[Plan, Alignment | None]:
-    """Fit the replaced layers, if there is anything to fit; return the plan with the ranks that the fit chose."""
-    if aligner is None or not plan.placement.replaced_layers:
+    """Fit replaced layers and offsets of keys, if there are any; return the plan with the ranks that were chosen."""
+    if aligner is None or not (plan.placement.replaced_layers or plan.config.key_offsets):
         return plan, None
     alignment = aligner.align(plan)
     if alignment.placement != plan.placement:

@@ -1,10 +1,10 @@
 """Choose a placement whose cache fits into a given number of bytes.
 
 Every layer with full attention gets a window with sinks and salient tokens, and a state; the key/value heads that
-serve recall most keep full attention. Heads take HEADS_SHARE of the bytes that states leave, and the windows take the
-rest. All windows have one width here; `layer_costs` then gives each layer its own. Values that the user has fixed
-(window, heads, layers, no state) stay, and the others take the bytes that are left. Layers that have a window in the
-teacher stay as they are.
+serve recall and their layers most keep full attention. Heads take HEADS_SHARE of the bytes that states leave, and the
+windows take the rest. All windows have one width here; `layer_costs` then gives each layer its own. Values that the
+user has fixed (window, heads, layers, no state) stay, and the others take the bytes that are left. Layers that have a
+window in the teacher stay as they are.
 """
 
 import dataclasses

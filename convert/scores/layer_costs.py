@@ -122,25 +122,33 @@ def head_gains(aligner: Aligner, placement: Placement, shared: int) -> torch.Ten
             data = stream.attention_data(layer)
             if layer not in placement.windows:
                 continue
-            errors = []
+            mixers = []
             for config in configs:
                 model.follow(config)
-                measured = functools.partial(_error_before_fit, model.mixer(layer), data)
-                error, pieces = within_memory(measured, pieces)
-                errors.append(error)
+                mixers.append(model.mixer(layer))
+            errors, pieces = within_memory(functools.partial(_errors_before_fit, mixers, data), pieces)
             gains[layer] = errors[0] - torch.tensor(errors[1:])
     aligner.progress("measuring heads, layers", model.num_layers, model.num_layers)
     return gains
 
 
-def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -> float:
-    """Return the held-out error of a layer of which only the salience, if it has any, is fitted."""
+def _errors_before_fit(layers: Sequence[HybridAttention], data: LayerData, pieces: Pieces) -> list[float]:
+    """Return the held-out errors of layers with the offset of keys and the salience, if any, that fit the first."""
     data = dataclasses.replace(data, pieces=pieces)
-    fit_key_offset(layer, data)
-    if layer.salience is not None:
+    first, *others = layers
+    fit_key_offset(first, data)
+    if first.salience is not None:
         inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
-        fit_salience(layer, inputs, data.rotary, pieces.queries)
-    return held_out_error(layer, data).item()
+        fit_salience(first, inputs, data.rotary, pieces.queries)
+    fitted = {name: tensor for name, tensor in first.state_dict().items() if name in ("key_offset", "salience")}
+    for layer in others:
+        layer.load_state_dict(fitted, strict=False)
+    return [held_out_error(layer, data).item() for layer in layers]
+
+
+def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -> float:
+    (error,) = _errors_before_fit([layer], data, pieces)
+    return error
 
 
 def _error_of_rounding(

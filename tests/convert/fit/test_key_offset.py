@@ -15,7 +15,7 @@ from modeling_llamba import LlambaConfig
 from modeling_llamba.rotary import rotate_keys
 from tests.convert.fit.test_hybrid_fit import layer_and_data
 from tests.helpers.students import make_student
-from tests.helpers.teachers import random_ids
+from tests.helpers.teachers import make_teacher, random_ids
 
 FEW_BITS = CacheBits(full=(8, 8), window=(8, 8))
 
@@ -86,6 +86,11 @@ def test_a_conversion_writes_offsets_of_all_that_is_rounded(saved_teacher, tmp_p
     assert all(offset.any() and not offset.requires_grad for offset in offsets.values())
     assert "model.layers.0.self_attn.key_offset" in offsets
     options.pop("context")
+    convert(str(saved_teacher("llama-biases")), tmp_path / "kept", bits=8, attention_layers="all", **options)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "kept")
+    teacher, ids = make_teacher("llama-biases"), random_ids(1, 40)
+    assert all(layer.self_attn.key_offset is not None for layer in kept.model.layers)
+    assert (kept(ids).logits - teacher(ids).logits).norm() < 0.05 * teacher(ids).logits.norm()
     convert(str(saved_teacher("qwen2")), tmp_path / "whole", bits=16, window=8, sinks=2, **options)
     assert not json.loads((tmp_path / "whole" / "config.json").read_text()).get("key_offsets", False)
 

@@ -120,7 +120,7 @@ def test_named_heads_see_everything_and_cost_what_the_plan_says(saved_teacher, t
 
 
 def test_a_head_gains_what_its_layer_loses_without_it(saved_teacher, tmp_path):
-    """Next to nothing where no output depends on it; the salience that is fitted to fewer heads is another."""
+    """Nothing where no output depends on it."""
     teacher = make_teacher("llama-gqa")
     with torch.no_grad():
         teacher.model.layers[1].self_attn.o_proj.weight[:, 16:] = 0  # heads 2 and 3, which share a key/value head
@@ -136,7 +136,7 @@ def test_a_head_gains_what_its_layer_loses_without_it(saved_teacher, tmp_path):
     assert gains.shape == (4, 2)
     assert not gains[0].any()
     assert gains[1, 0] > 0.01
-    assert abs(gains[1, 1]) < gains[1, 0] / 3
+    assert abs(gains[1, 1]) < 1e-6
     assert (gains[2:] > 0).all()
 
 
