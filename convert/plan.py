@@ -1,6 +1,7 @@
 """The plan of a conversion: the hybrid's configuration, a rule for every tensor, and what it will cost."""
 
 import math
+import typing
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid_config import RECURRENT
 
 from .io.reader import BLOCK_BYTES, TensorInfo
-from .io.rules import Fill, Rule, Source, rule_of
+from .io.rules import Fill, Kind, Rule, Source, rule_of
 from .io.students import layer_letters, tensor_shapes
 from .io.writer import human_bytes
 from .layout.cache import break_even, cache_bytes, contexts, rounded_teacher_bytes
@@ -108,8 +109,7 @@ class Plan:
             "mixer_layers": list(self.placement.replaced_layers),
             "state_layers": states,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "tensors": {kind: kinds[kind] for kind in ("moved", "derived", "initialised")}
-            | {"dropped": len(self.weights.dropped)},
+            "tensors": {kind: kinds[kind] for kind in typing.get_args(Kind)} | {"dropped": len(self.weights.dropped)},
             "derived": {rule.target: list(rule.sources) for rule in self.rules if rule.kind == "derived"},
             "initialised": [rule.target for rule in self.rules if rule.kind == "initialised"],
             "dropped": dict(self.weights.dropped),
@@ -185,12 +185,12 @@ def make_plan(weights: TeacherWeights, decision: Decision, resolved: Resolved) -
 
 
 def _in_own_type(rule: Rule, teacher: dict[str, TensorInfo], dtype: torch.dtype) -> Rule:
-    """The rule of a tensor, written as the teacher stores it where it is only moved.
+    """The rule of a tensor, written as the teacher stores it where it is only moved or scaled.
 
     Qwen3.5's states have decays and norms in float32 among weights in bfloat16.
     """
     types = {teacher[name].dtype for name in rule.sources}
-    if rule.kind != "moved" or len(types) > 1 or dtype in types:
+    if rule.kind not in ("moved", "scaled") or len(types) > 1 or dtype in types:
         return rule
     return replace(rule, dtype=types.pop())
 

@@ -73,7 +73,7 @@ class TeacherAttention(nn.Module):
         key = rotate_keys(key, position_embeddings)
         if self.key_offset is None:
             return key
-        return key - self.key_offset[:, None].to(key.dtype)
+        return key - self.key_offset.detach()[:, None].to(key.dtype)
 
     @property
     def dropout(self) -> float:

@@ -751,8 +751,9 @@ class HybridAttention(TeacherAttention):
                 layer.put_one(tokens)
             else:
                 layer.put(tokens, start)
+            offset = None if projected.sink_query is None else self.windowed_offset
             output, features = kernel(
-                *layer.held, query, projected.sink_query, self.windowed_offset, self.mass, self.scaling,
+                *layer.held, query, projected.sink_query, offset, self.mass, self.scaling,
                 self.softcap or 0.0, shape.block, shape.sinks, shape.places, *shape.slow,
             )  # fmt: skip
             if is_early:
@@ -840,9 +841,10 @@ class HybridAttention(TeacherAttention):
         offset = self.windowed_offset
         if offset is None:
             return far
-        offset = offset.view(len(offset), *[1] * (query.ndim - heads_axis - 2), -1).to(query.dtype)
         output, log_mass = far
-        return output, log_mass + ((sink_query - query) * offset).sum(-1) * self.scaling
+        offset = offset.view(len(offset), *[1] * (query.ndim - heads_axis - 2), -1).to(log_mass.dtype)
+        moved = sink_query.to(log_mass.dtype) - query.to(log_mass.dtype)
+        return output, log_mass + (moved * offset).sum(-1) * self.scaling
 
 
 def causal_bias(query: torch.Tensor) -> torch.Tensor:

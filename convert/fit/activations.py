@@ -114,16 +114,11 @@ class ActivationStream:
                 seen.clear()
         finally:
             handle.remove()
-        is_finite = torch.stack(finite).all()
-        return LayerData(
-            self.u, self.y, self._rotary(layer), self.held_out, finite=is_finite, positions=self._context(layer)
-        )
+        is_finite, mean_rotary = torch.stack(finite).all(), self.teacher.mean_rotary(layer)
+        return LayerData(self.u, self.y, self._rotary(layer), self.held_out, finite=is_finite, mean_rotary=mean_rotary)
 
     def _rotary(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.teacher.rotary(self.length, layer)
-
-    def _context(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return self.teacher.rotary(self.teacher.context, layer)
 
     def gathered(self, data: LayerData, layer: int, owner: int) -> LayerData | None:
         """Return a layer's data of all sequences in the process that fits it; None in the others."""
@@ -138,7 +133,7 @@ class ActivationStream:
             self.team.gather(part, self.whole[number] if mine else None, owner, STREAM_SEQUENCES)
         if not mine:
             return None
-        return LayerData(*self.whole, self._rotary(layer), self.held_out, positions=self._context(layer))
+        return LayerData(*self.whole, self._rotary(layer), self.held_out, mean_rotary=self.teacher.mean_rotary(layer))
 
     def close(self) -> None:
         """Let go of the arrays and their file."""

@@ -111,8 +111,11 @@ class Aligner:
                 f"{alignment.tokens} tokens leave nothing to fit on: {held_out} sequences of {length} tokens are held "
                 f"out to evaluate the fit. Give at least {(held_out + 1) * length}."
             )
-        rows = self.rows(num_fitting + held_out)
-        self.report |= {"text": public_name(alignment.text), "tokens": rows.ids.numel(), "sequence_length": length}
+        return self._reported(self.rows(num_fitting + held_out))
+
+    def _reported(self, rows: CalibrationRows) -> CalibrationRows:
+        text = public_name(self.resolved.alignment.text)
+        self.report |= {"text": text, "tokens": rows.ids.numel(), "sequence_length": rows.ids.shape[1]}
         return rows
 
     def rows(self, count: int, at_least: int | None = None) -> CalibrationRows:
@@ -153,7 +156,10 @@ class Aligner:
             return_free_memory()
 
     def align(self, plan: Plan) -> Alignment:
-        """Fit the mixers of a plan's replaced layers."""
+        """Fit the mixers of a plan's replaced layers, and the offsets of keys of the others."""
+        if not plan.placement.replaced_layers:  # a few rows are enough
+            rows = self._reported(self.rows(SEQUENCES + 1))
+            return Alignment(self.key_offsets(plan.config, rows.ids), plan.placement, self.report)
         started = time.perf_counter()
         self.follow(plan.placement)
         return_free_memory()  # of the scores
@@ -179,22 +185,28 @@ class Aligner:
             f"model.layers.{layer}.mixer.{name}": tensor.detach().cpu()
             for layer, (mixer, _) in fits.items()
             for name, tensor in mixer.state_dict().items()
-        } | self.key_offsets(plan.config)
+        } | self.key_offsets(plan.config, self.ids[: SEQUENCES + 1])
         return Alignment(tensors, placement, self.report)
 
-    def key_offsets(self, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-        """Measure the offsets of keys of the layers that keep their attention; tensors of the hybrid by name."""
+    def key_offsets(self, config: PreTrainedConfig, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Measure the offsets of keys of the layers that keep their attention; tensors of the hybrid by name.
+
+        Args:
+            ids: (B, L) of text, of which the last row is not used.
+        """
         names = {name: int(name.split(".")[2]) for name in tensor_shapes(config) if name.endswith(KEPT_OFFSET)}
         offsets = {}
-        layers = range(max(names.values(), default=-1) + 1)
+        if not names:
+            return offsets
+        layers = range(max(names.values()) + 1)
         memory = parse_size(self.resolved.alignment.activation_memory)
-        rows = self.ids[: SEQUENCES + 1]  # one is held out, of which nothing is asked
-        with contextlib.closing(ActivationStream(self.model, rows, 1, memory, self.work)) as stream:
+        with contextlib.closing(ActivationStream(self.model, ids, 1, memory, self.work)) as stream:
             for layer in layers:
                 self.progress("measuring keys, layers", layer, len(layers))
                 data = stream.attention_data(layer)
                 if (name := f"model.layers.{layer}.{KEPT_OFFSET}") in names:
                     offsets[name] = offset_on(self.model.block(layer).attention, data).cpu()
+        self.progress("measuring keys, layers", len(layers), len(layers))
         return offsets
 
     def finished(self) -> None:
@@ -215,6 +227,7 @@ class Aligner:
             "fit": differences(settings),
             "initial_decay": self.resolved.initial_decay,
             "seed": self.resolved.seed,
+            "context": self.resolved.context,
             "version": project_version(),
         }
         return FitCache(self.work, key)

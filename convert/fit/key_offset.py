@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from modeling_llamba.attention import TeacherAttention
+from modeling_llamba.hybrid_attention import HybridAttention
 from modeling_llamba.rotary import Rotary, rotate_keys
 
 from .layer_data import LayerData
@@ -27,12 +28,12 @@ FIRST = 4
 
 
 @torch.no_grad()
-def key_offset(attention: TeacherAttention, inputs: Iterable[torch.Tensor], positions: Rotary) -> torch.Tensor:
+def key_offset(attention: TeacherAttention, inputs: Iterable[torch.Tensor], mean_rotary: Rotary) -> torch.Tensor:
     """The offset (K, P) of a layer's keys.
 
     Args:
         inputs: the layer's inputs (B, L, D).
-        positions: rotary embedding (1, L', .) of the positions of a context.
+        mean_rotary: see `TeacherModel.mean_rotary`.
     """
     total = 0.0
     count = 0
@@ -41,14 +42,14 @@ def key_offset(attention: TeacherAttention, inputs: Iterable[torch.Tensor], posi
         total = total + keys.sum((0, 2))
         count += keys.shape[0] * keys.shape[2]
     mean = (total / count)[None, :, None]  # (1, K, 1, P)
-    cos, sin = (t.mean(1, keepdim=True) for t in positions[:2])
+    cos, sin, at_one = mean_rotary
     offset = rotate_keys(mean, (cos, sin))[0, :, 0]
-    turned = cos.shape[-1] // 2
-    fast = torch.hypot(cos, sin).flatten() < LEAST_KEPT
-    of_no_state = turned - max(turned // 2, 1)
-    for first in (0, turned):
-        fast[first : first + of_no_state] = True
-    offset[:, : 2 * turned].masked_fill_(fast, 0)
+    fast = (torch.hypot(cos, sin) < LEAST_KEPT * at_one).flatten()
+    slow = attention.shape.slow if isinstance(attention, HybridAttention) else None
+    if slow is not None:
+        for first in (0, slow.planes):
+            fast[first : first + slow.planes - slow.slow_planes] = True
+    offset[:, : len(fast)].masked_fill_(fast, 0)
     return offset
 
 
@@ -61,4 +62,4 @@ def fit_key_offset(attention: TeacherAttention, data: LayerData) -> None:
 def offset_on(attention: TeacherAttention, data: LayerData) -> torch.Tensor:
     """The offset (K, P) of a layer's keys, on some sequences to fit on."""
     inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SEQUENCES]))
-    return key_offset(attention, inputs, data.rotary if data.positions is None else data.positions)
+    return key_offset(attention, inputs, data.mean_rotary)

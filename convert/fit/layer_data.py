@@ -91,8 +91,8 @@ class LayerData:
     pieces: Pieces = Pieces()
     finite: torch.Tensor | None = None
     """True, on the device, if all numbers of u and y are finite; None before they were checked."""
-    positions: Rotary | None = None
-    """Rotary embedding of the positions of a context; None for those of the sequences."""
+    mean_rotary: Rotary | None = None
+    """Means of the rotary embedding over a context (`TeacherModel.mean_rotary`), for offsets of keys."""
 
     def fewer(self, fitting: int) -> "LayerData":
         """Keep at most so many of the sequences to fit on."""

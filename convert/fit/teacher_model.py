@@ -6,6 +6,7 @@ no class per teacher family, and a block can hold the attention it has and the m
 Shapes: B batch, L length, D model width, H heads, Q queries.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ class TeacherModel:
         self.initial_decay = initial_decay
         self.seed = seed
         self.context = context
+        self._mean_rotary: dict[str, Rotary] = {}
         self.checkpoint = weights.checkpoint
         self.config = weights.config
         self._is_whole = False
@@ -131,6 +133,21 @@ class TeacherModel:
     def rotary(self, length: int, layer: int) -> Rotary:
         """The rotary embedding of a layer in rows of this length."""
         return self._rotary(length)[self.config.rope_of(layer)]
+
+    def mean_rotary(self, layer: int) -> Rotary:
+        """Means of a layer's rotary embedding over the positions of a context, (1, 1, rotary dims) each: cos, sin, and
+        the length that both have at one position."""
+        kind = self.config.rope_of(layer)
+        if kind not in self._mean_rotary:
+            model = self.model.model
+            # a copy, since some kinds change with the longest position that they have seen
+            embedding = copy.deepcopy(model.local_rotary_emb if kind == "local" else model.rotary_emb)
+            positions = torch.arange(self.context, device=self.device)[None]
+            cos, sin = embedding(torch.zeros(1, device=self.device), positions)
+            if kind == "none":
+                cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+            self._mean_rotary[kind] = (*(t.mean(1, keepdim=True) for t in (cos, sin)), torch.hypot(cos, sin)[:, :1])
+        return self._mean_rotary[kind]
 
     def _rotary(self, length: int) -> dict[str, Rotary]:
         positions = torch.arange(length, device=self.device)[None]

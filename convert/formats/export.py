@@ -357,12 +357,14 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     checkpoint = open_weights(folder)
     name = Path(public_name(options.model)).name
     table = export_table(source, config, options.to)
+    offsets = (name for name in checkpoint.tensors if name.endswith("key_offset"))
+    dropped = dict.fromkeys(offsets, "softmax is the same without it")
     return TransferPlan(
         source=Teacher(options.model, folder, source, get_family("llama"), commit),
         from_format=f"{kind} with {source.mixer}",
         to_format=architecture,
         config=config,
-        rules=make_rules(table, shapes, checkpoint.tensors, {}, "hybrid of this project"),
+        rules=make_rules(table, shapes, checkpoint.tensors, dropped, "hybrid of this project"),
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
         description=f"{name} as transformers' own {architecture}, exported by convert-to-hybrid: it "

@@ -6,7 +6,7 @@ error evenly over the planes of a key; a query then reads most of it in the plan
 is least where both have the same size: divided by s = sqrt(rms of keys / rms of queries) per plane and key/value head.
 Biases of keys that are a hundred times as large as the rest (Qwen2, Qwen2.5) make this a large difference.
 
-Here s is a power of two, so that every type of float holds the scaled weights exactly, and follows from the weights
+Here s is a power of two, so that scaled weights are exact (but for the smallest of float16), and follows from weights
 alone: inputs of a projection are taken to be independent and as large as the weights of the norm before it.
 
 Shapes: D model width, H heads, K key/value heads, P head dim.
@@ -52,7 +52,7 @@ class PlaneScales:
     def factors(self, checkpoint: Checkpoint, which: Literal["q", "k"], rows: int) -> torch.Tensor:
         """Powers of two (rows,) for the rows of a tensor of queries or of keys."""
         if not self._found:
-            self._found.append(self._exponents(checkpoint))
+            self._found[:] = [self._exponents(checkpoint)]  # two threads may do this at once
         (exponents,) = self._found  # (K, P)
         if which == "k":
             exponents = -exponents

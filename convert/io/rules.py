@@ -15,6 +15,8 @@ import torch
 
 from .reader import BLOCK_BYTES, Checkpoint, TensorInfo
 
+Kind = Literal["moved", "scaled", "derived", "initialised"]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -113,11 +115,13 @@ class Source:
         return tuple(dict.fromkeys(part.source for part in self.parts if isinstance(part, Part)))
 
     @property
-    def kind(self) -> Literal["moved", "derived", "initialised"]:
-        """Kind of the tensor: whole values that are moved, values that differ, or constants alone."""
+    def kind(self) -> Kind:
+        """Kind of the tensor: whole values that are moved or scaled, values that differ, or constants alone."""
         if not self.names:
             return "initialised"
-        return "derived" if self.scale or any(part.changes for part in self.parts) else "moved"
+        if any(part.changes for part in self.parts):
+            return "derived"
+        return "moved" if self.scale is None else "scaled"
 
     def in_order(self, order: tuple[int, ...] | None) -> "Source":
         """Return this source with the rows of each head read in another order."""
@@ -165,7 +169,7 @@ class Rule:
 
     target: str
     shape: tuple[int, ...]
-    kind: Literal["moved", "derived", "initialised"]
+    kind: Kind
     sources: tuple[str, ...]
     blocks: Callable[[Checkpoint], Iterator[torch.Tensor]]
     dtype: torch.dtype | None = None

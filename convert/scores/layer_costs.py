@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid_attention import HybridAttention, theory_mass
 from modeling_llamba.hybrid_model import finish_logits
 from modeling_llamba.rotary import Rotary
 from modeling_llamba.rounding import WHOLE, Rounding
@@ -45,7 +46,7 @@ POWER = 0.8
 WINDOW = 32
 """Width of the windows with which layers are compared if a share of them keeps its attention."""
 LOOKING_UP = 0.45
-"""Weight of a layer's mean retrieval score in its cost, beside its relative error."""
+"""Weight of retrieval scores beside relative errors: of a layer's mean score in its cost, of a head's in its rank."""
 KL_ROWS, ROUNDS = 2, 3
 """Number of sequences on which KL is measured, and of rounds, since the costs of single layers do not add up."""
 PROBE_LENGTH, RECALL, LEAST_RECALL = 96, 0.3, 0.2
@@ -109,10 +110,12 @@ def head_gains(aligner: Aligner, placement: Placement, shared: int) -> torch.Ten
     model, resolved = aligner.model, aligner.resolved
     kv_heads = model.config.num_key_value_heads
     gains = torch.zeros(model.num_layers, kv_heads)
+    model.follow(hybrid_config(aligner.weights, placement, resolved.mixer))
     configs = []
-    for kept in (None, *range(kv_heads)):
-        heads = {} if kept is None else query_heads([(layer, kept) for layer in placement.windows], shared)
+    for kept in range(kv_heads if kv_heads > 1 else 0):  # a layer with one head keeps all of its attention with it
+        heads = query_heads([(layer, kept) for layer in placement.windows], shared)
         configs.append(hybrid_config(aligner.weights, placement.with_full_heads(heads), resolved.mixer))
+        configs[-1]._attn_implementation = model.config._attn_implementation
     memory = parse_size(resolved.alignment.activation_memory)
     rows = aligner.ids[-ROWS:]
     pieces = Pieces()
@@ -122,32 +125,44 @@ def head_gains(aligner: Aligner, placement: Placement, shared: int) -> torch.Ten
             data = stream.attention_data(layer)
             if layer not in placement.windows:
                 continue
-            mixers = []
-            for config in configs:
-                model.follow(config)
-                mixers.append(model.mixer(layer))
-            errors, pieces = within_memory(functools.partial(_errors_before_fit, mixers, data), pieces)
-            gains[layer] = errors[0] - torch.tensor(errors[1:])
+            mixer = model.mixer(layer)
+            others = [_keeping(mixer, config) for config in configs]
+            measured = functools.partial(_errors_before_fit, mixer, others, data)
+            (alone, *kept), pieces = within_memory(measured, pieces)
+            gains[layer] = alone - torch.tensor(kept or [0.0])
     aligner.progress("measuring heads, layers", model.num_layers, model.num_layers)
     return gains
 
 
-def _errors_before_fit(layers: Sequence[HybridAttention], data: LayerData, pieces: Pieces) -> list[float]:
-    """Return the held-out errors of layers with the offset of keys and the salience, if any, that fit the first."""
+def _keeping(layer: HybridAttention, config: PreTrainedConfig) -> HybridAttention:
+    """The layer with other kept heads, before a fit, without an output map; all other tensors are the layer's own."""
+    with torch.device("meta"):
+        other = HybridAttention(config, layer.layer_idx)
+    for name, module in layer.named_children():
+        setattr(other, name, module)
+    for name, parameter in layer.named_parameters(recurse=False):
+        setattr(other, name, parameter)
+    other.down = other.up = None
+    if layer.mass is not None:
+        other.mass = torch.nn.Parameter(theory_mass(config, layer.layer_idx).to(layer.mass))
+    return other
+
+
+def _errors_before_fit(
+    layer: HybridAttention, others: Sequence[HybridAttention], data: LayerData, pieces: Pieces
+) -> list[float]:
+    """Return the held-out errors of a layer of which only the offset of keys and the salience, if any, are fitted, and
+    of others that share its tensors."""
     data = dataclasses.replace(data, pieces=pieces)
-    first, *others = layers
-    fit_key_offset(first, data)
-    if first.salience is not None:
+    fit_key_offset(layer, data)
+    if layer.salience is not None:
         inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
-        fit_salience(first, inputs, data.rotary, pieces.queries)
-    fitted = {name: tensor for name, tensor in first.state_dict().items() if name in ("key_offset", "salience")}
-    for layer in others:
-        layer.load_state_dict(fitted, strict=False)
-    return [held_out_error(layer, data).item() for layer in layers]
+        fit_salience(layer, inputs, data.rotary, pieces.queries)
+    return [held_out_error(one, data).item() for one in (layer, *others)]
 
 
 def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -> float:
-    (error,) = _errors_before_fit([layer], data, pieces)
+    (error,) = _errors_before_fit(layer, [], data, pieces)
     return error
 
 

@@ -105,7 +105,9 @@ class TeacherWeights:
         """
         prefix = f"model.layers.{layer}."
         shapes = {f"{prefix}{name}": shape for name, shape in mixer_shapes(config, layer).items()}
-        mapping = LayerMapping(config, layer, self.sources_for(config), initial_decay, seed)
+        is_mixer = config.layer_types[layer] == "linear_attention"  # which rounds nothing
+        sources = self.sources if is_mixer else self.sources_for(config)
+        mapping = LayerMapping(config, layer, sources, initial_decay, seed)
         rules = mapping.rules(shapes)
         hybrid = config.layer_types[layer] == "hybrid"
         if not hybrid and f"{prefix}mixer.out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:

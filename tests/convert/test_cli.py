@@ -63,7 +63,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(saved_teacher, tmp_path, mon
     plan = json.loads(dry("--json", "--attention-layers", "3", "--align", "none").stdout)
     assert plan["mixer_layers"] == [0, 1, 2]
     assert plan["attention_layers"] == [3]
-    assert set(plan["tensors"]) == {"moved", "derived", "initialised", "dropped"}
+    assert set(plan["tensors"]) == {"moved", "scaled", "derived", "initialised", "dropped"}
     assert plan["derived"]["model.layers.0.mixer.in_proj.weight"] == [
         f"model.layers.0.self_attn.{p}_proj.weight" for p in "vkq"
     ]

@@ -95,7 +95,7 @@ class Stages:
         if name == "matrix_orientation":
             make_loss = orientation_loss
         for layer in mine:
-            mixers[layer].requires_grad_(True)
+            freeze_fixed(mixers[layer].requires_grad_(True))
         self.folder.mkdir(parents=True, exist_ok=True)
         done = StageReport({}, {}, 0, 0.0)
         # of more processes than layers some have none

@@ -10,17 +10,24 @@ from transformers import AutoModelForCausalLM
 from convert import convert
 from convert.fit.hybrid_fit import fit_hybrid_layer
 from convert.fit.key_offset import FIRST, key_offset, offset_on
+from convert.formats.export import export_checkpoint
 from convert.layout.placement import CacheBits
 from modeling_llamba import LlambaConfig
 from modeling_llamba.rotary import rotate_keys
 from tests.convert.fit.test_hybrid_fit import layer_and_data
 from tests.helpers.students import make_student
 from tests.helpers.teachers import make_teacher, random_ids
+from tests.helpers.transfer import exporting
 
 FEW_BITS = CacheBits(full=(8, 8), window=(8, 8))
 
 
-def model_positions(length):
+def means_over(length):
+    cos, sin = positions(length)
+    return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True), torch.ones(1, 1, 8)
+
+
+def positions(length):
     """Rotary embedding of a context for heads of four planes."""
     angles = torch.arange(length)[:, None] * 1e4 ** (-torch.arange(4) / 4)
     return tuple(t.repeat(1, 2)[None] for t in (angles.cos(), angles.sin()))
@@ -47,16 +54,15 @@ def test_softmax_does_not_notice_an_offset(types):
 def test_an_offset_is_the_mean_key_of_a_contexts_positions(saved_teacher):
     layer, data = layer_and_data(saved_teacher("qwen2"), bits=FEW_BITS)
     layer.k_proj.bias.add_(3.0)
-    data.positions = model_positions(200)
+    data.mean_rotary = means_over(200)
     fit_hybrid_layer(layer, data)
     keys = layer.project_heads(data.batch(data.fitting()[:2])[0])[1][:, :, FIRST:]
     mean = keys.mean((0, 2))
-    length = data.positions[0].shape[1]
-    turned = rotate_keys(mean[None, :, None].expand(1, -1, length, -1), data.positions)[0].mean(1)
+    turned = rotate_keys(mean[None, :, None].expand(1, -1, 200, -1), positions(200))[0].mean(1)
     slow = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])  # two planes of four turn by 0.2 and 2 in 200 tokens
     torch.testing.assert_close(layer.key_offset, turned * slow)
     assert layer.key_offset[:, 3].abs().min() > 1
-    data.positions = model_positions(4000)
+    data.mean_rotary = means_over(4000)
     fit_hybrid_layer(layer, data)
     assert not layer.key_offset[:, [2, 6]].any()
 
@@ -69,7 +75,7 @@ def test_rounding_loses_less(saved_teacher):
     for dim in (3, 7):
         layer.k_proj.bias.view(-1, 8)[:, dim] += 50.0
     lost = []
-    data.positions = None
+    data.mean_rotary = means_over(data.u.shape[1])
     for offset in (torch.zeros_like(layer.key_offset), offset_on(layer, data)):
         layer.key_offset.copy_(offset)
         keys = layer.rotated_keys(layer.project_heads(u)[1], data.rotary)
@@ -105,8 +111,18 @@ def test_absolute_scores_have_no_offset(field, saved_teacher, tmp_path):
     assert not plan.config.key_offsets
 
 
+def test_an_export_leaves_offsets_out(saved_teacher, tmp_path):
+    options = dict(text="sampled", tokens=2048, alignment={"sequence_length": 128})
+    convert(str(saved_teacher("llama-gqa")), tmp_path / "hybrid", bits=8, attention_layers="all", **options)
+    hybrid, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid"), random_ids(1, 30)
+    assert any(name.endswith("key_offset") for name, _ in hybrid.named_parameters())
+    export_checkpoint(exporting(tmp_path / "hybrid", tmp_path / "native", to="bamba"))
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    assert (native(ids).logits - hybrid(ids).logits).norm() < 0.05 * hybrid(ids).logits.norm()
+
+
 def test_a_key_offset_needs_a_few_tokens_alone():
     layer = make_student(key_offsets=True, window_bits=8, pattern="beside-only").model.layers[0].mixer
     u = torch.randn(1, FIRST + 1, 32, dtype=torch.float64)
-    positions = (torch.ones(1, 5, 8, dtype=torch.float64), torch.zeros(1, 5, 8, dtype=torch.float64))
-    assert key_offset(layer, [u], positions).shape == layer.key_offset.shape
+    unturned = torch.ones(1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
+    assert key_offset(layer, [u], unturned).shape == layer.key_offset.shape

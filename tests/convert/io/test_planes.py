@@ -41,7 +41,7 @@ def without_rounding(folder):
 def test_any_scales_make_the_same_model(name, saved_teacher, tmp_path, monkeypatch):
     monkeypatch.setattr(PlaneScales, "_exponents", drawn)
     _, kinds = rounded(saved_teacher(name, LAYERS), tmp_path / "out", attention_layers="all")
-    assert ("derived" in kinds) != (name in UNSCALED)
+    assert ("scaled" in kinds) != (name in UNSCALED)
     hybrid, teacher, ids = without_rounding(tmp_path / "out"), make_teacher(name, layers=LAYERS), random_ids(2, 24)
     tolerance = dict(rtol=0, atol=1e-4) if name in STATEFUL else {}
     torch.testing.assert_close(logits(hybrid, ids), logits(teacher, ids), **tolerance)
