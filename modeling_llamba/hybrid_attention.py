@@ -122,7 +122,7 @@ def unpadded(hidden_states: torch.Tensor) -> HybridInputs:
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values of all heads, rotated.
+    """Queries, keys and values of all heads, rotated; keys are less their offset.
 
     query (B, H, L, P). sink_query: the same for sinks that are too far away, or None. key, value (B, K, L, P).
     salience (B, L) in float32 or wider: +inf at sinks, -inf at padding. key_rows, value_rows: keys and values as a
