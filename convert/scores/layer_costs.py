@@ -100,9 +100,9 @@ def layer_errors(
 
 @torch.no_grad()
 def head_gains(aligner: Aligner, placement: Placement, shared: int) -> torch.Tensor:
-    """By how much each key/value head (layers, K) reduces its layer's error before a fit if it alone is kept.
+    """Return the gain (layers, heads) of each key/value head: its layer's error less that with the head alone kept.
 
-    Errors are relative, squared, and measured on held-out rows; layers without a window gain nothing.
+    Errors are those before a fit, relative and squared, on held-out rows; layers without a window gain nothing.
 
     Args:
         placement: hybrid layers without kept heads. shared: query heads per key/value head.

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from convert.fit.activations import ActivationStream
 from convert.fit.fit import FitCache, fit_mixers
 from convert.fit.hybrid_fit import (
     attention_received,
@@ -19,27 +18,14 @@ from convert.fit.hybrid_fit import (
 )
 from convert.fit.layer_data import Pieces, held_out_error
 from convert.fit.probes import copy_probe, with_recall
-from convert.layout.placement import Attention, CacheBits, Hybrid, Placement, everywhere
+from convert.layout.placement import CacheBits, Hybrid, everywhere
 from convert.options import FitOptions
 from modeling_llamba.block_layout import Layout
 from modeling_llamba.hybrid_attention import theory_mass, unpadded
+from tests.helpers.hybrid_fit import BLOCK, RANK, SALIENT, SINKS, WINDOW, layer_and_data
 from tests.helpers.tiny import config_of, rows, teacher_model
 
-WINDOW, BLOCK, SINKS, SALIENT, RANK = 6, 2, 1, 2, 8
-IN_16_BITS = CacheBits()
 FITTED = {"salience", "mass", "down.weight", "up.weight"}
-
-
-def layer_and_data(folder, heads=(), sequences=8, bits=IN_16_BITS, **hybrid):
-    """Layer 1, which sees everything in every teacher here; the last quarter of the sequences judges."""
-    model = teacher_model(folder)
-    hybrid = {"salient": SALIENT, "rank": RANK, "full_heads": heads} | hybrid
-    layers = (Attention(), Hybrid(WINDOW, BLOCK, SINKS, **hybrid), Attention(), Attention())
-    placement = Placement(layers, bits)
-    model.follow(config_of(model.weights, placement))
-    stream = ActivationStream(model, rows(sequences), sequences // 4, 10**9)
-    data = [stream.attention_data(i) for i in range(2)][-1]
-    return model.mixer(1).requires_grad_(False), data
 
 
 def copied(layer):

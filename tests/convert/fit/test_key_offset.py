@@ -14,7 +14,7 @@ from convert.formats.export import export_checkpoint
 from convert.layout.placement import CacheBits
 from modeling_llamba import LlambaConfig
 from modeling_llamba.rotary import rotate_keys
-from tests.convert.fit.test_hybrid_fit import layer_and_data
+from tests.helpers.hybrid_fit import layer_and_data
 from tests.helpers.students import make_student
 from tests.helpers.teachers import make_teacher, random_ids
 from tests.helpers.transfer import exporting
