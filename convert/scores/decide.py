@@ -152,8 +152,7 @@ def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Align
     """Return the placement whose layers have the least sum of errors, once layers with a larger error have a wider
     window, within the same total.
 
-    Errors of hybrid layers are those before a fit, which reduces them; those of rounding are final. So the former
-    count more than they should.
+    Errors of hybrid layers are those before a fit, which reduces them; those of rounding, which stay, count more.
     """
     from .layer_costs import errors_at, layer_errors, spread_windows
 
