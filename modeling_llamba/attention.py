@@ -62,7 +62,7 @@ class TeacherAttention(nn.Module):
     def key_offset_of(self, rounds: bool) -> nn.Parameter | None:
         """Offset (K, P) of keys, for a layer that rounds them; None in a model without such.
 
-        Softmax does not notice what is taken off all keys of a head alike.
+        Softmax is the same if one vector is taken off all keys of a head.
         """
         if not (self.config.key_offsets and rounds):
             return None

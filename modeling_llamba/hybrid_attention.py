@@ -498,7 +498,7 @@ class HybridAttention(TeacherAttention):
             visible = layout.without_sinks(until, salience)
             sink_query = layout.queries(projected.sink_query, self.kv_groups)
             sinks = self._attend_sinks(sink_query, keys, values, salience, holders, layout)
-            sinks = self.in_one_gauge(sinks, query, sink_query, heads_axis=2)
+            sinks = self.beside_offset(sinks, query, sink_query, heads_axis=2)
         if self._by_flex(projected.query):
             output, log_mass = self._attend_by_flex(query, keys, values, visible, layout)
         else:
@@ -813,13 +813,13 @@ class HybridAttention(TeacherAttention):
         if bias is None:  # all places are held, the first by sinks
             near = self._attend(query, keys[:, :, sinks:], values[:, :, sinks:], None)
             far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], None)
-            return merged(near, self.in_one_gauge(far, *queries, heads_axis=1))
+            return merged(near, self.beside_offset(far, *queries, heads_axis=1))
         is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
         others = bias.expand(len(keys), -1, -1, -1).clone()
         others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, torch.finfo(query.dtype).min)
         near = self._attend(query, keys, values, others)
         far = self._attend(sink_query, keys[:, :, :sinks], values[:, :, :sinks], hiding(~is_sink, query.dtype))
-        return merged(near, self.in_one_gauge(far, *queries, heads_axis=1))
+        return merged(near, self.beside_offset(far, *queries, heads_axis=1))
 
     @property
     def windowed_offset(self) -> torch.Tensor | None:
@@ -828,7 +828,7 @@ class HybridAttention(TeacherAttention):
             return None
         return _of_heads(self.key_offset.detach()[None], self.windowed)[0]
 
-    def in_one_gauge(
+    def beside_offset(
         self, far: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, sink_query: torch.Tensor, heads_axis: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention to sinks by a query of their own, as it counts beside that to all others.

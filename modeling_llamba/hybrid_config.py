@@ -166,7 +166,7 @@ class HybridConfig(PreTrainedConfig):
             all of them by default. Dimensions that are not rotated are kept in any case.
         full_attention_bits: bits of a key's or value's number in the cache of full attention, that of kept heads
             included: 16 (the model's own type), 8, 6, 4 or 2; as a list, those of keys and those of values.
-        key_offsets: keys that are rounded are held less an offset of their head, which softmax does not notice.
+        key_offsets: keys that are rounded are held less an offset of their head, which changes no softmax.
         window_bits: the same for hybrid layers' windows, sinks and salient tokens, and for sliding attention.
         hybrid_rank: rank of the map that a hybrid layer adds to o_proj, 0 for none; a list, with an entry for every
             layer, where they differ.

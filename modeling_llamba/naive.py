@@ -40,7 +40,7 @@ def naive_hybrid_attention(
     far_q = rotate_queries(q, sink_rotary or rotary)
     q, k = rotate_queries(q, rotary), rotate_keys(k, rotary)
     offset = torch.zeros_like(k[0]) if layer.key_offset is None else layer.key_offset
-    k = k - offset  # scores lack q . offset then, which softmax does not notice
+    k = k - offset  # scores lack q . offset then, which changes no softmax
     k, v = _as_held(layer, k, 0), _as_held(layer, v, 1)
     salience = None if layer.salience is None else hidden_states @ layer.salience.double()
     outputs = []

@@ -1,10 +1,10 @@
 """Offsets of keys, which are taken off before keys are rounded.
 
-Softmax does not notice it, so nothing is added again, and nothing is computed when keys are read. What a key has in
-common with all others of its head is then not rounded. Of a vector that is the same before rotation, planes that turn
-slowly keep much over a context; the offset is its mean over the context's positions. Planes that turn farther have no
-offset, which would be wrong at both ends of a context. Nor have those that a state does not see, since its mass has to
-change as that of other tokens does.
+Softmax is the same without it, so nothing is added again, and nothing is computed when keys are read. What a key has
+in common with all others of its head is then not rounded. Of a vector that is the same before rotation, planes that
+turn slowly keep much over a context; the offset is its mean over the context's positions. Planes that turn farther
+have no offset, which would be wrong at both ends of a context. Nor have those that a state does not hold, since its
+mass has to change as that of other tokens does.
 
 Shapes: B batch, L length, D model width, K key/value heads, P head dim.
 """

@@ -64,10 +64,7 @@ class PlaneScales:
         if self.shared_by_heads:
             queries, keys = queries.mean(0, keepdim=True), keys.mean(0, keepdim=True)
         exponents = torch.log2(keys / queries).div_(4)  # of squares
-        exponents = exponents.nan_to_num_(0, 0, 0).round_().clamp_(-LARGEST, LARGEST)
-        both = slice(0, 2 * self.rotated)
-        exponents[:, both] = exponents[:, both].unflatten(1, (2, -1)).mean(1).repeat(1, 2)
-        return exponents
+        return exponents.nan_to_num_(0, 0, 0).round_().clamp_(-LARGEST, LARGEST)
 
     def _energies(self, checkpoint: Checkpoint, which: str) -> torch.Tensor:
         """Expected squares (heads, P), in a rotated plane the mean of both dimensions'."""

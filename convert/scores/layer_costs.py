@@ -172,9 +172,11 @@ def _error_before_fit(layer: HybridAttention, data: LayerData, pieces: Pieces) -
     rounded = layer.kept_roundings
     if not layer.kept or not any(rounding.rounds for rounding in rounded):
         return error
-    layer.kept_roundings = Rounding.of_pair(WHOLE, layer.head_dim)
-    exact = held_out_error(layer, dataclasses.replace(data, pieces=pieces)).item()
-    layer.kept_roundings = rounded
+    try:
+        layer.kept_roundings = Rounding.of_pair(WHOLE, layer.head_dim)
+        exact = held_out_error(layer, dataclasses.replace(data, pieces=pieces)).item()
+    finally:
+        layer.kept_roundings = rounded  # also where memory runs out, after which this is tried again
     return exact + max(error - exact, 0.0) * ROUNDING_WEIGHT
 
 

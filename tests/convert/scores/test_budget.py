@@ -14,6 +14,7 @@ from convert import convert
 from convert.dry_run import plan_conversion
 from convert.fit.aligner import Aligner
 from convert.fit.cost import OVERHEAD, Rates, cost_of
+from convert.fit.layer_data import LayerData, Pieces
 from convert.layout.cache import attention_bytes, cache_bytes
 from convert.layout.config import hybrid_config
 from convert.layout.placement import Attention, CacheBits, Decision, Hybrid, Mixer, Placement, everywhere
@@ -33,6 +34,7 @@ from modeling_llamba import LlambaConfig
 from modeling_llamba.compatibility import cache_of
 from modeling_llamba.hybrid_cache import cache_nbytes
 from modeling_llamba.hybrid_config import RECURRENT
+from tests.helpers.students import make_student
 from tests.helpers.teachers import TEACHERS, random_ids
 from tests.helpers.tiny import config_of
 
@@ -435,6 +437,17 @@ def test_rounding_of_kept_heads_counts_more_since_it_stays(saved_teacher, monkey
     for layer in range(2):
         assert counted[layer] - exact[layer] == pytest.approx(5 * max(rounded[layer] - exact[layer], 0), rel=1e-3)
     assert rounded[2] == counted[2]  # without kept heads
+
+
+def test_kept_heads_are_rounded_again_after_memory_ran_out(monkeypatch):
+    layer = make_student(pattern="beside-only", full_attention_bits=8).model.layers[1].mixer
+    assert layer.kept
+    rounded = layer.kept_roundings
+    monkeypatch.setattr(layer_costs, "_errors_before_fit", lambda *args: [1.0])
+    monkeypatch.setattr(layer_costs, "held_out_error", lambda *args: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        layer_costs._error_before_fit(layer, LayerData(None, None, None, 1), Pieces())
+    assert layer.kept_roundings == rounded
 
 
 def test_a_conversion_records_the_errors_that_chose_its_bits(saved_teacher, tmp_path, monkeypatch):
