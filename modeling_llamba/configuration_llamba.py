@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from .hybrid_config import HybridConfig
+from .model.hybrid_config import HybridConfig
 
 if TYPE_CHECKING:  # never run, but transformers reads it: whoever fetches the configuration can then save all the code
     from .modeling_llamba import LlambaForCausalLM  # noqa: F401

@@ -16,25 +16,25 @@ from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_llamba import LlambaConfig
-from .hybrid_model import (
+from .model.hybrid_model import (
     HybridDecoderLayer,
     HybridForCausalLM,
     HybridForSequenceClassification,
     HybridModel,
     HybridPreTrainedModel,
 )
-from .mlp import LlambaMLP
-from .norms import make_norm
+from .model.mlp import LlambaMLP
+from .model.norms import make_norm
 
 
 def experts_of(config: LlambaConfig) -> tuple[Callable, Callable]:
     """Functions that make a model's experts and draw their weights, from files that import one family's each."""
     if config.experts_beside_mlp:
-        from .experts_beside_mlp import initialise, make_experts
+        from .model.experts_beside_mlp import initialise, make_experts
     elif config.swiglu_limit is not None:
-        from .experts_clamped import initialise, make_experts
+        from .model.experts_clamped import initialise, make_experts
     else:
-        from .experts import initialise, make_experts
+        from .model.experts import initialise, make_experts
     return make_experts, initialise
 
 

@@ -1,8 +1,9 @@
 """The code of a hybrid as files that work anywhere: what a checkpoint carries, so that `trust_remote_code` loads it.
 
-A checkpoint's code is one flat folder: the shared files, and the configuration and model of its family. In the project
-these lie in two packages; a family beside this one imports the shared files from here, by name. On the way into a
-checkpoint that import becomes a relative one. In a checkpoint all files lie side by side already, and are copied.
+A checkpoint's code is one flat folder, since transformers loads no sub-folders: the shared files, and those of the
+configuration and the model of its family. In the project these lie in the folders of two packages. On the way into a
+checkpoint, an import of one by another becomes an import of a neighbour. In a checkpoint all of them are neighbours
+already, and are copied.
 
 transformers finds the files it has to fetch by reading `from .name import` lines as text. The same lines are followed
 here, so that what is written is what it will look for.
@@ -13,19 +14,20 @@ import os
 import re
 from pathlib import Path
 
-SHARED_IMPORT = re.compile(r"^from modeling_llamba\.(\w+) import ", re.MULTILINE)
+PROJECT_IMPORT = re.compile(r"^(\s*)from (?:modeling_llamba\.|\.+)(?:\w+\.)*(\w+) import ", re.MULTILINE)
+"""An import of one file of the project by another, from whatever folder."""
 RELATIVE_IMPORT = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
 
 
 def code_files(config_class: type) -> dict[str, str]:
     """File name to content, for the family that a configuration class belongs to."""
-    folders = Path(inspect.getfile(config_class)).parent, Path(__file__).parent
+    packages = Path(inspect.getfile(config_class)).parent, Path(__file__).parent
+    sources = {path.name: path for package in packages for path in (*package.glob("*.py"), *package.glob("*/*.py"))}
     waiting = [f"configuration_{config_class.model_type}.py", f"modeling_{config_class.model_type}.py"]
     files = {}
     while waiting:
         name = waiting.pop()
-        source = next(folder / name for folder in folders if (folder / name).is_file())
-        files[name] = SHARED_IMPORT.sub(r"from .\1 import ", source.read_text(encoding="utf-8"))
+        files[name] = PROJECT_IMPORT.sub(r"\1from .\2 import ", sources[name].read_text(encoding="utf-8"))
         needed = (f"{module}.py" for module in RELATIVE_IMPORT.findall(files[name]))
         waiting += [file for file in needed if file not in files]
     return files

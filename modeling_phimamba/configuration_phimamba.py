@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from modeling_llamba.hybrid_config import HybridConfig
+from modeling_llamba.model.hybrid_config import HybridConfig
 
 if TYPE_CHECKING:  # never run, but transformers reads it: whoever fetches the configuration can then save all the code
     from .modeling_phimamba import PhiMambaForCausalLM  # noqa: F401

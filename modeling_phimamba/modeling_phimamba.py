@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 
-from modeling_llamba.hybrid_model import (
+from modeling_llamba.model.hybrid_model import (
     HybridDecoderLayer,
     HybridForCausalLM,
     HybridForSequenceClassification,

@@ -92,8 +92,8 @@ def saved_teacher(tmp_path_factory):
 @pytest.fixture
 def by_flex(monkeypatch):
     """Attention to the window by flex_attention, as on CUDA, where PyTorch compiles what runs here."""
-    import modeling_llamba.flex as flex
-    import modeling_llamba.hybrid_attention as hybrid_attention
+    import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+    import modeling_llamba.kernels.flex as flex
 
     calls = []
     monkeypatch.setattr(hybrid_attention, "can_flex", lambda *inputs: calls.append(inputs) is None)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
 
 from ..errors import is_out_of_memory
 from ..io.folder import write_beside

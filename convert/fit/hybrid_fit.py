@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from modeling_llamba.attention import probabilities
-from modeling_llamba.block_layout import Layout
-from modeling_llamba.hybrid_attention import HybridAttention, Near, Projected, unpadded
-from modeling_llamba.rotary import Rotary
-from modeling_llamba.ssd import repeat_groups
+from modeling_llamba.hybrid.block_layout import Layout
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention, Near, Projected, unpadded
+from modeling_llamba.mixers.ssd import repeat_groups
+from modeling_llamba.model.attention import probabilities
+from modeling_llamba.model.rotary import Rotary
 
 from ..memory import return_free_memory
 from ..options import evicted_tokens

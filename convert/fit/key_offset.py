@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import torch
 
-from modeling_llamba.attention import TeacherAttention
-from modeling_llamba.hybrid_attention import HybridAttention
-from modeling_llamba.rotary import Rotary, rotate_keys
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
+from modeling_llamba.model.attention import TeacherAttention
+from modeling_llamba.model.rotary import Rotary, rotate_keys
 
 from .layer_data import LayerData
 

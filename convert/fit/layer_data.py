@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from modeling_llamba.hybrid_attention import HybridAttention
-from modeling_llamba.rotary import Rotary
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
+from modeling_llamba.model.rotary import Rotary
 
 TINY = 1e-30  # an attention that is zero has no relative error
 FEWEST_QUERIES = 16

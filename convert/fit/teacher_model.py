@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from modeling_llamba.attention import probabilities
-from modeling_llamba.hybrid_attention import HybridAttention, unpadded
-from modeling_llamba.mixers import make_mixer
-from modeling_llamba.rotary import Rotary, local_rotary_embedding, rotary_embedding, rotate_keys, rotate_queries
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention, unpadded
+from modeling_llamba.mixers.mixers import make_mixer
+from modeling_llamba.model.attention import probabilities
+from modeling_llamba.model.rotary import Rotary, local_rotary_embedding, rotary_embedding, rotate_keys, rotate_queries
 
 from ..io.reader import Checkpoint
 from ..io.rules import Rule, rule_of

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from modeling_llamba.hybrid_attention import theory_mass
-from modeling_llamba.matrix_mixer import OPEN_GATE
+from modeling_llamba.hybrid.hybrid_attention import theory_mass
+from modeling_llamba.mixers.matrix_mixer import OPEN_GATE
 
 from .reader import Checkpoint
 from .rules import Rule, Source, in_blocks, rule_of

@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 import modeling_llamba
 import modeling_phimamba
-from modeling_llamba.attention import SoftmaxAttention
-from modeling_llamba.hybrid_config import RECURRENT
-from modeling_llamba.mixers import make_mixer
+from modeling_llamba.mixers.mixers import make_mixer
+from modeling_llamba.model.attention import SoftmaxAttention
+from modeling_llamba.model.hybrid_config import RECURRENT
 
 STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
 OWN_FIELDS = {"mixer", "format_version"}
@@ -63,7 +63,7 @@ def _block_shapes(config: PreTrainedConfig, layer: int) -> Shapes:
     if config.layer_types[layer] in MIXER_LAYERS:
         shapes = mixer_shapes(config, layer)
     elif config.layer_types[layer] == RECURRENT:
-        from modeling_llamba.recurrent import RecurrentMixer  # here, since it imports transformers' models
+        from modeling_llamba.model.recurrent import RecurrentMixer  # here, since it imports transformers' models
 
         shapes = _module_shapes("recurrent", RecurrentMixer, config, layer)
     else:
@@ -162,7 +162,7 @@ def _state_sizes(fields: str) -> tuple[int, int]:
     Args:
         fields: fields of the configuration from which the module is made, as JSON.
     """
-    from modeling_llamba.recurrent import RecurrentMixer  # here, since it imports transformers' models
+    from modeling_llamba.model.recurrent import RecurrentMixer  # here, since it imports transformers' models
 
     cache = DynamicCache()
     cache.layers = [LinearAttentionLayer()]

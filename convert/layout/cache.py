@@ -3,8 +3,8 @@
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid_config import RECURRENT
-from modeling_llamba.rounding import Rounding
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.model.hybrid_config import RECURRENT
 
 from ..io.students import state_sizes
 
@@ -110,7 +110,7 @@ def state_bytes(config: PreTrainedConfig, layer: int) -> int:
     """Bytes of the state of a hybrid layer."""
     if config.mixer == "none":
         return 0
-    # sums of [v; 1] [1; k']^T in float32 (modeling_llamba/eviction.py), hence one more on both sides
+    # sums of [v; 1] [1; k']^T in float32 (modeling_llamba/hybrid/eviction.py), hence one more on both sides
     return windowed_heads(config, layer) * (config.head_dim + 1) * (config.state_keys(layer) + 1) * 4
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid_config import mixer_defaults
+from modeling_llamba.model.hybrid_config import mixer_defaults
 
 from ..options import MixerOptions
 from ..teachers.weights import TeacherWeights

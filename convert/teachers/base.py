@@ -72,7 +72,7 @@ class TeacherFamily:
     unpacked: tuple[str, ...] = ()
     """Methods of quantisation whose weights are read as whole numbers."""
     recurrent: tuple[str, ...] = ()
-    """Fields of the teacher from which its module with a state is made (modeling_llamba/recurrent.py)."""
+    """Fields of the teacher from which its module with a state is made (modeling_llamba/model/recurrent.py)."""
     refused: tuple[str, ...] = ()
     """Fields of the teacher that a hybrid cannot follow: all of them have to be absent, false or 0."""
     special: Callable[[Any], dict[str, Any]] | None = None

@@ -15,8 +15,8 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from modeling_llamba.cache_checkpoint import CacheCheckpoint
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
+from modeling_llamba.hybrid.cache_checkpoint import CacheCheckpoint
 
 from ..checkpoint.load import encode_chats, load_model, prompt_tokenizer
 from ..errors import during

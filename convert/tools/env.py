@@ -10,8 +10,8 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from modeling_llamba.cpu_kernels import COMPILE_VARIABLE, LIBRARY_FOLDER, compilers, library
-from modeling_llamba.ssd import BACKEND_VARIABLE, choose_backend, fla_gradient_problem
+from modeling_llamba.kernels.cpu_kernels import COMPILE_VARIABLE, LIBRARY_FOLDER, compilers, library
+from modeling_llamba.mixers.ssd import BACKEND_VARIABLE, choose_backend, fla_gradient_problem
 
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",

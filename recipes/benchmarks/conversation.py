@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from convert.checkpoint.load import load_model, prompt_tokenizer
 from convert.fit.text import documents
 from convert.tools.chat import CHECKPOINTS, Conversation
-from modeling_llamba.cache_checkpoint import CacheCheckpoint
+from modeling_llamba.hybrid.cache_checkpoint import CacheCheckpoint
 
 TURNS = 20
 QUESTION = 240

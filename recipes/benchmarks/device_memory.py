@@ -5,7 +5,7 @@
 The numbers in the formulas are those that the stand-in device counted on small models (tests/device/test_memory.py
 compares, within a tenth): attention by PyTorch's own operations. flex_attention, which a GPU has, keeps no scores.
 
-Shapes as in modeling_llamba/hybrid_attention.py; T tokens of a batch, I width of the MLP, V vocabulary.
+Shapes as in modeling_llamba/hybrid/hybrid_attention.py; T tokens of a batch, I width of the MLP, V vocabulary.
 """
 
 import math
@@ -16,10 +16,10 @@ from convert.layout.cache import CACHE_DTYPE, cache_bytes
 from convert.options import DEFAULT_CACHE, PlacementOptions
 from convert.train.distillation.loss import CHUNK_ELEMENTS
 from modeling_llamba import LlambaConfig
-from modeling_llamba.attention import DECODED
-from modeling_llamba.block_layout import GROUP
-from modeling_llamba.eviction import BlockShape
-from modeling_llamba.rounding import Rounding
+from modeling_llamba.hybrid.block_layout import GROUP
+from modeling_llamba.hybrid.eviction import BlockShape
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.model.attention import DECODED
 
 from .gpu import default_hybrid
 

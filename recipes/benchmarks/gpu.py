@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import modeling_llamba.ssd as ssd
+import modeling_llamba.mixers.ssd as ssd
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
-from modeling_llamba.naive import ssd_recurrence
+from modeling_llamba.hybrid.naive import ssd_recurrence
 
 from ..evaluation.speed import now, speed
 from .measure import Report, Table

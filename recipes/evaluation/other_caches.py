@@ -23,8 +23,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_llamba.attention import probabilities
 from modeling_llamba.compatibility import cache_of
+from modeling_llamba.model.attention import probabilities
 
 from .metrics import Reader
 

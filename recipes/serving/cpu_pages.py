@@ -11,8 +11,8 @@ import ctypes
 
 import torch
 
-from modeling_llamba.cpu_kernels import SPAN, TYPES, Layer, int64s, library, pointer
-from modeling_llamba.rounding import Rounding
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels.cpu_kernels import SPAN, TYPES, Layer, int64s, library, pointer
 
 SOURCE = r"""
 /* Slots of a request, one behind another in the pages with the numbers `rows`. */

@@ -34,9 +34,9 @@ from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, Ba
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from modeling_llamba.attention import hiding
-from modeling_llamba.eviction import BlockShape, Held, NewTokens
-from modeling_llamba.rounding import Rounding
+from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.model.attention import hiding
 
 Slots = dict[str, torch.Tensor]
 """The tensors of some requests' slots, (B, ...) each."""

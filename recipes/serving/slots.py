@@ -21,18 +21,18 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from modeling_llamba.attention import FUSED_ON_CPU, fuses_on_cpu, kernel_for_rows
-from modeling_llamba.cpu_kernels import can_open_on_cpu, can_run_on_cpu, open_on_cpu
-from modeling_llamba.eviction import BlockShape, Held, NewTokens, open_block
-from modeling_llamba.hybrid_attention import (
+from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, open_block
+from modeling_llamba.hybrid.hybrid_attention import (
     HybridAttention,
     HybridInputs,
     Projected,
     causal_bias,
     merged,
 )
-from modeling_llamba.hybrid_cache import HybridLayer
-from modeling_llamba.rotary import Rotary
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.kernels.cpu_kernels import can_open_on_cpu, can_run_on_cpu, open_on_cpu
+from modeling_llamba.model.attention import FUSED_ON_CPU, fuses_on_cpu, kernel_for_rows
+from modeling_llamba.model.rotary import Rotary
 
 from .cpu_pages import SOURCE, HeadStep, SlotStep
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of

@@ -24,9 +24,9 @@ from convert.teachers.teacher import teacher_layer_types
 from convert.tools.inspect import inspect_model
 from convert.train.mohawk.train import train_existing, with_sequence_length
 from modeling_llamba import LlambaConfig
-from modeling_llamba.eviction import BlockShape
-from modeling_llamba.hybrid_attention import theory_mass
-from modeling_llamba.hybrid_cache import cache_nbytes
+from modeling_llamba.hybrid.eviction import BlockShape
+from modeling_llamba.hybrid.hybrid_attention import theory_mass
+from modeling_llamba.hybrid.hybrid_cache import cache_nbytes
 from tests.helpers.command import parser_of
 from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 

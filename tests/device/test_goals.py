@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from convert import convert
 from convert.fit import fit
-from modeling_llamba.hybrid_attention import HybridAttention
-from modeling_llamba.hybrid_cache import HybridLayer
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from recipes import sft
 from tests.doubles.device import StandIn
 from tests.helpers.students import make_student

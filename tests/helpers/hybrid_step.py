@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from modeling_llamba import LlambaConfig
-from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
-from modeling_llamba.rotary import rotary_embedding
-from modeling_llamba.rounding import Rounding
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.model.rotary import rotary_embedding
 
 HIDDEN = 32
 ROPE = {"rope_type": "default", "rope_theta": 1e4}

@@ -126,10 +126,10 @@ def on_a_gpu(monkeypatch):
     """The choice of a backend, and of the kernel for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
-    import modeling_llamba.attention as attention
-    import modeling_llamba.hybrid_attention as hybrid_attention
-    import modeling_llamba.rounding as rounding
-    import modeling_llamba.ssd as ssd
+    import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+    import modeling_llamba.hybrid.rounding as rounding
+    import modeling_llamba.mixers.ssd as ssd
+    import modeling_llamba.model.attention as attention
 
     choose, can_run = ssd.choose_backend, hybrid_attention.can_run
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
@@ -140,11 +140,11 @@ def on_a_gpu(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch):
     """How often each kernel was asked for."""
-    import modeling_llamba.attention as attention
-    import modeling_llamba.hybrid_attention as hybrid_attention
-    import modeling_llamba.hybrid_cache as hybrid_cache
-    import modeling_llamba.rounding as rounding
-    import modeling_llamba.ssd as ssd
+    import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+    import modeling_llamba.hybrid.hybrid_cache as hybrid_cache
+    import modeling_llamba.hybrid.rounding as rounding
+    import modeling_llamba.mixers.ssd as ssd
+    import modeling_llamba.model.attention as attention
 
     places = {
         "fla": (ssd, "chunk_simple_gla"),

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from modeling_llamba.naive import naive_hybrid_attention
+from modeling_llamba.hybrid.naive import naive_hybrid_attention
 from tests.helpers import hybrid_step
 from tests.helpers.hybrid_step import rotary_of
 from tests.kernels.conftest import DEVICE

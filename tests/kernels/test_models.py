@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
-import modeling_llamba.ssd as ssd
+import modeling_llamba.mixers.ssd as ssd
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.compatibility import cache_of
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM

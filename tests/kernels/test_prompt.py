@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_attention
 
-import modeling_llamba.flex as flex
-import modeling_llamba.hybrid_attention as hybrid_attention
-import modeling_llamba.hybrid_prompt_kernel as kernels
-import modeling_llamba.ssd as ssd
-from modeling_llamba.block_layout import Layout
-from modeling_llamba.eviction import BlockShape, Held, SlowDims
-from modeling_llamba.hybrid_cache import new_cache
-from modeling_llamba.rounding import Rounding
+import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+import modeling_llamba.kernels.flex as flex
+import modeling_llamba.kernels.hybrid_prompt_kernel as kernels
+import modeling_llamba.mixers.ssd as ssd
+from modeling_llamba.hybrid.block_layout import Layout
+from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims
+from modeling_llamba.hybrid.hybrid_cache import new_cache
+from modeling_llamba.hybrid.rounding import Rounding
 from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, in_parts, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
 from tests.kernels.layers import make_layer, naive

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from modeling_llamba.hybrid_config import CACHE_BITS
-from modeling_llamba.rounding import Rounding
-from modeling_llamba.ssd import BACKEND_VARIABLE
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
+from modeling_llamba.model.hybrid_config import CACHE_BITS
 from tests.helpers.hybrid_step import relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
 

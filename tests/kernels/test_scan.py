@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-import modeling_llamba.ssd as ssd
-from modeling_llamba.naive import ssd_recurrence
+import modeling_llamba.mixers.ssd as ssd
+from modeling_llamba.hybrid.naive import ssd_recurrence
 from tests.kernels import conftest
 from tests.kernels.conftest import DEVICE, INTERPRETED
 

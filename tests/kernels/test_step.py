@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import modeling_llamba.naive as equations
-import modeling_llamba.ssd as ssd
-from modeling_llamba.eviction import BlockShape, Held, NewTokens, SlowDims, advance
-from modeling_llamba.hybrid_attention import HybridInputs
-from modeling_llamba.hybrid_cache import HybridLayer, new_cache
-from modeling_llamba.hybrid_prompt_kernel import LARGEST
-from modeling_llamba.rounding import Rounding
+import modeling_llamba.hybrid.naive as equations
+import modeling_llamba.mixers.ssd as ssd
+from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, SlowDims, advance
+from modeling_llamba.hybrid.hybrid_attention import HybridInputs
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer, new_cache
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels.hybrid_prompt_kernel import LARGEST
 from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, relative_error, rotary_of
 from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, PROMPTS, ROUNDED, SHAPES, tools
 from tests.kernels.conftest import DEVICE, INTERPRETED

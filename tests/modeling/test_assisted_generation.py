@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import modeling_llamba.hybrid_cache as hybrid_cache
+import modeling_llamba.hybrid.hybrid_cache as hybrid_cache
 from modeling_llamba.compatibility import cache_of
 from tests.helpers.students import make_student
 from tests.helpers.teachers import TINY, random_ids

@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import StaticCache
 
-import modeling_llamba.flex as flex
-import modeling_llamba.hybrid_attention as hybrid_attention
-from modeling_llamba.selective_scan import selective_scan
+import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+import modeling_llamba.kernels.flex as flex
+from modeling_llamba.mixers.selective_scan import selective_scan
 from tests.helpers.scans import selective_inputs
 from tests.helpers.students import MIXERS, make_student, trained_parameters
 from tests.helpers.teachers import random_ids

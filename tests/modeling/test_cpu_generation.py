@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from modeling_llamba.cpu_kernels import can_run_on_cpu, library
+from modeling_llamba.kernels.cpu_kernels import can_run_on_cpu, library
 from tests.helpers.reading import read
 from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids

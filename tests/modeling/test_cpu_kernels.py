@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from modeling_llamba import cpu_kernels
-from modeling_llamba.eviction import BlockShape, Held, SlowDims, open_blocks
-from modeling_llamba.hybrid_attention import HybridInputs
-from modeling_llamba.hybrid_cache import new_cache
-from modeling_llamba.hybrid_config import CACHE_BITS
-from modeling_llamba.naive import naive_hybrid_attention
-from modeling_llamba.rounding import Rounding, hadamard
-from modeling_llamba.ssd import BACKEND_VARIABLE
+from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims, open_blocks
+from modeling_llamba.hybrid.hybrid_attention import HybridInputs
+from modeling_llamba.hybrid.hybrid_cache import new_cache
+from modeling_llamba.hybrid.naive import naive_hybrid_attention
+from modeling_llamba.hybrid.rounding import Rounding, hadamard
+from modeling_llamba.kernels import cpu_kernels
+from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
+from modeling_llamba.model.hybrid_config import CACHE_BITS
 from tests.helpers.hybrid_step import (
     HIDDEN,
     PARTIAL,
@@ -353,7 +353,7 @@ def test_a_variable_keeps_a_hybrid_from_compiling(monkeypatch, tmp_path):
 
 
 def test_two_processes_compile_at_once(tmp_path):
-    code = "from modeling_llamba.cpu_kernels import library; assert library() is not None"
+    code = "from modeling_llamba.kernels.cpu_kernels import library; assert library() is not None"
     options = dict(env=os.environ | {"HF_MODULES_CACHE": str(tmp_path)}, cwd=Path(__file__).parents[2])
     both = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]

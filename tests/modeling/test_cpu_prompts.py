@@ -5,14 +5,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modeling_llamba import block_layout, cpu_kernels, cpu_prompt_kernels, hybrid_attention
-from modeling_llamba.block_layout import Layout
-from modeling_llamba.eviction import BlockShape, Held, SlowDims
-from modeling_llamba.hybrid_attention import HybridInputs
-from modeling_llamba.hybrid_cache import new_cache
-from modeling_llamba.naive import naive_hybrid_attention
-from modeling_llamba.rounding import Rounding
-from modeling_llamba.ssd import BACKEND_VARIABLE
+from modeling_llamba.hybrid import block_layout, hybrid_attention
+from modeling_llamba.hybrid.block_layout import Layout
+from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims
+from modeling_llamba.hybrid.hybrid_attention import HybridInputs
+from modeling_llamba.hybrid.hybrid_cache import new_cache
+from modeling_llamba.hybrid.naive import naive_hybrid_attention
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels import cpu_kernels, cpu_prompt_kernels
+from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
 from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, in_parts, make_layer, relative_error, rotary_of
 
 LENGTH = 150

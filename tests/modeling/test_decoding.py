@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from modeling_llamba import attention
-from modeling_llamba.attention import append_keys
-from modeling_llamba.naive import ssd_recurrence
-from modeling_llamba.ssd import ssd_scan, ssd_step
+from modeling_llamba.hybrid.naive import ssd_recurrence
+from modeling_llamba.mixers.ssd import ssd_scan, ssd_step
+from modeling_llamba.model import attention
+from modeling_llamba.model.attention import append_keys
 from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
 from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids

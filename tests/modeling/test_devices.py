@@ -8,10 +8,10 @@ from torch.nn.attention.flex_attention import AuxOutput
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import modeling_llamba.flex as flex
-import modeling_llamba.hybrid_attention as hybrid_attention
-import modeling_llamba.hybrid_model as hybrid_model
-from modeling_llamba.block_layout import GROUP
+import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+import modeling_llamba.kernels.flex as flex
+import modeling_llamba.model.hybrid_model as hybrid_model
+from modeling_llamba.hybrid.block_layout import GROUP
 from tests.helpers.students import FAMILIES, student_config
 
 aten = torch.ops.aten

@@ -9,14 +9,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
-import modeling_llamba.flex as flex
-import modeling_llamba.hybrid_attention as hybrid_attention
+import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+import modeling_llamba.kernels.flex as flex
 from modeling_llamba import LlambaForCausalLM
-from modeling_llamba.attention import SoftmaxAttention
-from modeling_llamba.eviction import State, outer_products, salient_before
-from modeling_llamba.hybrid_attention import HybridAttention, HybridInputs
-from modeling_llamba.naive import naive_hybrid_attention
-from modeling_llamba.rotary import rotary_embedding
+from modeling_llamba.hybrid.eviction import State, outer_products, salient_before
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid.naive import naive_hybrid_attention
+from modeling_llamba.model.attention import SoftmaxAttention
+from modeling_llamba.model.rotary import rotary_embedding
 from tests.helpers.students import make_student, student_config, trained_parameters
 from tests.helpers.teachers import LLAMA3_ROPE, MINISTRAL_ROPE, random_ids
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-import modeling_llamba.hybrid_cache as hybrid_cache
+import modeling_llamba.hybrid.hybrid_cache as hybrid_cache
 from convert.layout.cache import cache_bytes
 from modeling_llamba.compatibility import cache_of
-from modeling_llamba.hybrid_cache import HybridLayer, cache_length, cache_nbytes, fit_cache, new_cache
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer, cache_length, cache_nbytes, fit_cache, new_cache
 from tests.helpers.students import MIXERS, make_student, student_config, trained_parameters
 from tests.helpers.teachers import random_ids
 from tests.helpers.versions import KNOWS_WHAT_CAN_BE_CROPPED, recorded_windows

@@ -9,8 +9,8 @@ from transformers.cache_utils import StaticIndexedLayer
 from transformers.utils import TransformersKwargs
 
 from modeling_llamba.compatibility import CACHE_NAME
-from modeling_llamba.hybrid_cache import StaticRows
-from modeling_llamba.hybrid_model import FOLLOWED, WITHOUT_EFFECT
+from modeling_llamba.hybrid.hybrid_cache import StaticRows
+from modeling_llamba.model.hybrid_model import FOLLOWED, WITHOUT_EFFECT
 from tests.helpers.students import FAMILIES, make_student
 from tests.helpers.teachers import random_ids
 from tests.helpers.versions import KNOWS_WHAT_CAN_BE_CROPPED

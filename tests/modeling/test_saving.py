@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
-from modeling_llamba.hybrid_config import FORMAT_VERSION
+from modeling_llamba.model.hybrid_config import FORMAT_VERSION
 from tests.helpers.before import BEFORE
 from tests.helpers.students import FAMILIES, make_student, student_config
 from tests.helpers.teachers import LONGROPE, random_ids

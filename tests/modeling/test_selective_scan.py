@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from modeling_llamba.naive import selective_recurrence
-from modeling_llamba.selective_scan import selective_matrix, selective_scan, selective_step
+from modeling_llamba.hybrid.naive import selective_recurrence
+from modeling_llamba.mixers.selective_scan import selective_matrix, selective_scan, selective_step
 from tests.helpers.scans import selective_inputs
 
 

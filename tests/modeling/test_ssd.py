@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import modeling_llamba.ssd as ssd
-from modeling_llamba.naive import ssd_recurrence
+import modeling_llamba.mixers.ssd as ssd
+from modeling_llamba.hybrid.naive import ssd_recurrence
 from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
 
 DECAYS = {"long": (-1e-3, 0.0), "mixed": (-3.0, 0.0), "extreme": (-18.0, 0.0)}

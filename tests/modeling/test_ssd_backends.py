@@ -5,9 +5,9 @@ import types
 import pytest
 import torch
 
-import modeling_llamba.short_conv as short_conv
-import modeling_llamba.ssd as ssd
-from modeling_llamba.short_conv import ShortConv
+import modeling_llamba.mixers.short_conv as short_conv
+import modeling_llamba.mixers.ssd as ssd
+from modeling_llamba.mixers.short_conv import ShortConv
 from tests.helpers.scans import relative_error
 from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modeling_llamba.cpu_kernels import can_run_on_cpu
-from modeling_llamba.eviction import Held, NewTokens
-from modeling_llamba.hybrid_attention import HybridInputs, Projected
-from modeling_llamba.hybrid_cache import HybridLayer
-from modeling_llamba.rounding import Rounding
-from modeling_llamba.ssd import BACKEND_VARIABLE
+from modeling_llamba.hybrid.eviction import Held, NewTokens
+from modeling_llamba.hybrid.hybrid_attention import HybridInputs, Projected
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels.cpu_kernels import can_run_on_cpu
+from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
 from recipes.serving.cpu_pages import SOURCE, HeadStep, SlotStep
 from tests.helpers.hybrid_step import attention_to_rows, make_layer, relative_error
 

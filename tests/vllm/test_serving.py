@@ -70,7 +70,7 @@ def test_tokens_and_log_probabilities_are_transformers(name, engine, models, pro
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_tokens_in_c_and_by_pytorch(backend, engine, models, prompts, monkeypatch):
     """The former where nothing else is asked for, the latter where C does not run."""
-    from modeling_llamba.ssd import BACKEND_VARIABLE
+    from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
     from recipes.serving.cpu_pages import HeadStep, SlotStep
 
     called = []
@@ -471,8 +471,8 @@ def metrics(client) -> str:
 
 def test_a_token_goes_into_its_slot_where_a_kernel_takes_the_step():
     """On CUDA alone a step asks for this; the block of the token is open already."""
-    from modeling_llamba.eviction import BlockShape, Held, NewTokens, SlowDims
-    from modeling_llamba.rounding import Rounding
+    from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, SlowDims
+    from modeling_llamba.hybrid.rounding import Rounding
     from recipes.serving.slots import SlotRows
 
     whole = Rounding(16, 8)

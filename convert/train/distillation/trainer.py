@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from modeling_llamba.hybrid_model import freeze_fixed
+from modeling_llamba.model.hybrid_model import freeze_fixed
 
 from ...memory import keep_free_memory
 from ...options import Trainable

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from modeling_llamba.rotary import Rotary
-from modeling_llamba.ssd import repeat_groups
+from modeling_llamba.mixers.ssd import repeat_groups
+from modeling_llamba.model.rotary import Rotary
 
 from ...fit.teacher_model import attention_rows
 

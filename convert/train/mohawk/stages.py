@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
-from modeling_llamba.hybrid_model import freeze_fixed
+from modeling_llamba.model.hybrid_model import freeze_fixed
 
 from ...errors import during
 from ...fit.probes import plain_tokens, with_needles

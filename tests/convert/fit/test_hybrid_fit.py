@@ -20,8 +20,8 @@ from convert.fit.layer_data import Pieces, held_out_error
 from convert.fit.probes import copy_probe, with_recall
 from convert.layout.placement import CacheBits, Hybrid, everywhere
 from convert.options import FitOptions
-from modeling_llamba.block_layout import Layout
-from modeling_llamba.hybrid_attention import theory_mass, unpadded
+from modeling_llamba.hybrid.block_layout import Layout
+from modeling_llamba.hybrid.hybrid_attention import theory_mass, unpadded
 from tests.helpers.hybrid_fit import BLOCK, RANK, SALIENT, SINKS, WINDOW, layer_and_data
 from tests.helpers.tiny import config_of, rows, teacher_model
 

@@ -13,7 +13,7 @@ from convert.fit.key_offset import FIRST, key_offset, offset_on
 from convert.formats.export import export_checkpoint
 from convert.layout.placement import CacheBits
 from modeling_llamba import LlambaConfig
-from modeling_llamba.rotary import rotate_keys
+from modeling_llamba.model.rotary import rotate_keys
 from tests.helpers.hybrid_fit import layer_and_data
 from tests.helpers.students import make_student
 from tests.helpers.teachers import make_teacher, random_ids

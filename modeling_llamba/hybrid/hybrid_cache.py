@@ -28,10 +28,10 @@ from transformers.cache_utils import (
 )
 from transformers.utils import is_torchdynamo_compiling
 
-from .cpu_kernels import can_open_on_cpu, open_on_cpu
+from ..kernels.cpu_kernels import can_open_on_cpu, open_on_cpu
+from ..kernels.hybrid_step_kernel import write_one
+from ..model.hybrid_config import RECURRENT
 from .eviction import BlockShape, Held, NewTokens, advance, open_block, open_blocks
-from .hybrid_config import RECURRENT
-from .hybrid_step_kernel import write_one
 from .rounding import Rounding
 
 CROPPABLE = 128

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .hybrid_cache import record, recurrent_state
+from ..hybrid.hybrid_cache import record, recurrent_state
+from ..model.norms import head_norm
+from ..model.rotary import Rotary, apply_rotary, scale_queries
 from .matrix_mixer import convolve_with_cache, gate_bias
-from .norms import head_norm
-from .rotary import Rotary, apply_rotary, scale_queries
 from .selective_scan import selective_advance, selective_matrix, selective_scan, selective_step
 from .short_conv import ShortConv
 from .ssd import repeat_groups

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .block_layout import Blocks
-from .eviction import BlockShape, Held, NewTokens
+from ..hybrid.block_layout import Blocks
+from ..hybrid.eviction import BlockShape, Held, NewTokens
 from .flex import FLEX_BLOCK
 
 try:

@@ -10,8 +10,8 @@ Shapes: B batch, H heads, K key/value heads, R heads per key/value head, P head 
 
 import torch
 
+from ..hybrid.rounding import WHOLE, Rounding
 from .hybrid_step_kernel import as_operator, on_device_of, tile_of
-from .rounding import WHOLE, Rounding
 
 try:
     import triton

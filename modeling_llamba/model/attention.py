@@ -15,13 +15,13 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.utils import is_torchdynamo_compiling
 
-from .cpu_kernels import attend_on_cpu, can_run_on_cpu
-from .hybrid_step_kernel import can_run
+from ..hybrid.rounding import Rounding
+from ..kernels.cpu_kernels import attend_on_cpu, can_run_on_cpu
+from ..kernels.hybrid_step_kernel import can_run
+from ..kernels.row_attention_kernel import attend_to_rows
+from ..mixers.ssd import requested_backend
 from .norms import head_norm
 from .rotary import Rotary, rotate_keys, rotate_queries
-from .rounding import Rounding
-from .row_attention_kernel import attend_to_rows
-from .ssd import requested_backend
 
 # tokens; or an eighth of what there is, where that is more
 MIN_ROOM = 128

@@ -12,9 +12,9 @@ import math
 
 import torch
 
+from ..mixers.ssd import repeat_groups, reset_at_boundaries, sequence_starts
+from ..model.rotary import Rotary, rotate_keys, rotate_queries
 from .hybrid_attention import HybridAttention
-from .rotary import Rotary, rotate_keys, rotate_queries
-from .ssd import repeat_groups, reset_at_boundaries, sequence_starts
 
 
 @torch.no_grad()

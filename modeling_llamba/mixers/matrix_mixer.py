@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from .hybrid_cache import conv_state, record, recurrent_state
-from .norms import RMSNorm, head_norm
-from .rotary import Rotary, apply_rotary, scale_queries
+from ..hybrid.hybrid_cache import conv_state, record, recurrent_state
+from ..model.norms import RMSNorm, head_norm
+from ..model.rotary import Rotary, apply_rotary, scale_queries
 from .short_conv import ShortConv
 from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_scan, ssd_step
 

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.utils import is_torchdynamo_compiling
 
-from .ssd import requested_backend
+from ..mixers.ssd import requested_backend
 
 FLEX_BLOCK = 128
 MIN_QUERIES = 128

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .hybrid_attention import HybridAttention
+from ..hybrid.hybrid_attention import HybridAttention
 from .mamba1 import Mamba1
 from .mamba2 import DiscreteMamba2, Mamba2
 

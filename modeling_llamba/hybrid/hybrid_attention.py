@@ -55,20 +55,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
-from .attention import (
-    FUSED_ON_CPU,
-    TeacherAttention,
-    append_keys,
-    attend_rounded,
-    fuses_on_cpu,
-    hiding,
-)
-from .block_layout import Blocks, Layout
-from .cpu_kernels import can_run_on_cpu, mix_one_on_cpu
-from .cpu_prompt_kernels import mix_blocks_on_cpu
-from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
-from .flex import attend_by_flex, can_flex
-from .hybrid_prompt_kernel import (
+from ..kernels.cpu_kernels import can_run_on_cpu, mix_one_on_cpu
+from ..kernels.cpu_prompt_kernels import mix_blocks_on_cpu
+from ..kernels.flex import attend_by_flex, can_flex
+from ..kernels.hybrid_prompt_kernel import (
     fits,
     hold,
     in_tiles,
@@ -78,10 +68,20 @@ from .hybrid_prompt_kernel import (
     numbered_slots,
     visible_tiles,
 )
-from .hybrid_step_kernel import can_run, mix_one, on_device_of
-from .rotary import Rotary, rotate_queries
+from ..kernels.hybrid_step_kernel import can_run, mix_one, on_device_of
+from ..mixers.ssd import requested_backend
+from ..model.attention import (
+    FUSED_ON_CPU,
+    TeacherAttention,
+    append_keys,
+    attend_rounded,
+    fuses_on_cpu,
+    hiding,
+)
+from ..model.rotary import Rotary, rotate_queries
+from .block_layout import Blocks, Layout
+from .eviction import BlockShape, Held, NewTokens, State, advance, decoded, gather_columns, open_block, open_blocks
 from .rounding import WHOLE, Rounding
-from .ssd import requested_backend
 
 SEGMENT = 4096
 """Tokens of a prompt whose states and masks lie in memory at once."""

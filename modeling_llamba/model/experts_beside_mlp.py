@@ -5,7 +5,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
 
-from .configuration_llamba import LlambaConfig
+from ..configuration_llamba import LlambaConfig
 from .norms import make_norm
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 from transformers.utils import logging
 
-from .hybrid_config import BACKENDS
+from ..model.hybrid_config import BACKENDS
 
 # installed and yet unusable: Triton says in several ways that there is no GPU, kernels that they are for another torch
 try:

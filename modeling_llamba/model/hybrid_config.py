@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .ship_code import ship_code
+from ..ship_code import ship_code
 
 MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
 RECURRENT = "conv"

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .configuration_llamba import LlambaConfig
+from ..configuration_llamba import LlambaConfig
 
 
 class LlambaMLP(nn.Module):

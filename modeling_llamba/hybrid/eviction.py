@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import is_torchdynamo_compiling
 
+from ..mixers.ssd import full_precision
 from .rounding import Rounding
-from .ssd import full_precision
 
 
 class SlowDims(NamedTuple):

@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 import torch
 
-from .cpu_kernels import can_run_on_cpu, decode_on_cpu, encode_on_cpu
-from .hybrid_step_kernel import can_run
-from .rounding_kernel import decode_rows, encode_rows, width_of
-from .ssd import requested_backend
+from ..kernels.cpu_kernels import can_run_on_cpu, decode_on_cpu, encode_on_cpu
+from ..kernels.hybrid_step_kernel import can_run
+from ..kernels.rounding_kernel import decode_rows, encode_rows, width_of
+from ..mixers.ssd import requested_backend
 
 GROUP = 32
 """Numbers with one scale, at four bits or less; at more, all numbers of a vector have one."""

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from .compatibility import CACHE_NAME, STATE_CACHE_NAME
+from ..compatibility import CACHE_NAME, STATE_CACHE_NAME
 
 
 def module_class(model_type: str) -> type[nn.Module]:

@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
-from .configuration_llamba import LlambaConfig
+from ..configuration_llamba import LlambaConfig
 from .mlp import LlambaMLP
 
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .attention import hiding
-from .cpu_kernels import can_run_on_cpu
-from .cpu_prompt_kernels import SOURCE, choose_columns, hide_columns
+from ..kernels.cpu_kernels import can_run_on_cpu
+from ..kernels.cpu_prompt_kernels import SOURCE, choose_columns, hide_columns
+from ..kernels.hybrid_step_kernel import is_traced
+from ..mixers.ssd import sequence_starts
+from ..model.attention import hiding
 from .eviction import BlockShape, Held, NewTokens, gather_columns, outer_products, salient_before
-from .hybrid_step_kernel import is_traced
-from .ssd import sequence_starts
 
 GROUP = 64
 """Queries that one fused attention serves, at least a block; with 32 and 128 a CPU takes longer."""

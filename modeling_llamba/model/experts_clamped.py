@@ -5,7 +5,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP, GptOssTopKRouter
 
-from .configuration_llamba import LlambaConfig
+from ..configuration_llamba import LlambaConfig
 
 
 class ClampedExpertBlock(GptOssMLP):

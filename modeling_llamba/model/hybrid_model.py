@@ -25,9 +25,7 @@ from transformers.utils import is_torchdynamo_compiling, logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention import SoftmaxAttention
-from .cache_checkpoint import CacheCheckpoint
-from .compatibility import (
+from ..compatibility import (
     CACHE_NAME,
     OLD_CACHE_NAME,
     HybridCausalLMOutput,
@@ -39,8 +37,9 @@ from .compatibility import (
     renamed_cache,
     warn_if_newer,
 )
-from .hybrid_attention import HybridAttention, HybridInputs, theory_mass
-from .hybrid_cache import (
+from ..hybrid.cache_checkpoint import CacheCheckpoint
+from ..hybrid.hybrid_attention import HybridAttention, HybridInputs, theory_mass
+from ..hybrid.hybrid_cache import (
     RecurrentCache,
     cache_length,
     fit_cache,
@@ -48,16 +47,17 @@ from .hybrid_cache import (
     new_cache,
     note_length,
 )
+from ..mixers.mamba1 import Mamba1
+from ..mixers.mamba2 import DiscreteMamba2, Mamba2
+from ..mixers.matrix_mixer import OPEN_GATE
+from ..mixers.mixers import make_mixer
+from ..mixers.short_conv import ShortConv
+from ..mixers.ssd import sequence_starts
+from .attention import SoftmaxAttention
 from .hybrid_config import RECURRENT
-from .mamba1 import Mamba1
-from .mamba2 import DiscreteMamba2, Mamba2
-from .matrix_mixer import OPEN_GATE
-from .mixers import make_mixer
 from .norms import RMSNorm
 from .recurrent import RecurrentMixer
 from .rotary import Rotary, local_rotary_embedding, query_scale, rotary_embedding
-from .short_conv import ShortConv
-from .ssd import sequence_starts
 
 logger = logging.get_logger(__name__)
 # rotary embeddings whose angles depend on the longest position in the call; a sink cannot be moved nearer under them

@@ -29,9 +29,9 @@ import torch
 from transformers.utils import logging
 from transformers.utils.hub import HF_MODULES_CACHE
 
+from ..mixers.ssd import requested_backend
 from .hybrid_step_kernel import as_operator, is_traced
 from .rounding_kernel import empty_rows
-from .ssd import requested_backend
 
 logger = logging.get_logger(__name__)
 

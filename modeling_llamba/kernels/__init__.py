@@ -1,0 +1,1 @@
+"""Faster ways to compute what a hybrid layer computes: functions in C, Triton kernels, flex_attention."""

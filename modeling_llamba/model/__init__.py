@@ -1,0 +1,1 @@
+"""The model around its layers: configuration, blocks, softmax attention, norms, rotary embedding."""
